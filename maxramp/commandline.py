@@ -120,15 +120,10 @@ def amount(number: float) -> str:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:
-    """Prints rows of cells as a table that fits the terminal; short rows are filled up.
+    """Prints rows of cells as a table that fits the terminal, if there is one.
 
-    Args:
-      columns: their heads; a line break in one is kept.
-      rows: cells.
-      expendable: heads of columns that a narrow terminal goes without, the first to go first.
-
-    Returns:
-      The heads that were left out; none if there is no terminal and no COLUMNS.
+    A narrow terminal goes without `expendable` columns, the first of them first. Returns the heads
+    of those that were left out.
     """
     from rich.console import Console
     from rich.measure import Measurement

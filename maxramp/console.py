@@ -50,11 +50,9 @@ class _Descriptor(io.FileIO):
     """A file descriptor that can always be written to."""
 
     def __init__(self, number: int, patience: float | None):
-        """
-        Args:
-          number: of the descriptor.
-          patience: seconds to wait for a reader before what he does not take is dropped; None waits
-            for ever, and ends the program where standard output fails.
+        """`patience`: seconds to wait for a reader before what he does not take is dropped.
+
+        None waits for ever, and ends the program where standard output fails.
         """
         super().__init__(number, "w", closefd=False)
         self._patience, self._reader_stalls = patience, False

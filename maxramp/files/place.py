@@ -172,10 +172,8 @@ def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
 def write_whole(path: Place, data: bytes) -> None:
     """Writes a file at once: whoever looks, or a kill, finds the old one or all of the new one.
 
-    Several processes may write the same file; the last one's stays.
-
-    Raises:
-      OSError: with a file's name, which a failed write does not have.
+    Several processes may write the same file; the last one's stays. An OSError names the file,
+    which a failed write does not.
     """
     if isinstance(path, ObjectPath):
         path.write_bytes(data)

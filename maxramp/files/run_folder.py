@@ -48,12 +48,7 @@ class Claim:
     def __init__(self, path: ObjectPath, owner: str):
         """Takes it, after a wait where its owner may have been killed on another machine.
 
-        Args:
-          path: of the object.
-          owner: who this is, in a few words for others.
-
-        Raises:
-          BlockingIOError: another process holds it; says which.
+        `owner` is who this is, in a few words for others. A BlockingIOError says who else holds it.
         """
         self._path, self._renewed, self._lost = path, 0.0, ""
         # No two writes are alike, as an ETag is made from the content.
@@ -74,11 +69,7 @@ class Claim:
         threading.Thread(target=self._keep, name="claim", daemon=True).start()
 
     def renew(self) -> None:
-        """Makes sure that the folder was this run's within the last few seconds.
-
-        Raises:
-          TrainingError: another run has taken it.
-        """
+        """Makes sure that the folder was this run's within the last few seconds, as `check`."""
         with self._writing:
             self.check()
             if time.monotonic() - self._renewed < _BEAT or self._write(self._generation):
@@ -151,11 +142,7 @@ class Appending:
             self.flush()
 
     def flush(self) -> None:
-        """Hands everything to the file system.
-
-        Raises:
-          OSError: it takes no more.
-        """
+        """Hands everything to the file system; an OSError says that it takes no more."""
         while self._unwritten:
             written = self._file.write(self._unwritten[0])
             self._unwritten[0] = self._unwritten[0][written:]
@@ -163,11 +150,7 @@ class Appending:
                 self._unwritten.popleft()
 
     def close(self) -> None:
-        """Closes the file.
-
-        Raises:
-          OSError: names the file, and says how many records are lost.
-        """
+        """Closes the file; an OSError names it, and says how many records are lost."""
         try:
             self.flush()
         except OSError as error:
@@ -193,12 +176,8 @@ class Disk:
     def flush(self) -> Callable[[], None]:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.
 
-        Returns:
-          What waits until they are in the run's folder, for another thread than the loop's; it
-          raises an OSError if they are not, and a TrainingError if another run has taken it.
-
-        Raises:
-          OSError: the file system takes no more.
+        Returns what waits until they are in the run's folder, as `publish`, for another thread
+        than the loop's.
         """
         for file in self.growing:
             file.flush()
@@ -313,10 +292,7 @@ class Mirror(Disk):
 def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk:
     """Makes a run's folder if it is not there, and keeps other runs out of it.
 
-    `owner` is who this is, in a few words for others.
-
-    Raises:
-      BlockingIOError: another run writes it; says which.
+    `owner` is who this is, in a few words for others. A BlockingIOError says who else writes it.
     """
     make_folder(folder / "checkpoints")
     if isinstance(folder, ObjectPath):

@@ -44,9 +44,6 @@ class Run:
         """The run of a config that was loaded from a command line's arguments.
 
         For a dry run, an object storage is not asked where the run stands.
-
-        Raises:
-          OSError: the folder's storage does not answer.
         """
         config = config.replace(run_name=config.run.run_name or config.run.model_name)
         processes, devices = config.launch.processes_per_node, config.batch.devices_per_node

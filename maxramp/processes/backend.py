@@ -93,10 +93,8 @@ def join(timeout: float) -> None:
 
     Our own MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come
     first, then what JAX recognizes by itself (TPU pods, GKE, SLURM, Open MPI). A plain machine has
-    neither. A job of one process joins nothing and takes every device it sees.
-
-    Args:
-      timeout: seconds to wait for the other processes.
+    neither. A job of one process joins nothing and takes every device it sees. The others are
+    waited for `timeout` seconds.
     """
     if tasks := os.environ.get("SLURM_STEP_NUM_TASKS"):
         # JAX reads the tasks of the whole job. A step that salloc opened for a person has one.

@@ -23,12 +23,9 @@ class Growth:
         decided: Callable[[Decision, RampupBatchManager], None],
         grown: Callable[[RampupBatchManager], None],
     ):
-        """
-        Args:
-          span: grows.
-          history: records of the steps before this start, in order.
-          decided: records a decision, which holds from when this returns.
-          grown: takes the ramp that follows from it.
+        """`history`: records of the steps before this start, in order.
+
+        A decision holds from when `decided` returns; `grown` takes the ramp that follows from it.
         """
         self._span, self._decided, self._grown = span, decided, grown
         self._policy = Policy(span.ramp.keys) if span.ramp.rungs else None

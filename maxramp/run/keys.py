@@ -29,11 +29,7 @@ class RunKeys(Keys):
 
     @property
     def folder(self) -> Place:
-        """The run's folder: its name is run_name or, without one, the model's.
-
-        Raises:
-          ConfigError: base_output_directory begins with the home of nobody.
-        """
+        """The run's folder: its name is run_name or, without one, the model's."""
         try:
             return place(self.base_output_directory) / (self.run_name or self.model_name)
         except ConfigError as error:

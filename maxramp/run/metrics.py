@@ -71,11 +71,7 @@ class MetricsLog:
     ) -> None:
         """Takes over a step just dispatched, and waits for the record of the one before.
 
-        Args:
-          step: 0-based.
-          stage: the step's.
-          consumed_samples: after the step.
-          dispatched: every scalar of it is recorded under its name.
+        Every scalar of it is recorded under its name. `consumed_samples` are those after the step.
         """
 
         def record(read: dict[str, Any], begin: float, end: float) -> Record:

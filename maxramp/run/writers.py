@@ -46,17 +46,10 @@ class JsonlWriter(Appending):
 def tensorboard_writers(
     folder: pathlib.Path, first_step: int, first_sample: int
 ) -> "tuple[EventWriter, EventWriter]":
-    """Writers of records. TensorBoard hides what earlier starts wrote past the first step.
+    """Writers of records over steps and over samples, of a start at a step and a sample.
 
-    TensorBoard shows the tags in groups: learning/loss, batch/stage, speed/tokens_per_second.
-
-    Args:
-      folder: of the event files.
-      first_step: of this start.
-      first_sample: samples consumed before it.
-
-    Raises:
-      OSError: there cannot be such a folder.
+    TensorBoard hides what earlier starts wrote past them, and shows the tags in groups:
+    learning/loss, batch/stage, speed/tokens_per_second.
     """
     by_step = EventWriter(folder, "step", first_step)
     return by_step, EventWriter(folder / _BY_SAMPLE, "consumed_samples", first_sample + 1)
@@ -109,16 +102,10 @@ class WandbWriter:
         config: dict[str, Any],
         warn: Callable[[str], None],
     ):
-        """
-        Args:
-          project: the key wandb_project.
-          folder: of the run, which keeps the id; wandb's own files come to lie in it.
-          config: what to show of the configuration.
-          warn: takes a line about what went wrong and is no reason to stop.
+        """The run's folder keeps the id, and wandb's own files come to lie in it.
 
-        Raises:
-          ConfigError: the package is missing, or takes no run.
-          OSError: the id cannot be written.
+        `warn` takes a line about what went wrong and is no reason to stop. A ConfigError says that
+        the package is missing, or takes no run.
         """
         self._warn, self._failed = warn, False
         try:
