@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from rich.console import Console
@@ -29,15 +29,7 @@ _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
 
 def inspect(folder: str, keys: DataKeys) -> None:
-    """Prints what a prepared set holds, with some of its documents and rows, as training has them.
-
-    Args:
-      folder: of the set.
-      keys: how rows are made.
-
-    Raises:
-      ConfigError: it is none, or torn.
-    """
+    """Prints what a prepared set holds, with some documents and rows, as training has them."""
     manifest, files = prepared.open_set(folder)
     used, tokenizer = manifest["tokenizer"], None
     if used:
@@ -55,7 +47,9 @@ def inspect(folder: str, keys: DataKeys) -> None:
     if "chats" in manifest:
         is_pair = manifest["chats"]["made_by"]["use_dpo"]
         for index in _spread(len(documents), _DOCUMENTS):
-            _show_prepared(console, index, documents[index], tokenizer, is_pair)
+            document = documents[index]
+            texts = () if document.left_out else _decode(document, tokenizer)
+            _show_chat(console, index, document, texts, is_pair)
         return
     for index in _spread(len(documents), _DOCUMENTS):
         ids = documents[index]
@@ -75,12 +69,7 @@ def inspect(folder: str, keys: DataKeys) -> None:
 def inspect_chats(files: str, keys: DataKeys) -> None:
     """Prints some chats or pairs as the template makes them, what is to be learnt in brackets.
 
-    Args:
-      files: as `grain_train_files` names them.
-      keys: the template, and what is trained on.
-
-    Raises:
-      ConfigError: they are no chats, or the template cannot take one of those that are shown.
+    `files` are as `grain_train_files` names them.
     """
     whole = {"grain_train_files": files, "eval_interval": -1, "eval_fraction": 0.0}
     no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
@@ -89,47 +78,49 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
     total = sum(len(part.items) for part in sources.train)
     print(f"{part.noun}      {files}: {total} {part.noun}")
     for index in _spread(len(part.items), _DOCUMENTS):
-        document, texts = part.items[index], part.items.texts(index)
-        console.print(Text(_headline(index, document, keys.use_dpo), "bold"))
-        for number, (text, spans) in enumerate(texts):
-            shown, at = Text(), 0
-            for begin, end in spans:
-                shown.append(_visible(text[at:begin]))
-                shown.append(f"[{_visible(text[begin:end])}]", "bold green")
-                at = end
-            _show_text(console, shown.append(_visible(text[at:])), number, keys.use_dpo)
+        texts = (_cut(text, spans) for text, spans in part.items.texts(index))
+        _show_chat(console, index, part.items[index], texts, keys.use_dpo)
 
 
-def _headline(index: int, document: Document, is_pair: bool) -> str:
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+    """The pieces of a text, and whether each is one of its spans."""
+    at = 0
+    for begin, end in spans:
+        yield from ((text[at:begin], False), (text[begin:end], True))
+        at = end
+    yield text[at:], False
+
+
+def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
+    """The texts of a prepared chat or pair, in pieces, and whether each is a target."""
+    for first, last in itertools.pairwise((*document.begins, len(document.tokens))):
+        is_target, tokens = document.is_target[first:last], document.tokens[first:last]
+        ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
+        yield [
+            (tokenizer.decode(tokens[begin:end]), is_target[begin])
+            for begin, end in itertools.pairwise((0, *ends))
+        ]
+
+
+def _show_chat(
+    console: Console,
+    index: int,
+    document: Document,
+    texts: Iterable[Iterable[tuple[str, bool]]],
+    is_pair: bool,
+) -> None:
     targets = 0 if document.is_target is None else int(document.is_target[1:].sum())
     note = f"{len(document.tokens)} tokens, {count(targets, 'target')}"
     note = f"left out: {document.left_out}" if document.left_out else note
-    return f"{'pair' if is_pair else 'chat'} {index:,}, {note}"
-
-
-def _show_text(console: Console, text: Text, number: int, is_pair: bool) -> None:
-    """Prints the text of a chat, or one of the two of a pair."""
-    if is_pair:
-        console.print(Text(f"{PAIR[number]}:", "bold"))
-    console.print(text, soft_wrap=True)
-
-
-def _show_prepared(
-    console: Console, index: int, document: Document, tokenizer: Tokenizer, is_pair: bool
-) -> None:
-    """Prints a prepared chat or pair, its targets in brackets."""
-    console.print(Text(_headline(index, document, is_pair), "bold"))
-    if document.left_out:
-        return
-    for number, (first, last) in enumerate(
-        itertools.pairwise((*document.begins, len(document.tokens)))
-    ):
-        is_target, shown = document.is_target[first:last], Text()
-        ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
-        for begin, end in itertools.pairwise((0, *ends)):
-            text = _visible(tokenizer.decode(document.tokens[first + begin : first + end]))
-            shown.append(*((f"[{text}]", "bold green") if is_target[begin] else (text,)))
-        _show_text(console, shown, number, is_pair)
+    console.print(Text(f"{'pair' if is_pair else 'chat'} {index:,}, {note}", "bold"))
+    for number, pieces in enumerate(texts):
+        if is_pair:
+            console.print(Text(f"{PAIR[number]}:", "bold"))
+        shown = Text()
+        for text, is_learnt in pieces:
+            text = _visible(text)
+            shown.append(*((f"[{text}]", "bold green") if is_learnt else (text,)))
+        console.print(shown, soft_wrap=True)
 
 
 def _visible(text: str) -> str:
