@@ -80,7 +80,7 @@ def print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class Seldom:
+class Throttle:
     """Reports the progress of something that takes minutes, every 30 seconds."""
 
     def __init__(self, say: Callable[[str], None] = print_progress):

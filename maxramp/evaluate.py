@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import yaml
 
-from maxramp.commandline import Parser, Seldom, command, print_progress
+from maxramp.commandline import Parser, Throttle, command, print_progress
 from maxramp.errors import ConfigError
 from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.together import Asking, Together
@@ -146,7 +146,7 @@ def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) ->
     watchdog.beat()
     model = opened.load()
     watchdog.beat()
-    tell = Seldom(print_progress if jax.process_index() == 0 else lambda line: None)
+    tell = Throttle(print_progress if jax.process_index() == 0 else lambda line: None)
 
     def beat(line: str) -> None:
         watchdog.beat()

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from maxramp.commandline import Seldom
+from maxramp.commandline import Throttle
 from maxramp.data.corpus import hash_of
 from maxramp.data.keys import EvalKeys
 from maxramp.errors import ConfigError, StepError, Stopped, TrainingError
@@ -78,7 +78,7 @@ class RunTasks:
         Raises:
           StepError: a task fails, on every process.
         """
-        self._tell = Seldom(self._job.output.say)  # 30 seconds from here
+        self._tell = Throttle(self._job.output.say)  # 30 seconds from here
         scorer = self._scorer(ahead, mesh_of(state), sight)
         together = Together(scorer, state.model, self._beat)
         try:

@@ -20,7 +20,7 @@ import numpy as np
 
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.parameters import load_parameters
-from maxramp.commandline import Seldom, count
+from maxramp.commandline import Throttle, count
 from maxramp.data.batch import Batch
 from maxramp.data.corpus import Corpus
 from maxramp.data.order import EvalBatches
@@ -109,7 +109,7 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
             known = _Known({}, known.log_probs_N2[:0], 0)
             done_N2 = known.log_probs_N2
         head = dict(zip(_HEAD, (found, path, corpus.hash), strict=True))
-        made, tell = [done_N2], Seldom(job.output.say)
+        made, tell = [done_N2], Throttle(job.output.say)
         with contextlib.ExitStack() as closing:
             write = closing.enter_context(_writing(job, head, known.size))
             for new_n2 in _log_probs(job, sequences, len(done_N2), model, expansion):

@@ -22,7 +22,7 @@ import numpy as np
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.resume import origin_of
-from maxramp.commandline import Seldom, count
+from maxramp.commandline import Throttle, count
 from maxramp.config.keys import Config
 from maxramp.config.load import dump_config, load
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
@@ -319,7 +319,7 @@ class _Progress:
 
     def __init__(self, steps: int, out: IO[str]):
         self._steps, self._out, self._first = steps, out, None
-        self._tell = Seldom(lambda line: print(line, file=out, flush=True))
+        self._tell = Throttle(lambda line: print(line, file=out, flush=True))
 
     def show(self, line: str) -> None:
         """Says where a line of the log stands: on a terminal at once, else every 30 seconds."""
