@@ -333,7 +333,7 @@ def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
         samples = threshold // keys.max_target_length if tokens else threshold
         if int(batch_text) < 1:
             raise ConfigError(f'{key}: "{entry}" has a batch of 0; it must be 1 or more')
-        if not pairs and samples != 0:
+        if not pairs and threshold != 0:
             raise ConfigError(
                 f'{key}: the first threshold "{entry}" must be 0, where training starts'
             )
