@@ -112,10 +112,27 @@ def noise_scale(figures: dict) -> list[tuple[str, str]]:
 
 
 def gpu(figures: dict) -> list[tuple[str, str]]:
-    return [
-        (f"`gpu`: MFU by stage, {model}", ", ".join(f"{s['mfu']:.2f}" for s in stages))
-        for model, stages in figures["models"].items()
+    rows = [
+        (
+            f"`gpu`: MFU by batch, {model}, rows of 4,096 tokens; memory / the preflight's",
+            ", ".join(f"{s['global_batch_size']}: {s['mfu']:.3f}" for s in found["stages"])
+            + f"; {found['memory']['ratio']:.2f}",
+        )
+        for model, found in figures["models"].items()
     ]
+    for line in figures["attention of packed rows, ms"]:
+        ours = line["packed and gradient"]
+        others = (("with a mask", "masked"), ("without documents", "whole"))
+        ratios = (
+            f"{ours / line[f'{name} and gradient']:.2f} ({words})"
+            for words, name in others
+            if name in line
+        )
+        shape = f"{line['tokens']:,} tokens, documents of {line['document']:,}"
+        rows.append(
+            (f"`gpu`: packed attention with gradient / cuDNN's, {shape}", ", ".join(ratios))
+        )
+    return rows
 
 
 def main() -> None:
