@@ -15,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import contextlib
 import statistics
 import time
+import types
 
 import figures
 import jax
@@ -62,25 +63,22 @@ class Steps:
         with jax.set_mesh(self._mesh):
             state = abstract_state(config.recipe, self._mesh)
             programs = PolicyPrograms(
-                config.recipe,
-                config.policy,
+                config,
                 LearningRate.from_keys(config.learning_rate, self._ramp),
                 state,
-                writing(config.rollout, config.policy, config.model, tokenizer),
+                writing(config, tokenizer),
                 ahead,
                 {},
             )
             programs.announce(self._ramp.stages[0])
+            watchdog = types.SimpleNamespace(beat=lambda: None)
             self._trainer = PolicyTrainer(
+                types.SimpleNamespace(watchdog=watchdog, is_asked_to_stop=lambda: False),
                 programs,
-                config.rollout,
-                Sums(10, 0),
-                None,
-                Scorer(config.rollout, config.policy, programs.generator, tokenizer, rewards),
+                Scorer(config, programs.generator, tokenizer, rewards),
+                {"prompt_file": Sums(10, 0)},
                 initial_state(config.recipe),
                 initial_state(config.recipe).model,
-                lambda: None,
-                lambda: False,
             )
 
     def step(self) -> dict:

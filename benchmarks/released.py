@@ -51,7 +51,7 @@ thread = threading.Thread(target=watch)
 thread.start()
 start = time.perf_counter()
 rows = found.keys["vocab_size"]
-read_all = reading.prepared(
+read_all = reading.prepare_load(
     found.path, found.tensors, rows, model, config.model.decoder_block, print
 )
 weights = read_all()

@@ -2,7 +2,7 @@
 
 python benchmarks/ways.py [--json FILE] [--functions]
 
-A real run of two steps is followed with `sys.setprofile`. Every function counts once, where it is
+Real runs of two steps are followed with `sys.setprofile`. Every function counts once, where it is
 called first, as it would be read; comprehensions and lambdas belong to the function that they stand
 in, and what looks like a value or an expression (properties, `__len__`) is passed by. A file is
 entered when a function stands in another file than the one before it in that thread; each time
@@ -10,6 +10,8 @@ after the first is a return.
 
   config       the command line to a `Config`
   data         opening a prepared set
+  weights      the first weights of a run that adapts a Hugging Face folder: what its keys and
+               files say of them, up to the state; not how arrays are read or made
   row          the `__getitem__`s of maxramp that stand on each other while a row is read
   checkpoint   a checkpoint to an emulated gs:// (`pip install '.[storage-test]'`), over all
                threads, and the clients that the run has for its bucket: fsspec's file systems, of
@@ -40,10 +42,21 @@ import object_stores
 
 PACKAGE = str(pathlib.Path(maxramp.__file__).parent) + os.sep
 ROOTS = {
-    "config": ("config/load.py", "load"),
-    "data": ("data/opening.py", "open_rows"),
-    "checkpoint": ("checkpoints/store.py", "Checkpoints.save"),
+    "config": [("config/load.py", "load")],
+    "data": [("data/opening.py", "open_rows")],
+    "checkpoint": [("checkpoints/store.py", "Checkpoints.save")],
 }
+FIRST_WEIGHTS = {
+    "weights": [
+        ("config/load.py", "_read_folder"),
+        *(("handover/first_weights.py", f"{do}_first_weights") for do in ("check", "pin", "open")),
+        ("checkpoints/weights.py", "keep_released"),
+        ("checkpoints/weights.py", "ReleasedWeights.prepare"),
+        ("job/start.py", "Job.first_state"),
+    ]
+}
+# Files of arrays: what they call is not followed on the way to first weights.
+ENDS = ("huggingface/reading.py", "training/state.py", "checkpoints/arrays.py")
 TINY = [
     "base_emb_dim=32",
     "base_num_query_heads=2",
@@ -64,8 +77,9 @@ TINY = [
 class Walk:
     """The functions that one call leads to, by thread, each where it is called first."""
 
-    def __init__(self, root: tuple[str, str]):
-        self.root = root
+    def __init__(self, roots: list[tuple[str, str]], ends: tuple[str, ...] = ()):
+        self.waiting, self.ends = set(roots), ends
+        self.depth = self.ended = 0  # of roots, and of functions in `ends`
         self.seen: set[tuple[str, str]] = set()
         self.threads: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
 
@@ -92,13 +106,12 @@ class Walk:
 class Follower:
     """What `sys.setprofile` calls: notes the functions below the roots, and the lookups."""
 
-    def __init__(self):
-        self.walks = {name: Walk(root) for name, root in ROOTS.items()}
+    def __init__(self, walks: dict[str, Walk]):
+        self.walks = walks
         self.lookups: list[str] = []  # the deepest stack
         self.clients: list[str] = []
         self._stacks = threading.local()
-        self._followed: list[Walk] = []
-        self._frames: dict[int, Walk] = {}
+        self._frames: dict[int, list[tuple[Walk, str]]] = {}  # the depths that end with them
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
         if event not in ("call", "return"):
@@ -114,17 +127,21 @@ class Follower:
         if code.co_name == "__getitem__":
             self._look_up(event, f"{file}: {code.co_qualname}")
         if event == "return":
-            if walk := self._frames.pop(id(frame), None):
-                self._followed.remove(walk)
+            for walk, what in self._frames.pop(id(frame), ()):
+                setattr(walk, what, getattr(walk, what) - 1)
             return
+        thread, function = threading.current_thread(), (file, code.co_qualname)
         for walk in self.walks.values():
-            if walk.root == (file, code.co_qualname) and not walk.threads:
-                self._followed.append(walk)
-                self._frames[id(frame)] = walk
-        if not _is_expression(frame):
-            thread = threading.current_thread().name
-            for walk in self._followed:
-                walk.add(thread, (file, code.co_qualname))
+            if walk.ends and thread is not threading.main_thread():
+                continue
+            counted = ["depth"] * (function in walk.waiting)
+            walk.waiting.discard(function)
+            if walk.depth + len(counted) and not walk.ended and not _is_expression(frame):
+                walk.add(thread.name, function)
+            counted += ["ended"] * (file in walk.ends)
+            for what in counted:
+                setattr(walk, what, getattr(walk, what) + 1)
+                self._frames.setdefault(id(frame), []).append((walk, what))
 
     def _look_up(self, event: str, name: str) -> None:
         stack = self._stacks.__dict__.setdefault("lookups", [])
@@ -142,9 +159,9 @@ def _is_expression(frame: Any) -> bool:
 
 
 @contextlib.contextmanager
-def followed() -> Iterator[Follower]:
+def followed(walks: dict[str, Walk]) -> Iterator[Follower]:
     """Follows every call of this thread, and of those that begin meanwhile."""
-    follower = Follower()
+    follower = Follower(walks)
     threading.setprofile(follower)
     sys.setprofile(follower)
     try:
@@ -166,10 +183,20 @@ def figures(show: bool) -> dict[str, dict[str, int]]:
         os.environ |= storage.environment
         keys = [*TINY, "dataset_type=grain", f"grain_train_files={prepared}", "run_name=ways"]
         keys += [f"base_output_directory={storage.address}", f"jax_cache_dir={folder}/cache"]
-        with followed() as follower:
-            assert train.main([str(ROOT / "configs" / "base.yml"), *keys]) == 0
+        config = str(ROOT / "configs" / "base.yml")
+        with followed({name: Walk(roots) for name, roots in ROOTS.items()}) as follower:
+            assert train.main([config, *keys]) == 0
+        here = [f"base_output_directory={folder}", f"jax_cache_dir={folder}/cache"]
+        here += ["dataset_type=synthetic", "global_batch_size=8", "max_target_length=16", "steps=2"]
+        first = ["run_name=first", "export_huggingface=True", *TINY]
+        assert train.main([config, *here, *first]) == 0
+        lora = ["run_name=lora", "lora_rank=2", "model_name=hf", "eval_interval=-1"]
+        lora += [f"load_parameters_path={folder}/first/exported/2", "enable_tensorboard=False"]
+        weights = {name: Walk(roots, ENDS) for name, roots in FIRST_WEIGHTS.items()}
+        with followed(weights):
+            assert train.main([config, *here, *lora]) == 0
     found = {}
-    for name, walk in follower.walks.items():
+    for name, walk in (follower.walks | weights).items():
         found[name] = {"files": walk.files(), "returns": walk.returns()}
         if show:
             for thread, way in walk.threads.items():

@@ -45,7 +45,7 @@ def ls(path: Place) -> int:
     before: Checkpoint | None = None
     folders, best = _checkpoints(path), None
     with contextlib.suppress(ConfigError):
-        best = folder_lib.best(folders[0].parent)
+        best = folder_lib.find_best(folders[0].parent)
     print(f"{'step':>9} {'samples':>12} {'stage':>8} {'batch':>7} {'size':>9}  state")
     for folder in folders:
         size = _bytes(folder)

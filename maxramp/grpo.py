@@ -17,21 +17,24 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from maxramp.commandline import parse_config, print_note
+from maxramp.commandline import parse_config, print_note, shell_quote
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.errors import ConfigError
-from maxramp.handover.opening import PromptTokenizer, open_model
+from maxramp.files.place import place
+from maxramp.handover.first_weights import check_first_weights, key_of_first_weights
+from maxramp.handover.opening import PromptTokenizer, open_model, open_with_keys
 from maxramp.job import start
 from maxramp.job.loop import train
+from maxramp.keys import base
+from maxramp.model.keys import MODEL_KEYS
 from maxramp.processes import agreement
 from maxramp.processes.ending import Preemption, run
-from maxramp.rl import first_weights
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, open_prompts
 from maxramp.rl.rewards import Rewards, sources
@@ -41,6 +44,13 @@ from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import compiler_options
 
+# What weights were trained on: the documents with their tokenizer.
+_DATA = (
+    *("dataset_type", "text_files", "grain_train_files", "grain_file_type", "hf_path", "hf_name"),
+    *("tokenizer_type", "tokenizer_path", "tokenize_train_data", "add_bos", "add_eos"),
+)
+_SUMS = "configs/pre_train/sums.yml"  # of a model for the prompts that come from no file
+
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
     """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
@@ -49,17 +59,14 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     def load_config(note: Callable[[str], None]) -> Config:
         config = load(parse_config(__doc__, given), "grpo", note)
         _refuse(config)
-        return first_weights.with_weights(config, note)
+        check_first_weights(config)
+        return _take_keys(config, note)
 
     return start.run(load_config, _run, preemption)
 
 
 def _refuse(config: Config) -> None:
-    """Refuses what reinforcement learning cannot do.
-
-    Raises:
-      ConfigError: a key asks for it.
-    """
+    """Refuses what reinforcement learning cannot do."""
     if config.model.max_target_length <= config.rollout.max_completion_length:
         raise ConfigError(
             f"max_completion_length={config.rollout.max_completion_length} leaves no room for a "
@@ -85,41 +92,71 @@ def _refuse(config: Config) -> None:
         )
 
 
+def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
+    """The configuration with the sizes that its first weights have and the tokenizer they know."""
+    key = key_of_first_weights(config)
+    path = config.values[key]
+    try:
+        there = open_model(path, []).config.values
+    except ConfigError as error:
+        if config.rollout.prompt_file:
+            raise
+        run = place(path)
+        where = shell_quote([f"base_output_directory={run.parent}", f"run_name={run.name}"])
+        raise ConfigError(
+            f"{key}={path}: no checkpoint there; this trains one that can add at times: "
+            f"python -m maxramp.train {_SUMS} {where}"
+        ) from error
+    other = [
+        f"{name}={there[name]}"
+        for name, default in base.base().items()
+        if name in MODEL_KEYS and config.values[name] not in (there[name], default)
+    ]
+    if other:
+        note(f"{path} has {', '.join(other)}; these sizes are taken")
+    taken = {name: there[name] for name in (*MODEL_KEYS, *_DATA)}
+    if not config.rollout.eval_prompt_file:
+        taken["eval_interval"] = -1
+    config = config.replace(**taken)
+    config.check()
+    return config
+
+
 def _run(begun: start.Start) -> int:
     """Opens the prompts and the run's folder, and trains from where it stands."""
     config = begun.config
-    weights = first_weights.path_of(config)
     given = [f"split_special_tokens={config.rollout.split_special_tokens}"]
-    tokenizer = agreement.raise_everywhere(lambda: open_model(str(weights), given).tokenizer())
+    opened = agreement.raise_everywhere(lambda: open_with_keys(begun.first_weights(), given))
+    tokenizer = agreement.raise_everywhere(opened.tokenizer)
     if not tokenizer.ends and jax.process_index() == 0:
         print_note(
-            f"{weights} was trained on documents without a mark at their end (add_eos=False): no "
-            f"answer ends before max_completion_length={config.rollout.max_completion_length} "
+            f"{opened.path} was trained on documents without a mark at their end (add_eos=False): "
+            f"no answer ends before max_completion_length={config.rollout.max_completion_length} "
             "tokens; begin with weights that were trained with add_eos=True"
         )
-    opened = agreement.raise_everywhere(
+    prompts = agreement.raise_everywhere(
         lambda: open_prompts(config.rollout, tokenizer, config.model)
     )
-    prompts, held_out = opened["prompt_file"], opened.get("eval_prompt_file")
-    for name, of_key in opened.items():
+    for name, of_key in prompts.items():
         if len(hashes := {*agreement.all_gather_json(of_key.hash)}) > 1:
             raise ConfigError(
                 f"{name}={config.values[name]}: {len(hashes)} different files on the processes of "
                 "the job; give all of them the same one"
             )
-    corpus = _corpus(prompts, held_out)
+    corpus = _corpus(prompts)
     data = corpus.identity({"eval": _evaluation(config, corpus)})
     job = begun.open_run(data, policy_fields)
     if not job.has_work:
         return job.end()
-    check_enough(prompts, config.rollout, job.span.ramp.total_samples)
-    return train(job, _trainer(job, tokenizer, corpus, prompts, held_out))
+    check_enough(prompts["prompt_file"], config.rollout, job.span.ramp.total_samples)
+    return train(job, _trainer(job, tokenizer, corpus, prompts))
 
 
-def _corpus(prompts: Prompts, held_out: Prompts | None) -> Corpus:
+def _corpus(prompts: Mapping[str, Prompts]) -> Corpus:
     """What identifies the prompts, which are not rows."""
+    own, held_out = prompts["prompt_file"], prompts.get("eval_prompt_file")
     parts = (Part("", 1.0, (), held_out.hash),) if held_out else ()
-    return Corpus((Part("prompts", 1.0, (), prompts.hash),), parts, prompts.description)
+    return Corpus((Part("prompts", 1.0, (), own.hash),), parts, own.description)
 
 
 def _evaluation(config: Config, corpus: Corpus) -> str:
@@ -130,11 +167,7 @@ def _evaluation(config: Config, corpus: Corpus) -> str:
 
 
 def _trainer(
-    job: start.Job,
-    tokenizer: PromptTokenizer,
-    corpus: Corpus,
-    prompts: Prompts,
-    held_out: Prompts | None,
+    job: start.Job, tokenizer: PromptTokenizer, corpus: Corpus, prompts: Mapping[str, Prompts]
 ) -> PolicyTrainer:
     """What takes the steps, with its programs announced to the compiler."""
     config, output, span = job.config, job.output, job.span
@@ -145,11 +178,10 @@ def _trainer(
     ahead = Ahead(memory, output.say, job.preemption.ask)
     job.closing.callback(ahead.close)
     programs = PolicyPrograms(
-        config.recipe,
-        config.policy,
+        config,
         LearningRate.from_keys(config.learning_rate, span.ramp),
         abstract,
-        writing(config.rollout, config.policy, config.model, tokenizer),
+        writing(config, tokenizer),
         ahead,
         options,
     )
@@ -157,19 +189,9 @@ def _trainer(
         programs.announce(stage)
     ahead.lower()
     output.say_start(corpus, abstract, config.recipe, span, job.changes)
-    beta = config.policy.grpo_beta
-    reference = first_weights.load_reference(job, abstract.model) if beta else None
-    return PolicyTrainer(
-        programs,
-        config.rollout,
-        prompts,
-        held_out,
-        Scorer(config.rollout, config.policy, programs.generator, tokenizer, rewards),
-        job.checkpoints.first_state(span.position, abstract, config.recipe),
-        reference,
-        job.watchdog.beat,
-        job.is_asked_to_stop,
-    )
+    reference = job.load_reference(abstract.model) if config.policy.grpo_beta else None
+    scorer = Scorer(config, programs.generator, tokenizer, rewards)
+    return PolicyTrainer(job, programs, scorer, prompts, job.first_state(abstract), reference)
 
 
 def _rewards(job: start.Job) -> Rewards | None:

@@ -40,11 +40,11 @@ from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
-from maxramp.errors import ConfigError
 from maxramp.evaluation.in_run import RunTasks, hash_of_tasks
+from maxramp.handover.first_weights import check_first_weights
 from maxramp.job import start
 from maxramp.job.loop import train
-from maxramp.job.reference import with_reference
+from maxramp.job.reference import add_reference
 from maxramp.job.start import Job, Start
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
@@ -67,11 +67,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
     def load_config(note: Callable[[str], None]) -> Config:
         config = load(parse_config(__doc__, given), "train", note)
-        if config.data.use_dpo and not config.checkpoints.load_parameters_path:
-            raise ConfigError(
-                "load_parameters_path is empty: use_dpo=True begins with the weights of a model, "
-                "and stays near to them; give its folder"
-            )
+        check_first_weights(config)
         return config
 
     return start.run(load_config, _run, preemption)
@@ -93,7 +89,7 @@ def _run(begun: Start) -> int:
     if not job.has_work:
         return job.end()
     if config.data.use_dpo:
-        corpus = with_reference(job, corpus, expansion)
+        corpus = add_reference(job, corpus, expansion)
     loader = Loader(
         config.data,
         config.reading,
@@ -122,17 +118,8 @@ class Pretrainer:
     """Takes the steps of next-token prediction on rows of text."""
 
     def __init__(self, job: Job, loader: Loader, abstract: TrainState, tasks: RunTasks | None):
-        """Announces the programs of every stage, and makes or restores the state meanwhile.
-
-        Args:
-          job: the run's folder, and which steps of it.
-          loader: the batches of these steps.
-          abstract: the train state's shapes and shardings, those of the checkpoint.
-          tasks: that the state is evaluated on.
-
-        Raises:
-          ConfigError: load_parameters_path holds no such weights.
-        """
+        """Announces the programs of every stage, and makes or restores the state meanwhile; it has
+        the shapes and shardings of `abstract`."""
         config, span, say = job.config, job.span, job.output.say
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
         self._recipe, self._ramp = config.recipe, span.ramp
@@ -151,8 +138,7 @@ class Pretrainer:
         job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
         for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
-        first = job.checkpoints.first_state(span.position, abstract, config.recipe)
-        self._held = HeldState(first)
+        self._held = HeldState(job.first_state(abstract))
         # Of an evaluation, on the devices.
         self._objective = objective_of(config.recipe)
         count = len(self._objective.shown)
@@ -170,11 +156,7 @@ class Pretrainer:
         return names_of_sums(self._loader.held_out, self._objective.shown) + tasks
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched:
-        """Hands the batch of step `step` to the train step of its stage.
-
-        Raises:
-          StepError: its program does not compile.
-        """
+        """Hands the batch of step `step` to the train step of its stage (`Trainer`)."""
         batch, data_seconds = self._loader.batch(step)
         consumed_tokens = self._ramp.tokens(first_sample + stage.global_batch_size)
         train_step, compile_seconds = self._programs.train_step(stage)
@@ -215,22 +197,11 @@ class Pretrainer:
         return evaluation_from_sums(found, by_batch, self._objective.shown, self._objective.divisor)
 
     def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
-        """Evaluates the state on the tasks of the run, which has some, and returns when it is done.
-
-        Args:
-          sight: what tokens saw in the step before.
-
-        Returns:
-          Its numbers; None if it was given up because somebody asks for the end.
-        """
+        """Evaluates the state on the tasks of the run (`Trainer`)."""
         return self._tasks.evaluate(self._ahead, self.state, sight)
 
     def raise_failure(self) -> None:
-        """Says why a program that was compiled ahead did not compile, if there is one.
-
-        Raises:
-          TrainingError: there is one.
-        """
+        """Raises why a program that was compiled ahead did not compile, if there is one."""
         self._ahead.raise_failure()
 
 

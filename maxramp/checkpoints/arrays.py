@@ -74,7 +74,6 @@ class _Path(PosixGPath):
     """
 
     def exists(self) -> bool:
-        """As in its class, but for the mark."""
         return self.name != "_CHECKPOINT_DELETION" and super().exists()
 
 
@@ -124,15 +123,8 @@ def _describe_leaf(leaf: tuple[tuple[int, ...], str] | None) -> str:
 
 
 def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`.
-
-    Args:
-      checkpoint: the one to continue from.
-      abstract: an abstract train state, or parts of one by name.
-      values: of all keys, resolved.
-
-    Raises:
-      ConfigError: names the first parameter that differs, and the keys that make it so.
+    """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`, a train state
+    or parts of one by name; names the first parameter that differs, and the keys that make it so.
     """
     rank = checkpoint.config.get("lora_rank")
     if rank and rank != values["lora_rank"]:
@@ -160,13 +152,7 @@ def restore(
 ) -> TrainState:
     """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
 
-    Args:
-      checkpoint: where it continues.
-      abstract: the state.
-      base: of adapted weights, which a checkpoint does not hold.
-
-    Raises:
-      ConfigError: the arrays cannot be read.
+    A checkpoint does not hold the `base` of adapted weights.
     """
     loaded = load(checkpoint.path, items_of(abstract))
     model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
@@ -207,11 +193,7 @@ def _storage_of(path: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.Storage
 
 
 def load(path: Place, abstract: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a checkpoint, with the shapes, dtypes and shardings of `abstract`, by name.
-
-    Raises:
-      ConfigError: they cannot be read; too little memory is raised as it is.
-    """
+    """The arrays of a checkpoint, with the shapes, dtypes and shardings of `abstract`, by name."""
     with _reading(path):
         loaded = ocp.load_checkpointables(os.fspath(path), order_by_layer(abstract))
     return order_by_stage(loaded, abstract)

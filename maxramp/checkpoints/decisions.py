@@ -20,11 +20,7 @@ FILE = "decisions.json"
 
 
 def read(run: Place) -> list[dict[str, Any]]:
-    """The decisions in a run's folder, in order.
-
-    Raises:
-      ConfigError: they cannot be read.
-    """
+    """The decisions in a run's folder, in order."""
     path = run / FILE
     try:
         found = json.loads(path.read_bytes())["decisions"]
@@ -43,14 +39,9 @@ def read(run: Place) -> list[dict[str, Any]]:
 
 
 class DecisionsFile:
-    """The file of a job that runs; what a full disk does not take waits in memory.
-
-    Attributes:
-      taken: the decisions, in order.
-    """
+    """The file of a job that runs; what a full disk does not take waits in memory."""
 
     def __init__(self, run: pathlib.Path):
-        """`run` is its folder."""
         self._path, self._unwritten = run / FILE, b""
         self.taken = read(run)
 
@@ -67,11 +58,7 @@ class DecisionsFile:
             self.flush()
 
     def flush(self) -> None:
-        """Makes sure that everything is written.
-
-        Raises:
-          OSError: the file system takes no more.
-        """
+        """Makes sure that everything is written, or raises an OSError."""
         if self._unwritten:
             write_whole(self._path, self._unwritten)
             self._unwritten = b""
@@ -97,9 +84,6 @@ def binding(
 
     A run that goes on from another run's checkpoint, in a folder of its own, takes over what that
     one had decided, above the first rung of its own ladder.
-
-    Raises:
-      ConfigError: today's ladder does not go on from it.
     """
     if keys.rampup_policy != "noise":
         return []

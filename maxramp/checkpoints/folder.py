@@ -13,15 +13,13 @@ without it is a save that goes on or was killed, or what a removal left, and no 
 import contextlib
 import dataclasses
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.checkpoints.best import Best
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near, place, remove_tree, sizes, write_whole
-from maxramp.huggingface import folder as released
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
 from maxramp.stage import SIGHT_KEYS, SightKeys
@@ -163,7 +161,6 @@ def read(path: Place) -> Checkpoint:
 
     Raises:
       TornError: a file is missing, too short or damaged.
-      ConfigError: another version wrote it, or it cannot be looked at.
     """
     try:
         values = json.loads((path / FILE).read_bytes())
@@ -205,66 +202,31 @@ def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
     return None, torn
 
 
-def score(how: str, evaluation: Mapping[str, float]) -> float | None:
-    """How good an evaluation is, the more the better; None where it does not say.
-
-    Args:
-      how: the key checkpoint_best, "lowest NAME" or "highest NAME".
-      evaluation: numbers by their names.
-    """
-    way, _, name = how.partition(" ")
-    value = evaluation.get(name, math.nan)
-    return (-value if way == "lowest" else value) if math.isfinite(value) else None
-
-
-def scores(folder: Place, how: str, evaluations: Mapping[str, str]) -> dict[int, float]:
-    """How good the whole checkpoints of a folder are whose evaluations compare with these.
-
-    Args:
-      folder: of the checkpoints.
-      how: as in `score`.
-      evaluations: as in `DataIdentity`.
-
-    Returns:
-      `score` of each by its step, of those that have one.
-    """
-    found, kind = {}, how.partition(" ")[2].partition("_")[0]
+def read_whole(folder: Place) -> Iterator[Checkpoint]:
+    """The checkpoints of a folder that are whole, the oldest first."""
     for step in steps_in(folder):
         with contextlib.suppress(TornError):
-            there = read(folder / str(step))
-            if there.evaluations.get(kind) == evaluations.get(kind):
-                found[step] = score(how, there.evaluation)
-    return {step: of_step for step, of_step in found.items() if of_step is not None}
+            yield read(folder / str(step))
 
 
-def best_of(scores: Mapping[int, float]) -> int | None:
-    """The step of the highest score, of equal ones the first; None if there are none."""
-    return max(scores, key=lambda step: (scores[step], -step), default=None)
-
-
-def best(folder: Place) -> Place:
-    """The best checkpoint of a folder, by the keys of its newest.
-
-    Raises:
-      ConfigError: there is none.
-    """
+def find_best(folder: Place) -> Place:
+    """The best checkpoint of a folder, by the keys of its newest."""
     last, _ = newest(folder)
     how = last.config.get("checkpoint_best") if last else ""
-    step = best_of(scores(folder, how, last.evaluations)) if how else None
-    if step is None:
+    best = Best(how or "", last.evaluations if last else {})
+    for checkpoint in read_whole(folder) if how else ():
+        best.add(checkpoint.step, checkpoint.evaluation, checkpoint.evaluations)
+    if best.step is None:
         why = f"none has a number for checkpoint_best={how}" if how else "checkpoint_best not given"
         why = why if last else "no checkpoint there"
         raise ConfigError(f"{folder / BEST}: {why}; give a checkpoint by its number")
-    return folder / str(step)
+    return folder / str(best.step)
 
 
 def find(path: Place) -> Place:
     """The checkpoint that a path means: itself, or the newest of a checkpoints or run folder.
 
     CHECKPOINTS/best is the best of a folder.
-
-    Raises:
-      ConfigError: there is none.
     """
     path = place(path).absolute()
     for folder in (path / "checkpoints", path):
@@ -273,27 +235,7 @@ def find(path: Place) -> Place:
     if is_step(path.name) and is_committed(path):
         return path
     if path.name == BEST and not path.exists():
-        return best(path.parent)
+        return find_best(path.parent)
     raise ConfigError(
         f"{path}: no checkpoint there; give a checkpoint, a checkpoints folder or a run's folder"
     )
-
-
-def check_sources(keys: CheckpointKeys, folder: Place) -> None:
-    """Finds what a run is to start from, before anything that takes long.
-
-    Args:
-      keys: where it starts.
-      folder: of the run's own checkpoints; a run that has one continues from that.
-
-    Raises:
-      ConfigError: there is no checkpoint at a path that is given.
-    """
-    for name in ("load_parameters_path", "load_full_state_path"):
-        if (path := getattr(keys, name)) and not steps_in(folder):
-            if name == "load_parameters_path" and released.find(name, path):
-                continue
-            try:
-                find(place(path))
-            except ConfigError as error:
-                raise ConfigError(f"{name}={path}: {error}") from None

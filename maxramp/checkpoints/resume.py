@@ -54,20 +54,10 @@ def changes_since(
     data: DataIdentity,
     versions: Mapping[str, str],
 ) -> str:
-    """What a start changes against the checkpoint that it continues from.
+    """The keys and versions that a start changes against its checkpoint, in one line; "" for none.
 
-    Args:
-      checkpoint: where it continues.
-      values: of all keys, resolved.
-      allow_changed: the keys that may differ although they decide what the run has seen.
-      data: what identifies today's; mixtures to come may differ.
-      versions: of today's packages.
-
-    Returns:
-      The changed keys and versions in one line; "" if nothing changed.
-
-    Raises:
-      ConfigError: a change makes the run another one, and `allow_changed` does not name it.
+    Refuses what makes the run another one, unless `allow_changed` names it. Mixtures to come may
+    differ.
     """
     pairs = checkpoint.differences(values)
     pairs.pop("allow_changed", None)
@@ -87,8 +77,8 @@ def changes_since(
     if refused:
         raise ConfigError(
             f"{checkpoint.path}: trained with {_list_changes(refused)}, which would change what "
-            f"the run has seen; give back what was, allow_changed=[{','.join(refused)}], or "
-            "another run_name"
+            "the run has seen; give back what was, "
+            f"allow_changed=[{','.join(refused)}], or another run_name"
         )
     pairs |= {
         name: (checkpoint.versions[name], version)
@@ -123,16 +113,7 @@ def _mixture(mixture: list[Any] | None) -> str:
 
 
 def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
-    """How the learning rate changes where a run continues, in one line; "" if it keeps its curve.
-
-    Args:
-      keys: of this start.
-      ramp: of this start.
-      position: the checkpoint that it continues from.
-
-    Raises:
-      ConfigError: today's keys make no learning rate.
-    """
+    """How a start changes the learning rate of its run, in one line; "" if it keeps its curve."""
     step = position.step
     if not 0 < step < ramp.total_steps:
         return ""
@@ -253,16 +234,12 @@ def take_up(
     Args:
       batch: resolved.
       keys: where a job ends before its run does.
-      num_devices: devices of this job.
-      meshes: the mesh by the number of devices, for later jobs.
+      num_devices: of this job.
+      meshes: by the number of devices, for later jobs.
       restart_passes: how long a change of nodes takes (`PassCost.restart`).
       position: the checkpoint to go on from.
       recorded: what the run has decided (`decisions.read`).
       fields: the arrays of a batch.
-
-    Raises:
-      ConfigError: today's ladder does not fit what was decided, or a stage that would run cannot
-        be split over its devices.
     """
     origin, change = origin_of(batch, num_devices, position, recorded)
     origin |= {"fields": fields}
@@ -277,21 +254,10 @@ def take_up(
 def length_by_epochs(
     batch: BatchKeys, num_devices: int, position: Checkpoint | None, rows: int, num_epoch: int
 ) -> tuple[int, str]:
-    """The samples of a run that no key gives a length: whole steps of the rows that its data has,
-    from where it stands.
-
-    Args:
-      batch: resolved.
-      num_devices: as in `origin_of`.
-      position: the checkpoint to go on from.
-      rows: in num_epoch passes over the data.
-      num_epoch: the key.
+    """The length of a run that no key gives one: whole steps of the `rows` of num_epoch passes.
 
     Returns:
-      The samples, and which rows no step trains on, in one line; "" if all are trained on.
-
-    Raises:
-      ConfigError: they make not one step.
+      Its samples, and which rows no step trains on, in one line; "" if all are trained on.
     """
     origin, _ = origin_of(batch, num_devices, position)
     ramp = RampupBatchManager(batch, num_devices, **origin)
@@ -326,11 +292,7 @@ def origin_of(
     becomes its history. Stages are numbered on: the first of a new schedule is the stage that the
     checkpoint's last step was in if it has its batch size, and the next otherwise.
 
-    Args:
-      batch: resolved.
-      num_devices: any that the keys describe; batch sizes do not depend on it.
-      position: the checkpoint; None for a run that begins.
-      recorded: what the run has decided (`decisions.read`).
+    Batch sizes do not depend on `num_devices`; `recorded` is as in `take_up`.
 
     Returns:
       `first_step`, `first_sample`, `first_index`, `history` and `decided` for RampupBatchManager;

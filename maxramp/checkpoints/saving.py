@@ -1,7 +1,6 @@
 """Saves checkpoints in the background, one at a time."""
 
 import concurrent.futures
-import contextlib
 import math
 import threading
 import time
@@ -21,7 +20,7 @@ from maxramp.parallel.sharding import BY_DEVICE
 from maxramp.processes import agreement
 
 
-class Saves(contextlib.AbstractContextManager):
+class Saves:
     """Writes checkpoints in the background, and counts the minutes between them."""
 
     def __init__(self, folder: Place, keys: CheckpointKeys, warn: Callable[[str], None]):
@@ -145,8 +144,9 @@ class Saves(contextlib.AbstractContextManager):
             )
         self._warn(f"{line}; the run continues ({self._failed_in_a_row} of {most})")
 
-    def __exit__(self, kind, error, trace) -> None:
-        """Waits until this process has written; with a lost peer it never would have."""
+    def finish(self, error: BaseException | None) -> None:
+        """Waits until this process has written; of a run that ends with an error, which may be that
+        a peer is lost: then it never would have."""
         if self._current is None or isinstance(error, PeerLostError):
             return  # the last save of a run that comes to its end was waited for
         step, saving = self._current

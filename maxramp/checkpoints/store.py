@@ -21,25 +21,19 @@ import jax
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.best import Best
-from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
-from maxramp.checkpoints.parameters import load_parameters
 from maxramp.checkpoints.resume import changes_since, seen_mixtures
 from maxramp.checkpoints.saving import Saves
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import Place, is_near, place, set_aside
-from maxramp.model.adapters import has_adapters, without_adapters
-from maxramp.model.order import order_by_layer
-from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.keys import Recipe
-from maxramp.training.state import TrainState, initial_state, state_of
+from maxramp.training.state import TrainState
 
 
-class Checkpoints(Saves):
+class Checkpoints(contextlib.AbstractContextManager):
     """The checkpoints of a run's folder."""
 
     def __init__(
@@ -58,9 +52,10 @@ class Checkpoints(Saves):
           values: of all keys, resolved; every checkpoint keeps them.
           warn: takes a line about what went wrong and is no reason to stop.
         """
-        super().__init__(folder.absolute(), keys, warn)
+        self._keys, self._folder, self._warn = keys, folder.absolute(), warn
+        self._saves = Saves(self._folder, keys, warn)
         self._data, self.values = data, values
-        self.best = Best(keys.checkpoint_best, self._folder, data.evaluations)
+        self.best = Best(keys.checkpoint_best, data.evaluations)
         # A fingerprint of the weights that the run stays near to, "" for none, that every
         # checkpoint keeps.
         self.reference = ""
@@ -69,21 +64,30 @@ class Checkpoints(Saves):
         self._is_first = jax.process_index() == 0
         self._torn: list[Place] = []
 
+    def __exit__(self, kind, error, trace) -> None:
+        """Waits until this process has written."""
+        self._saves.finish(error)
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest that is whole."""
+        return self._saves.newest
+
+    def check(self) -> None:
+        """Notices a save that has failed by now (`Saves.check`)."""
+        self._saves.check()
+
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint, or that of load_full_state_path; None without one.
 
         The first process chooses, the others follow. Nothing in the folder is changed.
-
-        Raises:
-          ConfigError: there are checkpoints, but all of them are torn, or enable_checkpointing is
-            off: a start from nothing would overwrite what belongs to them.
         """
-        chosen = agreement.all_gather_json(agreement.raise_everywhere(self._choose))[0]
+        chosen = agreement.decide_on_first(self._choose)
         if not chosen:
             return None
         position = agreement.raise_everywhere(lambda: folder_lib.read(place(chosen)))
         if position.path.parent == self._folder:
-            self.newest = position.step
+            self._saves.newest = position.step
         return position
 
     def _choose(self) -> str:
@@ -117,62 +121,17 @@ class Checkpoints(Saves):
         allowed = self._keys.allow_changed
         return changes_since(checkpoint, self.values, allowed, self._data, versions())
 
-    def first_state(
-        self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
-    ) -> TrainState:
-        """The state that a job begins with: of a checkpoint, or a new one.
-
-        A new one has the weights of load_parameters_path, where that is given.
-
-        Raises:
-          ConfigError: there is no such checkpoint, it cannot be read, or it holds other weights.
-        """
-        path = self._keys.load_parameters_path
-        if has_adapters(abstract.model):
-            return self._first_adapted(position, abstract, recipe)
-        if position:
-            return arrays.restore(position, abstract)
-        if path:
-            return state_of(recipe, load_parameters(path, abstract.model, self.values))
-        with jax.set_mesh(mesh_of(abstract)):
-            return initial_state(recipe)
-
-    def _first_adapted(
-        self, position: Checkpoint | None, abstract: TrainState, recipe: Recipe
-    ) -> TrainState:
-        """`first_state` of a model with adapters: its base is that of load_parameters_path.
-
-        Every checkpoint keeps the base's hash, and goes on from no other.
-        """
-        path = self._keys.load_parameters_path
-        if not path:
-            raise ConfigError(
-                f"lora_rank={recipe.model.lora_rank} adapts the model of load_parameters_path, "
-                "which is not given; give the folder of one"
-            )
-        first = load_parameters(path, abstract.model, self.values)
-        base = without_adapters(first)
-        self.reference = fingerprint_of_weights(order_by_layer(base))
-        if not position:
-            return state_of(recipe, first)
-        if position.reference != self.reference and "load_parameters_path" not in (
-            self._keys.allow_changed
-        ):
-            raise ConfigError(
-                f"load_parameters_path={path}: not the weights that {position.path} adapts (hash "
-                f"{self.reference}, was {position.reference or 'none'}); give those, "
-                "allow_changed=[load_parameters_path], or another run_name"
-            )
-        return arrays.restore(position, abstract, base)
-
     def start_saving(self) -> None:
         """Removes what killed saves left behind and moves torn checkpoints aside."""
-        self.restart_clock()
+        self._saves.restart_clock()
         if self._keys.enable_checkpointing and self._is_first:
             for path in self._torn:
                 set_aside(path, folder_lib.TORN)
             folder_lib.discard(self._folder)
-            self.best.find()
+            for checkpoint in (
+                folder_lib.read_whole(self._folder) if self._keys.checkpoint_best else ()
+            ):
+                self._note(checkpoint)
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """Whether to save after `step` steps: the same answer on every process."""
@@ -185,7 +144,7 @@ class Checkpoints(Saves):
             (steps != -1 and step % steps == 0)
             or (samples != -1 and before(step) // samples > before(step - 1) // samples)
             or (keys.checkpoint_stage_ends and ramp.stage_at_step(step).first_step == step)
-            or self.is_time()
+            or self._saves.is_time()
         )
 
     def save(
@@ -203,24 +162,19 @@ class Checkpoints(Saves):
 
         Returns when the state is copied; files are written in the background if
         `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
+        `consumed_samples`, `stages`, `evaluation` and `owes` are as in `Checkpoint`.
 
         Args:
-          step: steps done.
-          state: after them.
-          consumed_samples: in them.
-          stages: of the schedule, as in plan.json.
           prepare: writes what must be there before the checkpoint counts, and returns what waits
             until it is there, for the first process; where either raises, nothing counts.
           last: nothing is trained after it: returns when it is written.
-          evaluation: the numbers of the evaluations of this state, by their names.
-          owes: those that are due and have not come.
 
         Raises:
           TrainingError: max_failed_saves saves in a row have failed, or the last one.
         """
-        if not self._keys.enable_checkpointing or (not last and self.is_late(step)):
+        if not self._keys.enable_checkpointing or (not last and self._saves.is_late(step)):
             return
-        self.settle()
+        self._saves.settle()
         if step == self.newest:
             return
         checkpoint = Checkpoint(
@@ -240,19 +194,16 @@ class Checkpoints(Saves):
             saved=secrets.token_hex(8),
             owes=list(owes),
         )
-        self.begin(step, self._writer(checkpoint, state, prepare))
+        self._saves.begin(step, self._writer(checkpoint, state, prepare))
         if last or not self._keys.async_checkpointing:
-            self.settle(last)
+            self._saves.settle(last)
 
     def make_up(
         self, step: int, evaluation: Mapping[str, float], prepare: Callable[[], Callable[[], None]]
     ) -> None:
         """Adds to this run's last checkpoint the numbers of the evaluations that it owes.
 
-        Args:
-          step: the checkpoint's; nothing is done where it is another run's.
-          evaluation: the numbers.
-          prepare: as in `save`.
+        Nothing is done where the checkpoint is another run's; `prepare` is as in `save`.
 
         Raises:
           TrainingError: they cannot be written.
@@ -270,7 +221,7 @@ class Checkpoints(Saves):
                 folder_lib.commit(whole)
             except OSError as error:
                 raise TrainingError(f"{whole.path}: {arrays.reason_of(error)}") from None
-            self.best.add(whole)
+            self._note(whole)
             self._tidy()
 
         agreement.raise_everywhere(lambda: self._is_first and self.newest == step and write())
@@ -288,7 +239,7 @@ class Checkpoints(Saves):
                 if self._is_first:
                     prepared()
                     folder_lib.commit(checkpoint)
-                    self.best.add(checkpoint)
+                    self._note(checkpoint)
                     self._tidy()
             except BaseException:
                 if self._is_first and is_near(self._folder):  # else it may be another run's by now
@@ -297,6 +248,9 @@ class Checkpoints(Saves):
                 raise
 
         return write
+
+    def _note(self, checkpoint: Checkpoint) -> None:
+        self.best.add(checkpoint.step, checkpoint.evaluation, checkpoint.evaluations)
 
     def _tidy(self) -> None:
         """Removes what no restart needs; where that fails, the next save tries it again.

@@ -160,7 +160,8 @@ def load(
     names = {name for given in (*files, command_line) for name in given.values}
     chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
     if chosen and chosen[-1] == "hf":
-        files.append(_read_folder(files, command_line))
+        if program != "grpo":  # which takes sizes and tokenizer from its first weights of any kind
+            files.append(_read_folder(files, command_line))
     elif chosen and chosen[-1] != "default":
         path = CONFIGS / "models" / f"{chosen[-1]}.yml"
         if len(chosen[-1]) > 100 or not path.is_file():

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from maxramp.checkpoints.weights import find_kept
 from maxramp.commandline import Throttle
 from maxramp.data.corpus import hash_of
 from maxramp.data.keys import EvalKeys
@@ -42,11 +43,10 @@ class RunTasks:
           abstract: the train state's shapes and shardings.
         """
         config, self._job = job.config, job
-        data, checkpoints = config.data, config.checkpoints
         keys: EvalKeys = config.evaluation
         self._keys, self._abstract = keys, abstract
         self._beat: Callable[[], None] = job.watchdog.beat
-        self._tokenizer = tokenizer_of(data, checkpoints.load_parameters_path)
+        self._tokenizer = tokenizer_of(config.data, find_kept(job.output.folder))
         self._scorers: dict[tuple[Mesh, SightKeys], Scorer] = {}
         longest = config.model.max_target_length
 

@@ -39,16 +39,8 @@ def export_run(
 ) -> None:
     """Exports a finished run to exported/STEP of its folder, once.
 
-    An export of another state of that number is set aside.
-
-    Args:
-      run: the run's folder.
-      mesh: of the job's devices.
-      pause: called between two tensors, on every process.
-      say: prints a line, on the first process.
-
-    Raises:
-      ConfigError: it cannot be written.
+    An export of another state of that number is set aside. `pause` is called between two tensors,
+    on every process; `say` prints a line, on the first.
     """
     pause()
     sizes = [
@@ -56,15 +48,15 @@ def export_run(
     ]
     opened = open_model(str(run), sizes)
     to = run / "exported" / opened.path.rpartition("/")[2]
-    if agreement.all_gather_json(agreement.raise_everywhere(lambda: _is_made(to, opened)))[0]:
+    if agreement.decide_on_first(lambda: _is_made(to, opened)):
         return
     export(opened, opened.load(), to, "", not opened.adapted, pause)
     say(f"wrote {to}")
 
 
 def _is_made(to: Place, opened: Opened) -> bool:
-    """Whether an export is of a checkpoint; sets aside one that is not. Asked by process 0."""
-    if jax.process_index() or (made_of := writing.made_of(to)) is None:
+    """Whether an export is of a checkpoint; sets aside one that is not."""
+    if (made_of := writing.made_of(to)) is None:
         return False
     if made_of.get("weights") == opened.saved:
         return True
@@ -105,19 +97,16 @@ def export(
       to: the folder.
       dtype: of the tensors; "" for that in which they came, or weight_dtype.
       merge: whether adapters are added to the model, and the whole is written.
-      pause: called between two of them, on every process.
-
-    Raises:
-      ConfigError: it cannot be written, or transformers has no such model.
+      pause: called between two tensors, on every process.
     """
     if has_adapters(model) and not merge:
         _export_adapters(opened, model, to, dtype, pause)
         return
-    keys, came_in = opened.config.model, opened.released.config if opened.released else {}
+    keys, came_in = opened.config.model, opened.origin.config if opened.origin else {}
     came_as = came_in.get("dtype") or came_in.get("torch_dtype")
     dtype = dtype or (came_as if came_as in _DTYPES else keys.weight_dtype)
     model = _whole(model, dtype) if has_adapters(model) else model
-    beside = dict(opened.released.side_files) if opened.released else {}
+    beside = dict(opened.origin.side_files) if opened.origin else {}
     tokenizer = _tokenizer_of(opened)
     marks: dict[str, Any] = {}
     files = _files_of(tokenizer) if tokenizer else {}
@@ -158,7 +147,7 @@ def _export_adapters(
             f"{opened.path} adapts a run, or sees by other positions or windows than its base, "
             "which PEFT does not open; give --merge, which writes the whole model"
         )
-    keys, beside = opened.config.model, dict(opened.released.side_files if opened.released else {})
+    keys, beside = opened.config.model, dict(opened.origin.side_files if opened.origin else {})
     for name in ("config.json", "generation_config.json"):
         beside.pop(name, None)
     layers = opened.config.optimizer.trainable_layers
@@ -188,14 +177,14 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
         tokenizer = opened.tokenizer().tokenizer
     except ConfigError as error:
         size = opened.config.model.vocab_size
-        if opened.released and size > (there := opened.released.config["vocab_size"]):
+        if opened.origin and size > (there := opened.origin.config["vocab_size"]):
             raise ConfigError(
                 f"{error}; without it nobody knows which of vocab_size={size} rows are tokens, "
                 f"beyond the {there} that the model came with; give tokenizer_path=FILE"
             ) from None
         print_note(f"{error}; no tokenizer is written but what the model came with")
         return None
-    if tokenizer.type != "huggingface" and not opened.released:
+    if tokenizer.type != "huggingface" and not opened.origin:
         print_note(
             f"tokenizer_type={tokenizer.type}: transformers does not have it; the folder has none"
         )

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from maxramp.checkpoints import folder
-from maxramp.checkpoints.parameters import find_released, load_parameters, released_origin
+from maxramp.checkpoints.weights import ReleasedWeights, SavedWeights, Weights, open_weights
 from maxramp.commandline import print_note
 from maxramp.config import load as config_files
 from maxramp.config.keys import Config
@@ -28,7 +28,7 @@ from maxramp.data.files import prepared
 from maxramp.data.files.records import BadRecord
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, is_near, place
+from maxramp.files.place import is_near, place
 from maxramp.huggingface.folder import KEPT_IN, ModelFolder, find_or_kept
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
@@ -85,11 +85,7 @@ class PromptTokenizer:
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """What makes chats text.
-
-        Raises:
-          ConfigError: the model has none.
-        """
+        """What makes chats text."""
         if not self.chats:
             raise ConfigError("a chat needs the tokenizer of a model with a chat template")
         return open_template(self.tokenizer, self.chats)
@@ -99,7 +95,6 @@ class PromptTokenizer:
 
         Raises:
           BadRecord: they are no messages, the template refuses them, or one holds a mark.
-          ConfigError: there is no template.
         """
         chat, template = read({"messages": messages}), self.template
         for text in chat.texts():
@@ -123,121 +118,115 @@ class PromptTokenizer:
 
 
 class Opened:
-    """A model, with its weights still to be read."""
+    """A model that can be used by itself: its weights, still to be read, with their keys.
 
-    config: Config  # its keys, on other devices; resolved once the weights are loaded
-    path: str  # of the weights
-    # what a Hugging Face folder says of it: the one it is, or the one that its run began from
-    released: ModelFolder | None
-    adapted: str = ""  # of adapters, the Hugging Face folder or name of the model that they adapt
-    saved: str = ""  # the name of a state that a run has saved (`Checkpoint.saved`)
+    Attributes:
+      weights: of which nothing was read yet.
+      config: its keys, on other devices; resolved once the weights are loaded.
+      adapted: of adapters, the Hugging Face folder or name of the model that they adapt; else "".
+      saved: the name of a state that a run has saved (`Checkpoint.saved`); else "".
+    """
 
-    def __init__(self, own: Mapping[str, Any], arguments: Sequence[str], *more: str):
+    adapted, saved = "", ""
+
+    def __init__(
+        self,
+        weights: Weights,
+        own: Mapping[str, Any],
+        arguments: Sequence[str],
+        may_give: Sequence[str] = _OPEN,
+    ):
         """Reads the keys; no device is touched.
 
         Args:
+          weights: of the model.
           own: the keys that the model brings.
           arguments: key=value, of those that may be given beside it.
-          more: keys that may be given beside this one.
-
-        Raises:
-          ConfigError: a key is wrong.
+          may_give: which they are.
         """
         *_, given = config_files.read(str(base.CONFIGS / "base.yml"), arguments, print_note)
         for name, value in given.values.items():
-            if name not in (*_OPEN, *more):
+            if name not in may_give:
                 raise ConfigError(
                     f"{name}={value} does not change what a run generates; the keys that do are "
-                    f"{', '.join((*_OPEN, *more))}"
+                    f"{', '.join(may_give)}"
                 )
-        self._given = given.values
+        self.weights, self._given = weights, given.values
         self._another = not _TOKENIZER.isdisjoint(given.values)
         own = {k: v for k, v in own.items() if not (self._another and k in _TOKENIZER)}
         self.config = Config.from_values({**base.base(), **own, **_CONSTANT, **given.values})
         self.config.check()
 
-    def load(self) -> Decoder:
-        """The weights, on a mesh of all devices; the backend was started.
+    @property
+    def path(self) -> str:
+        """Of the weights."""
+        return self.weights.path
 
-        Raises:
-          ConfigError: the devices do not suit the keys, or the weights cannot be read.
-        """
+    @property
+    def origin(self) -> ModelFolder | None:
+        """What a Hugging Face folder says of them (`Weights.origin`)."""
+        return self.weights.origin
+
+    def load(self) -> Decoder:
+        """The weights, on a mesh of all devices; the backend was started."""
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
-        base = self._given.get(_BASE, "")
-        return load_parameters(self.path, model, self.config.values, base)
+        return self.weights.load(model, self.config.values)
 
     def tokenizer(self) -> PromptTokenizer:
-        """The tokenizer of the data that it was trained on, or the one that was given.
-
-        Raises:
-          ConfigError: its file is not there, or is damaged.
-        """
+        """The tokenizer of the data that it was trained on, or the one that was given."""
         kind, path, marks = self._tokenizer_keys()
         marks |= {name: value for name, value in self._given.items() if name in marks}
-        ends = tuple(self.released.ends) if self.released and not self._another else ()
+        ends = tuple(self.origin.ends) if self.origin and not self._another else ()
         return PromptTokenizer(tokenizers.load(kind, path, **marks), ends, self.config.data)
 
     def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
         """Type, file and marks of the tokenizer of the documents."""
-        keys = self.config.data
-        return keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
+        return _document_tokenizer(self.config.data, self._another)
 
 
 class ReleasedModel(Opened):
     """A model of a folder as Hugging Face has them."""
 
-    def __init__(self, folder: ModelFolder, arguments: Sequence[str]):
-        """Reads the keys of its config.json.
-
-        Raises:
-          ConfigError: the model is none of ours, or a key is wrong.
-        """
-        self.released, self.path = folder, folder.path
-        if folder.adapter:
-            self.path, self.adapted = folder.adapter.path, _full_name(folder.adapter.base)
+    def __init__(self, weights: ReleasedWeights, arguments: Sequence[str]):
+        """Reads the keys of its config.json."""
+        folder = weights.origin
         longest = folder.config.get("max_position_embeddings")
         own = {"dataset_type": "synthetic", **folder.keys}
         own |= {"max_target_length": longest} if longest else {}
         with contextlib.suppress(ConfigError):  # whoever needs the tokenizer learns of it
             own |= folder.data_keys
         own["add_eos"] = False
-        super().__init__(own, arguments)
-        # Synthetic documents stand for those that it was trained on, which had a tokenizer.
-        self._data = dataclasses.replace(self.config.data, dataset_type="grain")
+        super().__init__(weights, own, arguments)
+        if folder.adapter:
+            self.adapted = _full_name(folder.adapter.base)
 
     def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
         if not self.config.data.tokenizer_path:
-            _ = self.released.data_keys  # raises: there is none that can be read
-        return self._data.type_of_tokenizer, self._data.tokenizer_path, self._data.mark_keys
+            _ = self.origin.data_keys  # raises: there is none that can be read
+        # Synthetic documents stand for those that it was trained on, which had a tokenizer.
+        keys = dataclasses.replace(self.config.data, dataset_type="grain")
+        return keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
 
 
 class TrainedRun(Opened):
     """A run of ours, or one of its checkpoints."""
 
-    def __init__(self, path: Place, arguments: Sequence[str]):
-        """Reads the keys of its checkpoint.
-
-        Args:
-          path: the folder of a run, or a checkpoint.
-          arguments: key=value, of the keys that generation takes.
-
-        Raises:
-          ConfigError: there is no such checkpoint, it is torn, or a key is wrong.
-        """
-        self.checkpoint = folder.read(folder.find(path))  # the newest, or the one that is asked for
-        there = self.checkpoint.config | vars(self.checkpoint.sight)
-        self.path, self.saved = str(self.checkpoint.path), self.checkpoint.saved
-        self.released = released_origin(self.path)
+    def __init__(self, weights: SavedWeights, arguments: Sequence[str]):
+        """Reads the keys of its checkpoint."""
+        checkpoint = weights.checkpoint
+        there = checkpoint.config | vars(checkpoint.sight)
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
         names.add("trainable_layers")  # of adapters, those that there are
         taken = (names & there.keys()).difference(_OF_TRAINING)
-        more = [_BASE] if there.get("lora_rank") else []
-        super().__init__({name: there[name] for name in taken}, arguments, *more)
-        if more:
-            below = self._given.get(_BASE, there[_BASE])
-            kept = f"{self.checkpoint.path.parent.parent}/{KEPT_IN}"
+        adapts = bool(there.get("lora_rank"))
+        own = {name: there[name] for name in taken}
+        super().__init__(weights, own, arguments, (*_OPEN, *[_BASE] * adapts))
+        self.saved = checkpoint.saved
+        if adapts:
+            below = weights.base = self._given.get(_BASE, there[_BASE])
+            kept = f"{checkpoint.path.parent.parent}/{KEPT_IN}"
             found = find_or_kept(_BASE, below, kept)
             # What adapts them sees as they came, and a phase may have changed that. Of weights that
             # a run has trained, what is kept says only how they began.
@@ -248,26 +237,17 @@ class TrainedRun(Opened):
             ):
                 self.adapted = _full_name(found.adapter.base if found.adapter else below)
 
-    def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
-        """Type, file and marks of the tokenizer of the documents."""
-        return _document_tokenizer(self.config.data, self._another)
 
-
-def tokenizer_of(keys: DataKeys, load_parameters_path: str) -> PromptTokenizer:
+def tokenizer_of(keys: DataKeys, origin: ModelFolder | None) -> PromptTokenizer:
     """The tokenizer of the data that a run trains on.
 
     Args:
       keys: of the data.
-      load_parameters_path: the weights that the run begins with; "" = new ones.
-
-    Raises:
-      ConfigError: its file is not there, or is damaged.
+      origin: what a Hugging Face folder says of the weights that the run began with.
     """
     kind, path, marks = _document_tokenizer(keys, another=False)
-    released = released_origin(load_parameters_path) if load_parameters_path else None
-    return PromptTokenizer(
-        tokenizers.load(kind, path, **marks), tuple(released.ends) if released else ()
-    )
+    ends = tuple(origin.ends) if origin else ()
+    return PromptTokenizer(tokenizers.load(kind, path, **marks), ends)
 
 
 def _document_tokenizer(keys: DataKeys, another: bool) -> tuple[str, str, dict[str, bool]]:
@@ -319,16 +299,12 @@ def _is_run(path: str) -> bool:
 
 
 def open_model(path: str, arguments: Sequence[str]) -> Opened:
-    """The model at a path.
+    """The model at a path, as in `open_weights`; `arguments` are key=value, of the keys that may be
+    given beside it."""
+    return open_with_keys(open_weights(path, "RUN"), arguments)
 
-    Args:
-      path: the folder of a run, a checkpoint, a folder as Hugging Face has them, of a model or of
-        adapters, or the name of one there.
-      arguments: key=value, of the keys that may be given beside it.
 
-    Raises:
-      ConfigError: there is none, or a key is wrong.
-    """
-    if of_hub := find_released(path, "RUN"):
-        return ReleasedModel(of_hub, arguments)
-    return TrainedRun(place(path), arguments)
+def open_with_keys(weights: Weights, arguments: Sequence[str]) -> Opened:
+    """The model that weights are of; `arguments` as in `open_model`."""
+    kind = ReleasedModel if isinstance(weights, ReleasedWeights) else TrainedRun
+    return kind(weights, arguments)

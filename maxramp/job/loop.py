@@ -9,11 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import jax
+import numpy as np
 
+from maxramp.commandline import count
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
 from maxramp.job.start import Job
 from maxramp.parallel import cpu
+from maxramp.processes import agreement
 from maxramp.rampup.schedule import Stage
 from maxramp.run.growth import Growth
 from maxramp.run.metrics import Dispatched, LastEvaluation, MetricsLog
@@ -56,20 +59,13 @@ class Trainer(Protocol):
     def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
         """Evaluates the state on tasks, of a run that has some, and returns when it is done.
 
-        Args:
-          sight: what tokens saw in the step before.
-
-        Returns:
-          Its numbers; None if it was given up because somebody asks for the end.
+        Tokens see what they saw in the step before (`sight`). None if it was given up because
+        somebody asks for the end.
         """
         ...
 
     def raise_failure(self) -> None:
-        """Says why a program that was compiled ahead did not compile, if there is one.
-
-        Raises:
-          TrainingError: there is one.
-        """
+        """Raises why a program that was compiled ahead did not compile, if there is one."""
         ...
 
 
@@ -91,18 +87,40 @@ class _After:
 
     @contextlib.contextmanager
     def saving(self, done: int, owes: Sequence[str] = ()) -> Iterator[None]:
-        """Saves the state after `done` steps before an error ends the run that leaves it as it was
-        and that every process has: a StepError, or any of an evaluation, which it `owes` then."""
+        """Saves the state after `done` steps before an error ends the run, or says what is lost.
+
+        A StepError leaves the state as it was, on every process. Other errors may be those of one
+        process, which cannot save without the others, or may have taken the state's arrays.
+
+        Args:
+          done: steps.
+          owes: the evaluations that did not come.
+        """
         try:
             yield
         except NotFiniteError:
             self._log.flush()  # the step before may say why
             raise
         except Exception as error:
-            known = isinstance(error, StepError) or (owes and jax.process_count() == 1)
-            if known and done > self._job.span.first_step:
-                self.save(done, last=True, owes=owes)
+            if done > self._job.span.first_step:
+                if isinstance(error, StepError) or self._is_whole(done):
+                    self.save(done, last=True, owes=owes)
+                else:
+                    since = self._job.checkpoints.newest or 0
+                    self._job.output.say(
+                        f"lost     {count(done - since, 'step')} since checkpoint {since}: the "
+                        "error left no state to save; the next start trains them again"
+                    )
             raise
+
+    def _is_whole(self, done: int) -> bool:
+        """Whether this process alone has the state after `done` steps, as its clock says."""
+        try:
+            low, high = map(int, np.asarray(self._trainer.state.consumed_samples))
+        except RuntimeError:  # a step that failed had taken its arrays
+            return False
+        consumed = self._job.span.ramp.samples_before(done)
+        return jax.process_count() == 1 and low + (high << 32) == consumed
 
     def evaluate(self, step: int, consumed: int, stage: Stage, due: Sequence[str]) -> bool:
         """Evaluates the state after step `step`; False if somebody asks for the end meanwhile."""
@@ -131,15 +149,12 @@ class _After:
         if not self._job.config.checkpoints.checkpoint_best:
             return False
         self._log.flush()  # it decides whether the state is saved
-        return self._job.checkpoints.best.is_beaten(self._numbers.numbers_after(step))
+        best = self._job.checkpoints.best  # the first process knows how good they are
+        return agreement.all_gather_json(best.is_beaten(self._numbers.numbers_after(step)))[0]
 
 
 def train(job: Job, trainer: Trainer) -> int:
     """Trains the steps of a job.
-
-    Args:
-      job: the run's folder, and which steps of it.
-      trainer: takes them.
 
     Returns:
       0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is

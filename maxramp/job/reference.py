@@ -11,6 +11,7 @@ Shapes: N rows.
 import contextlib
 import dataclasses
 import json
+import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,8 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxramp.checkpoints.fingerprint import fingerprint_of_weights
-from maxramp.checkpoints.parameters import load_parameters
 from maxramp.commandline import Throttle, count
 from maxramp.data.batch import Batch
 from maxramp.data.corpus import Corpus
@@ -28,12 +27,9 @@ from maxramp.data.prefetch import ReadAhead
 from maxramp.data.relay import Expansion
 from maxramp.data.row import Row
 from maxramp.data.rows import Chain
-from maxramp.errors import ConfigError
 from maxramp.files.run_folder import Appending
 from maxramp.job.start import Job
-from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import Decoder
-from maxramp.model.order import order_by_layer
 from maxramp.parallel.mesh import Jitted
 from maxramp.parallel.sharding import REPLICATED
 from maxramp.processes import agreement
@@ -58,60 +54,35 @@ class WithReference:
         return self._rows[index]._replace(reference_log_probs=self._log_probs_N2[index])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Known:
-    """What the file has."""
-
-    said: dict[str, Any]  # its first line; empty where there is no file
-    log_probs_N2: np.ndarray  # of the first N rows
-    size: int  # of the lines that are whole, in bytes
-
-
-def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
+def add_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
     """The corpus with the log-probabilities of its pairs, which are made where there are none yet.
 
     Called by all processes of the job.
 
-    Args:
-      job: of a run that begins with load_parameters_path.
-      corpus: rows of pairs.
-      expansion: how rows get to their devices.
-
     Raises:
       Stopped: somebody asks for the end.
-      ConfigError: the weights cannot be read, or are not those that the run stayed near to so far.
     """
     parts = [*corpus.train, *corpus.held_out]
     sequences = [part.items for part in parts]
     ends = np.cumsum([len(rows) for rows in sequences])
-    total, keys = int(ends[-1]), job.config.checkpoints
-    path = keys.load_parameters_path
-    of_file = agreement.raise_everywhere(lambda: _read(job))
-    said, log_probs, size = agreement.all_gather_json(of_file)[0]
-    known = _Known(said, np.array(log_probs, np.float32).reshape(-1, 2), size)
-    so_far = job.span.position and job.span.position.reference
+    total, path = int(ends[-1]), job.config.checkpoints.load_parameters_path
+    said, log_probs, size = agreement.decide_on_first(lambda: _read(job.output.here / FILE))
+    done_N2 = np.array(log_probs, np.float32).reshape(-1, 2)[:total]
+    so_far = job.known_reference
     if said.get("data") != corpus.hash or (so_far and said["reference"] != so_far):
-        known = _Known({}, known.log_probs_N2[:0], 0)  # of other pairs, or put there from elsewhere
-    done_N2 = known.log_probs_N2[:total]
+        said = {}  # of other pairs, or put there from elsewhere
     # Before the first checkpoint, a run begins with the weights as they are now.
-    if len(done_N2) < total or not so_far or known.said["weights"] != path:
+    if not so_far or said.get("weights") != path or len(done_N2) < total:
         begin = time.monotonic()
         mesh = expansion.mesh_of(_spec(job))
-        abstract = abstract_state(job.config.recipe, mesh).model
-        model = without_adapters(load_parameters(path, abstract, job.config.values))
-        found = fingerprint_of_weights(order_by_layer(model))
-        if so_far and so_far != found:
-            raise ConfigError(
-                f"load_parameters_path={path}: not the weights that the run stays near to (hash "
-                f"{found}, was {so_far}); give those, or another run_name"
-            )
-        if known.said.get("reference", found) != found:
-            known = _Known({}, known.log_probs_N2[:0], 0)
-            done_N2 = known.log_probs_N2
+        model = job.load_reference(abstract_state(job.config.recipe, mesh).model)
+        found = job.checkpoints.reference
+        if said.get("reference") != found:
+            done_N2, size = done_N2[:0], 0
         head = dict(zip(_HEAD, (found, path, corpus.hash), strict=True))
         made, tell = [done_N2], Throttle(job.output.say)
         with contextlib.ExitStack() as closing:
-            write = closing.enter_context(_writing(job, head, known.size))
+            write = closing.enter_context(_writing(job, head, size))
             for new_n2 in _log_probs(job, sequences, len(done_N2), model, expansion):
                 write(sum(map(len, made)), new_n2)
                 made.append(new_n2)
@@ -123,8 +94,8 @@ def with_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
                 f"pairs    log-probabilities of {count(new, 'pair')} under {path} (hash {found}) "
                 f"in {time.monotonic() - begin:.0f}s"
             )
-        known.said["reference"] = found
-    job.checkpoints.reference = known.said["reference"]  # every checkpoint keeps it
+    else:
+        job.checkpoints.reference = so_far
     known = map(WithReference, sequences, np.split(done_N2, ends[:-1]))
     found = tuple(map(lambda part, items: dataclasses.replace(part, items=items), parts, known))
     count_of_train = len(corpus.train)
@@ -175,24 +146,22 @@ def _program(job: Job, spec: StageSpec, expansion: Expansion) -> Jitted:
     return Jitted(expansion.mesh_of(spec), find)
 
 
-def _read(job: Job) -> tuple[dict[str, Any], list[Any], int]:
-    """What the file has, on process 0: as `_Known`, in lists."""
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[Any], int]:
+    """What the file has: its first line, the log-probabilities of the first rows, and
+    the bytes of the lines that are whole."""
     said, log_probs, size = {}, [], 0
-    path = job.output.here / FILE
-    if jax.process_index() == 0 and path.exists():
-        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), -1):
-            try:
-                value = json.loads(line)
-                names = _HEAD if number < 0 else _PAIR
-                first, *others = (value[name] for name in names)
-                is_next = number < 0 or first == number
-                pair = () if number < 0 else tuple(map(float, others))
-            except (ValueError, LookupError, TypeError):
-                is_next = False
-            if not (is_next and line.endswith(b"\n")):  # torn by a kill
-                break
-            said, size = said or value, size + len(line)
-            log_probs += [pair] * bool(pair)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, -1):
+        try:
+            value = json.loads(line)
+            first, *others = (value[name] for name in (_HEAD if number < 0 else _PAIR))
+            pair = [] if number < 0 else [[float(x) for x in others]]
+        except (ValueError, LookupError, TypeError):
+            break
+        if not line.endswith(b"\n") or number not in (-1, first):  # torn by a kill
+            break
+        said, size = said or value, size + len(line)
+        log_probs += pair
     return said, log_probs, size
 
 

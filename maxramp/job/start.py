@@ -6,25 +6,33 @@ gives it the run's folder and says where the run stands.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh
 
-from maxramp.checkpoints import arrays, decisions, folder
-from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.parameters import check_parameters, find_released, keep_beside
+from maxramp.checkpoints import arrays, decisions
+from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.resume import Span, length_by_epochs, rate_change, take_up
 from maxramp.checkpoints.store import Checkpoints
+from maxramp.checkpoints.weights import SavedWeights, Weights, keep_released
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import dump_config
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.corpus import DataIdentity
 from maxramp.data.keys import HELD_OUT, TASKS
-from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, Stopped, report
-from maxramp.files.place import Place, place
+from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError, Stopped, report
 from maxramp.handover.export import export_run
+from maxramp.handover.first_weights import (
+    key_of_first_weights,
+    open_first_weights,
+    pin_first_weights,
+)
+from maxramp.model.adapters import has_adapters, without_adapters
+from maxramp.model.decoder import Decoder
+from maxramp.model.order import order_by_layer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend
@@ -32,7 +40,7 @@ from maxramp.processes.ending import Preemption, Watchdog
 from maxramp.rampup.shape import Meshes
 from maxramp.run.output import Output
 from maxramp.stage import Fields
-from maxramp.training.state import TrainState, abstract_state
+from maxramp.training.state import TrainState, abstract_state, initial_state, state_of
 
 
 def run(
@@ -46,9 +54,6 @@ def run(
       load: loads the configuration; gets what takes a note.
       work: runs it on the devices; returns the exit status.
       preemption: hears signals; made here if there is none.
-
-    Returns:
-      The exit status of `errors`, 0 when training is finished.
     """
     preemption, notes = preemption or Preemption(), []
     try:
@@ -69,13 +74,7 @@ def run(
 def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Iterator["Start"]:
     """Starts the backend and joins the processes of the job; on the way out, closes all of it.
 
-    Args:
-      loaded: from `config.load`.
-      notes: to be printed, by the first process alone.
-      preemption: hears signals.
-
-    Raises:
-      ConfigError: the devices do not suit the keys.
+    `loaded` is from `config.load`; the first process prints `notes`.
     """
     hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
     with Watchdog(hang, join) as watchdog, contextlib.ExitStack() as closing:
@@ -86,10 +85,10 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
         watchdog.beat()
         preemption.begin(jax.process_count() > 1)
         config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
-        if jax.process_index() == 0:
-            folder.check_sources(config.checkpoints, config.run.folder / "checkpoints")
+        config = pin_first_weights(config)
+        weights = functools.cache(lambda: open_first_weights(config))
         mesh = mesh_lib.make_mesh(config.mesh)
-        yield Start(config, mesh, meshes_of(loaded), preemption, watchdog, closing)
+        yield Start(config, mesh, meshes_of(loaded), preemption, watchdog, closing, weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +102,9 @@ class Start:
     # gets a beat at every step or part of one, and before the first for what is opened
     watchdog: Watchdog
     closing: contextlib.ExitStack  # closes what the job opens, the last first
+    # what the run begins with, None for new weights; opened when somebody asks first: a restart
+    # may not need them, and then they may be gone
+    first_weights: Callable[[], Weights | None]
 
     def is_asked_to_stop(self) -> bool:
         """Whether to give up the step that is being done; the same answer on every process."""
@@ -114,11 +116,7 @@ class Start:
             self.preemption.say(line)
 
     def pause(self) -> None:
-        """Between two parts of what takes long, on every process.
-
-        Raises:
-          Stopped: somebody asks for the end.
-        """
+        """Between two parts of what takes long, on every process; raises Stopped when asked to."""
         self.watchdog.beat()
         if self.is_asked_to_stop():
             raise Stopped
@@ -130,15 +128,11 @@ class Start:
           data: what identifies the data.
           fields: the arrays of a batch.
           rows: in num_epoch passes over the data: the length of a run that no key gives one.
-
-        Raises:
-          ConfigError: the folder cannot be taken, or what it holds does not suit the keys.
         """
         output = self.closing.enter_context(Output(self.config.run, dump_config(self.config)))
         if jax.process_index() == 0:
             self.preemption.say = output.say
-        config = pin_first_weights(self.config, output.folder)
-        there = output.folder / "checkpoints"
+        config, there = self.config, output.folder / "checkpoints"
         checkpoints = self.closing.enter_context(
             Checkpoints(config.checkpoints, there, data, config.values, output.warn)
         )
@@ -154,9 +148,12 @@ class Start:
         changed = checkpoints.changes_since(position) if position else ""
         goes_on = checkpoints.newest is not None
         if not goes_on:  # what an earlier start kept, which left no checkpoint, binds nobody
-            first = str(position.path) if position else config.checkpoints.load_parameters_path
-            is_first = jax.process_index() == 0
-            agreement.raise_everywhere(lambda: is_first and keep_beside(first, output.folder))
+
+            def keep() -> None:
+                first = SavedWeights(position) if position else self.first_weights()
+                keep_released(first, output.folder)
+
+            agreement.decide_on_first(keep)
         recorded = agreement.raise_everywhere(lambda: goes_on and decisions.read(output.here))
         span = take_up(
             config.batch,
@@ -174,37 +171,6 @@ class Start:
         changes = [f"{name}     {line}" for name, line in lines.items() if line]
         begun = vars(self) | {"config": config}
         return Job(**begun, output=output, checkpoints=checkpoints, span=span, changes=changes)
-
-
-def pin_first_weights(config: Config, run: Place) -> Config:
-    """The configuration with the checkpoint that a run begins with, where the keys give a folder.
-
-    That is the folder's newest at the first start and the same one at every restart: a run's first
-    weights do not move when the run that they are of trains on. All processes take that of the
-    first.
-
-    Raises:
-      ConfigError: there is no checkpoint.
-    """
-    names = ("load_parameters_path", "load_full_state_path")
-
-    def find(name: str, position: Checkpoint | None) -> str:
-        given, before = config.values[name], position.config[name] if position else ""
-        path, began = place(given).absolute(), place(before).absolute()
-        if before and path in (began, began.parent / folder.BEST, *began.parents[:2]):
-            return before
-        if find_released(given):
-            return given
-        found = folder.find(path)
-        moved = found.with_name(began.name)  # with the other run
-        return str(moved if found != path and folder.is_committed(moved) else found)
-
-    def find_all() -> dict[str, str]:
-        given = [] if jax.process_index() else [name for name in names if config.values[name]]
-        position = folder.newest(run / "checkpoints")[0] if given else None
-        return {name: find(name, position) for name in given}
-
-    return config.replace(**agreement.all_gather_json(agreement.raise_everywhere(find_all))[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,24 +195,64 @@ class Job(Start):
         return [what for what in (position.owes if position else ()) if known[what]]
 
     def abstract_state(self) -> TrainState:
-        """The train state's shapes and shardings, on the mesh of the first step.
-
-        Raises:
-          ConfigError: they are not those of the checkpoint to go on from, or to start from.
-        """
+        """The train state's shapes and shardings, on the mesh of the first step."""
         spec = self.span.ramp.stage_at_step(self.span.first_step).spec
         abstract = abstract_state(self.config.recipe, mesh_lib.reshape_mesh(self.mesh, spec.mesh))
         if self.span.position:
             arrays.compare(self.span.position, abstract, self.config.values)
-        elif path := self.config.checkpoints.load_parameters_path:
-            check_parameters(path, abstract.model, self.config.values, self.output.say)
+        elif weights := self.first_weights():
+            weights.prepare(abstract.model, self.config.values, self.output.say)
         return abstract
 
-    def check(self) -> bool:
-        """Notices what happened around the loop, after a step.
+    def first_state(self, abstract: TrainState) -> TrainState:
+        """The state that the job begins with: of a checkpoint, of the first weights, or new.
 
-        Returns:
-          Whether to save and end here; the same answer on every process.
+        Of adapted weights a checkpoint has the adapters alone: the others are the first weights.
+        """
+        recipe, position = self.config.recipe, self.span.position
+        adapts = has_adapters(abstract.model)
+        if position and not adapts:
+            return arrays.restore(position, abstract)
+        if not (weights := self.first_weights()):
+            with jax.set_mesh(mesh_lib.mesh_of(abstract)):
+                return initial_state(recipe)
+        first = weights.load(abstract.model, self.config.values)
+        if adapts:
+            base = self._bind(without_adapters(first))
+            if position:
+                return arrays.restore(position, abstract, base)
+        return state_of(recipe, first)
+
+    def load_reference(self, model: Decoder) -> Decoder:
+        """The first weights without adapters, to stay near to.
+
+        Args:
+          model: their shapes, dtypes and shardings.
+        """
+        return self._bind(without_adapters(self.first_weights().load(model, self.config.values)))
+
+    @property
+    def known_reference(self) -> str:
+        """The hash of the weights that the run adapts or stays near to so far; "" = any."""
+        config, position = self.config, self.span.position
+        # A run that begins with a state takes its weights, and not those that these stayed near to.
+        is_own = position and str(position.path) != config.values[key_of_first_weights(config)]
+        return position.reference if is_own else ""
+
+    def _bind(self, weights: Decoder) -> Decoder:
+        """Keeps the hash of frozen weights in every checkpoint, and goes on with no others."""
+        config = self.config
+        found = self.checkpoints.reference = fingerprint_of_weights(order_by_layer(weights))
+        key, so_far = key_of_first_weights(config), self.known_reference
+        if so_far not in ("", found) and key not in config.checkpoints.allow_changed:
+            raise ConfigError(
+                f"{key}={config.values[key]}: not the weights that the run began with (hash "
+                f"{found}, was {so_far}); give those, allow_changed=[{key}], or another run_name"
+            )
+        return weights
+
+    def check(self) -> bool:
+        """Whether to save and end after a step; the same answer on every process.
 
         Raises:
           TrainingError: the run's folder is lost, or a save failed that cannot be made up for.
@@ -257,11 +263,7 @@ class Job(Start):
         return self.preemption.should_stop(after_step=True)
 
     def end(self) -> int:
-        """Says what follows when this job has no step left.
-
-        Returns:
-          0 for a finished run, EXIT_STAGE_END for one that another job continues.
-        """
+        """Says what comes next when no step is left to this job; returns the exit status."""
         span = self.span
         if best := str(self.checkpoints.best):
             self.output.say(f"best     {best}")

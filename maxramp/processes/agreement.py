@@ -80,6 +80,12 @@ def _has_come(word: str) -> bool:
     return True
 
 
+def decide_on_first(function: Callable[[], Any]) -> Any:
+    """The JSON value that a function returns on the first process, or raises there, on all."""
+    ours = raise_everywhere(lambda: function() if jax.process_index() == 0 else None)
+    return all_gather_json(ours)[0]
+
+
 def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
     """Calls a function on the first process; returns None on the others, which wait for it.
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from maxramp.config.keys import Config
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.generation.generator import Generator, Writing
 from maxramp.model.decoder import Decoder
@@ -26,7 +27,6 @@ from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
 from maxramp.training.ahead import Ahead
-from maxramp.training.keys import PolicyKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.policy import policy_gradient, token_log_probs
 from maxramp.training.state import TrainState
@@ -52,8 +52,7 @@ class PolicyPrograms:
 
     def __init__(
         self,
-        recipe: Recipe,
-        policy: PolicyKeys,
+        config: Config,
         learning_rate: LearningRate,
         state: TrainState,
         writing: Writing,
@@ -61,6 +60,7 @@ class PolicyPrograms:
         options: Mapping[str, Any],
     ):
         """`state` is abstract; `options` are the compiler's (`training.programs`)."""
+        recipe, policy = config.recipe, config.policy
         self._mesh = mesh_of(state)
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
         self.policy, self._state, self._ahead = policy, state, ahead
@@ -101,9 +101,6 @@ class PolicyPrograms:
         """Waits until a stage's programs are compiled, and returns the seconds that took.
 
         One program of a later stage is lowered too.
-
-        Raises:
-          TrainingError: one does not compile.
         """
         part = stage.spec.resize(1, stage.spec.rows)
         waited = sum(self._ahead.get(key)[1] for key in self._announced[part])

@@ -59,9 +59,6 @@ class FilePrompts:
           seed: of the orders; None = as they stand in the file.
           key: whose value the path is.
           tokenizer: makes chats text; without it there can be none.
-
-        Raises:
-          ConfigError: it cannot be read, or a line is no such object.
         """
         try:
             data = pathlib.Path(path).expanduser().read_bytes()
@@ -95,11 +92,7 @@ Prompts = Sums | FilePrompts
 def open_prompts(
     keys: RolloutKeys, tokenizer: PromptTokenizer, model: ModelKeys
 ) -> dict[str, Prompts]:
-    """The prompts of a run, and those that are held out where there are any, by their key.
-
-    Raises:
-      ConfigError: the file cannot be read, a line of it is no prompt, or one does not fit.
-    """
+    """The prompts of a run, and those that are held out where there are any, by their key."""
     found: dict[str, Prompts] = {"prompt_file": Sums(keys.sums_below, keys.data_shuffle_seed)}
     if keys.prompt_file:
         seed = keys.data_shuffle_seed if keys.enable_data_shuffling else None
@@ -124,16 +117,7 @@ def open_prompts(
 
 
 def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
-    """Checks that a file has the prompts of a run.
-
-    Args:
-      prompts: of the run.
-      keys: which they are, and how often one is used at most.
-      samples: prompts that the run takes.
-
-    Raises:
-      ConfigError: it has fewer.
-    """
+    """Refuses a file that has fewer prompts than the `samples` that the run takes."""
     there, num_epoch = len(prompts.texts), keys.num_epoch
     if keys.prompt_file and samples > there * num_epoch:
         raise ConfigError(

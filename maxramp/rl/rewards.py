@@ -56,11 +56,8 @@ class Rewards:
 
         Args:
           names: module:function of each; modules are found in the current folder too.
-          workers: processes.
+          workers: how many.
           timeout: seconds that a part of a batch may take.
-
-        Raises:
-          ConfigError: a function cannot be imported.
         """
         self._timeout, limit = timeout, max(timeout, _IMPORT_SECONDS)
         self._workers: list[_Worker] = []

@@ -17,32 +17,31 @@ import dataclasses
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from maxramp.config.keys import Config
 from maxramp.data.batch import Batch
 from maxramp.data.row import PADDING
 from maxramp.errors import StepError, TrainingError
 from maxramp.generation.generator import Answer, Generator, Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.handover.opening import PromptTokenizer
+from maxramp.job.start import Start
 from maxramp.model.decoder import Decoder
-from maxramp.model.keys import ModelKeys
 from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.processes.agreement import all_gather_json, raise_everywhere
 from maxramp.rampup.schedule import Stage
-from maxramp.rl.keys import RolloutKeys
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompt, Prompts
 from maxramp.rl.rewards import Rewards
 from maxramp.run.metrics import Dispatched, Record
 from maxramp.stage import Field
-from maxramp.training.keys import PolicyKeys
 from maxramp.training.policy import advantages, shares
 from maxramp.training.state import TrainState
 
@@ -54,16 +53,16 @@ def policy_fields(tokens: int) -> tuple[Field, ...]:
     return tuple(Field(name, dtype, (tokens,)) for name, dtype in dtypes.items())
 
 
-def writing(
-    keys: RolloutKeys, policy: PolicyKeys, model: ModelKeys, tokenizer: PromptTokenizer
-) -> Writing:
+def writing(config: Config, tokenizer: PromptTokenizer) -> Writing:
     """How answers are written, with the same programs whatever the prompts' lengths."""
+    keys = config.rollout
+    temperature = config.policy.decode_sampling_temperature
     return Writing(
         keys.max_completion_length,
-        Sampling(policy.decode_sampling_temperature, vocab_size=tokenizer.tokenizer.vocab_size),
+        Sampling(temperature, vocab_size=tokenizer.tokenizer.vocab_size),
         keys.rollout_seed,
         tuple(tokenizer.ends),
-        room=model.max_target_length - keys.max_completion_length,
+        room=config.model.max_target_length - keys.max_completion_length,
     )
 
 
@@ -99,14 +98,13 @@ class Scorer:
 
     def __init__(
         self,
-        keys: RolloutKeys,
-        policy: PolicyKeys,
+        config: Config,
         generator: Generator,
         tokenizer: PromptTokenizer,
         rewards: Rewards | None,
     ):
         """`rewards` are the reward functions; None but on process 0."""
-        self._keys, self._policy, self._generator = keys, policy, generator
+        self._keys, self._policy, self._generator = config.rollout, config.policy, generator
         self._tokenizer, self._rewards = tokenizer, rewards
 
     def ask(self, weights: list[jax.Array], prompts: Sequence[Prompt], first: int) -> Part:
@@ -131,11 +129,8 @@ class Scorer:
         return part
 
     def wait(self, part: Part) -> None:
-        """Waits for the rewards of a part, which process 0 tells the others.
-
-        Raises:
-          StepError: one of them failed.
-        """
+        """Waits for the rewards of a part, which process 0 tells the others; a StepError if one of
+        them failed."""
         ours = part.pending
         try:
             found = raise_everywhere(lambda: ours.result() if ours else (np.zeros(0), 0.0))
@@ -145,12 +140,8 @@ class Scorer:
         part.rewards_RF = np.array(rewards, np.float64)
 
     def batch(self, part: Part, tokens: int) -> Batch:
-        """Rows to learn from, [R, T]: a prompt, its answer, which is the targets, and padding.
-
-        Args:
-          part: with its rewards.
-          tokens: T.
-        """
+        """Rows to learn from, [R, T = tokens]: a prompt, its answer, which is the targets, and
+        padding."""
         policy, shape = self._policy, (len(part.answers), tokens)
         total_PG = self._total(part).reshape(-1, policy.num_generations)
         advantages_R = advantages(total_PG, policy.grpo_normalize_advantages).ravel()
@@ -182,16 +173,20 @@ class Scorer:
             found[f"reward {name}"] = mean
         return {name: float(value) for name, value in found.items()}
 
-    def best_and_worst(self, part: Part) -> list[dict[str, Any]]:
-        """The `log_answers` answers of most reward and those of least, the best first."""
+    def best_and_worst(self, part: Part) -> dict[str, Any]:
+        """The `log_answers` answers of most reward and those of least, the best first, by the name
+        of the metric."""
         rewards, number = self._total(part), self._keys.log_answers
+        if not number:
+            return {}
         order = np.argsort(-rewards, kind="stable").tolist()
         if 2 * number < len(order):
             order = order[:number] + order[-number:]
-        return [
+        shown = [
             {"reward": float(rewards[i]), "prompt": part.prompts[i].text, "answer": part.texts[i]}
             for i in order
         ]
+        return {"answers": shown}
 
     def _total(self, part: Part) -> np.ndarray:
         """The weighted sum of each answer's rewards: [R]."""
@@ -207,28 +202,24 @@ class PolicyTrainer:
 
     def __init__(
         self,
+        job: Start,
         programs: PolicyPrograms,
-        keys: RolloutKeys,
-        prompts: Prompts,
-        held_out: Prompts | None,
         scorer: Scorer,
+        prompts: Mapping[str, Prompts],
         state: TrainState,
         reference: Decoder | None,
-        beat: Callable[[], None],
-        stopping: Callable[[], bool],
     ):
         """
         Args:
-          keys: how many answers to show.
-          held_out: the prompts that evaluations are on, if there are any.
-          reference: the weights that the policy stays near to; None where grpo_beta = 0.
-          beat: called whenever answers, rewards or gradients of a part are there.
-          stopping: called after the answers to each part; whether to give the step up.
+          job: hears a beat whenever answers, rewards or gradients of a part are there, and says
+            after the answers to each part whether to give the step up.
+          prompts: by their key (`open_prompts`); evaluations are on those of eval_prompt_file.
+          reference: the weights to stay near to; None where grpo_beta = 0.
         """
         self.state = state  # after the steps that were taken
-        self._programs, self._keys, self._reference = programs, keys, reference
-        self._prompts, self._held_out, self._scorer = prompts, held_out, scorer
-        self._beat, self._stopping = beat, stopping
+        self._programs, self._reference, self._scorer = programs, reference, scorer
+        self._prompts, self._held_out = prompts["prompt_file"], prompts.get("eval_prompt_file")
+        self._beat, self._stopping = job.watchdog.beat, job.is_asked_to_stop
         self._policy, self.raise_failure = programs.policy, programs.raise_failure
         self._sharding = NamedSharding(mesh_of(state), TOKENS_BT)
 
@@ -239,14 +230,6 @@ class PolicyTrainer:
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched | None:
         """One rollout batch and the updates on it, the last of which the devices still work on.
-
-        Args:
-          step: its number.
-          stage: how many prompts, in how many parts.
-          first_sample: number of the first prompt.
-
-        Returns:
-          The step's numbers; None if it was given up.
 
         Raises:
           StepError: a reward function failed.
@@ -294,12 +277,8 @@ class PolicyTrainer:
         return Dispatched(shown, measure)
 
     def evaluate(self, stage: Stage) -> Dispatched:
-        """The rewards of answers to every held-out prompt, written in the parts of a stage.
-
-        Raises:
-          StepError: a reward function failed.
-          NotFiniteError: the weights are no numbers.
-        """
+        """The rewards of answers to every held-out prompt, written in the parts of a stage; it
+        raises as `step` does."""
         count, size = len(self._held_out.texts), stage.micro_batch_size
         weights = self._programs.generator.prepare(self.state.model)
         # What fills up the last part does not count.
@@ -378,4 +357,5 @@ class PolicyTrainer:
             "tokens_per_second": tokens / total,
             "step_seconds": total,
             "batch_fingerprint": hashlib.blake2b(np.concatenate(read), digest_size=8).hexdigest(),
-        } | ({"answers": self._scorer.best_and_worst(part)} if self._keys.log_answers else {})
+            **self._scorer.best_and_worst(part),
+        }

@@ -229,7 +229,10 @@ class Output:
         stage = planned.stage_at_step(step)
         following = batch_record(stage, planned.samples_before(step))
         following |= {"nodes": stage.nodes, "devices": stage.devices}
-        _write_json(self.here / "next_stage.json", following)
+        try:
+            _write_json(self.here / "next_stage.json", following)
+        except OSError as error:  # the next start plans the same
+            self.warn(str(self._refusal(error)))
         self.say(
             f"the next stage has a global batch of {stage.global_batch_size}, planned for "
             f"{count(stage.nodes, 'node')} of {stage.devices // stage.nodes}: "

@@ -15,7 +15,7 @@ from test_checkpoint import Folder, config_of, first_state
 from maxramp import checkpoint as command
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.best import Best
-from maxramp.checkpoints.folder import Checkpoint, commit, find
+from maxramp.checkpoints.folder import Checkpoint, commit, find, read_whole
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.run.metrics import LastEvaluation, read_records
@@ -46,8 +46,9 @@ def write(folder, how="lowest eval_loss", of="data", **values):
 def test_which_it_is(tmp_path, how, losses, expected):
     folder = write(tmp_path, how, **losses)
     assert find(folder / "best") == folder / str(expected)
-    best = Best(how, folder, {"eval": "data"})
-    best.find()
+    best = Best(how, {"eval": "data"})
+    for there in read_whole(folder):
+        best.add(there.step, there.evaluation, there.evaluations)
     value = losses[f"_{expected}"]
     assert best.step == expected
     assert str(best) == f"checkpoint {expected} has the {how}, {value:.4f}"
@@ -76,8 +77,8 @@ def test_what_is_wrong_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="none has a number for checkpoint_best=highest task_s"):
         find(folder / "best")
     with pytest.raises(ConfigError, match="have no task_sums, but eval_loss, task_sums_acc"):
-        Best("highest task_sums", folder, {"eval": "data"}).check(["eval_loss", "task_sums_acc"])
-    Best("highest task_sums_acc", folder, {"eval": "data"}).check(["eval_loss", "task_sums_acc"])
+        Best("highest task_sums", {"eval": "data"}).check(["eval_loss", "task_sums_acc"])
+    Best("highest task_sums_acc", {"eval": "data"}).check(["eval_loss", "task_sums_acc"])
 
 
 @pytest.mark.parametrize(

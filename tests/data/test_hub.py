@@ -79,7 +79,7 @@ def test_a_model_by_its_name(cache):
     write_folder(cache, "qwen3", files=2)
     by_name, by_path = (open_model(path, []) for path in (NAME, str(cache)))
     assert by_name.config.model == by_path.config.model
-    assert by_name.released.tensors.keys() == by_path.released.tensors.keys()
+    assert by_name.origin.tensors.keys() == by_path.origin.tensors.keys()
     assert by_name.tokenizer().tokenizer.hash == by_path.tokenizer().tokenizer.hash
     with pytest.raises(ConfigError, match="an-org/other: no such file or folder here") as caught:
         open_model("an-org/other", [])

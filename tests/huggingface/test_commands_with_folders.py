@@ -9,7 +9,6 @@ from conftest import BASE, run
 from preference_pairs import write_tokenizer
 from small_models import CONFIGS, write_file, write_folder
 
-from maxramp.checkpoints.parameters import check_parameters
 from maxramp.config.load import load
 from maxramp.data.tokenizers import train_bpe
 from maxramp.errors import ConfigError
@@ -187,9 +186,9 @@ def test_keys_that_contradict_a_folder_without_model_name(tmp_path):
     opened = open_model(str(folder), [])
     model = opened.load()
     values = opened.config.values
-    assert check_parameters(str(folder), model, values)
+    assert opened.weights.prepare(model, values)
     with pytest.raises(ConfigError, match="rope_max_timescale=50.0: .*config.json makes it 100.0"):
-        check_parameters(str(folder), model, values | {"rope_max_timescale": 50.0})
+        opened.weights.prepare(model, values | {"rope_max_timescale": 50.0})
 
 
 def refused(tmp_path, *more):

@@ -92,7 +92,7 @@ from maxramp.processes.ending import end_process
 
 opened = open_model(sys.argv[1], ["ici_tensor_parallelism=2"])
 backend.start(opened.config.backend)
-model, beside = opened.load(), opened.released.side_files
+model, beside = opened.load(), opened.origin.side_files
 of = dict(dtype="float32", vocab_size=40, source={}, file_bytes=30_000)
 writing.write(place(sys.argv[2]), model, "qwen3", beside, **of)
 end_process(0)

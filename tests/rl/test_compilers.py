@@ -67,11 +67,9 @@ def test_compilers_take_every_program(topology):
     options = compiler_options(mesh.devices.flat[0].platform) | there.options
     with jax.set_mesh(mesh):
         state = abstract_state(config.recipe, mesh)
-        how = writing(config.rollout, config.policy, config.model, bytes_)
+        how = writing(config, bytes_)
         rate = LearningRate.from_keys(config.learning_rate, ramp)
-        programs = PolicyPrograms(
-            config.recipe, config.policy, rate, state, how, Ahead(0, print, print), {}
-        )
+        programs = PolicyPrograms(config, rate, state, how, Ahead(0, print, print), {})
         found = programs.trace_functions(ramp.stages[0].spec)
         for (name, _), trace in found.items():
             lowered = trace().lower(lowering_platforms=there.platforms)

@@ -16,9 +16,8 @@ from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
+from maxramp.handover.first_weights import pin_first_weights
 from maxramp.handover.opening import PromptTokenizer
-from maxramp.job.start import pin_first_weights
-from maxramp.rl import first_weights
 from maxramp.rl.prompts import FilePrompts, Sums, check_enough, open_prompts
 from maxramp.run.metrics import read_records
 
@@ -79,7 +78,7 @@ def test_stopped_and_killed_it_is_the_same_run(tmp_path, cache_dir):
     shutil.rmtree(tmp_path / "sums")
     train_first(tmp_path, *keys, "init_weights_seed=1")
     done = run(*job(tmp_path, "stopped", *more), module="grpo")
-    assert done.returncode == 2 and "not the weights that the run's KL divergence" in done.stderr
+    assert done.returncode == 2 and "not the weights that the run began with" in done.stderr
     shutil.rmtree(tmp_path / "sums")
     train_first(tmp_path, *keys)
     assert run(*job(tmp_path, "stopped", *more), module="grpo").returncode == 0
@@ -143,8 +142,9 @@ def test_evaluations_compare_by_prompts_and_rewards(tmp_path, monkeypatch):
         (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1="}\n' + text)
         (tmp_path / "own_rewards.py").write_text(source)
         config = load([RL, "rewards=[own_rewards:f]", "load_parameters_path=x", *keys], "grpo")
-        prompts = Sums(10, 0), FilePrompts("held_out.jsonl", None)
-        corpus = grpo._corpus(*prompts)
+        prompts = {"prompt_file": Sums(10, 0)}
+        prompts["eval_prompt_file"] = FilePrompts("held_out.jsonl", None)
+        corpus = grpo._corpus(prompts)
         return corpus.hash, grpo._evaluation(config, corpus)
 
     first = hashes()
@@ -227,21 +227,21 @@ def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     """Whatever the run that it is of has trained since, and wherever that was moved. Where it is
     gone no other takes its place."""
     other, run = tmp_path / "other", tmp_path / "run"
-    config = load([RL, f"{key}={other}"])
+    config = load([RL, f"{key}={other}", f"base_output_directory={tmp_path}", "run_name=run"])
     first = checkpoint(other, 100)
-    assert pin_first_weights(config, run).values[key] == str(first)
+    assert pin_first_weights(config).values[key] == str(first)
     checkpoint(run, 5, **{key: f"/once/was/here/{first.name}"})
     newest = checkpoint(other, 300)
-    settled = pin_first_weights(config, run)
-    assert settled.values[key] == str(first_weights.path_of(settled)) == str(first)
+    settled = pin_first_weights(config)
+    assert settled.values[key] == str(first)
     given = config.replace(**{key: str(newest)})
-    assert pin_first_weights(given, run).values[key] == str(newest)
+    assert pin_first_weights(given).values[key] == str(newest)
     shutil.rmtree(first)
-    assert pin_first_weights(config, run).values[key] == str(newest)
+    assert pin_first_weights(config).values[key] == str(newest)
     checkpoint(run, 6, **{key: str(first)})
     for place in (other, other / "checkpoints", other / "checkpoints" / "best", first):
         given = config.replace(**{key: str(place)})
-        assert pin_first_weights(given, run).values[key] == str(first)
+        assert pin_first_weights(given).values[key] == str(first)
 
 
 def test_weights_that_are_missing_come_with_the_command_that_makes_them(tmp_path, capsys):
@@ -254,7 +254,7 @@ def test_weights_that_are_missing_come_with_the_command_that_makes_them(tmp_path
     assert "sums.yml" not in refused(capsys, f"load_parameters_path={there}", "prompt_file=p")
     config = load([RL])
     made = load([str(ROOT / "configs" / "pre_train" / "sums.yml")])
-    assert str(first_weights.path_of(config)) == "output/sums"
+    assert config.checkpoints.load_parameters_path == "output/sums"
     assert (made.run.base_output_directory, made.run.run_name) == ("output", "sums")
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -57,27 +58,27 @@ class Run:
         ahead = Ahead(0, lambda line: None, lambda: None)
         state = abstract_state(config.recipe, self.mesh)
         programs = PolicyPrograms(
-            config.recipe,
-            config.policy,
+            config,
             LearningRate.from_keys(config.learning_rate, self.ramp),
             state,
-            writing(config.rollout, config.policy, config.model, bytes_),
+            writing(config, bytes_),
             ahead,
             QUICK,
         )
         for stage in self.ramp.stages:
             programs.announce(stage)
-        self.scorer = Scorer(config.rollout, config.policy, programs.generator, bytes_, rewards)
+        self.scorer = Scorer(config, programs.generator, bytes_, rewards)
+        job = types.SimpleNamespace(
+            watchdog=types.SimpleNamespace(beat=lambda: self.beats.append(1)),
+            is_asked_to_stop=lambda: next(self._stops, False),
+        )
         self.trainer = PolicyTrainer(
+            job,
             programs,
-            config.rollout,
-            Sums(10, 0),
-            held_out,
             self.scorer,
+            {"prompt_file": Sums(10, 0), "eval_prompt_file": held_out},
             self._make(),
             self._make().model if config.policy.grpo_beta else None,
-            lambda: self.beats.append(1),
-            lambda: next(self._stops, False),
         )
 
     def __call__(self, steps=1, stops=()):

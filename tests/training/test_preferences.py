@@ -267,7 +267,7 @@ def test_another_reference_is_refused(first):
     folder, given, _ = first
     other = run(*given, "run_name=whole", f"load_parameters_path={folder}/whole", "steps=5")
     assert other.returncode == 2
-    assert "not the weights that the run stays near to (hash " in other.stderr
+    assert "not the weights that the run began with (hash " in other.stderr
 
 
 @pytest.mark.slow

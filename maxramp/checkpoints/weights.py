@@ -1,0 +1,198 @@
+"""Weights to begin with, of a checkpoint or of a Hugging Face folder: opened once.
+
+Whoever goes on from a model (training, adapters, preferences, rewards, generation, evaluation, an
+export) opens its weights here, and asks them for their arrays and for what a Hugging Face folder
+says beside them.
+"""
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxramp.checkpoints import arrays
+from maxramp.checkpoints import folder as checkpoints
+from maxramp.checkpoints.fingerprint import fingerprint_of_weights
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.commandline import print_note
+from maxramp.errors import ConfigError
+from maxramp.files.place import Place, place, write_whole
+from maxramp.huggingface import folder as released
+from maxramp.huggingface import reading
+from maxramp.huggingface.folder import ModelFolder
+from maxramp.keys.section import refuse
+from maxramp.model.adapters import attach_adapters, has_adapters, stored_part, without_adapters
+from maxramp.model.decoder import Decoder
+from maxramp.model.keys import MODEL_KEYS
+from maxramp.model.order import order_by_layer
+
+_KEY = "load_parameters_path"
+Note = Callable[[str], None]
+
+
+class Weights(abc.ABC):
+    """Weights that are there, whose arrays are still to be read.
+
+    Attributes:
+      path: of a checkpoint, or of a Hugging Face folder.
+      origin: what a Hugging Face folder says of them: the one that it is, or the one that their
+        run began with.
+    """
+
+    path: str
+    origin: ModelFolder | None
+
+    @abc.abstractmethod
+    def prepare(
+        self, model: Decoder, values: Mapping[str, Any], note: Note = print_note
+    ) -> Callable[[], Decoder]:
+        """Makes sure that they are those of an abstract model.
+
+        Args:
+          model: the shapes, dtypes and shardings of its weights.
+          values: of all keys, resolved.
+          note: takes a line about tensors that no weight takes.
+
+        Returns:
+          What reads them, with the shardings of `model`; it raises a ConfigError too. Where `model`
+          has adapters and these weights have none, what it returns has none.
+        """
+
+    def load(self, model: Decoder, values: Mapping[str, Any]) -> Decoder:
+        """The weights; arguments as in `prepare`."""
+        return self.prepare(model, values, lambda line: None)()
+
+
+class ReleasedWeights(Weights):
+    """Those of a Hugging Face folder, of a model or of adapters."""
+
+    def __init__(self, folder: ModelFolder):
+        self.path, self.origin = (folder.adapter or folder).path, folder
+
+    def prepare(
+        self, model: Decoder, values: Mapping[str, Any], note: Note = print_note
+    ) -> Callable[[], Decoder]:
+        """As in `Weights`; refuses keys that contradict config.json."""
+        folder, adapter = self.origin, self.origin.adapter
+        there, family = folder.keys, values["decoder_block"]
+        refuse(
+            (
+                values[name] != there[name] and not (grows and values[name] > there[name]),
+                f"{name}={values[name]}: {folder.path}/config.json makes it {there[name]}; "
+                "model_name=hf takes it from there",
+            )
+            for name in MODEL_KEYS
+            if name in there
+            for grows in [name == "vocab_size"]
+        )
+        rows = there["vocab_size"]
+        _check_adapters(self.path, adapter.keys if adapter else {}, model, values)
+        load_base = reading.prepare_load(
+            folder.path, folder.tensors, rows, without_adapters(model), family, note
+        )
+        if not adapter:
+            return load_base
+        try:
+            files, like = (adapter.path, adapter.tensors), stored_part(model)
+            load_own = reading.prepare_load(*files, rows, like, family, note, adapter.layers)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path} adapts another model than this: {error}") from None
+        return lambda: attach_adapters(load_own(), load_base())
+
+
+class SavedWeights(Weights):
+    """Those of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, base: str = ""):
+        """`base` is where the weights below adapters are now; "" = where they were."""
+        self.checkpoint, self.base = checkpoint, base
+        self.path = str(checkpoint.path)
+
+    @functools.cached_property
+    def origin(self) -> ModelFolder | None:
+        """What the run has kept."""
+        return find_kept(self.checkpoint.path.parent.parent)
+
+    def prepare(
+        self, model: Decoder, values: Mapping[str, Any], note: Note = print_note
+    ) -> Callable[[], Decoder]:
+        """As in `Weights`; refuses a base that is not the one that adapters were trained on."""
+        there = self.checkpoint
+        _check_adapters(self.path, there.config, model, values)
+        adapts = bool(there.config.get("lora_rank"))
+        own = stored_part(model) if adapts else without_adapters(model)
+        arrays.compare(there, {"model": own}, values)
+
+        def load_own() -> Decoder:
+            return arrays.load(there.path, {"model": own})["model"]
+
+        if not adapts:
+            return load_own
+        below = self.base or there.config[_KEY]
+        load_base = open_weights(below).prepare(model, values, note)
+
+        def load() -> Decoder:
+            weights = without_adapters(load_base())
+            if (found := fingerprint_of_weights(order_by_layer(weights))) != there.reference:
+                raise ConfigError(
+                    f"{below}: not the weights that {there.path} adapts (hash {found}, was "
+                    f"{there.reference}); give {_KEY}=PATH of those"
+                )
+            return attach_adapters(load_own(), weights)
+
+        return load
+
+
+def open_weights(path: str, key: str = _KEY) -> Weights:
+    """The weights at a path; no array is read.
+
+    Args:
+      path: a checkpoint; a folder of them or of a run, whose newest counts; a Hugging Face folder,
+        of a model or of adapters, or the name of one there.
+      key: whose value the path is.
+    """
+    if folder := released.find(key, path):
+        return ReleasedWeights(folder)
+    return SavedWeights(checkpoints.read(checkpoints.find(place(path))))
+
+
+def _check_adapters(
+    path: str, there: Mapping[str, Any], model: Decoder, values: Mapping[str, Any]
+) -> None:
+    """Refuses adapters, of these keys, that `model` has no place for or would count otherwise."""
+    if not (rank := there.get("lora_rank")):
+        return
+    if not has_adapters(model):
+        raise ConfigError(
+            f"{path}: holds adapters and no model; merge them first (maxramp.convert {path} "
+            f"--merge --to FOLDER), or train them on with maxramp.train and lora_rank={rank}"
+        )
+    for name in ("lora_rank", "lora_alpha", "use_rslora", "trainable_layers"):
+        if there[name] != values[name]:
+            raise ConfigError(
+                f"{name}={values[name]}: the adapters of {path} were trained with "
+                f"{name}={there[name]}; give that"
+            )
+
+
+def find_kept(run: Place) -> ModelFolder | None:
+    """What a run has kept of the Hugging Face folder that it began with, if it did."""
+    return released.find(_KEY, f"{run.absolute()}/{released.KEPT_IN}")
+
+
+def keep_released(weights: Weights | None, run: Place) -> None:
+    """Keeps in a run's folder what is said beside the weights that it begins with.
+
+    What an earlier start kept of others is gone then. config.json is removed first and written
+    last: without it nothing is kept.
+    """
+    own = run / released.KEPT_IN
+    files = weights.origin.side_files if weights and weights.origin else {}
+    try:
+        for name in released.BESIDE if own.is_dir() else ():
+            (own / name).unlink(missing_ok=True)
+        for name, data in reversed(files.items()):
+            own.mkdir(parents=True, exist_ok=True)
+            write_whole(own / name, data)
+    except OSError as error:
+        raise ConfigError(f"{own}: cannot be written: {error.strerror}") from None

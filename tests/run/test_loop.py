@@ -1,0 +1,67 @@
+"""What the loop saves, or says, when a step fails."""
+
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from maxramp.errors import StepError
+from maxramp.job.loop import _After
+
+
+class Steps:
+    """A job of steps of 8 samples, of which one fails."""
+
+    def __init__(self, clock):
+        self.saved, self.said = [], []
+        ramp = types.SimpleNamespace(
+            samples_before=lambda step: 8 * step, to_json=lambda: {"stages": []}
+        )
+        checkpoints = types.SimpleNamespace(
+            newest=4, save=lambda done, *more: self.saved.append(done)
+        )
+        output = types.SimpleNamespace(say=self.said.append, kept=types.SimpleNamespace(flush=None))
+        job = types.SimpleNamespace(
+            span=types.SimpleNamespace(ramp=ramp, first_step=2),
+            checkpoints=checkpoints,
+            output=output,
+        )
+        log = types.SimpleNamespace(flush=lambda: None, restart_clock=lambda: None)
+        numbers = types.SimpleNamespace(numbers_after=lambda step: {})
+        trainer = types.SimpleNamespace(state=types.SimpleNamespace(consumed_samples=clock))
+        self.after = _After(job, trainer, log, numbers)
+
+
+def clock(samples):
+    return jnp.array([samples, 0], jnp.uint32)
+
+
+@pytest.mark.parametrize("error", [StepError("it does not compile"), OSError("a file is gone")])
+def test_an_error_that_leaves_the_state_saves_it(error):
+    steps = Steps(clock(8 * 7))
+    with pytest.raises(type(error)), steps.after.saving(7):
+        raise error
+    assert (steps.saved, steps.said) == ([7], [])
+
+
+@pytest.mark.parametrize("what", ["its arrays", "its clock"])
+def test_an_error_that_takes_the_state_says_what_is_lost(what):
+    """The arrays were given to the step, or are those after it."""
+    state = clock(8 * 8)
+    if what == "its arrays":
+        state.delete()
+    steps = Steps(state)
+    with pytest.raises(ValueError), steps.after.saving(7):
+        raise ValueError
+    assert not steps.saved
+    assert steps.said == [
+        "lost     3 steps since checkpoint 4: the error left no state to save; the next start "
+        "trains them again"
+    ]
+
+
+def test_before_the_first_step_there_is_nothing_to_save():
+    steps = Steps(clock(8 * 2))
+    with pytest.raises(ValueError), steps.after.saving(2):
+        raise ValueError
+    assert not steps.saved and not steps.said
