@@ -91,9 +91,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         return position
 
     def _choose(self) -> str:
-        """The checkpoint to continue from, "" for none and on all processes but the first."""
-        if not self._is_first:
-            return ""
+        """The checkpoint to continue from; "" for none."""
         if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):
             raise ConfigError(
                 f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "
