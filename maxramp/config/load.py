@@ -263,8 +263,8 @@ def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> li
         exist or that other trainers alone can use, in one line.
     """
     layers = [
-        *((f"{file}: ", list(_flat(values.items()))) for file, values in _chain(path)),
-        ("", list(_flat(map(_split, arguments)))),
+        *((f"{file}: ", list(flatten(values.items()))) for file, values in _chain(path)),
+        ("", list(flatten(map(_split, arguments)))),
     ]
     found: list[Given] = []
     foreign: dict[str, tuple[str, Any]] = {}  # as given last, on the command line or further up
@@ -298,11 +298,11 @@ def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> li
     return [given for given in found[:-1] if given.values != base.base()] + found[-1:]
 
 
-def _flat(pairs: Any) -> Iterator[tuple[str, Any]]:
+def flatten(pairs: Any) -> Iterator[tuple[str, Any]]:
     """NeMo nests its keys: trainer: {max_steps: 100} is trainer.max_steps=100."""
     for name, value in pairs:
         if isinstance(value, dict) and value and name not in base.base():
-            yield from _flat((f"{name}.{inner}", part) for inner, part in value.items())
+            yield from flatten((f"{name}.{inner}", part) for inner, part in value.items())
         else:
             yield name, value
 

@@ -9,9 +9,10 @@ import argparse
 import bisect
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from maxramp.config.load import flatten
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys import base
@@ -191,20 +192,12 @@ def _read_megatron(path: Place) -> _Keys:
 
 def _read_nemo(path: Place) -> _Keys:
     keys: _Keys = {}
-    for given, value in _flatten("", read_yaml(path)):
-        if name := _NEMO.get(given):
+    for given, value in flatten(read_yaml(path).items()):
+        if (name := _NEMO.get(given)) and value not in (None, "", -1, False):
             value = base.cast_value(f"{path}: {given}={value}", value, name)
             if keys.setdefault(name, value) != value:
                 raise ConfigError(f"{path}: {given}={value} and {name}={keys[name]}: keep one")
     return keys
-
-
-def _flatten(above: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(f"{above}{name}.", value)
-        elif value not in (None, "", -1, False):
-            yield f"{above}{name}", value
 
 
 def _run_megatron(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]:
