@@ -2,27 +2,34 @@
 
 import pathlib
 import re
+import sys
 import time
 from collections.abc import Callable
 
 from conftest import command, environment
-from forked import Forked
+from forked import Forked, run_forked
 from object_stores import free_port
 
-# Trains, and ends its process as SIGKILL does where the step of the first argument would be handed
-# to the devices.
-KILLED = """
-import os, signal, sys
+# Trains, and sends its process a signal where the step of the first argument would be handed to the
+# devices; the second is the signal's number.
+SIGNALLED = """
+import os, sys
 from maxramp import train
 from maxramp.processes.ending import end_process
 of_step = train.Pretrainer.step
 def step(self, number, *rest):
     if number == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), int(sys.argv[2]))
     return of_step(self, number, *rest)
 train.Pretrainer.step = step
-end_process(train.main(sys.argv[2:]))
+end_process(train.main(sys.argv[3:]))
 """
+
+
+def run_signalled(step: int, number: int, *arguments: str, devices: int = 1):
+    """Runs a training that a signal meets at a step; returns its status and text output."""
+    line = [sys.executable, "-c", SIGNALLED, str(step), str(int(number)), *arguments]
+    return run_forked(line, environment(devices))
 
 
 def start(command, processes, devices, folders, optimized=False, process=Forked):

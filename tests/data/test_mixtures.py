@@ -7,9 +7,8 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import BASE, TINY, environment, make_config, run
-from forked import run_forked
-from jobs import KILLED, finish, start
+from conftest import BASE, TINY, make_config, run
+from jobs import finish, run_signalled, start
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.resume import changes_since
@@ -186,8 +185,8 @@ def test_restarts_around_the_changes(files, tmp_path, cache_dir):
     assert done.returncode == 0, done.stderr
     wanted = losses(tmp_path / "whole")
     for at in (5, 10):
-        line = [sys.executable, "-c", KILLED, str(at), *given("killed", "checkpoint_period=1")]
-        assert run_forked(line, environment()).returncode == -signal.SIGKILL
+        killed = run_signalled(at, signal.SIGKILL, *given("killed", "checkpoint_period=1"))
+        assert killed.returncode == -signal.SIGKILL
     assert run(*given("killed")).returncode == 0
     assert losses(tmp_path / "killed") == wanted
 

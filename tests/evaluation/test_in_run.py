@@ -166,7 +166,9 @@ def test_signals_while_it_evaluates(line, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interval, failed_at", [(24, 24), (-1, 104)])
+@pytest.mark.parametrize(
+    "interval, failed_at", [(24, 24), pytest.param(-1, 104, marks=pytest.mark.long)]
+)
 def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
     """The state is saved and owes what was due; mended, the run is the one that nothing ended."""
     (tmp_path / "code.py").write_text(FAILS)

@@ -40,7 +40,7 @@ def scorer_of(*keys: str, ahead: Ahead | None = None):
         (),
         pytest.param(
             ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "ici_data_parallelism=2"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             ("ici_fsdp_parallelism=4", "ici_pipeline_parallelism=2"), marks=pytest.mark.slow

@@ -16,17 +16,22 @@ from maxramp.training.ahead import Ahead
 from maxramp.training.programs import compiler_options
 from maxramp.training.state import abstract_state
 
-NO_TPU = importlib.util.find_spec("libtpu") is None
-NO_GPU = importlib.util.find_spec("jax_cuda13_plugin") is None
+
+def needs(package):
+    return pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"no {package}")
+
+
+NEEDS_TPU, NEEDS_GPU = needs("libtpu"), needs("jax_cuda13_plugin")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["ici_tensor_parallelism=2", "ici_pipeline_parallelism=2"])
 @pytest.mark.parametrize(
-    "topology",
+    "topology, mesh",
     [
-        pytest.param("v5e:2x2", marks=pytest.mark.skipif(NO_TPU, reason="no libtpu")),
-        pytest.param("h200:1x4", marks=pytest.mark.skipif(NO_GPU, reason="no GPU compiler")),
+        pytest.param("v5e:2x2", "ici_pipeline_parallelism=2", marks=NEEDS_TPU),
+        pytest.param("h200:1x4", "ici_tensor_parallelism=2", marks=NEEDS_GPU),
+        pytest.param("v5e:2x2", "ici_tensor_parallelism=2", marks=[NEEDS_TPU, pytest.mark.long]),
+        pytest.param("h200:1x4", "ici_pipeline_parallelism=2", marks=[NEEDS_GPU, pytest.mark.long]),
     ],
 )
 def test_compilers_take_the_scores(topology, mesh):

@@ -131,6 +131,9 @@ def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
     assert (run / "checkpoints" / "120.torn").is_dir()
 
 
+@pytest.mark.parametrize(
+    "storage", ["gs", pytest.param("s3", marks=pytest.mark.long)], indirect=True
+)
 def test_two_runs_do_not_share_a_folder(storage, cache_dir, tmp_path):
     """The second is refused, and who loses the folder ends, not only where it would save."""
     address = place(f"{storage.address}/{tmp_path.name}")
@@ -147,7 +150,14 @@ def test_two_runs_do_not_share_a_folder(storage, cache_dir, tmp_path):
     assert (address / "run" / ".lock").read_bytes() == lock
 
 
-@pytest.mark.parametrize("status", [503, 403])
+@pytest.mark.parametrize(
+    ("storage", "status"),
+    [
+        *(("gs", 503), ("s3", 403)),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in (("gs", 403), ("s3", 503))),
+    ],
+    indirect=["storage"],
+)
 def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     """For a few seconds in the middle: the run warns, its loop does not wait, nothing is lost."""
     address = place(f"{storage.address}/{tmp_path.name}")

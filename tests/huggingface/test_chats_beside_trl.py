@@ -192,7 +192,7 @@ def test_nulls_and_thoughts_are_those_of_transformers():
     assert sum("So" in text for text in found) > 20 and sum("null" in text for text in found) > 20
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_first_loss_is_that_of_transformers(smollm2, tmp_path, packing):
     """On the answers of SmolLM2's chats, however they lie in rows and passes."""
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()

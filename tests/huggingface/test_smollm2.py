@@ -118,6 +118,7 @@ def test_unpacked_without_torch(smollm2, tmp_path):
     assert done.stderr.count("\n") == 1 and not (tmp_path / "torn").exists()
 
 
+@pytest.mark.long
 def test_tuned_on_orders(smollm2, tmp_path):
     """README's job, cut to 12 steps: transformers writes held-out orders with the result."""
     trained = run(

@@ -172,11 +172,17 @@ OF_FAMILIES = {
     ),
     "none": ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=full"),
 }
+CHOSEN = dict.fromkeys(OWN_KEYS, "pipeline") | {"qwen2": "none"}  # the other one is a long test
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", OF_FAMILIES)
-@pytest.mark.parametrize("family", OWN_KEYS)
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        pytest.param(family, mesh, marks=[pytest.mark.long] * (mesh != CHOSEN.get(family)))
+        for family, mesh in itertools.product(OWN_KEYS, OF_FAMILIES)
+    ],
+)
 def test_what_families_have_of_their_own(family, mesh):
     """Biases, norms of heads and windows, with all axes, accumulation and packed rows."""
     keys = OWN_KEYS[family]

@@ -144,7 +144,10 @@ def some_layers_of(name, layers, topology):
 
 @pytest.mark.slow
 @needs_cuda
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [x if x in (*TWO, "mistral-7b") else pytest.param(x, marks=pytest.mark.long) for x in MODELS],
+)
 def test_shipped_models_compile_for_gpus(name):
     config, stage = some_layers_of(name, 4, "h200:8x8")  # XLA failed from 3 on
     assert stage["flops_per_device"] == pytest.approx(expected_flops(config, 2048), rel=0.02)

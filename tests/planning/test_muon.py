@@ -24,7 +24,9 @@ def compiled(*given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=[pytest.mark.long] * (x == "stages")) for x in CASES]
+)
 def test_what_a_step_sends_and_computes(case):
     """A device's part of every matrix leaves it and comes back, in bfloat16, along each axis that
     matrices are sharded on; copies gather the results. Matrices of one shape are shared by all."""

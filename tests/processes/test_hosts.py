@@ -1,6 +1,7 @@
 """Real jax.distributed processes on this machine: the same rows whoever reads them."""
 
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -138,8 +139,13 @@ def test_rows_depend_on_no_reader(data, alone, processes, devices, cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", (1, 2, 4))
-@pytest.mark.parametrize("devices", (1, 2, 4))
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [
+        pytest.param(*shape, marks=[pytest.mark.long] * (shape != (2, 2)))
+        for shape in itertools.product((1, 2, 4), repeat=2)
+    ],
+)
 def test_rows_depend_on_no_reader_in_any_shape(data, alone, processes, devices):
     cases = [
         (factor, tensor, accumulation, 0)
@@ -332,7 +338,9 @@ SPLIT = {"tensor": 2, "accumulation": 2}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "factor"), (({}, 4), (SPLIT, 2)), ids=("rows", "tensor parallelism and accumulation")
+    ("shape", "factor"),
+    (pytest.param({}, 4, marks=pytest.mark.long), (SPLIT, 2)),
+    ids=("rows", "tensor parallelism and accumulation"),
 )
 def test_losses_are_the_same_bits_on_as_many_devices(data, tmp_path, cache_dir, shape, factor):
     """Eight devices, whoever reads and however many processes; gradients clipped at every step.
@@ -355,7 +363,7 @@ def test_losses_are_the_same_bits_on_as_many_devices(data, tmp_path, cache_dir, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "resumed_on"),
-    (((), (8, 4)), ((*MIXTURE, "text_files="), (2, 0.5))),
+    (pytest.param((), (8, 4), marks=pytest.mark.long), ((*MIXTURE, "text_files="), (2, 0.5))),
     ids=("rows", "packed"),
 )
 def test_killed_on_four_and_resumed(data, tmp_path, cache_dir, text, resumed_on):

@@ -119,7 +119,7 @@ def test_the_sampler_sees_the_window_that_training_does(rewards):
 @pytest.mark.parametrize(
     "micro, keys, devices",
     [
-        pytest.param(2, (), 1, marks=pytest.mark.slow),
+        pytest.param(2, (), 1, marks=pytest.mark.long),
         pytest.param(
             1, ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"), 4, marks=pytest.mark.slow
         ),

@@ -14,9 +14,9 @@ from conftest import ROOT, environment
 @pytest.mark.parametrize(
     "options",
     [
-        ["--kills=4", "--seed=2"],
-        ["--kills=3", "--seed=3", "--pipelines"],
-        ["--kills=3", "--seed=4", "--adaptive"],
+        ["--kills=3", "--seed=2"],
+        pytest.param(["--kills=3", "--seed=3", "--pipelines"], marks=pytest.mark.long),
+        pytest.param(["--kills=3", "--seed=4", "--adaptive"], marks=pytest.mark.long),
     ],
 )
 def test_nothing_is_lost(tmp_path, cache_dir, options):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from conftest import BASE, TINY, command, environment, make_config, run
 from forked import Forked
-from jobs import start_until
+from jobs import run_signalled
 
 from maxramp.checkpoints.folder import steps_in
 from maxramp.errors import EXIT_PREEMPTED
@@ -53,10 +53,10 @@ RAMP = [
     "per_device_batch_size=8",
     "per_device_batch_size_start=2",
     "per_device_batch_size_increment=2",
-    "global_rampup_samples=1200",
-    "steps=460",
-    "checkpoint_period=50",
-    "eval_interval=100",
+    "global_rampup_samples=300",
+    "steps=115",
+    "checkpoint_period=25",
+    "eval_interval=25",
     "eval_samples=16",
 ]
 
@@ -81,10 +81,10 @@ def uninterrupted(tmp_path_factory, cache_dir):
 
 
 def test_the_schedule_was_run(uninterrupted):
-    """2, 4, 6, 8 rows, 400 samples each: 200, 100, 67 steps, then the rest."""
+    """2, 4, 6, 8 rows, 100 samples each: 50, 25, 17 steps, then the rest."""
     records = steps_of(uninterrupted[0])
-    assert [r["step"] for r in records] == list(range(460))
-    sizes = [2] * 200 + [4] * 100 + [6] * 67 + [8] * 93
+    assert [r["step"] for r in records] == list(range(115))
+    sizes = [2] * 50 + [4] * 25 + [6] * 17 + [8] * 23
     assert [r["global_batch_size"] for r in records] == sizes
     assert [r["per_device_batch_size"] for r in records] == sizes
     assert [r["consumed_samples"] for r in records] == np.cumsum(sizes).tolist()
@@ -120,7 +120,7 @@ def test_it_learns_and_evaluates(uninterrupted):
     losses = [r["loss"] for r in steps_of(folder)]
     assert losses[0] > 5.3 and np.mean(losses[-20:]) < 3.5
     evals = [r for r in records if "eval_loss" in r]
-    assert [r["step"] for r in evals] == [99, 199, 299, 399, 459]
+    assert [r["step"] for r in evals] == [24, 49, 74, 99, 114]
     assert all(r["eval_tokens"] == 2 * 8 * 16 for r in evals)
     assert evals[-1]["eval_loss"] < evals[0]["eval_loss"]
 
@@ -129,14 +129,14 @@ def test_the_output_folder(uninterrupted):
     folder, done = uninterrupted
     plan = json.loads((folder / "plan.json").read_text())
     assert [(s["steps"], s["global_batch_size"]) for s in plan["stages"]] == [
-        (200, 2),
-        (100, 4),
-        (67, 6),
+        (50, 2),
+        (25, 4),
+        (17, 6),
         (None, 8),
     ]
-    assert plan["stages"][3]["samples"] is None and plan["total_samples"] == 1946
+    assert plan["stages"][3]["samples"] is None and plan["total_samples"] == 486
     config = yaml.safe_load((folder / "config.yml").read_text())
-    assert config["steps"] == 460 and config["run_name"] == "a run"
+    assert config["steps"] == 115 and config["run_name"] == "a run"
     assert (folder / "ramp.png").read_bytes().startswith(b"\x89PNG")
     for path in (folder / "tensorboard").rglob("events*"):
         tags = {value.tag for event in events.read(path) for value in event.summary.value}
@@ -161,7 +161,7 @@ def test_a_start_without_checkpoints_leaves_a_run_that_has_some_alone(uninterrup
     before = {path: path.read_bytes() for path in files}
     done = run(*arguments(folder.parent, cache_dir, "a run", "enable_checkpointing=False"))
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    for part in ("enable_checkpointing=False", "after 460 steps", "another run_name"):
+    for part in ("enable_checkpointing=False", "after 115 steps", "another run_name"):
         assert part in done.stderr
     assert {path: path.read_bytes() for path in files} == before
 
@@ -180,15 +180,14 @@ def assert_same_run(folder: pathlib.Path, expected: pathlib.Path):
 
 @pytest.mark.slow
 def test_stopped_in_every_stage_it_is_the_same_run(uninterrupted, tmp_path, cache_dir):
-    """SIGTERM at a random step of each stage: saved, exit status 76, and the rest is bit-equal."""
+    """SIGTERM in a random step of each stage: saved, exit status 76, and the rest is bit-equal."""
     rng = random.Random(1)
-    line, folder = arguments(tmp_path, cache_dir, "stopped"), tmp_path / "stopped"
-    for first, end in ((0, 200), (200, 300), (300, 367), (367, 440)):
-        process = start_until(rng.randrange(first, end - 15), folder, signal.SIGTERM, *line)
-        assert process.returncode == EXIT_PREEMPTED, process.output
-        assert not process.output[1], process.output[1]
+    line = arguments(tmp_path, cache_dir, "stopped")
+    for first, end in ((1, 50), (51, 75), (76, 92), (93, 114)):
+        stopped = run_signalled(rng.randrange(first, end), signal.SIGTERM, *line)
+        assert stopped.returncode == EXIT_PREEMPTED and not stopped.stderr, stopped.stderr
     assert run(*line).returncode == 0
-    assert_same_run(folder, uninterrupted[0])
+    assert_same_run(tmp_path / "stopped", uninterrupted[0])
 
 
 def test_killed_it_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path, cache_dir):
@@ -196,12 +195,12 @@ def test_killed_it_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path, cac
     rng = random.Random(2)
     line = arguments(tmp_path, cache_dir, "killed", "max_num_checkpoints_to_keep=2")
     folder = tmp_path / "killed"
-    for first, end in ((60, 190), (230, 440)):
-        process = start_until(rng.randrange(first, end), folder, signal.SIGKILL, *line)
-        assert process.returncode == -signal.SIGKILL
+    for first, end in ((30, 49), (60, 114)):
+        killed = run_signalled(rng.randrange(first, end), signal.SIGKILL, *line)
+        assert killed.returncode == -signal.SIGKILL
     assert run(*line).returncode == 0
     assert_same_run(folder, uninterrupted[0])
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"450", "460"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"100", "115"}
 
 
 @pytest.mark.slow
@@ -221,8 +220,7 @@ def test_muon_and_half_lives_in_samples_through_a_kill(tmp_path, cache_dir):
     more += (f"half_lives_in_samples=[{half_lives}]", "batch_size_lr_scaling=sqrt")
     assert run(*arguments(tmp_path, cache_dir, "whole", *more)).returncode == 0
     line = arguments(tmp_path, cache_dir, "killed", *more)
-    process = start_until(230, tmp_path / "killed", signal.SIGKILL, *line)
-    assert process.returncode == -signal.SIGKILL
+    assert run_signalled(60, signal.SIGKILL, *line).returncode == -signal.SIGKILL
     shutil.copytree(tmp_path / "killed", tmp_path / "moved")
     first = steps_in(tmp_path / "moved" / "checkpoints")[-1]
     assert run(*line).returncode == 0
@@ -309,11 +307,11 @@ def test_two_processes_train_as_one(uninterrupted, tmp_path, cache_dir):
 def test_no_run_aborts_on_several_cpu_devices(tmp_path, cache_dir, attempt):
     """XLA on a CPU with several devices aborts most runs unless its dispatch is synchronous, and
     some where a collective could run beside the layers' loop (mesh.after)."""
-    more = ("steps=60", "per_device_batch_size=4", "per_device_batch_size_start=1")
-    more += ("per_device_batch_size_increment=3", "global_rampup_samples=120")
+    more = ("steps=30", "per_device_batch_size=4", "per_device_batch_size_start=1")
+    more += ("per_device_batch_size_increment=3", "global_rampup_samples=60")
     more += ("base_emb_dim=128", "base_mlp_dim=384", "max_target_length=256", "eval_interval=-1")
     more += ("enable_checkpointing=False", f"ici_tensor_parallelism={(2, 1, 4)[attempt]}")
     line = arguments(tmp_path, cache_dir, f"attempt{attempt}", *more)
     done = run(*line, devices=4, timeout=580, optimized=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(steps_of(tmp_path / f"attempt{attempt}")) == 60
+    assert len(steps_of(tmp_path / f"attempt{attempt}")) == 30

@@ -87,7 +87,9 @@ def plain():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [x if "accum" in x else pytest.param(x, marks=pytest.mark.long) for x in CASES]
+)
 def test_sums_of_layers_are_those_of_a_plain_computation(monkeypatch, tmp_path, name):
     """In the loss's gradient, in the metrics and in the buffers, also behind a restart on other
     devices, where layers lie in another order."""

@@ -123,8 +123,10 @@ def test_muon_is_that_of_optax(sizes):
 @pytest.mark.parametrize(
     "sizes, layers",
     [
-        *(((8, 1, 1, 1), 11), ((1, 1, 8, 1), 5), ((2, 1, 1, 4), 1), ((1, 1, 2, 4), 3)),
-        ((2, 1, 4, 1), 11),
+        *(((8, 1, 1, 1), 11), ((1, 1, 2, 4), 3)),
+        pytest.param((1, 1, 8, 1), 5, marks=pytest.mark.long),
+        pytest.param((2, 1, 1, 4), 1, marks=pytest.mark.long),
+        pytest.param((2, 1, 4, 1), 11, marks=pytest.mark.long),
     ],
     ids=str,
 )

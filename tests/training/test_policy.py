@@ -108,8 +108,8 @@ MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "loss_block_tokens
     [
         ("token", 4, (), 1),
         pytest.param("sequence", 2, MESH, 8, marks=pytest.mark.slow),
-        pytest.param("sequence", 4, (), 1, marks=pytest.mark.slow),
-        pytest.param("token", 2, MESH, 8, marks=pytest.mark.slow),
+        pytest.param("sequence", 4, (), 1, marks=pytest.mark.long),
+        pytest.param("token", 2, MESH, 8, marks=pytest.mark.long),
     ],
 )
 def test_the_update_depends_on_no_cutting(grpo_normalization, parts, keys, devices):

@@ -94,7 +94,10 @@ def test_the_update_does_not_depend_on(expected, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["passes", "pipeline", "copies", "remat"])
+@pytest.mark.parametrize(
+    "name",
+    ["passes", "pipeline", *(pytest.param(x, marks=pytest.mark.long) for x in ("copies", "remat"))],
+)
 def test_nor_on(expected, name):
     assert_same(updated(*MESHES[name]), expected)
 
