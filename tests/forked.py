@@ -110,7 +110,7 @@ def _set_environment(variables: Mapping[str, str]) -> None:
 
 def _execute(arguments, variables, files, cwd, limits) -> None:
     for path, number in zip(files, (1, 2), strict=True):
-        file = os.open(path, os.O_WRONLY)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)  # two streams may share it
         os.dup2(file, number)
         os.close(file)
     os.chdir(cwd)

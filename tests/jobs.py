@@ -77,6 +77,6 @@ def start_till(is_reached: Callable[[], bool], number: int, *command_line: str):
         if is_reached():
             process.send_signal(number)
             break
-        time.sleep(0.002)
+        time.sleep(0.01)
     process.output = process.communicate(timeout=120)
     return process

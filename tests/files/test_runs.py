@@ -2,12 +2,13 @@
 
 import json
 import signal
-import subprocess
+import tempfile
 import time
 
 import object_stores
 import pytest
 from conftest import BASE, TINY, command, environment
+from forked import Forked, run_forked
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.files.place import place, remove_tree
@@ -33,17 +34,13 @@ SAME = ("step", "loss", "eval_loss", "grad_norm", "batch_fingerprint", "consumed
 
 
 def start(address, cache_dir, storage, *more, module="train"):
-    """A maxramp command; what it prints comes from its stdout."""
+    """A maxramp command; all that it prints comes from its stdout."""
     given = dict(key.split("=", 1) for key in (*KEYS, *more))
     given |= {"jax_cache_dir": cache_dir, "base_output_directory": str(address)}
     arguments = [BASE, *(f"{name}={value}" for name, value in given.items())]
-    return subprocess.Popen(
-        command(*arguments, module=module),
-        env=environment() | storage.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    printed = tempfile.NamedTemporaryFile()  # noqa: SIM115
+    line = command(*arguments, module=module)
+    return Forked(line, environment() | storage.environment, stdout=printed, stderr=printed)
 
 
 def finish(process):
@@ -104,13 +101,8 @@ def test_killed_and_continued(storage, cache_dir, calm, tmp_path):
     assert "finished" in finish(start(address, cache_dir, storage))
 
     def checkpoint(*words):
-        done = subprocess.run(
-            command(*words, str(run), module="checkpoint"),
-            env=environment() | storage.environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        line = command(*words, str(run), module="checkpoint")
+        done = run_forked(line, environment() | storage.environment)
         return done.returncode, done.stdout + done.stderr
 
     status, printed = checkpoint("ls")

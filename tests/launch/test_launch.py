@@ -15,6 +15,7 @@ import time
 
 import pytest
 from conftest import BASE, ROOT, TINY, command, environment, run
+from forked import Forked
 
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
@@ -378,16 +379,11 @@ def start(folder, cache_dir, place: int, count: int, port: int, host="127.0.0.1"
         "MAXRAMP_NUM_PROCESSES": str(count),
         "MAXRAMP_PROCESS_ID": str(place),
     }
-    return subprocess.Popen(
-        command(*line, *(f"{k}={v}" for k, v in more.items())),
-        env=environment() | given,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    line += [f"{name}={value}" for name, value in more.items()]
+    return Forked(command(*line), environment() | given)
 
 
-def one_line(process: subprocess.Popen, status: int, *parts: str) -> None:
+def one_line(process: Forked, status: int, *parts: str) -> None:
     out, err = process.communicate(timeout=200)
     assert process.returncode == status, err
     lines = [line for line in err.splitlines() if line and not line.startswith("[Gloo]")]

@@ -276,10 +276,10 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, cache_dir, rate):
     assert max(saved, default=0) <= step
 
 
-def test_two_processes_train_as_one(uninterrupted, tmp_path, cache_dir):
+def test_two_processes_train_as_one(tmp_path, cache_dir):
     """Two real processes with one device each: the rows, batch sizes and losses of one with two."""
-    more = ("steps=20", "per_device_batch_size=4", "per_device_batch_size_start=2")
-    more += ("per_device_batch_size_increment=2", "global_rampup_samples=40", "eval_interval=-1")
+    more = ("steps=8", "per_device_batch_size=4", "per_device_batch_size_start=2")
+    more += ("per_device_batch_size_increment=2", "global_rampup_samples=16", "eval_interval=-1")
     line = arguments(tmp_path, cache_dir, "one", *more)
     assert run(*line, devices=2).returncode == 0
     port = 20000 + os.getpid() % 20000
