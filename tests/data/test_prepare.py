@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import random
-import shlex
+import resource
 import shutil
 import signal
 import struct
@@ -18,6 +18,7 @@ import fsspec
 import numpy as np
 import pytest
 from conftest import BASE, TINY, command, environment, make_config, run
+from forked import run_forked
 from test_formats import KINDS, TEXTS, write_file, write_megatron
 
 from maxramp import prepare as prepare_lib
@@ -254,12 +255,8 @@ def test_a_tokenizer_is_kept_between_starts(tmp_path, capfd):
 
 def run_limited(*arguments, kilobytes: int) -> subprocess.CompletedProcess:
     """The command where no file may grow beyond so much, as on a disk that is full."""
-    shell = f"ulimit -f {kilobytes * 1024 // 512}; exec " + shlex.join(
-        command(*arguments, module="prepare")
-    )
-    return subprocess.run(
-        ["sh", "-c", shell], env=environment(), capture_output=True, text=True, timeout=60
-    )
+    line, limits = command(*arguments, module="prepare"), {resource.RLIMIT_FSIZE: kilobytes * 1024}
+    return run_forked(line, environment(), limits=limits)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, capfd):
