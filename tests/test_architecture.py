@@ -199,7 +199,7 @@ def test_what_is_read_first_stays_short():
     assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 1800
 
 
-# --- Names ---------------------------------------------------------------------------------------
+# --- Names and sizes -----------------------------------------------------------------------------
 
 PREPOSITIONS = """
 about above after against along among around as at before behind below beneath beside besides
@@ -212,6 +212,20 @@ begun chosen done drawn found given gone held kept known left lost made meant na
 shown taken told written
 """
 NO_PARTICIPLES = "embed feed need seed shed speed"  # that end as one does
+
+
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 450, 70, 6
+LARGER = {  # may only lose entries
+    "lines of checkpoints.parameters.check_parameters",
+    "lines of config.keys",
+    "lines of huggingface.writing.write",
+    "lines of prepare.prepare",
+    "lines of training.step.train_step",
+    "parameters of data.loader",
+    "parameters of rampup.schedule",
+    "parameters of rl.programs",
+    "parameters of rl.trainer",
+}
 
 
 def functions(source: str) -> list[ast.FunctionDef]:
@@ -248,3 +262,29 @@ def test_functions_are_verbs_or_nouns():
 )
 def test_a_name_that_is_none_is_found(name, expected):
     assert is_no_name(name) == expected
+
+
+def too_large(sources: dict[str, str]) -> set[str]:
+    """Files, functions and constructors over the limits."""
+    found = set()
+    for module, source in sources.items():
+        if source.count("\n") > MOST_LINES:
+            found.add(f"lines of {module}")
+        for function in functions(source):
+            lines, given = function.end_lineno - function.lineno + 1, function.args
+            if lines > MOST_LINES_OF_A_FUNCTION:
+                found.add(f"lines of {module}.{function.name}")
+            count = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1  # self
+            if function.name == "__init__" and count > MOST_PARAMETERS:
+                found.add(f"parameters of {module}")
+    return found
+
+
+def test_nothing_is_too_large():
+    assert too_large(modules()) <= LARGER
+
+
+def test_what_is_too_large_is_found():
+    given = ", ".join(f"x{i}" for i in range(7))
+    source = f"class A:\n    def __init__(self, {given}):\n" + "        pass\n" * 450
+    assert too_large({"a": source}) == {"lines of a", "lines of a.__init__", "parameters of a"}
