@@ -38,7 +38,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises what is wrong."""
-        raise ConfigError(f"{message} (--help lists the options)")
+        raise ConfigError(
+            f"{message} (--help lists the options, --help-keys the keys of key=value)"
+        )
 
 
 def config_parser(doc: str) -> Parser:

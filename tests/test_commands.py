@@ -118,7 +118,8 @@ def test_a_launch_without_its_config_or_cluster(capsys):
 def test_a_wrong_option_is_one_line(command, arguments, capsys):
     assert command.main(arguments) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.endswith("(--help lists the options)\n")
+    assert said.startswith("error: ")
+    assert said.endswith("(--help lists the options, --help-keys the keys of key=value)\n")
     assert said.count("\n") == 1
 
 
