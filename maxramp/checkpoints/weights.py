@@ -129,7 +129,8 @@ class SavedWeights(Weights):
         if not adapts:
             return load_own
         below = self.base or there.config[_KEY]
-        load_base = open_weights(below).prepare(model, values, note)
+        # The keys that the run began with: a phase may have changed what its tokens see since.
+        load_base = open_weights(below).prepare(model, there.config, note)
 
         def load() -> Decoder:
             weights = without_adapters(load_base())
