@@ -134,3 +134,13 @@ def reference(run):
     """The log-probabilities that a run keeps, [N, 2]."""
     _, *lines = (run / "reference.jsonl").read_text().splitlines()
     return [(row["chosen"], row["rejected"]) for row in map(json.loads, lines)]
+
+
+def test_a_phase_changes_positions(folder):
+    """What a run hands over is the whole model then, since PEFT opens the base as it was."""
+    keys = ("max_target_length=95", f"grain_train_files={folder}/chats.jsonl", "num_epoch=1")
+    keys += ("phases={0: {global_batch_size: 4}, 4: {rope_max_timescale: 50.0}}",)
+    done = run(*given(folder, "lora", "turned", *keys, "eval_interval=-1"), devices=2)
+    assert done.returncode == 0, done.stderr
+    (own,) = (folder / "turned/exported").iterdir()
+    assert json.loads((own / "config.json").read_text())["rope_parameters"]["rope_theta"] == 50.0
