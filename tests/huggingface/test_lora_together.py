@@ -143,4 +143,4 @@ def test_a_phase_changes_positions(folder):
     done = run(*given(folder, "lora", "turned", *keys, "eval_interval=-1"), devices=2)
     assert done.returncode == 0, done.stderr
     (own,) = (folder / "turned/exported").iterdir()
-    assert json.loads((own / "config.json").read_text())["rope_parameters"]["rope_theta"] == 50.0
+    assert json.loads((own / "config.json").read_text())["rope_theta"] == 50.0
