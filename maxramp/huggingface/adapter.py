@@ -33,11 +33,7 @@ class AdapterFolder:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """adapter_config.json.
-
-        Raises:
-          ConfigError: it cannot be read, or asks for what is none of ours.
-        """
+        """adapter_config.json."""
         where = f"{self.path}/{CONFIG}"
         found = read_json(where)
         wanted = {"peft_type": ("LORA",), "bias": ("none", None)}
@@ -71,11 +67,7 @@ class AdapterFolder:
 
     @functools.cached_property
     def layers(self) -> list[int]:
-        """The numbers of the layers that they adapt; none = all.
-
-        Raises:
-          ConfigError: layers are not adapted alike.
-        """
+        """The numbers of the layers that they adapt; none = all."""
         if not isinstance(pattern := self.config.get("target_modules"), str):
             return sorted({*_list_of(self.config.get("layers_to_transform"))})
         # A regular expression chooses matrices one by one: those that it has chosen are there.

@@ -49,9 +49,6 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     Args:
       values: of the file.
       where: the file, for messages.
-
-    Raises:
-      ConfigError: the model is none of ours, or the file does not say what it is.
     """
     families = {family.released.model_type: name for name, family in FAMILIES.items()}
     kind = str(values.get("model_type"))
@@ -132,9 +129,6 @@ def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[s
       keys: of the model.
       came_in: the config.json that its weights came with; {} where they were made here.
       dtype: of the tensors.
-
-    Raises:
-      ConfigError: transformers has no such model.
     """
     gate, other = keys.mlp_activations
     if gate not in _ACTIVATIONS or other != "linear":

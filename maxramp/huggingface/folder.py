@@ -38,11 +38,7 @@ class ModelFolder:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; where the model also sees or hears, what it says of its text model.
-
-        Raises:
-          ConfigError: it cannot be read.
-        """
+        """config.json; where the model also sees or hears, what it says of its text model."""
         found = read_json(f"{self.path}/config.json")
         text = found.get("text_config")
         if not isinstance(text, dict):
@@ -75,11 +71,7 @@ class ModelFolder:
 
     @property
     def ends(self) -> list[int]:
-        """The ids at which an answer ends: of generation_config.json, else of config.json.
-
-        Raises:
-          ConfigError: they are no ids.
-        """
+        """The ids at which an answer ends: of generation_config.json, else of config.json."""
         name = f"{self.path}/generation_config.json"
         found = read_json(name).get("eos_token_id") if storage.exists(name) else None
         if found is None:
@@ -91,11 +83,7 @@ class ModelFolder:
 
     @property
     def data_keys(self) -> dict[str, Any]:
-        """The keys of the tokenizer, and of the marks that documents had when it was trained.
-
-        Raises:
-          ConfigError: it has no tokenizer that can be read.
-        """
+        """The keys of the tokenizer, and of the marks that documents had when it was trained."""
         kind, path = self.tokenizer
         if kind != "huggingface":
             return {"tokenizer_type": kind, "tokenizer_path": path}
@@ -117,11 +105,7 @@ class ModelFolder:
 
     @property
     def tokenizer(self) -> tuple[str, str]:
-        """Type and path of its tokenizer.
-
-        Raises:
-          ConfigError: it has none that can be read.
-        """
+        """Type and path of its tokenizer."""
         for name, kind in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
             if storage.exists(f"{self.path}/{name}"):
                 return kind, f"{self.path}/{name}"
@@ -142,9 +126,6 @@ def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
       key: whose value the path is, for messages.
       path: what may be one.
       may_adapt: whether adapters of another count as a model.
-
-    Raises:
-      ConfigError: a model of that name cannot be fetched, or adapters are of none.
     """
     path = os.path.expanduser(path).rstrip("/")
     if storage.exists(f"{path}/config.json"):

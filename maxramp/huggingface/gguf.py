@@ -48,9 +48,6 @@ def unpack(path: str, to: Place, dtype: str) -> None:
       path: the file.
       to: the folder, which is not there.
       dtype: of the tensors.
-
-    Raises:
-      ConfigError: the file is none, or of a model or a tokenizer that cannot be taken over.
     """
     if not is_near(to):
         raise ConfigError(
@@ -112,11 +109,7 @@ def _name_of(name: str) -> str:
 
 
 def _check(path: str, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> None:
-    """Makes sure that the tensors are those of the model.
-
-    Raises:
-      ConfigError: one is missing or misshapen, or there are others.
-    """
+    """Makes sure that the tensors are those of the model."""
     V, D, F = (config[name] for name in ("vocab_size", "hidden_size", "intermediate_size"))
     H, K = (config[f"num_{of}_heads"] * config["head_dim"] for of in ("attention", "key_value"))
     of_layer = {"q_proj": (H, D), "k_proj": (K, D), "v_proj": (K, D), "o_proj": (D, H)}

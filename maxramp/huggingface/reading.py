@@ -42,9 +42,6 @@ def left_out(tensors: Mapping[str, Tensor], used: set[str], tied: bool) -> dict[
       tensors: of a folder.
       used: the names that weights take.
       tied: whether the model's head is its embedding.
-
-    Raises:
-      ConfigError: one of them is none that may be left out.
     """
     found: dict[str, list[str]] = {}
     for name in sorted(tensors.keys() - used):
@@ -78,9 +75,6 @@ def check(
     """Refuses tensors that are missing, of another shape or of no dtype of weights.
 
     Of embedding and head there may be fewer rows than ours, `vocab_size`: we have new tokens.
-
-    Raises:
-      ConfigError: names the first.
     """
     for weight in weights:
         wanted = weight.form.tensor_shape
@@ -130,9 +124,6 @@ def prepare_load(
       decoder_block: the family.
       note: takes a line about tensors that no weight takes.
       layers: the numbers of those that have tensors, the others are zeros; none = all.
-
-    Raises:
-      ConfigError: tensors are missing, misshapen or torn, or nobody takes them.
     """
     weights = list(name_tensors(order_by_layer(model), decoder_block, layers))
     check(weights, tensors, vocab_size, folder)

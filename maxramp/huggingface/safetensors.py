@@ -61,9 +61,6 @@ def tensors_of(folder: str, one: str = ONE) -> dict[str, Tensor]:
     Args:
       folder: of the model.
       one: the name of its file, where it has only one.
-
-    Raises:
-      ConfigError: the folder holds no safetensors, or a file is missing or torn.
     """
     index = f"{folder}/{INDEX}"
     if storage.exists(f"{folder}/{one}"):  # before an index, as transformers has it
@@ -163,20 +160,12 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """An object of a JSON file.
-
-    Raises:
-      ConfigError: the file cannot be read, or holds something else.
-    """
+    """An object of a JSON file."""
     return parse_json(path, storage.read_bytes(path))
 
 
 def parse_json(path: str, data: bytes) -> dict[str, Any]:
-    """The object that is the content of a JSON file.
-
-    Raises:
-      ConfigError: it is something else.
-    """
+    """The object that is the content of a JSON file."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:

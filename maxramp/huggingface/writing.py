@@ -65,9 +65,6 @@ def write(
       file_bytes: the size of a file of tensors, at most.
       one: the name of the file, where one is enough.
       layers: the numbers of those that are written; none = all.
-
-    Raises:
-      ConfigError: the folder is there, or cannot be written.
     """
     model = order_by_layer(model)
     tensors = {
@@ -115,11 +112,7 @@ def write(
 
 
 def check_free(folder: Place) -> None:
-    """Makes sure that an export may make this folder: it is not there, or an export began it.
-
-    Raises:
-      ConfigError: something else is there, or it cannot be asked.
-    """
+    """Makes sure that an export may make this folder: it is not there, or an export began it."""
     with _refusing(folder):
         there = folder.exists() or (is_near(folder) and folder.is_symlink())  # to nowhere
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else [""] * there
@@ -132,9 +125,6 @@ def made_of(folder: Place) -> dict[str, Any] | None:
 
     Returns:
       None where there is no whole folder.
-
-    Raises:
-      ConfigError: it cannot be asked.
     """
     with _refusing(folder):
         if not is_whole(folder):
@@ -217,11 +207,7 @@ def _parts(
     is_own: bool,
     pause: Callable[[], None],
 ) -> Iterator[np.ndarray]:
-    """The tensors of a file; every process makes them, and the one that writes it reads them.
-
-    Raises:
-      ConfigError: at the end, a number is too large for the dtype.
-    """
+    """The tensors of a file; every process makes them, and the one that writes it reads them."""
     too_large = ""
     for name in names:
         pause()

@@ -86,9 +86,6 @@ def select(
     Args:
       platform: of the devices, "cpu", "gpu", "cuda", "rocm" or "tpu"; None where it is not known.
       in_order: whether the tokens of a row lie in the order of their positions.
-
-    Raises:
-      ConfigError: the implementation that was asked for cannot work here.
     """
     there, length = f"{platform or 'unknown'} devices", "max_target_length or row_length"
     order = {"needs tokens that lie in order, and these do not": not in_order}
