@@ -11,7 +11,7 @@ from step import ours, seconds
 
 from maxramp.config.load import load
 from maxramp.keys.base import CONFIGS
-from maxramp.parallel import cpu
+from maxramp.parallel import heap
 from maxramp.processes import backend
 
 # name: (D, layers, heads, kv heads, MLP, vocabulary, tokens, rows, accumulation)
@@ -28,7 +28,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=20, help="pairs of steps (20)")
     arguments = options.parse_args()
     backend.start(load([str(CONFIGS / "base.yml"), "jax_cache_dir="]).backend)
-    cpu.keep()
+    heap.keep()
     figures = {}
     print(f"{'a step of':34s} {'without':>10s} {'with / without':>15s}")
     for name, size in SIZES.items():

@@ -18,7 +18,7 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data.batch import Batch
 from maxramp.keys.base import CONFIGS
-from maxramp.parallel import cpu
+from maxramp.parallel import heap
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.processes import backend
@@ -103,7 +103,7 @@ def main() -> None:
     arguments = parser("step", __doc__).parse_args()
     base = str(CONFIGS / "base.yml")
     backend.start(load([base, "jax_cache_dir="]).backend)
-    cpu.keep()
+    heap.keep()
     figures = {}
     print(f"{'size':22s} {'ours':>9s} {'bare':>9s} {'ours / bare':>12s}   median of {ROUNDS} pairs")
     for name, size in SIZES.items():

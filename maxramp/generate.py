@@ -27,10 +27,10 @@ from maxramp.generation.generator import Generator, Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.generation.text import AnswerText
 from maxramp.handover.opening import ChatText, PromptTokenizer, open_model
+from maxramp.parallel.compiler import compiler_options
 from maxramp.processes import backend
 from maxramp.processes.ending import run
 from maxramp.rl.prompts import FilePrompts
-from maxramp.training.programs import compiler_options
 
 _SELDOM = 16  # tokens
 

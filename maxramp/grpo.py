@@ -42,7 +42,6 @@ from maxramp.rl.trainer import PolicyTrainer, Scorer, policy_fields, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import compiler_options
 
 # What weights were trained on: the documents with their tokenizer.
 _DATA = (

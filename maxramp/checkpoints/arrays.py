@@ -32,6 +32,7 @@ from maxramp.model.adapters import attach_adapters, stored_part
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import LORA_KEYS, SHAPE_KEYS
 from maxramp.model.order import order_by_layer, order_by_stage
+from maxramp.model.parts.weights import is_weight
 from maxramp.training.state import TrainState
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
@@ -176,20 +177,18 @@ def save(path: Place, state: TrainState) -> Callable[[], None]:
     Returns:
       What waits until the arrays are written on all processes.
     """
+    items = order_by_layer(items_of(state))
+    leaves = jax.tree_util.tree_leaves_with_path(items, is_leaf=is_weight)
+    stacks = {_path(at) for at, leaf in leaves if is_weight(leaf) and leaf.layers}
+    by_layer = ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
     options = {"array_options": ocp.options.ArrayOptions()}
-    options["array_options"].saving.scoped_storage_options_creator = _storage_of
+    options["array_options"].saving.scoped_storage_options_creator = lambda at, _: (
+        by_layer if _path(at) in stacks else None
+    )
     if not is_near(path):
         options["file_options"] = _UNSEEN
     with ocp.Context(atomicity_options=_IN_PLACE, **options):
-        return ocp.save_checkpointables_async(
-            os.fspath(path), order_by_layer(items_of(state))
-        ).result
-
-
-def _storage_of(path: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
-    if "layers" not in _path(path).split("."):
-        return None
-    return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
+        return ocp.save_checkpointables_async(os.fspath(path), items).result
 
 
 def load(path: Place, abstract: dict[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def train(job: Job, trainer: Trainer) -> int:
     config, output, checkpoints, span = job.config, job.output, job.checkpoints, job.span
     ramp, first_step = span.ramp, span.first_step
     checkpoints.best.check(trainer.evaluation_names)
-    cpu.keep()
+    heap.keep()
     checkpoints.start_saving()
     writers = output.open_files(ramp, first_step, job.owes)
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)

@@ -34,8 +34,7 @@ from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import Weight, map_products, map_weights, relabel
 from maxramp.model.size import pipeline_turns
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
-from maxramp.parallel.collectives import map_shards
-from maxramp.parallel.cpu import recompute_after, wait_for
+from maxramp.parallel.collectives import map_shards, permute, recompute_after, wait_for
 from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,
@@ -289,9 +288,8 @@ def _move(slots_kBTD, y_BTD, t, *, S, R):
     # Stage 0 has taken its input, or would have: all that is behind it in its slot moves up.
     taken, slot = _input_of(t, S, R, k)
     held = slots_kBTD[slot]
-    # On CPUs: behind the layers' collectives.
-    moved = wait_for(held, y_BTD[0, 0, 0].astype(jnp.float32))
-    moved = jax.lax.ppermute(moved, "stage", [(s, s - 1) for s in range(1, S)])
+    # Behind the layers' collectives.
+    moved = permute(held, "stage", [(s, s - 1) for s in range(1, S)], behind=y_BTD)
     # Nothing comes down to the last stage but zeros, on which no stage is to compute.
     moved = jnp.where(stage == S - 1, held, moved)
     slots_kBTD = slots_kBTD.at[slot].set(jnp.where(taken, moved, held))
@@ -301,7 +299,7 @@ def _move(slots_kBTD, y_BTD, t, *, S, R):
     slots_kBTD = slots_kBTD.at[slot].set(jnp.where(made, y_BTD, slots_kBTD[slot]))
     # Results go on to the next stage, and stage 0 begins with the next input.
     links = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
-    y_BTD = jax.lax.ppermute(y_BTD, "stage", links)
+    y_BTD = permute(y_BTD, "stage", links)
     taken, slot = _input_of(t + 1, S, R, k)
     return slots_kBTD, jnp.where(taken & (stage == 0), slots_kBTD[slot], y_BTD)
 

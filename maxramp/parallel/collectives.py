@@ -8,6 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from maxramp.parallel.mesh import platform
+
+_NO_ARITHMETIC_MAKES = 0x7FABCDEF  # a signaling NaN with a payload
 
 
 def map_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -15,9 +20,9 @@ def map_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def psum(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """The sum over the devices along `axes`."""
-    axes = _axes_of_several(axes)
+def psum(x: jax.Array, axes: str | Sequence[str], behind: jax.Array | None = None) -> jax.Array:
+    """The sum over the devices along `axes`, on CPUs `behind` another array (`wait_for`)."""
+    x, axes = _wait_for_first(x, behind), _axes_of_several(axes)
     return jax.lax.psum(x, axes) if axes else x
 
 
@@ -34,9 +39,11 @@ def psum_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
     return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
 
 
-def all_gather(x: jax.Array, axes: str | Sequence[str], dimension: int = 0) -> jax.Array:
-    """The parts of all devices along `axes`, joined at a dimension."""
-    axes = _axes_of_several(axes)
+def all_gather(
+    x: jax.Array, axes: str | Sequence[str], dimension: int = 0, behind: jax.Array | None = None
+) -> jax.Array:
+    """The parts of all devices along `axes`, joined at a dimension; `behind` as of `psum`."""
+    x, axes = _wait_for_first(x, behind), _axes_of_several(axes)
     return jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
 
 
@@ -45,6 +52,65 @@ def all_to_all(x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
     return jax.lax.all_to_all(x, axis, split, join, tiled=True) if _axes_of_several(axis) else x
 
 
+def permute(
+    x: jax.Array, axis: str, links: Sequence[tuple[int, int]], behind: jax.Array | None = None
+) -> jax.Array:
+    """x of another device along `axis`, by links (from, to), and zeros without one; `behind` as of
+    `psum`."""
+    return jax.lax.ppermute(_wait_for_first(x, behind), axis, links)
+
+
 def _axes_of_several(axes: str | Sequence[str]) -> tuple[str, ...]:
     axes = (axes,) if isinstance(axes, str) else axes
     return tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
+
+
+def wait_for(value: jax.Array, other: jax.Array) -> jax.Array:
+    """`value`, which on several CPU devices waits for `other`: float32, a scalar or of its shape.
+
+    XLA on CPU orders the collectives of one sequence, but not a loop that holds some and a
+    collective beside it: a device that begins with one waits for ever for a device that began with
+    the other. So what could run beside the layers' loop is made to wait, and by data, because an
+    optimization barrier is dropped before the order is chosen. Elsewhere nothing is added.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if platform() != "cpu" or mesh.size == 1:
+        return value
+    bits = jax.lax.bitcast_convert_type(other, jnp.uint32)
+    return jnp.where(bits == _NO_ARITHMETIC_MAKES, jnp.zeros_like(value), value)
+
+
+def recompute_after(function: Callable) -> Callable:
+    """`function` of an array and more, to another of that shape and more: see `wait_for`.
+
+    On CPUs its backward pass begins with nothing but its arguments, and not before the gradient of
+    the first result is there.
+    """
+    if platform() != "cpu":
+        return function
+
+    def backward(arguments: tuple, gradients: tuple) -> tuple:
+        first = wait_for(arguments[0], gradients[0].astype(jnp.float32))
+        return jax.vjp(function, first, *arguments[1:])[1](gradients)
+
+    waiting = jax.custom_vjp(function)
+    waiting.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
+    return waiting
+
+
+@jax.custom_vjp
+def delay_gradient(value: jax.Array, other: jax.Array) -> jax.Array:
+    """`value`, whose gradient is not there before `other`, a float32 scalar, is: see `wait_for`."""
+    return value
+
+
+delay_gradient.defvjp(
+    lambda value, other: (value, other), lambda other, gradient: (wait_for(gradient, other), None)
+)
+
+
+def _wait_for_first(x: jax.Array, other: jax.Array | None) -> jax.Array:
+    """x behind another array of any shape, of which one number tells that it is there."""
+    if other is None:
+        return x
+    return wait_for(x, other[(0,) * other.ndim].astype(jnp.float32) if other.ndim else other)

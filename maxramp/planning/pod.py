@@ -19,6 +19,7 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, reason_of
+from maxramp.parallel.compiler import compiler_options
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.mesh import attach_mesh, format_sizes, make_mesh, reshape_mesh
 from maxramp.planning import machine as machines
@@ -31,7 +32,7 @@ from maxramp.stage import StageSpec
 from maxramp.training import moving
 from maxramp.training.device_memory import GIB, compiled_bytes
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import compiler_options, lower_step
+from maxramp.training.programs import lower_step
 from maxramp.training.state import abstract_state
 
 # Values of remat_policy, from the least work to the least memory.

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.errors import StepError, reason_of
-from maxramp.parallel import cpu
+from maxramp.parallel import heap
 from maxramp.training.device_memory import GIB, compiled_bytes
 
 
@@ -73,7 +73,7 @@ class Ahead:
         if self._waiting:
             self._lower_next()
         elif self._sizes:
-            cpu.prepare(self._sizes.popleft())
+            heap.prepare(self._sizes.popleft())
 
     def raise_failure(self) -> None:
         """Says why a program that was compiled ahead did not compile, if there is one.

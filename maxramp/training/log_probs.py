@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
-from maxramp.parallel.cpu import wait_for
 from maxramp.parallel.sharding import TOKENS_BT, X_BTD, gradient_spec, summed_at_once
 
 
@@ -121,7 +120,7 @@ def _backward(temperature, block_tokens, kept, cotangents):
         dhead_DV = jax.lax.optimization_barrier(dhead_DV)
         dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
         dx = dx.reshape(-1, shape[-1])[: math.prod(shape[:2])].reshape(shape)
-        dx_BTD = psum(wait_for(dx, dhead_DV[0, 0].astype(jnp.float32)), "tensor")
+        dx_BTD = psum(dx, "tensor", behind=dhead_DV)
         return dx_BTD.astype(x_BTD.dtype), dhead_DV
 
     specs = X_BTD, head_spec, *(TOKENS_BT,) * 3
@@ -137,8 +136,7 @@ def _device_head(first_BTD, head_DV):
 
     As float32: logits are rounded nowhere, as in the sampler.
     """
-    head_DV = wait_for(head_DV, first_BTD[0, 0, 0].astype(jnp.float32))
-    head_DV = all_gather(head_DV, "fsdp").astype(jnp.float32)
+    head_DV = all_gather(head_DV, "fsdp", behind=first_BTD).astype(jnp.float32)
     V = head_DV.shape[1]
     ids_V = jax.lax.axis_index("tensor") * V + jnp.arange(V)
     return head_DV, lambda targets_N: ids_V == jnp.maximum(targets_N, 0)[:, None]

@@ -22,7 +22,6 @@ from maxramp.model.parts.aux import Aux
 from maxramp.model.size import loss_blocks
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
-from maxramp.parallel.cpu import wait_for
 from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,
@@ -84,8 +83,7 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
     head_spec = jax.typeof(head_DV).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT):
-        head_DV = wait_for(head_DV, x_BTD[0, 0, 0].astype(jnp.float32))
-        head_DV = all_gather(head_DV, "fsdp")
+        head_DV = all_gather(head_DV, "fsdp", behind=x_BTD)
         sums, gradients = _blocks(x_BTD, head_DV, targets_BT, *keys, with_gradients)
         # Added in one order, as the norm of the gradients (`norm.add_up`).
         sums = all_gather(jnp.stack(sums)[None], BATCH_AXES).sum(0)
@@ -95,8 +93,8 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
             dhead_DV = dhead_DV.astype(head_DV.dtype)
             dhead_DV = psum_scatter(dhead_DV, "fsdp", dimension=0)
             dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
-            dx_BTD = wait_for(dx_BTD, sums.sum() + dhead_DV[0, 0])
-            gradients = psum(dx_BTD, "tensor"), dhead_DV
+            dx_BTD = psum(dx_BTD, "tensor", behind=sums.sum() + dhead_DV[0, 0])
+            gradients = dx_BTD, dhead_DV
         return tuple(sums), gradients
 
     specs = (X_BTD, head_spec, TOKENS_BT)

@@ -13,7 +13,7 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
-from maxramp.parallel.cpu import delay_gradient, wait_for
+from maxramp.parallel.collectives import delay_gradient, wait_for
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.log_probs import log_probs
 from maxramp.training.loss import Objective, with_layers

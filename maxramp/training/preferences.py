@@ -16,8 +16,7 @@ from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import hash_bits
 from maxramp.parallel.axes import ROW_AXES
-from maxramp.parallel.collectives import all_gather, map_shards
-from maxramp.parallel.cpu import delay_gradient
+from maxramp.parallel.collectives import all_gather, delay_gradient, map_shards
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, stack_spec
 from maxramp.training.keys import PreferenceKeys
 from maxramp.training.log_probs import log_probs

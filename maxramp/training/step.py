@@ -19,7 +19,7 @@ from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import join_parts
 from maxramp.parallel.axes import COPY_AXES
-from maxramp.parallel.cpu import wait_for
+from maxramp.parallel.collectives import wait_for
 from maxramp.parallel.sharding import BATCH_ABT, gradient_spec
 from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe

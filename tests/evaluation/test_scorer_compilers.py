@@ -11,9 +11,9 @@ from maxramp.data import tokenizers
 from maxramp.evaluation.scorer import Scorer
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.compiler import compiler_options
 from maxramp.planning import machine
 from maxramp.training.ahead import Ahead
-from maxramp.training.programs import compiler_options
 from maxramp.training.state import abstract_state
 
 

@@ -13,7 +13,7 @@ import resource, sys, threading
 import jax, jax.numpy as jnp
 from maxramp.processes import backend
 from maxramp.config.load import load
-from maxramp.parallel import cpu as heap, mesh
+from maxramp.parallel import heap, mesh
 backend.start(load(["configs/base.yml", "jax_cache_dir="]).backend)
 if "keep" in sys.argv:
     heap.keep()

@@ -10,13 +10,14 @@ from maxramp.config.resolve import resolve
 from maxramp.data import tokenizers
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.compiler import compiler_options
 from maxramp.planning import machine
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.trainer import policy_fields, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import compiler_options, lower_step
+from maxramp.training.programs import lower_step
 from maxramp.training.state import abstract_state
 
 KEYS = (

@@ -14,11 +14,12 @@ from forked import Forked, run_forked
 
 from maxramp.data.relay import Expansion
 from maxramp.errors import TrainingError
+from maxramp.parallel.compiler import compiler_options
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import Programs, compiler_options
+from maxramp.training.programs import Programs
 from maxramp.training.state import abstract_state
 
 # Batches 2, 4, 6, 8 for 60, 30, 20 steps and the rest.

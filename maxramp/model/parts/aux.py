@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.model.parts.weights import stages_of
-from maxramp.parallel.cpu import wait_for
+from maxramp.parallel.collectives import wait_for
 from maxramp.parallel.sharding import staged_rows_spec
 
 
@@ -52,7 +52,7 @@ def sum_by_stage(x_B: jax.Array) -> jax.Array:
 
 
 def await_sums(x: jax.Array, aux: Aux) -> jax.Array:
-    """`x`, which on several CPU devices is not there before the sums are (`cpu.wait_for`)."""
+    """`x`, which on several CPU devices is not there before the sums are (`wait_for`)."""
     sums = jax.tree.leaves(aux)
     return wait_for(x, sum(value.sum() for value in sums)) if sums else x
 
