@@ -127,16 +127,8 @@ def export(
     if marks:
         name = "generation_config.json"
         beside[name] = _json(parse_json(name, beside.get(name, b"{}")) | marks)
-    writing.write(
-        to,
-        model,
-        keys.decoder_block,
-        beside,
-        dtype=dtype,
-        vocab_size=vocab_size,
-        source=_source(opened, model),
-        pause=pause,
-    )
+    form = writing.Format(keys.decoder_block, dtype, vocab_size)
+    writing.write(to, model, form, beside, _source(opened, model), pause)
 
 
 def _export_adapters(
@@ -152,19 +144,16 @@ def _export_adapters(
         beside.pop(name, None)
     layers = opened.config.optimizer.trainable_layers
     beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers)
-    writing.write(
-        to,
-        stored_part(model),
+    form = writing.Format(
         keys.decoder_block,
-        beside,
-        dtype=dtype or "float32",
-        vocab_size=keys.vocab_size,
-        source=_source(opened, stored_part(model)),
-        pause=pause,
+        dtype or "float32",
+        keys.vocab_size,
+        layers,
+        adapter.TENSORS,
         file_bytes=math.inf,
-        one=adapter.TENSORS,
-        layers=layers,
     )
+    model = stored_part(model)
+    writing.write(to, model, form, beside, _source(opened, model), pause)
 
 
 def _source(opened: Opened, model: Decoder) -> dict[str, Any]:

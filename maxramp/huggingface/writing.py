@@ -9,6 +9,7 @@ Shapes: L layers of a stack.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -32,53 +33,53 @@ from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import REPLICATED, unstack_spec
 from maxramp.processes import agreement
 
-FILE_BYTES = 5_000_000_000  # of a file, at most, as transformers writes them
 _SOURCE = ".source.json"  # what the folder is made of
 _CODES = {str(dtype): code for code, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a model's weights are written."""
+
+    decoder_block: str  # their family
+    dtype: str  # of the tensors, such as "bfloat16"
+    vocab_size: int  # rows of embedding and head that are written
+    layers: Sequence[int] = ()  # the numbers of those that are written; none = all
+    one_file: str = ONE  # the name of the file, where one is enough
+    file_bytes: float = 5_000_000_000  # of a file, at most, as transformers writes them
 
 
 def write(
     folder: Place,
     model: Decoder,
-    decoder_block: str,
+    form: Format,
     beside: Mapping[str, bytes],
-    *,
-    dtype: str,
-    vocab_size: int,
     source: Mapping[str, Any],
     pause: Callable[[], None] = lambda: None,
-    file_bytes: float = FILE_BYTES,
-    one: str = ONE,
-    layers: Sequence[int] = (),
 ) -> None:
     """Writes a model's folder; every process of the job takes part.
 
     Args:
       folder: which is not there yet, or not whole.
       model: the weights; others may be None.
-      decoder_block: its family.
+      form: how they are written.
       beside: other files of the folder, by name; one of MARKS among them.
-      dtype: of the tensors, such as "bfloat16".
-      vocab_size: rows of embedding and head that are written.
       source: what the weights are, JSON; the folder keeps it (`made_of`).
       pause: called between two tensors, on every process; what it raises ends the export.
-      file_bytes: the size of a file of tensors, at most.
-      one: the name of the file, where one is enough.
-      layers: the numbers of those that are written; none = all.
     """
-    model = order_by_layer(model)
+    model, dtype = order_by_layer(model), form.dtype
     tensors = {
         name: (weight, layer)
-        for weight in name_tensors(model, decoder_block, layers)
+        for weight in name_tensors(model, form.decoder_block, form.layers)
         for layer, name in weight.names.items()
     }
     shapes = {
-        name: (vocab_size, *weight.form.tensor_shape[1:])
+        name: (form.vocab_size, *weight.form.tensor_shape[1:])
         if weight.form.groups[0] == "V"
         else weight.form.tensor_shape
         for name, (weight, _) in tensors.items()
     }
-    files = _files(shapes, np.dtype(DTYPES[_CODES[dtype]]).itemsize, file_bytes, one)
+    files = _files(shapes, form)
     source = {**source, "dtype": dtype, "files": list(files)}
     with contextlib.ExitStack() as held, jax.set_mesh(mesh_of(model)):
         done = agreement.raise_everywhere(lambda: _begin(folder, source, held))
@@ -93,22 +94,25 @@ def write(
             agreement.raise_everywhere(
                 functools.partial(_write_file, folder / file, header, parts, is_own)
             )
+        size = sum(_bytes(shape, dtype) for shape in shapes.values())
+        agreement.raise_everywhere(lambda: _finish(folder, files, size, beside))
 
-        def finish() -> None:
-            if jax.process_index():
-                return
-            last = dict(sorted(beside.items(), key=lambda file: file[0] in MARKS))
-            if len(files) > 1:
-                total = sum(_bytes(shape, dtype) for shape in shapes.values())
-                where = {name: file for file, names in files.items() for name in names}
-                index = {"metadata": {"total_size": total}, "weight_map": where}
-                last = {INDEX: json.dumps(index, indent=2).encode()} | last
-            with _refusing(folder):
-                _remove(folder, sizes(folder).keys() - {*files, _SOURCE})  # left by a kill
-                for name, data in last.items():
-                    write_whole(folder / name, data)
 
-        agreement.raise_everywhere(finish)
+def _finish(
+    folder: Place, files: Mapping[str, list[str]], size: int, beside: Mapping[str, bytes]
+) -> None:
+    """Writes what stands beside the files of tensors, the marks last."""
+    if jax.process_index():
+        return
+    last = dict(sorted(beside.items(), key=lambda file: file[0] in MARKS))
+    if len(files) > 1:
+        where = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        last = {INDEX: json.dumps(index, indent=2).encode()} | last
+    with _refusing(folder):
+        _remove(folder, sizes(folder).keys() - {*files, _SOURCE})  # left by a kill
+        for name, data in last.items():
+            write_whole(folder / name, data)
 
 
 def check_free(folder: Place) -> None:
@@ -152,21 +156,19 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * DTYPES[_CODES[dtype]].itemsize
 
 
-def _files(
-    shapes: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: float, one: str
-) -> dict[str, list[str]]:
+def _files(shapes: Mapping[str, tuple[int, ...]], form: Format) -> dict[str, list[str]]:
     """The tensors of every file, by its name."""
     files: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
-        own = math.prod(shape) * itemsize
-        if size and size + own > file_bytes:
+        own = _bytes(shape, form.dtype)
+        if size and size + own > form.file_bytes:
             files.append([])
             size = 0
         files[-1].append(name)
         size += own
     if len(files) == 1:
-        return {one: files[0]}
+        return {form.one_file: files[0]}
     stem = f"model-{{:05d}}-of-{len(files):05d}.safetensors"
     return {stem.format(i): names for i, names in enumerate(files, 1)}
 

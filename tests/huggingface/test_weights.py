@@ -106,11 +106,10 @@ def test_any_mesh_holds_the_same_weights_and_gives_them_back(tmp_path, name, mes
 
 
 def write(to, config, model, dtype="float32", vocab_size=40, **options):
-    block = config.model.decoder_block
     values = config_json.config_of(config.model, {}, dtype)
     beside = {"config.json": json.dumps(values).encode()}
-    options = {"source": {}, "dtype": dtype, "vocab_size": vocab_size, **options}
-    writing.write(to, model, block, beside, **options)
+    form = writing.Format(config.model.decoder_block, dtype, vocab_size, **options)
+    writing.write(to, model, form, beside, {})
 
 
 def assert_same_tensors(folder, expected):
