@@ -26,11 +26,8 @@ Fields = Callable[[int], tuple[Field, ...]]  # the arrays of a batch by T
 
 
 def text_fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:
-    """The arrays of a batch of text.
-
-    Args:
-      tokens: T.
-      separate: whether rows hold several documents, which do not see each other.
+    """The arrays of a batch of text, of T tokens a row; `separate` where rows hold several
+    documents, which do not see each other.
     """
     names = ("tokens", "targets", "segments")[: 3 if separate else 2]
     return *(Field(name, "int32", (tokens,)) for name in names), Field("hashes", "uint32", (2,))

@@ -105,13 +105,7 @@ def _list_of(layers: Any) -> list[Any]:
 
 
 def config_of(keys: ModelKeys, base: str, layers: Sequence[int]) -> bytes:
-    """The adapter_config.json of a model's adapters.
-
-    Args:
-      keys: of the model.
-      base: the model that they adapt.
-      layers: the numbers of those that have some; none = all.
-    """
+    """The adapter_config.json of adapters of these layers (none = all) of a `base`."""
     values = {
         "base_model_name_or_path": base,
         "bias": "none",

@@ -41,14 +41,10 @@ _NOTHING = {
 
 
 def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The keys of the model that a config.json describes.
+    """The keys of the model that a config.json describes; `where` is the file, for messages.
 
     Reads what transformers 5 writes (`rope_parameters`) and what earlier ones wrote (`rope_theta`,
     `rope_scaling`).
-
-    Args:
-      values: of the file.
-      where: the file, for messages.
     """
     families = {family.released.model_type: name for name, family in FAMILIES.items()}
     kind = str(values.get("model_type"))
@@ -123,12 +119,9 @@ def _rope_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config.json of a model that was trained here.
+    """The config.json of a model that was trained here, with tensors of this dtype.
 
-    Args:
-      keys: of the model.
-      came_in: the config.json that its weights came with; {} where they were made here.
-      dtype: of the tensors.
+    `came_in` is the one that its weights came with; {} where they were made here.
     """
     gate, other = keys.mlp_activations
     if gate not in _ACTIVATIONS or other != "linear":

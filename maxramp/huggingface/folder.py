@@ -122,10 +122,7 @@ def is_whole(folder: Place) -> bool:
 def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
     """The model folder that a path, an address or a name on the Hub means; None where it is none.
 
-    Args:
-      key: whose value the path is, for messages.
-      path: what may be one.
-      may_adapt: whether adapters of another count as a model.
+    `key` is whose value the path is, for messages; without `may_adapt` adapters are no model.
     """
     path = os.path.expanduser(path).rstrip("/")
     if storage.exists(f"{path}/config.json"):
@@ -153,13 +150,7 @@ def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
 
 
 def find_or_kept(key: str, path: str, kept: str) -> ModelFolder | None:
-    """As `find`; where the model is gone, what a run has kept of it.
-
-    Args:
-      key: whose value the path is, for messages.
-      path: what may be one.
-      kept: the folder in which a run keeps it (`KEPT_IN`), which may be none.
-    """
+    """As `find`; where the model is gone, what a run has `kept` of it (`KEPT_IN`), if it has."""
     try:
         return find(key, path) or find(key, kept)
     except ConfigError:

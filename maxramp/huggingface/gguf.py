@@ -42,13 +42,7 @@ _CONTROL = 3  # the type of a token that is a mark
 
 
 def unpack(path: str, to: Place, dtype: str) -> None:
-    """Writes the folder of a model; it appears when all of it is there.
-
-    Args:
-      path: the file.
-      to: the folder, which is not there.
-      dtype: of the tensors.
-    """
+    """Writes the folder of a model with tensors of this dtype; it appears when all is there."""
     if not is_near(to):
         raise ConfigError(
             f"--to {to}: a GGUF file is unpacked to a local folder; copy it afterwards"
@@ -139,7 +133,6 @@ def _pair_halves(weight: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def _config(path: str, fields: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json."""
     kind = fields.get("general.architecture")
     if kind != "llama":
         raise ConfigError(f"{path}: is a model of the kind {kind}; only llama can be unpacked")

@@ -78,7 +78,6 @@ def name_tensors(model: Decoder, decoder_block: str, layers: Sequence[int] = ())
 
     Args:
       model: in layer order (`model.order`).
-      decoder_block: its family.
       layers: the numbers of those that have tensors; none = all.
     """
     tensors = FAMILIES[decoder_block].tensors

@@ -36,13 +36,7 @@ _DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def left_out(tensors: Mapping[str, Tensor], used: set[str], tied: bool) -> dict[str, list[str]]:
-    """The tensors that no weight takes, by why.
-
-    Args:
-      tensors: of a folder.
-      used: the names that weights take.
-      tied: whether the model's head is its embedding.
-    """
+    """The tensors that no weight takes, by why; `tied` = the model's head is its embedding."""
     found: dict[str, list[str]] = {}
     for name in sorted(tensors.keys() - used):
         parts = name.removeprefix("model.").startswith(_OTHER_PARTS)
@@ -64,7 +58,6 @@ def left_out(tensors: Mapping[str, Tensor], used: set[str], tied: bool) -> dict[
 
 
 def _begin_alike(a: Tensor, b: Tensor | None) -> bool:
-    """Whether two tensors have one form and the same first rows."""
     alike = b and (a.dtype, a.shape) == (b.dtype, b.shape)
     return bool(alike) and np.array_equal(*(x.read(0, min(16, x.rows)) for x in (a, b)))
 
@@ -117,11 +110,8 @@ def prepare_load(
     """What reads the weights of a folder, which is known to have them all.
 
     Args:
-      folder: of the tensors.
-      tensors: its own, by name.
       vocab_size: the rows that embedding and head have there.
       model: the shapes, dtypes and shardings of the weights.
-      decoder_block: the family.
       note: takes a line about tensors that no weight takes.
       layers: the numbers of those that have tensors, the others are zeros; none = all.
     """
@@ -218,12 +208,8 @@ class _Parts:
         )
 
     def join_rows(self, x_NR: jax.Array, rows: int, wanted: int) -> jax.Array:
-        """The tensor, cut as `split` says; traced.
-
-        Args:
-          x_NR: from `placed`.
-          rows: of the tensor.
-          wanted: how many there shall be; new ones are the mean of the others.
+        """The tensor of `place_rows`, cut as `split` says; traced. Where more rows are wanted than
+        it has, new ones are the mean of the others.
         """
         if any(at != i for i, at in enumerate(self.readers)):
             # A permutation counts along the axes in the mesh's own order.
@@ -276,17 +262,7 @@ def _put(
     rows: int,
     parts: _Parts,
 ) -> jax.Array:
-    """A stack with one more tensor in it.
-
-    Args:
-      stack: [L, ...], or where `is_stack` is false one weight; its memory is taken.
-      x_NR: the tensor's rows, by device.
-      layer: its place in the stack.
-      is_stack: whether `stack` has an axis of layers.
-      form: how it lies there and here.
-      rows: of the tensor.
-      parts: how its rows come together.
-    """
+    """A stack [L, ...], whose memory is taken, with one more tensor in it; or one weight."""
     x = parts.join_rows(x_NR, rows, form.tensor_shape[0])
     # Only the first letter of an axis of theirs is sharded here, so a reshape moves nothing.
     first = dict(zip((group[0] for group in form.groups), parts.split, strict=True))

@@ -56,12 +56,7 @@ class Tensor:
 
 
 def tensors_of(folder: str, one: str = ONE) -> dict[str, Tensor]:
-    """Every tensor of a model's folder by its name.
-
-    Args:
-      folder: of the model.
-      one: the name of its file, where it has only one.
-    """
+    """Every tensor of a model's folder by its name; `one` is the file of a folder with only one."""
     index = f"{folder}/{INDEX}"
     if storage.exists(f"{folder}/{one}"):  # before an index, as transformers has it
         found = None
@@ -143,11 +138,7 @@ def _entry(
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """What a file of these tensors begins with.
-
-    Args:
-      tensors: dtype, a key of DTYPES, and shape by name, in the order of their bytes.
-    """
+    """What a file of tensors begins with, of their dtype (a key of DTYPES) and shape, in order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without which transformers stops
     at = 0
     for name, (dtype, shape) in tensors.items():

@@ -125,10 +125,8 @@ def check_free(folder: Place) -> None:
 
 
 def made_of(folder: Place) -> dict[str, Any] | None:
-    """What a folder is made of: `source` of `write`, or nothing of one of another origin.
-
-    Returns:
-      None where there is no whole folder.
+    """What a folder is made of: `source` of `write`, or nothing of one of another origin; None
+    where there is no whole folder.
     """
     with _refusing(folder):
         if not is_whole(folder):
@@ -261,15 +259,9 @@ def _write_file(path: Place, header: bytes, parts: Iterator[np.ndarray], is_own:
 def _take(
     stack: jax.Array, layer: int, is_stack: bool, form: Form, rows: int, dtype: str
 ) -> jax.Array:
-    """A tensor of one layer, as it lies in a folder, on every device.
+    """A tensor of one layer of a stack [L, ...], or a weight, as it lies in a folder, everywhere.
 
-    Args:
-      stack: [L, ...], or where `is_stack` is false one weight.
-      layer: which.
-      is_stack: whether `stack` has an axis of layers.
-      form: how it lies there and here.
-      rows: that are written of its first axis.
-      dtype: of the tensor.
+    `rows` are written of its first axis.
     """
     x = stack
     if is_stack:

@@ -113,11 +113,8 @@ def attach_adapters(adapters: Any, base: Any) -> Any:
 
 
 def merge_adapters(model: Any, dtype: str) -> Any:
-    """A model without adapters that is the same: W + scale * down @ up, summed in float32.
-
-    Args:
-      model: with adapters.
-      dtype: of the sums, which are rounded once.
+    """A model without adapters that is the same: W + scale * down @ up, summed in float32 and
+    rounded once, to `dtype`.
     """
 
     def sum_of(x: Any) -> Any:
