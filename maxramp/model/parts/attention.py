@@ -161,15 +161,20 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
     B, T, H, h = q_BTHh.shape
     K = k_BSKh.shape[2]
     q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=X_BTKGh)
+    out_BTKGh = _products(q_BTKGh, k_BSKh, v_BSKh, "BSKh", rule, rule.mask(T))
+    return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
+
+
+def _products(q_BTKGh, k, v, axes, rule, seen):
+    """Keys and values have these axes."""
     scores_BKGTS = jnp.einsum(
-        "BTKGh,BSKh->BKGTS",
+        f"BTKGh,{axes}->BKGTS",
         q_BTKGh * rule.scale_of(q_BTKGh),
-        k_BSKh,
+        k,
         preferred_element_type=jnp.float32,
     )
-    weights_BKGTS = rule.weights(scores_BKGTS, rule.mask(T)).astype(v_BSKh.dtype)
-    out_BTKGh = jnp.einsum("BKGTS,BSKh->BTKGh", weights_BKGTS, v_BSKh)
-    return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
+    weights_BKGTS = rule.weights(scores_BKGTS, seen).astype(v.dtype)
+    return jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
 
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
@@ -282,13 +287,6 @@ def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_
     values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, positions_B)
     q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h)
     seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(T), jnp.arange(S))
-    scores_BKGTS = jnp.einsum(
-        "BTKGh,BKSh->BKGTS",
-        q_BTKGh * rule.scale_of(q_BTKGh),
-        keys_BKSh,
-        preferred_element_type=jnp.float32,
-    )
-    weights_BKGTS = rule.weights(scores_BKGTS, seen_BTS[:, None, None])
-    weights_BKGTS = weights_BKGTS.astype(values_BKSh.dtype)
-    out_BTKGh = jnp.einsum("BKGTS,BKSh->BTKGh", weights_BKGTS, values_BKSh)
+    seen = seen_BTS[:, None, None]
+    out_BTKGh = _products(q_BTKGh, keys_BKSh, values_BKSh, "BKSh", rule, seen)
     return out_BTKGh.reshape(B, T, H, h), keys_BKSh, values_BKSh
