@@ -126,14 +126,7 @@ def prepare_load(
 def load(
     tensors: Mapping[str, Tensor], model: Decoder, decoder_block: str, layers: Sequence[int] = ()
 ) -> Decoder:
-    """The weights of checked tensors, with the shapes, dtypes and shardings of `model`.
-
-    Args:
-      tensors: of a folder, by name.
-      model: shapes, on a mesh of devices.
-      decoder_block: its family.
-      layers: as in `prepare_load`.
-    """
+    """The weights of checked tensors, with the shapes, dtypes and shardings of `model`."""
     ordered = order_by_layer(model)
     with ThreadPoolExecutor(1) as pool, jax.set_mesh(mesh_of(model)):
         weights = list(name_tensors(ordered, decoder_block, layers))

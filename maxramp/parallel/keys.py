@@ -59,9 +59,6 @@ class MeshKeys(_Sizes):
     def resolve(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
         """These sizes without an open one, on the devices of a job and this many slices; None = as
         many as the keys give.
-
-        Raises:
-          ConfigError: they make no such mesh.
         """
         slices = math.prod(max(1, size) for size in self.group("dcn").values())
         slices = num_slices or slices
