@@ -179,7 +179,7 @@ def save(path: Place, state: TrainState) -> Callable[[], None]:
     """
     items = order_by_layer(items_of(state))
     leaves = jax.tree_util.tree_leaves_with_path(items, is_leaf=is_weight)
-    stacks = {_path(at) for at, leaf in leaves if is_weight(leaf) and leaf.layers}
+    stacks = {_path(at[1:]) for at, leaf in leaves if is_weight(leaf) and leaf.layers}
     by_layer = ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
     options = {"array_options": ocp.options.ArrayOptions()}
     options["array_options"].saving.scoped_storage_options_creator = lambda at, _: (
