@@ -32,7 +32,6 @@ from maxramp.evaluation.together import Asking, Together
 from maxramp.files.place import is_near, place, write_whole
 from maxramp.handover.opening import Opened, open_model
 from maxramp.keys.yamlfile import parse as parse_value
-from maxramp.parallel.compiler import compiler_options
 from maxramp.processes import backend
 from maxramp.processes.agreement import report_lost_peers, run_on_first
 from maxramp.processes.ending import Watchdog, run

@@ -18,7 +18,7 @@ from maxramp.huggingface import config_json
 from maxramp.keys.base import base
 from maxramp.keys.section import Keys, Relations, is_object_storage, refuse
 from maxramp.launch.keys import LaunchKeys
-from maxramp.model.families.table import FAMILIES
+from maxramp.model.families.table import check_family
 from maxramp.model.keys import ACTIVATIONS, LORA_MODULES, ROLES, ModelKeys
 from maxramp.parallel.keys import MeshKeys
 from maxramp.planning.keys import PlanKeys
@@ -170,22 +170,7 @@ def _check_model(keys: ModelKeys) -> Relations:
         f"rope_high_freq_factor={keys.rope_high_freq_factor} must be above "
         f"rope_low_freq_factor={keys.rope_low_freq_factor}: between them scaling sets in",
     )
-    yield (
-        keys.decoder_block not in FAMILIES,
-        f"decoder_block={keys.decoder_block} is not one of {', '.join(FAMILIES)}",
-    )
-    for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.keys):
-        value, families = getattr(keys, name), [n for n, x in FAMILIES.items() if name in x.keys]
-        yield (
-            value and keys.decoder_block not in families,
-            f"{name}={value} is not part of decoder_block={keys.decoder_block}; use "
-            f"decoder_block={' or '.join(families)}, or leave it out",
-        )
-        yield (
-            value is False and keys.decoder_block in families,
-            f"{name}=False: decoder_block={keys.decoder_block} has it; use True, or "
-            "decoder_block=llama2",
-        )
+    yield from check_family(keys)
     yield keys.head_dim % 2, f"head_dim={keys.head_dim} must be even: rotary positions turn pairs"
     yield (
         keys.base_num_query_heads % keys.base_num_kv_heads,

@@ -17,7 +17,6 @@ from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.together import Asking, Rehearsal, Together, expect
 from maxramp.handover.opening import tokenizer_of
 from maxramp.job.start import Job
-from maxramp.parallel.compiler import compiler_options
 from maxramp.parallel.mesh import attach_mesh, mesh_of, reshape_mesh
 from maxramp.processes.agreement import broadcast_json, run_on_first
 from maxramp.rampup.schedule import Stage

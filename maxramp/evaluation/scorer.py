@@ -25,12 +25,12 @@ from maxramp.generation.generator import Answer, Generator, Writing, rounded_up
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.axes import ROW_AXES
+from maxramp.parallel.compiler import compiler_options
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import REPLICATED, TOKENS_BT
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import Recipe
 from maxramp.training.log_probs import scores
-from maxramp.training.programs import compiler_options
 
 _FEWEST_TOKENS = 16  # of a shape
 _TOKENS_AT_ONCE = 8192  # of a device in a pass, where no batch size is given
