@@ -33,6 +33,7 @@ from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.keys import base
 from maxramp.model.keys import MODEL_KEYS
+from maxramp.parallel.compiler import compiler_options
 from maxramp.processes import agreement
 from maxramp.processes.ending import Preemption, run
 from maxramp.rl.programs import PolicyPrograms

@@ -15,7 +15,7 @@ from maxramp.commandline import count
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
 from maxramp.job.start import Job
-from maxramp.parallel import cpu
+from maxramp.parallel import heap
 from maxramp.processes import agreement
 from maxramp.rampup.schedule import Stage
 from maxramp.run.growth import Growth

@@ -93,8 +93,8 @@ from maxramp.processes.ending import end_process
 opened = open_model(sys.argv[1], ["ici_tensor_parallelism=2"])
 backend.start(opened.config.backend)
 model, beside = opened.load(), opened.origin.side_files
-of = dict(dtype="float32", vocab_size=40, source={}, file_bytes=30_000)
-writing.write(place(sys.argv[2]), model, "qwen3", beside, **of)
+form = writing.Format("qwen3", "float32", 40, file_bytes=30_000)
+writing.write(place(sys.argv[2]), model, form, beside, {})
 end_process(0)
 """
 
