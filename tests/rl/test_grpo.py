@@ -3,12 +3,12 @@
 import json
 import shutil
 import signal
+import subprocess
 import time
 import types
 
 import pytest
 from conftest import ROOT, TINY, command, environment, run
-from forked import Forked
 from preference_pairs import write_tokenizer
 
 from maxramp import grpo
@@ -61,8 +61,11 @@ def test_stopped_and_killed_it_is_the_same_run(tmp_path, cache_dir):
     assert "reward -" in done.stdout and (tmp_path / "whole" / "ramp.png").exists()
     records = tmp_path / "stopped" / "metrics.jsonl"
     for number, step in ((signal.SIGTERM, 3), (signal.SIGKILL, 9)):
-        line = command(*job(tmp_path, "stopped", *keys), module="grpo")
-        process = Forked(line, environment())
+        process = subprocess.Popen(
+            command(*job(tmp_path, "stopped", *keys), module="grpo"),
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+        )
         while process.poll() is None and len(read_records(records)) < step:
             time.sleep(0.01)
         process.send_signal(number)

@@ -2,11 +2,11 @@
 
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
 from conftest import BASE, ROOT, TINY, command, environment, run
-from forked import Forked
 
 from maxramp.checkpoints.folder import steps_in
 from maxramp.errors import EXIT_PREEMPTED
@@ -41,7 +41,9 @@ def test_it_is_given_up_and_repeated(tmp_path, cache_dir):
         line = dict(key.split("=", 1) for key in (*JOB[1:], *keys, f"run_name={name}", *more))
         given = (f"{name}={value}" for name, value in line.items())
         arguments = command(JOB[0], *given, module="grpo")
-        return Forked(arguments, environment(), cwd=tmp_path)
+        return subprocess.Popen(
+            arguments, env=environment(), stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        )
 
     assert start("whole").wait(300) == 0
     records = tmp_path / "stopped" / "metrics.jsonl"
