@@ -10,6 +10,7 @@ after the first is a return.
 
   config       the command line to a `Config`
   data         opening a prepared set
+  chats        opening a file of chats
   weights      the first weights of a run that adapts a Hugging Face folder: what its keys and
                files say of them, up to the state; not how arrays are read or made
   row          the `__getitem__`s of maxramp that stand on each other while a row is read
@@ -36,9 +37,13 @@ from figures import ROOT, parser, save
 
 import maxramp
 from maxramp import train
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
+from maxramp.data import opening
 
 sys.path.append(str(ROOT / "tests"))
 import object_stores
+import preference_pairs
 
 PACKAGE = str(pathlib.Path(maxramp.__file__).parent) + os.sep
 ROOTS = {
@@ -57,6 +62,7 @@ FIRST_WEIGHTS = {
 }
 # Files of arrays: what they call is not followed on the way to first weights.
 ENDS = ("huggingface/reading.py", "training/state.py", "checkpoints/arrays.py")
+CHATS = {"chats": ROOTS["data"]}
 TINY = [
     "base_emb_dim=32",
     "base_num_query_heads=2",
@@ -93,14 +99,18 @@ class Walk:
         """How many are entered."""
         return len({file for file, _ in self.seen})
 
+    def stays(self) -> int:
+        """How often a thread enters a file."""
+        return sum(map(len, self._entered()))
+
     def returns(self) -> int:
         """How often a thread enters a file again."""
-        count = 0
+        return sum(len(files) - len(set(files)) for files in self._entered())
+
+    def _entered(self) -> Iterator[list[str]]:
         for way in self.threads.values():
             files = [file for file, _ in way]
-            entered = [b for a, b in zip([None, *files], files, strict=False) if a != b]
-            count += len(entered) - len(set(entered))
-        return count
+            yield [b for a, b in zip([None, *files], files, strict=False) if a != b]
 
 
 class Follower:
@@ -195,9 +205,12 @@ def figures(show: bool) -> dict[str, dict[str, int]]:
         weights = {name: Walk(roots, ENDS) for name, roots in FIRST_WEIGHTS.items()}
         with followed(weights):
             assert train.main([config, *here, *lora]) == 0
+        chats = {name: Walk(roots) for name, roots in CHATS.items()}
+        with followed(chats):
+            open_chats(pathlib.Path(folder))
     found = {}
-    for name, walk in (follower.walks | weights).items():
-        found[name] = {"files": walk.files(), "returns": walk.returns()}
+    for name, walk in (follower.walks | chats | weights).items():
+        found[name] = {"files": walk.files(), "stays": walk.stays(), "returns": walk.returns()}
         if show:
             for thread, way in walk.threads.items():
                 print(f"{name}, thread {thread}:")
@@ -207,6 +220,18 @@ def figures(show: bool) -> dict[str, dict[str, int]]:
     if show:
         print("row and clients:", *follower.lookups, *follower.clients, sep="\n  ")
     return found
+
+
+def open_chats(folder: pathlib.Path) -> None:
+    """Opens a file of chats, with a tokenizer that has marks for their turns."""
+    preference_pairs.write_tokenizer(folder)
+    chats = [{"prompt": f"{n}?", "completion": "yes"} for n in range(20)]
+    file = preference_pairs.write_pairs(folder / "chats.jsonl", chats)
+    keys = ["use_sft=True", f"tokenizer_path={folder}", "grain_packing_type=best_fit"]
+    keys += ["dataset_type=grain", f"grain_train_files={file}", "tokenizer_type=huggingface"]
+    keys += ["max_target_length=64", "enable_rampup_batch_size=False"]
+    config = resolve(load([str(ROOT / "configs" / "base.yml"), *TINY, *keys]), 1, 1, 1)
+    opening.open_rows(config.data, config.reading, True)
 
 
 def main() -> None:
