@@ -182,7 +182,11 @@ CASES = {
     "missing field": grain(
         "{f}/field.jsonl", "{f}/field.jsonl: line 2", "has no text", "body, url"
     ),
-    "Latin-1": grain("{f}/latin.jsonl", "{f}/latin.jsonl: line 1", "utf-8"),
+    "Latin-1": grain(
+        "{f}/latin.jsonl",
+        "{f}/latin.jsonl: line 1: is not UTF-8 text (byte 13 is 0xe9)",
+        "iconv -f LATIN1 -t UTF-8",
+    ),
     "UTF-16": grain("{f}/utf16.jsonl", "{f}/utf16.jsonl: line 1", "iconv -f UTF-16 -t UTF-8"),
     "UTF-16 without a mark": grain("{f}/utf16_be.jsonl", "line 1: is UTF-16 and not UTF-8"),
     "half a surrogate pair": grain(

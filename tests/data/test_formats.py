@@ -15,6 +15,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from conftest import make_config
 
+from maxramp import prepare
 from maxramp.data import tokenizers
 from maxramp.data.corpus import Sources
 from maxramp.data.files import formats
@@ -427,6 +428,24 @@ def test_the_hash_is_of_where_documents_begin(tmp_path):
     a, b = (corpus(tmp_path / name / "m", "tokenize_train_data=False") for name in "ab")
     assert (tmp_path / "a/m.bin").read_bytes() == (tmp_path / "b/m.bin").read_bytes()
     assert a.train[0].hash != b.train[0].hash
+
+
+def test_what_the_hash_of_a_token_file_covers(tmp_path):
+    """Its size, and rows from the first to the last; prepared, every token."""
+    tokens = np.arange(16 * 5000 + 1, dtype=np.int32) % 250
+    given = [tokens]
+    for place in (3, len(tokens) - 2, 16 * 40 + 3):  # of the first row, the last one, the 41st
+        given.append(tokens.copy())
+        given[-1][place] += 1
+    given.append(np.append(tokens, np.int32(1)))
+    hashes, prepared_hashes = [], set()
+    for number, changed in enumerate(given):
+        path = tmp_path / str(number)
+        write_megatron(path, [[changed]])
+        hashes.append(corpus(path, "tokenize_train_data=False").train[0].hash)
+        assert prepare.main([f"{path}.bin", "--output", f"{path}set"]) == 0
+        prepared_hashes.add(corpus(f"{path}set").train[0].hash)
+    assert hashes[3] == hashes[0] and len({*hashes}) == 4 and len(prepared_hashes) == 5
 
 
 def test_what_a_process_that_opens_nothing_is_told(tmp_path):

@@ -144,11 +144,7 @@ SUFFIXES = {
 
 
 def detect(path: str) -> str:
-    """The format that a file's name stands for.
-
-    Raises:
-      ConfigError: it stands for none.
-    """
+    """The format that a file's name stands for."""
     for name, suffixes in SUFFIXES.items():
         if path.lower().endswith(suffixes):
             return name
@@ -267,6 +263,8 @@ class JsonLines(RecordFile):
             raise BadRecord(UTF16)
         try:
             record = json.loads(line)
+        except UnicodeDecodeError as error:
+            raise utf8_error(error) from None
         except (ValueError, RecursionError) as error:
             what = getattr(error, "msg", None) or str(error)
             is_part = line.strip() == b"{" or line.lstrip().startswith(b"[")
