@@ -38,7 +38,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from maxramp.commandline import Parser, command, count
 from maxramp.config.load import load
 from maxramp.data import preparation, shards, sources
-from maxramp.data.chats.chats import open_encoder
+from maxramp.data.chats.chats import ChatEncoder
 from maxramp.data.chats.keys import ChatKeys
 from maxramp.data.files import prepared
 from maxramp.data.keys import MARK_KEYS, DataKeys
@@ -115,7 +115,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuses what a preparation cannot do."""
     needed = (("INPUT", names), ("--output DIR", given.output))
     usage = "given: python -m maxramp.prepare INPUT... --output DIR"
     refuse((not value, f"no {flag} {usage}") for flag, value in needed)
@@ -147,19 +146,14 @@ def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKe
 
 
 def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
-    """Prepares the inputs `names` into `given.output`.
-
-    Raises:
-      ConfigError: an input, the tokenizer or the folder is wrong; no manifest is written.
-      TrainingError: a worker was killed.
-    """
+    """Prepares the inputs `names` into `given.output`."""
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
     files = preparation.open_inputs(names, keys)
     tokenizer = preparation.open_tokenizer(given.train_bpe, keys, files)
     trained = shards.bpe_name(given.train_bpe, files) if given.train_bpe else ""
     how = tokenizer.hash if tokenizer else f"{trained} {keys.mark_keys}"
-    encoder = open_encoder(tokenizer, keys) if keys.reads_chats else None
+    encoder = ChatEncoder(tokenizer, keys) if keys.reads_chats else None
     how += f" {encoder.made_by}" if encoder else ""
     refuse([(encoder and given.deduplicate, "--deduplicate compares documents, not chats")])
     with shards.sole_writer(output) as folder:

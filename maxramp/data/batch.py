@@ -64,14 +64,10 @@ def abstract_batch(
 def stack(
     rows: Sequence[Row], fields: Sequence[Field], places: Sequence[int] | None = None
 ) -> Batch:
-    """The batch [N, ...] of rows.
+    """The batch [N, ...] of rows, with the arrays of `fields`.
 
-    A token that begins a document is not a target of the document before it.
-
-    Args:
-      rows: N of them.
-      fields: the arrays that are wanted, as from `text_fields`.
-      places: of the rows in their step; None = from 0 on.
+    A token that begins a document is not a target of the document before it. `places` are those of
+    the rows in their step; None = from 0 on.
     """
     tokens_NS, segments_NT = np.stack([row.tokens for row in rows]), None
     N, S = tokens_NS.shape

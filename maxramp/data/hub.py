@@ -26,14 +26,8 @@ def is_name(path: str) -> bool:
 def fetch(key: str, name: str, file: str, required: bool = True) -> str:
     """The local path of a file of a model; what the cache holds is not looked for on the hub.
 
-    Args:
-      key: whose value the name is, for messages.
-      name: organization/model.
-      file: its name in the model's folder.
-      required: whether a model must have it; a missing one is "".
-
-    Raises:
-      ConfigError: neither the cache nor the hub gives it.
+    `key` is named in errors, `name` is organization/model. A file that is not `required` may be
+    missing: "".
     """
 
     def ask(hub: Any) -> str:
@@ -49,11 +43,7 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
 
 @functools.cache
 def fetch_model(key: str, name: str) -> str:
-    """The local folder of a model's safetensors, config and tokenizer; of the cache, if there.
-
-    Raises:
-      ConfigError: neither the cache nor the hub gives it.
-    """
+    """The local folder of a model's safetensors, config and tokenizer; of the cache, if there."""
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
     def ask(hub: Any) -> str:

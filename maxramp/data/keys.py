@@ -72,11 +72,7 @@ class DataKeys(ChatKeys):
 
     @property
     def type_of_tokenizer(self) -> str:
-        """`tokenizer_type` as given, or what the name of the tokenizer's file says.
-
-        Raises:
-          ConfigError: the name says nothing.
-        """
+        """`tokenizer_type` as given, or what the name of the tokenizer's file says."""
         kind, path = self.tokenizer_type, self.tokenizer_path
         if kind or not path or self.dataset_type == "synthetic":  # which uses none, and says so
             return kind or "bytes"
@@ -124,13 +120,7 @@ class EvalKeys(Keys):
 
     def tasks_are_due(self, before: int, consumed: int, is_last: bool) -> bool:
         """Whether to evaluate tasks after a step: the first that reaches a multiple of the interval
-        in samples, or the run's last.
-
-        Args:
-          before: samples consumed before the step.
-          consumed: after it.
-          is_last: whether it is the run's last.
-        """
+        in samples (`before` it, and `consumed` after it), or the run's last."""
         interval = self.evaluate_tasks_interval
         reached = interval > 0 and consumed // interval > before // interval
         return bool(self.evaluate_tasks) and (reached or is_last)

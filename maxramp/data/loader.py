@@ -68,14 +68,7 @@ class Loader:
         return pieces.lines(self._rows, stages)
 
     def batch(self, step: int) -> tuple[Batch, float]:
-        """The rows of `step` and the seconds waited for them; steps are asked for in order.
-
-        Returns:
-          What `Expansion.gather` makes [A, B, ...] of, and seconds.
-
-        Raises:
-          ConfigError: the ramp has grown, and the run needs more rows than there are.
-        """
+        """The rows of `step` and the seconds waited for them; steps are asked for in order."""
         self._check_enough()
         self._shared_ramp.publish(self._ramp)
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
@@ -132,11 +125,7 @@ class Loader:
 
 
 def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
-    """Refuses a run that needs more rows than its data has, and says what would do.
-
-    Raises:
-      ConfigError: it does.
-    """
+    """Refuses a run that needs more rows than its data has, and says what would do."""
     keys, there, needed, beyond = ramp.keys, len(rows), ramp.total_samples, 0
     if ramp.rungs:  # the last step begins before the run's samples are consumed, with any rung
         beyond = ramp.rungs[-1].global_batch_size - 1

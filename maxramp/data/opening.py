@@ -44,8 +44,7 @@ def open_rows(
     processes share it.
 
     Args:
-      data: which rows; of a resolved config.
-      reading: how to read ahead in that pass.
+      data, reading: of a resolved config.
       reads: whether this process opens the data. The others get rows with a number only.
       beat: called on every process whenever more of the documents' lengths are to be counted.
       later: (first row, grain_train_files) of the phases that change the mixture. A part is the
@@ -81,7 +80,6 @@ def open_rows(
 
 
 def _describe(sources: Sources, mixtures: Sequence[tuple[int, dict[str, float]]]) -> str:
-    """The shares of the mixtures, and how much of what is trained on and held out."""
     first = [(part.name, part.weight) for part in sources.train if part.weight]
     changes = "".join(f"; from row {row} on {_shares(of.items())}" for row, of in mixtures)
     parts = sources.train, sources.held_out
@@ -94,7 +92,6 @@ def _describe(sources: Sources, mixtures: Sequence[tuple[int, dict[str, float]]]
 
 
 def _shares(weights: Iterable[tuple[str, float]]) -> str:
-    """The parts of a mixture with their shares, in a line."""
     weights = list(weights)
     total = sum(weight for _, weight in weights)
     shown = [f"{name} {weight / total:.3g}" for name, weight in weights]
@@ -104,13 +101,7 @@ def _shares(weights: Iterable[tuple[str, float]]) -> str:
 def _lay_out(
     data: DataKeys, sources: Sources, count_documents: Callable[[Part], np.ndarray]
 ) -> tuple[Sources, str]:
-    """Rows of all documents, and a description of them.
-
-    Args:
-      data: how documents become rows.
-      sources: of documents.
-      count_documents: what `_Counts` has of all documents of a part.
-    """
+    """Rows of all documents, counted as by `_Counts`, and a description of them."""
     length, lay_out = data.max_target_length, packing.one_per_row
     separate = data.use_dpo or (data.packing and data.separate_documents)
     if data.packing:
@@ -153,7 +144,6 @@ def _lay_out(
 
 
 def _held_out_key(data: DataKeys, name: str) -> str:
-    """The key that a held-out set is from, with its value."""
     if name:
         return f"eval_sets.{name}={data.eval_sets[name]}"
     names = ("grain_eval_files", "hf_eval_split")

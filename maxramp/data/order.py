@@ -149,7 +149,6 @@ class RunRows:
         self._length, _ = self.length(num_epoch)
 
     def _used_before(self, row: int) -> list[int]:
-        """How many of the rows before one come from each part."""
         last = self._stretches[-1]
         used = [*last.used]
         for part, count in zip(last.parts, last.mixture.count(row - last.first), strict=True):
@@ -201,11 +200,7 @@ class Share:
         return [row for g in self._groups(spec)[0] for row in range(g * size, (g + 1) * size)]
 
     def read(self, row: Callable[[int], Row], spec: StageSpec) -> Batch:
-        """This process's part of a batch.
-
-        Args:
-          row: of the batch, by its place.
-          spec: what the batch is.
+        """This process's part of a batch, whose rows `row` gives by their places in it.
 
         Returns:
           Arrays [A, R, ...], or with a factor above 1 [factor, A, devices x rows of a group, ...].

@@ -13,12 +13,7 @@ _SAMPLES = 64  # that are looked at, of each length of rows
 
 
 def lines(rows: Sequence[Row], stages: Sequence[Stage]) -> Iterator[str]:
-    """A line for every length of rows into which the stages of a job cut their samples.
-
-    Args:
-      rows: of the run.
-      stages: in order.
-    """
+    """A line for every length of rows into which the stages of a job cut their samples."""
     told: set[int] = set()
     for stage in stages:
         length, count = stage.spec.row_length, stage.spec.rows_of_sample

@@ -119,7 +119,6 @@ class ReadAhead(Iterator[Any]):
         """The next element.
 
         Raises:
-          ConfigError: a file is not what it should be.
           TrainingError: an element cannot be read for another reason, a worker's death for one.
           MemoryError: the host has too little for it.
         """

@@ -46,14 +46,7 @@ def hash_of(record: Record) -> bytes:
 
 
 def find_duplicates(paths: Sequence[pathlib.Path]) -> list[np.ndarray]:
-    """Which documents repeat an earlier one.
-
-    Args:
-      paths: files of hashes, 16 bytes a document, in the order of the documents.
-
-    Returns:
-      For each file the numbers of its documents that do, ascending.
-    """
+    """The numbers of the documents in each file of hashes that repeat an earlier one."""
     hashes = [np.fromfile(path, f"S{_SIZE}") for path in paths]
     repeated = np.ones(sum(map(len, hashes)), bool)
     repeated[np.unique(np.concatenate(hashes), return_index=True)[1]] = False
@@ -78,10 +71,6 @@ def make(
       workers: processes and threads at work.
       allowed: bad records, at most.
       show: called several times a second with the documents and tokens made, and the bytes read.
-
-    Raises:
-      ConfigError: an input is wrong; no manifest is written.
-      TrainingError: a worker was killed, or cannot write.
     """
     work.remove_others()
     done = work.finished_shards()
@@ -104,7 +93,6 @@ def make(
 
 
 def _refuse(bad: str, allowed: int) -> None:
-    """Ends a preparation with one of too many bad records."""
     raise ConfigError(bad + (f"; more are bad than --max_bad_records {allowed}" if allowed else ""))
 
 
@@ -286,7 +274,6 @@ def _encode(batch: list[Any]) -> tuple[list[Any], list[np.ndarray], int]:
 
 
 def _encode_ahead(batches: Iterator[list[Any]]) -> Iterator[tuple]:
-    """`_encode` of every batch, in order."""
     waiting: collections.deque[concurrent.futures.Future] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(_threads) as pool:
         for batch in batches:
@@ -298,7 +285,6 @@ def _encode_ahead(batches: Iterator[list[Any]]) -> Iterator[tuple]:
 
 
 def _hash_shard(shard: Shard) -> None:
-    """Writes the hash of every good document of a shard."""
     hashes = bytearray()
     for file, start, stop, _ in shard.pieces:
         for record in _read(file, start, stop):
@@ -318,11 +304,7 @@ def _read(file: RecordFile, start: int, stop: int) -> Iterator[Record | BadRecor
 
 
 def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Iterator[str]:
-    """Texts from all over the inputs, about `most` bytes of them, without bad records.
-
-    Raises:
-      ConfigError: a record is bad, and none may be.
-    """
+    """Texts from all over the inputs, about `most` bytes of them, without bad records."""
     pieces = [(file, piece) for file in inputs for piece in file.split(1 << 24)]
     total = sum(size for _, (*_, size) in pieces)
     for file, (start, stop, size) in pieces:
@@ -341,11 +323,7 @@ _BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
 
 
 def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
-    """The files that globs and paths name, in order, and the set of the hub that the keys name.
-
-    Raises:
-      ConfigError: there are none of a name, or they are not all texts or all tokens.
-    """
+    """The files that globs and paths name, in order, and the set of the hub that the keys name."""
     (column,) = keys.train_data_columns
     tokens = not keys.tokenize_train_data
     column = WHOLE if keys.reads_chats else column
@@ -370,11 +348,7 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
 def open_tokenizer(
     bpe_size: int | None, keys: DataKeys, inputs: Sequence[RecordFile]
 ) -> Tokenizer | None:
-    """The tokenizer that the keys name; None where one is trained, or the inputs hold tokens.
-
-    Raises:
-      ConfigError: two tokenizers are given, or one for tokens; or it cannot be loaded or trained.
-    """
+    """The tokenizer that the keys name; None where one is trained, or the inputs hold tokens."""
     kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
     tokens, flag = inputs[0].tokens, f"--train_bpe {bpe_size}"
     named = flag if training else f"tokenizer_path={path}" if path else ""
@@ -400,10 +374,7 @@ def train_bpe(
     allowed: int,
     say: Callable[[str], None],
 ) -> Tokenizer:
-    """A BPE of `size` ids in `file`, trained on the inputs now or by an earlier start.
-
-    Bad records are left out if any are `allowed`; `say` prints a line.
-    """
+    """A BPE of `size` ids in `file`, trained now or by an earlier start, without bad records."""
     if file.exists():
         say(f"tokenizer  {file} is there from an earlier start")
     else:

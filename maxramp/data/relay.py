@@ -43,9 +43,6 @@ class Expansion:
           mesh: over the devices of all processes; those of the stages are of the same devices.
           expansion_factor_real_data: a whole number, or below 1 (a run that goes on from that of
             1/f times as many devices: rows are found by their number, so there is nothing to do).
-
-        Raises:
-          ConfigError: the processes cannot be put into groups of that size.
         """
         self.mesh = mesh
         process_of_place = _process_of_place(mesh)
@@ -109,14 +106,7 @@ class Expansion:
         )
 
     def gather(self, batch: Batch) -> Batch:
-        """Brings every row to its devices, inside a compiled step.
-
-        Args:
-          batch: from `place`.
-
-        Returns:
-          Its arrays as [A, B, ...], sharded as BATCH_ABT.
-        """
+        """Brings every row to its devices, inside a compiled step: [A, B, ...] as BATCH_ABT."""
         if self.factor == 1:
             return batch
 

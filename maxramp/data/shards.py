@@ -91,17 +91,7 @@ class Preparation:
 def plan(
     inputs: Sequence[RecordFile], tokenizer: str, shard_size: int, deduplicate: bool
 ) -> tuple[Shard, ...]:
-    """The shards of a set: about `shard_size` bytes of input each, the same at every start.
-
-    Args:
-      inputs: in order.
-      tokenizer: what identifies it.
-      shard_size: in bytes.
-      deduplicate: whether to leave out a document that an earlier one equals.
-
-    Raises:
-      ConfigError: an input that is missing, torn or of another kind.
-    """
+    """The shards of a set: about `shard_size` bytes of input each, the same at every start."""
     groups, held = [[]], 0
     for file in inputs:
         stamp = file.stamp
@@ -141,12 +131,7 @@ def _hash(*values: Any) -> str:
 
 @contextlib.contextmanager
 def sole_writer(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives DIR/.preparing, kept from other preparations until this process ends at the latest.
-
-    Raises:
-      ConfigError: a preparation is at work there, or the folder cannot be written, or holds files
-        of somebody else.
-    """
+    """Gives DIR/.preparing, kept from other preparations until this process ends at the latest."""
     work = output / _WORK
     with contextlib.ExitStack() as closing:
         try:

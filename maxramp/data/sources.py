@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from maxramp.data import tokenizers
-from maxramp.data.chats.chats import ChatEncoder, Chats, open_encoder
+from maxramp.data.chats.chats import ChatEncoder, Chats
 from maxramp.data.corpus import Part, Sources, hash_of
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.megatron import TokenStream
@@ -80,7 +80,7 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
     if noun != "rows" and keys.tokenize_train_data:
         tokenizer = _open_tokenizer(keys)
     if keys.reads_chats:
-        encoder = open_encoder(tokenizer, keys)
+        encoder = ChatEncoder(tokenizer, keys)
     opened = [_open_entry(keys, entry, noun, tokenizer, encoder) for entry in entries]
     parts, others = opened[: len(train)], iter(opened[len(train) :])
     held_out, length = [], keys.max_target_length
@@ -156,11 +156,7 @@ def _find_entries(keys: DataKeys, name: str, value: str) -> list[_Entry]:
 
 
 def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
-    """(glob, weight) of every entry of "glob,weight;glob,weight"; a single one needs no weight.
-
-    Raises:
-      ConfigError: an entry without a glob, or without a weight above 0.
-    """
+    """(glob, weight) of every entry of "glob,weight;glob,weight"; a single one needs no weight."""
     entries = value.split(";")
     parsed = []
     for entry in entries:
@@ -182,11 +178,7 @@ def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
 
 
 def escape_path(key: str, path: str) -> str:
-    """The value of grain_train_files that stands for a path, whatever characters it has.
-
-    Raises:
-      ConfigError: it has one that always ends an entry; names the key whose value the path is.
-    """
+    """The value of grain_train_files that stands for a path, whatever characters it has."""
     if ";" in path:
         raise ConfigError(
             f"{key} {path}: a ; ends an entry of grain_train_files; give a path without it"
@@ -205,9 +197,6 @@ def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
     Returns:
       The format, and its files in order: folders of prepared sets, of Megatron's files the names
       without .bin and .idx.
-
-    Raises:
-      ConfigError: nothing, or files of several formats.
     """
     paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
     if not paths:

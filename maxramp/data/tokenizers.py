@@ -307,11 +307,7 @@ class Tokenizer:
 def load(
     tokenizer_type: str, path: str, add_bos: bool, add_eos: bool, split_special_tokens: bool = True
 ) -> Tokenizer:
-    """A tokenizer that is known to work.
-
-    Raises:
-      ConfigError: what is wrong with its file, a mark it lacks, or no text is a special token.
-    """
+    """A tokenizer that is known to work."""
     tokenizer = Tokenizer(tokenizer_type, path, add_bos, add_eos, split_special_tokens)
     if not split_special_tokens and tokenizer_type not in ("huggingface", "tiktoken"):
         raise ConfigError(

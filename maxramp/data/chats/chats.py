@@ -2,6 +2,7 @@
 
 import bisect
 import datetime
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,36 +28,35 @@ MADE_BY = (
 
 
 class ChatEncoder:
-    """Makes tokens of records, and says which of them are targets."""
+    """Makes tokens of records, and says which of them are targets.
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, keys: ChatKeys):
-        """
-        Args:
-          tokenizer: of type huggingface.
-          template: the text of chats.
-          keys: what is trained on, and what is left out.
-        """
-        self.tokenizer, self._template, self._keys = tokenizer, template, keys
-        self.made_by = {name: getattr(keys, name) for name in MADE_BY} | {"template": template.hash}
+    A pair of chats that differ in their last answer is one document: the chat with the chosen
+    answer, and behind it that with the other one. The tokens of these answers are the targets.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, keys: ChatKeys):
+        """`tokenizer` is of type huggingface."""
+        self.tokenizer, self._keys = tokenizer, keys
+        self._template = open_template(tokenizer, keys)
+        self.made_by = {name: getattr(keys, name) for name in MADE_BY}
+        self.made_by["template"] = self._template.hash
 
     def encode(self, record: Mapping[str, Any]) -> Document:
-        """All tokens of a chat; which of them a row takes follows from its length (`fit_to_row`).
-
-        Raises:
-          BadRecord: the record is no chat, or the template refuses it.
-        """
-        chat = messages.read(record)
-        if self._is_marked(chat):
+        """All tokens of a chat or a pair; which of them a row takes, `fit_to_row` says."""
+        chats = self._read(record)
+        if any([self._is_marked(chat) for chat in chats]):
             return Document(_NONE, left_out=MARKED)
-        return Document(*self._encode_text(*self._render_targets(chat)))
+        parts = [self._encode_text(*self._render_targets(chat)) for chat in chats]
+        begins = itertools.accumulate((len(ids) for ids, _ in parts[:-1]), initial=0)
+        ids, is_target = map(np.concatenate, zip(*parts, strict=True))
+        return Document(ids, is_target, begins=tuple(begins))
 
     def texts(self, record: Mapping[str, Any]) -> list[tuple[str, list[Span]]]:
-        """The text of a chat, and what of it is trained on; of a pair both.
+        """The text of a chat, and what of it is trained on; of a pair both."""
+        return [self._render_targets(chat) for chat in self._read(record)]
 
-        Raises:
-          BadRecord: the record is no chat, or the template refuses it.
-        """
-        return [self._render_targets(messages.read(record))]
+    def _read(self, record: Mapping[str, Any]) -> Sequence[Chat]:
+        return messages.read_pair(record) if self._keys.use_dpo else [messages.read(record)]
 
     def _is_marked(self, chat: Chat) -> bool:
         """Whether a chat is left out because a mark is in its messages."""
@@ -78,59 +78,23 @@ class ChatEncoder:
         return ids, _overlap(offsets, spans)
 
     def _render_targets(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text of a chat, and the parts of it that are trained on."""
-        if not self._keys.sft_train_on_completion_only:
+        keys = self._keys
+        if not (keys.use_dpo or keys.sft_train_on_completion_only):
             text = self._template.render(chat)
             return text, [(0, len(text))]
         chat.check_answers()
         text, spans = self._template.answers(chat)
+        if keys.use_dpo:
+            return text, spans[-1:]
         spans = [span for span, is_trained in zip(spans, chat.trained, strict=True) if is_trained]
-        return text, spans[-1:] if self._keys.sft_train_on_last_answer_only else spans
-
-
-class PairEncoder(ChatEncoder):
-    """Makes tokens of pairs of chats that differ in their last answer, its tokens the targets.
-
-    A pair is one document: the chat with the chosen answer, and behind it that with the other one.
-    """
-
-    def encode(self, record: Mapping[str, Any]) -> Document:
-        """All tokens of a pair, as those of a chat.
-
-        Raises:
-          BadRecord: the record is no pair, or the template refuses it.
-        """
-        chats = messages.read_pair(record)
-        if any([self._is_marked(chat) for chat in chats]):
-            return Document(_NONE, left_out=MARKED)
-        parts = [self._encode_text(*self._render_targets(chat)) for chat in chats]
-        ids, is_target = map(np.concatenate, zip(*parts, strict=True))
-        return Document(ids, is_target, begins=(0, len(parts[0][0])))
-
-    def texts(self, record: Mapping[str, Any]) -> list[tuple[str, list[Span]]]:
-        """The texts of both chats, and their last answers.
-
-        Raises:
-          BadRecord: the record is no pair, or the template refuses it.
-        """
-        return [self._render_targets(chat) for chat in messages.read_pair(record)]
-
-    def _render_targets(self, chat: Chat) -> tuple[str, list[Span]]:
-        text, spans = self._template.answers(chat)
-        return text, spans[-1:]
+        return text, spans[-1:] if keys.sft_train_on_last_answer_only else spans
 
 
 class Chats(Chain):
     """Chats, or pairs of them, as rows take them; made into tokens when they are asked for."""
 
     def __init__(self, files: Sequence[RecordFile], encoder: ChatEncoder, length: int, cut: bool):
-        """
-        Args:
-          files: whose records are whole, or shards of a prepared set, whose records are encoded.
-          encoder: makes the tokens.
-          length: tokens that a row predicts.
-          cut: whether a longer chat keeps its beginning; else it is left out.
-        """
+        """`cut`: a chat that is longer than a row keeps its beginning; else it is left out."""
         super().__init__(files)
         self.encoder, self._length, self._cut = encoder, length, cut
 
@@ -138,11 +102,7 @@ class Chats(Chain):
         return fit_to_row(self._read(number, self.encoder.encode), self._length, self._cut)
 
     def texts(self, number: int) -> list[tuple[str, list[Span]]]:
-        """The text of a chat, and what of it is trained on; of a pair both.
-
-        Raises:
-          ConfigError: its record is no chat.
-        """
+        """The text of a chat, and what of it is trained on; of a pair both."""
         return self._read(number, self.encoder.texts)
 
     def _read(self, number: int, make: Callable[[Any], Any]) -> Any:
@@ -169,22 +129,8 @@ def fit_to_row(document: Document, length: float, cut: bool) -> Document:
     return Document(tokens, is_target, begins=begins)
 
 
-def open_encoder(tokenizer: Tokenizer, keys: ChatKeys) -> ChatEncoder:
-    """What makes tokens of the chats or the pairs that the keys ask for.
-
-    Raises:
-      ConfigError: there is no template, or it is none.
-    """
-    encoder = PairEncoder if keys.use_dpo else ChatEncoder
-    return encoder(tokenizer, open_template(tokenizer, keys), keys)
-
-
 def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
-    """The template of a tokenizer, or the one that the keys name.
-
-    Raises:
-      ConfigError: there is none, or it is none.
-    """
+    """The template of a tokenizer, or the one that the keys name."""
     source, path = tokenizer.chat_template, keys.chat_template
     if path:
         source = storage.read_bytes(path).decode(errors="replace")
@@ -201,12 +147,7 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
 
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """Which tokens have a character in a span: bool [n].
-
-    Args:
-      offsets: [n, 2], where tokens begin and end in the text.
-      spans: in their order, apart.
-    """
+    """Which tokens, with their `offsets` [n, 2] in a text, have a character in a span: bool [n]."""
     starts = [start for start, _ in spans]
     found = np.zeros(len(offsets), bool)
     for i, (begin, end) in enumerate(offsets):

@@ -43,11 +43,7 @@ class Chat:
         return _texts([self.messages, self.tools])
 
     def check_answers(self) -> None:
-        """Refuses a chat without an answer but with messages that seem to be some.
-
-        Raises:
-          BadRecord: names their roles.
-        """
+        """Refuses a chat without an answer but with messages that seem to be some."""
         roles = dict.fromkeys(message["role"] for message in self.messages)
         if ANSWERS in roles:
             return
@@ -59,11 +55,7 @@ class Chat:
 
 
 def read(record: Mapping[str, Any]) -> Chat:
-    """The chat of a record.
-
-    Raises:
-      BadRecord: it holds none.
-    """
+    """The chat of a record."""
     record = {name: value for name, value in record.items() if value is not None}
     messages = [_message(message) for message in _messages(record)]
     if not messages:
@@ -91,9 +83,6 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
 
     `chosen` and `rejected` are messages or texts. Texts, and messages that begin with an answer,
     go on from `prompt`; other messages are whole chats.
-
-    Raises:
-      BadRecord: it holds none.
     """
     there = {name: value for name, value in record.items() if value is not None}
     if not all(name in there for name in PAIR):

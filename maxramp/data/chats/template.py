@@ -45,9 +45,6 @@ class ChatTemplate:
           named: some of them by name, such as eos_token.
           date: what it takes for today.
           switches: other variables, such as enable_thinking.
-
-        Raises:
-          ConfigError: it is no template.
         """
         self._made_of = source, marks, named, date, switches
         self._named, self._date, self._switches = dict(named), date, dict(switches)
@@ -70,24 +67,14 @@ class ChatTemplate:
         return found[0] if found else ""
 
     def render(self, chat: Chat, count: int | None = None, ask: bool = False) -> str:
-        """The text of a chat's first messages, all of them unless `count` says how many.
+        """The text of a chat's first `count` messages, or of all of them.
 
-        Args:
-          chat: the chat.
-          count: how many messages.
-          ask: whether the text goes on up to where an answer begins.
-
-        Raises:
-          BadRecord: the template fails, or refuses the chat.
+        `ask`: the text goes on up to where an answer begins.
         """
         return self._render(chat, count, ask).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text of a chat, and where each answer lies in it, its end mark included.
-
-        Raises:
-          BadRecord: the template fails, or what it makes of the answers cannot be found.
-        """
+        """The text of a chat, and where each answer lies in it, its end mark included."""
         wanted = sum(message["role"] == ANSWERS for message in chat.messages)
         text = self._render(chat, None, False)
         if self._has_blocks:
@@ -204,7 +191,6 @@ class ChatTemplate:
 
 
 def _first_answer(chat: Chat) -> int:
-    """The number of the first answer's message."""
     return [message["role"] for message in chat.messages].index(ANSWERS)
 
 

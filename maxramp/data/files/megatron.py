@@ -96,11 +96,7 @@ class MegatronFile(RecordFile):
         return f"{self.path}.bin: document {index}"
 
     def check(self) -> None:
-        """Looks through the whole index: sequences fill the .bin in order, documents take them all.
-
-        Raises:
-          ConfigError: the files are torn, do not belong together or hold no tokens.
-        """
+        """Looks through the index: sequences fill the .bin in order, documents take them all."""
         _, n, _ = self._header
         lengths = self._field(0, n, "<i4")
         end, itemsize, total = 0, self.dtype.itemsize, storage.size_of(self.data_path)

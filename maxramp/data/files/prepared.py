@@ -89,11 +89,7 @@ def join(first: int, second: int, count: int) -> int:
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """The manifest of a prepared set.
-
-    Raises:
-      ConfigError: there is none, or it is torn or of another version.
-    """
+    """The manifest of a prepared set."""
     path = posixpath.join(folder, NAME)
     if not storage.exists(path):
         raise ConfigError(f"{folder}: is not a prepared set (it has no {NAME}), or is not finished")
@@ -136,9 +132,6 @@ def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[Cha
     """The manifest of a prepared set, and its files in order.
 
     Of each file only its size and its header are read.
-
-    Raises:
-      ConfigError: it is no such set, or a file is missing, torn or of another dtype.
     """
     manifest = read_manifest(folder)
 

@@ -23,7 +23,10 @@ Piece = tuple[int, int, int]
 
 
 class BadRecord(Exception):
-    """What is wrong with a record; callers add the file and the record's place."""
+    """What is wrong with a record; callers add the file and the record's place.
+
+    Whatever makes something of a record may raise it.
+    """
 
     def __init__(self, reason: str, place: int = -1):
         super().__init__(reason)
@@ -46,11 +49,7 @@ class RecordFile(abc.ABC):
         self._make: Callable[[Any], Any] = lambda record: record
 
     def with_maker(self, make: Callable[[Any], Any]) -> Self:
-        """The same file in this process, whose records are what `make` makes of whole ones.
-
-        Args:
-          make: of a record; raises BadRecord.
-        """
+        """The same file in this process, whose records are what `make` makes of whole ones."""
         other = copy.copy(self)
         other._make = make
         return other
@@ -77,11 +76,7 @@ class RecordFile(abc.ABC):
         return os.path.basename(path), self.num_bytes, storage.changed_at(path), self.column
 
     def check(self) -> None:
-        """Refuses a file that cannot be trained on.
-
-        Raises:
-          ConfigError: it is torn or empty.
-        """
+        """Refuses a file that cannot be trained on."""
         if not len(self):
             raise ConfigError(f"{self.path}: holds no records; leave it out")
 
@@ -121,11 +116,7 @@ class RecordFile(abc.ABC):
         return type(self), (self.path, self.column, self.tokens)
 
     def _validate(self, value: Any) -> Record:
-        """What a record holds, as text or ids, or whole.
-
-        Raises:
-          BadRecord: it is neither.
-        """
+        """What a record holds, as text or ids, or whole."""
         if self.column == WHOLE:
             if not isinstance(value, dict):
                 raise BadRecord(f"is not a record of several columns but {describe(value)}")
@@ -210,4 +201,7 @@ def is_utf16(data: bytes) -> bool:
 
 def utf8_error(error: UnicodeDecodeError) -> BadRecord:
     """What is wrong with a record of bytes that are not UTF-8."""
-    return BadRecord(f"is not UTF-8 text (byte {error.start}); convert it, or leave it out")
+    return BadRecord(
+        f"is not UTF-8 text (byte {error.start} is {error.object[error.start]:#x}); convert it "
+        "(a file of Latin-1: iconv -f LATIN1 -t UTF-8), or leave it out"
+    )
