@@ -97,8 +97,7 @@ def make_loader(config) -> tuple[Loader, RampupBatchManager]:
     expansion = Expansion(mesh, 1)
     ramp = RampupBatchManager(config.batch, 1)
     corpus = open_rows(config.data, config.reading, True)
-    given = config.data, config.reading, config.evaluation
-    return Loader(*given, corpus, ramp, expansion, first_step=0), ramp
+    return Loader(config.data, config.reading, corpus, ramp, expansion, first_step=0), ramp
 
 
 def rows_per_second(keys: tuple[str, ...], length: int, seconds: float) -> float:

@@ -90,15 +90,8 @@ def _run(begun: Start) -> int:
         return job.end()
     if config.data.use_dpo:
         corpus = add_reference(job, corpus, expansion)
-    loader = Loader(
-        config.data,
-        config.reading,
-        config.evaluation,
-        corpus,
-        job.span.ramp,
-        expansion,
-        job.span.first_step,
-    )
+    ramp, first_step = job.span.ramp, job.span.first_step
+    loader = Loader(config.data, config.reading, corpus, ramp, expansion, first_step)
     job.closing.callback(loader.close)
     abstract = job.abstract_state()
     tasks = RunTasks(job, abstract) if config.evaluation.evaluate_tasks else None
@@ -128,7 +121,12 @@ class Pretrainer:
         job.closing.callback(self._ahead.close)
         rate = LearningRate.from_keys(config.learning_rate, span.ramp)
         self._programs = Programs(
-            config.recipe, loader.expansion, rate, abstract, self._ahead, loader.eval_rows
+            config.recipe,
+            loader.expansion,
+            rate,
+            abstract,
+            self._ahead,
+            config.evaluation.rows(job.mesh.size),
         )
         for stage in span.stages:
             self._programs.add(stage)
@@ -192,7 +190,7 @@ class Pretrainer:
         model, found = self.state.model, {}
         for name in self._loader.held_out:
             found[name] = sums = [] if by_batch else [no_sums]
-            for batch in self._loader.eval_batches(stage, name):
+            for batch in self._loader.eval_batches(stage, self._keys, name):
                 sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
         return evaluation_from_sums(found, by_batch, self._objective.shown, self._objective.divisor)
 

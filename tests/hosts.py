@@ -49,8 +49,7 @@ def serve(first_step: int, loaded) -> dict:
         corpus = open_rows(config.data, config.reading, expansion.reads)
         fields = functools.partial(text_fields, separate=corpus.packed)
         ramp = RampupBatchManager(config.batch, jax.device_count(), fields=fields)
-        given = config.data, config.reading, config.evaluation
-        loader = Loader(*given, corpus, ramp, expansion, first_step)
+        loader = Loader(config.data, config.reading, corpus, ramp, expansion, first_step)
         gather = jax.jit(expansion.gather)
         programs = {}
 
@@ -63,7 +62,9 @@ def serve(first_step: int, loaded) -> dict:
             return fingerprint_of_weights(compiled(batch)), moved
 
         steps = [look(loader.batch(k)[0]) for k in range(first_step, ramp.total_steps)]
-        evaluations = [look(batch) for batch in loader.eval_batches(ramp.stages[0])]
+        evaluations = [
+            look(batch) for batch in loader.eval_batches(ramp.stages[0], config.evaluation)
+        ]
         loader.close()
     return {
         "steps": [fingerprint for fingerprint, _ in steps],

@@ -28,7 +28,6 @@ class Loader:
         self,
         data: DataKeys,
         reading: ReadingKeys,
-        evaluation: EvalKeys,
         corpus: Corpus,
         ramp: RampupBatchManager,
         expansion: Expansion,
@@ -41,8 +40,6 @@ class Loader:
         self._check_enough()
         self._rows, self._reading, self._ramp = rows, reading, ramp
         self.corpus, self.expansion = corpus, expansion
-        self._eval_samples = evaluation.eval_samples
-        self.eval_rows = evaluation.rows(expansion.mesh.size)  # of a batch; 0 = never evaluates
         # In random order, so that the first eval_samples are a fair sample of all.
         self._held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
         self._shared_ramp = SharedRamp(ramp)
@@ -94,15 +91,16 @@ class Loader:
         """The names of the held-out sets; "" of the only one."""
         return list(self._held_out)
 
-    def eval_batches(self, stage: Stage, held_out: str = "") -> Iterator[Batch]:
+    def eval_batches(self, stage: Stage, keys: EvalKeys, held_out: str = "") -> Iterator[Batch]:
         """The batches of one evaluation in a stage, as from `batch` with A = 1.
 
         Together they hold every row of a held-out set once, or the first eval_samples of them.
         """
-        expansion, spec = self.expansion, stage.spec.single_pass(self.eval_rows)
+        expansion = self.expansion
+        spec = stage.spec.single_pass(keys.rows(expansion.mesh.size))
         abstract = expansion.abstract_batch(spec)
         rows, share = self._held_out[held_out], expansion.share
-        batches = EvalBatches(rows, spec, share, self._eval_samples)
+        batches = EvalBatches(rows, spec, share, keys.eval_samples)
         ahead = self._read_ahead(batches, 0, len(batches), largest=abstract, workers=0)
         with contextlib.closing(ahead):
             for local in ahead:

@@ -38,8 +38,8 @@ def make_loader(config, first_step=0):
     """A loader of the whole corpus in this process, and its ramp."""
     corpus = open_rows(config.data, config.reading, True)
     ramp = RampupBatchManager(config.batch)
-    given = config.data, config.reading, config.evaluation
-    return Loader(*given, corpus, ramp, Expansion(make_mesh(config), 1), first_step), ramp
+    given = config.data, config.reading, corpus, ramp
+    return Loader(*given, Expansion(make_mesh(config), 1), first_step), ramp
 
 
 def whole(batch):
@@ -60,7 +60,8 @@ def read_run(config, first_step=0):
         rows.append(tokens.reshape(-1, tokens.shape[-1]))
         expected = [int(word) for word in np.asarray(batch.hashes).sum((0, 1), dtype=np.uint32)]
         assert expected == numpy_fingerprint(rows[-1])
-    held_out = [whole(batch)[0] for batch in loader.eval_batches(ramp.stages[0])]
+    evaluated = loader.eval_batches(ramp.stages[0], config.evaluation)
+    held_out = [whole(batch)[0] for batch in evaluated]
     loader.close()
     return rows, held_out
 

@@ -44,7 +44,6 @@ def loading(keys, ramp, first_step=0, corpus=None):
     loader = Loader(
         keys.data,
         keys.reading,
-        keys.evaluation,
         corpus or open_rows(keys.data, keys.reading, True),
         ramp,
         Expansion(make_mesh(keys), 1),
