@@ -156,7 +156,7 @@ CASES = {
     "two columns": grain("{f}/good.jsonl", "['text', 'id']", train_data_columns="[text,id]"),
     "no such format": grain("{f}/good.jsonl", "grain_file_type=csv", grain_file_type="csv"),
     "weight 0": grain(
-        "{f}/good.jsonl,0;{f}/good.parquet,1", '"{f}/good.jsonl,0"', "no number above 0"
+        "{f}/good.jsonl,0;{f}/good.parquet,1", '"{f}/good.jsonl,0"', "not a number above 0"
     ),
     "negative weight": grain("{f}/good.jsonl,-1", 'weight "-1"', "above 0"),
     "weight of text": grain("{f}/good.jsonl,much;{f}/good.parquet,1", '"much"', "{f}/good.jsonl"),
@@ -171,12 +171,12 @@ CASES = {
         "{f}/good.[jp]*", "{f}/good.jsonl (jsonl)", "{f}/good.parquet (parquet)"
     ),
     "name of no format": grain("{f}/unknown.xyz", "{f}/unknown.xyz", "grain_file_type="),
-    "a folder": grain("{f}", "{f}", "no prepared set", "folder/*"),
+    "a folder": grain("{f}", "{f}", "not a prepared set", "folder/*"),
     "rows and documents": grain("{f}/good.bin,1;{f}/good.jsonl,1", "{f}/good.jsonl", "do not mix"),
     "storage of no package": grain("nope://bucket/a.jsonl", "nope://"),
     # JSON lines.
     "cut line": grain("{f}/cut.jsonl", "{f}/cut.jsonl: line 40", "not JSON"),
-    "a list": grain("{f}/list.jsonl", "{f}/list.jsonl: line 2", "no JSON object"),
+    "a list": grain("{f}/list.jsonl", "{f}/list.jsonl: line 2", "not a JSON object"),
     "a number for text": grain("{f}/number.jsonl", "{f}/number.jsonl: line 3", "int '3'"),
     "nothing for text": grain("{f}/null.jsonl", "{f}/null.jsonl: line 2", "nothing"),
     "missing field": grain(
@@ -205,7 +205,7 @@ CASES = {
     "empty shard of many": grain("{f}/[eg]*.jsonl", "{f}/empty.jsonl", "no records"),
     "blank lines": grain("{f}/blank.jsonl", "{f}/blank.jsonl", "no records"),
     "cut gzip": grain("{f}/cut.jsonl.gz", "{f}/cut.jsonl.gz", "cut off"),
-    "no gzip": grain("{f}/plain.jsonl.gz", "{f}/plain.jsonl.gz", "no gzip"),
+    "no gzip": grain("{f}/plain.jsonl.gz", "{f}/plain.jsonl.gz", "not a gzip"),
     "cut zstd": grain("{f}/cut.jsonl.zst", "{f}/cut.jsonl.zst", "cut off"),
     # Text.
     "binary text": grain("{f}/binary.txt", "{f}/binary.txt", "zero byte at 2"),
@@ -214,7 +214,7 @@ CASES = {
     "ids in text": grain("{f}/latin.txt", "{f}/latin.txt", "no list of token ids", **TOKENS),
     # Parquet.
     "cut Parquet": grain("{f}/cut.parquet", "{f}/cut.parquet", "torn"),
-    "no Parquet": grain("{f}/no.parquet", "{f}/no.parquet", "no Parquet"),
+    "no Parquet": grain("{f}/no.parquet", "{f}/no.parquet", "not a Parquet"),
     "flipped Parquet": grain("{f}/flipped.parquet", "{f}/flipped.parquet"),
     "Latin-1 in Parquet": grain("{f}/latin.parquet", "latin.parquet: record 1", "UTF-8", "byte 3"),
     "missing column": grain(
@@ -231,7 +231,7 @@ CASES = {
     "empty Parquet": grain("{f}/empty.parquet", "{f}/empty.parquet", "no records"),
     # ArrayRecord.
     "cut ArrayRecord": grain("{f}/cut.array_record", "{f}/cut.array_record", "torn"),
-    "no ArrayRecord": grain("{f}/no.array_record", "{f}/no.array_record", "no ArrayRecord"),
+    "no ArrayRecord": grain("{f}/no.array_record", "{f}/no.array_record", "not an ArrayRecord"),
     "flipped ArrayRecord": grain("{f}/flipped.array_record", "flipped.array_record: record "),
     "empty ArrayRecord": grain("{f}/empty.array_record", "{f}/empty.array_record", "no records"),
     "missing feature": grain(
@@ -243,7 +243,7 @@ CASES = {
     ),
     "bytes of no type": grain("{f}/odd.array_record", "record 5", "67 bytes", "int32", **TOKENS),
     # Megatron.
-    "wrong magic": grain("{f}/magic", "{f}/magic.idx", "no Megatron index"),
+    "wrong magic": grain("{f}/magic", "{f}/magic.idx", "not a Megatron index"),
     "unknown version": grain("{f}/version.bin", "{f}/version.idx", "of version 1", "x02"),
     "unknown dtype": grain("{f}/code.bin", "{f}/code.idx", "dtype code 99"),
     "float tokens": grain("{f}/float.bin", "{f}/float.idx", "dtype code 7"),
@@ -290,7 +290,7 @@ CASES = {
         f"no {kind}": grain(
             "{f}/good.jsonl",
             f"{{f}}/{name}",
-            f"no {kind} tokenizer",
+            f"not a {kind} tokenizer",
             tokenizer_type=kind,
             tokenizer_path=f"{{f}}/{name}",
         )
@@ -446,7 +446,7 @@ PREPARE = {
         ("flipped.array_record: record",),
     ),
     "negative token": ("{f}/negative.bin --output {o}", ("{f}/negative.bin: document 0", "-3")),
-    "inspected folder": ("--inspect {f}", ("{f}", "no prepared set")),
+    "inspected folder": ("--inspect {f}", ("{f}", "not a prepared set")),
     "inspected file": ("--inspect {f}/good.jsonl", ("good.jsonl is a file", "use_dpo=true")),
     "inspected torn set": ("--inspect {f}/set_short", ("shard-00000.bin", "torn")),
 }
