@@ -32,6 +32,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
@@ -194,10 +195,13 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
             )
             with _progress(size) as show:
                 manifest = preparation.make(work, given.workers, given.max_bad_records, show)
-    _say(
-        f"done       {prepared.contents(manifest)} in {time.perf_counter() - start:.1f}s (hash "
-        f"{manifest['hash']})"
-    )
+    seconds = time.perf_counter() - start
+    _say(f"done       {prepared.contents(manifest)} in {seconds:.1f}s (hash {manifest['hash']})")
+    _say_what_follows(manifest, output, keys)
+
+
+def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: DataKeys) -> None:
+    """Prints what was left out of a set, and the command that trains on it."""
     for kind, what, see in (
         ("bad_records", "bad record", f", listed in {output / preparation.LIST}"),
         ("duplicates", "document", " that an earlier one equals"),
@@ -210,7 +214,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
     name = shlex.quote(output.resolve().name)
     config = f"configs/base.yml run_name={name} dataset_type=grain"
     sizes = f"vocab_size={prepared.vocab_size_for(manifest)}"
-    if encoder:
+    if keys.reads_chats:
         config = f"configs/post_train/{'dpo' if keys.use_dpo else 'sft'}.yml run_name={name}"
         own = {field.name: getattr(keys, field.name) for field in dataclasses.fields(ChatKeys)}
         own = [f"{n}={x}" for n, x in own.items() if n[:4] != "use_" and x != base()[n]]
