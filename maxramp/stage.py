@@ -51,7 +51,7 @@ class SightKeys(Keys):
     sliding_window_size: int = minimum(0)
 
 
-SIGHT_KEYS = tuple(field.name for field in dataclasses.fields(SightKeys))
+SIGHT_KEYS = SightKeys.names()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import LORA_KEYS, SHAPE_KEYS
 from maxramp.model.order import order_by_layer, order_by_stage
 from maxramp.model.parts.weights import is_weight
+from maxramp.training.keys import OPTIMIZERS
 from maxramp.training.state import TrainState
 
 # What it has to say is in the errors it raises; on stderr it would be pages.
@@ -93,8 +94,8 @@ gcs_utils.get_kvstore_for_gcs = _store
 
 # Keys that decide which arrays there are, of what shape and dtype.
 _ARRAY_KEYS = (
-    *(*SHAPE_KEYS, *LORA_KEYS, "weight_dtype", "mu_dtype", "opt_type", "sgd_momentum"),
-    "trainable_parameters_mask",
+    *(*SHAPE_KEYS, *LORA_KEYS, "weight_dtype", "opt_type", "trainable_parameters_mask"),
+    *(name for record in OPTIMIZERS.values() for name in record.state_keys),
 )
 
 

@@ -55,7 +55,7 @@ class Checkpoint:
     config: dict[str, Any]  # of all keys, resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
     reference: str = ""  # fingerprint of the weights to stay near to, where there are any
-    # what was trained before the schedule's first stage, with other keys (`origin_of`)
+    # what was trained before the schedule's first stage, with other keys (`start_of`)
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # as in `DataIdentity`; of the mixtures after the first, those that it has seen
     parts: list[Any] = dataclasses.field(default_factory=list)

@@ -14,7 +14,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.schedule import RampupBatchManager, Stage, Start
 from maxramp.rampup.shape import Meshes
 from maxramp.stage import SIGHT_KEYS, Fields, text_fields
 from maxramp.training.keys import LearningRateKeys
@@ -122,13 +122,15 @@ def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Chec
     before = RampupBatchManager(
         BatchKeys.from_values(values),
         ramp.stages[0].devices,
-        first_step=first["first_step"],
-        first_sample=first["first_sample"],
-        first_index=first["index"],
-        history=position.history,
-        decided=[(s["first_sample"], s["global_batch_size"]) for s in position.stages[1:]]
-        if values["rampup_policy"] == "noise"
-        else [],
+        Start(
+            first["first_step"],
+            first["first_sample"],
+            first["index"],
+            position.history,
+            [(s["first_sample"], s["global_batch_size"]) for s in position.stages[1:]]
+            if values["rampup_policy"] == "noise"
+            else [],
+        ),
     )
     old, new = (
         LearningRate.from_keys(LearningRateKeys.from_values(values), before),
@@ -241,10 +243,11 @@ def take_up(
       recorded: what the run has decided (`decisions.read`).
       fields: the arrays of a batch.
     """
-    origin, change = origin_of(batch, num_devices, position, recorded)
-    origin |= {"fields": fields}
-    ramp = RampupBatchManager(batch, num_devices, **origin)
-    planned = RampupBatchManager(batch, meshes=meshes, restart_passes=restart_passes, **origin)
+    start, change = start_of(batch, num_devices, position, recorded)
+    ramp = RampupBatchManager(batch, num_devices, start, fields=fields)
+    planned = RampupBatchManager(
+        batch, start=start, meshes=meshes, fields=fields, restart_passes=restart_passes
+    )
     span = Span(position, ramp, planned, change, keys, num_devices)
     if ramp.rungs:  # what the first decision of this job cannot change
         ramp.settle(span.first_step + ladder.DELAY - 1)
@@ -259,8 +262,8 @@ def length_by_epochs(
     Returns:
       Its samples, and which rows no step trains on, in one line; "" if all are trained on.
     """
-    origin, _ = origin_of(batch, num_devices, position)
-    ramp = RampupBatchManager(batch, num_devices, **origin)
+    start, _ = start_of(batch, num_devices, position)
+    ramp = RampupBatchManager(batch, num_devices, start)
     samples = first = ramp.stages[0].first_sample
     if rows > first:
         samples = ramp.samples_before(step := ramp.step_at_sample(rows))
@@ -279,12 +282,12 @@ def length_by_epochs(
     )
 
 
-def origin_of(
+def start_of(
     batch: BatchKeys,
     num_devices: int,
     position: Checkpoint | None,
     recorded: Sequence[dict[str, Any]] = (),
-) -> tuple[dict[str, Any], str]:
+) -> tuple[Start, str]:
     """Where the schedule of today's keys begins in a run that stands at a checkpoint.
 
     If today's keys make the stages that were trained, and the batch sizes that were to come, the
@@ -295,43 +298,37 @@ def origin_of(
     Batch sizes do not depend on `num_devices`; `recorded` is as in `take_up`.
 
     Returns:
-      `first_step`, `first_sample`, `first_index`, `history` and `decided` for RampupBatchManager;
-      and what changed, in one line, "" if nothing.
+      The start, and what changed, in one line, "" if nothing.
     """
     decided = decisions.binding(batch, recorded, position)
     if not position:
-        return {"first_step": 0, "first_sample": 0, "first_index": 0, "decided": decided}, ""
+        return Start(decided=decided), ""
     # A run whose ramp was changed before has its schedule start where it was changed.
     first = position.stages[0]
-    origin = {
-        "first_step": first["first_step"],
-        "first_sample": first["first_sample"],
-        "first_index": first["index"],
-        "history": position.history,
-        "decided": decided,
-    }
+    start = Start(
+        first["first_step"], first["first_sample"], first["index"], position.history, decided
+    )
     step, consumed = position.step, position.consumed_samples
-    ramp = RampupBatchManager(batch, num_devices, **origin)
+    ramp = RampupBatchManager(batch, num_devices, start)
     before = _sizes_from(position.stages, consumed)
     # What was decided after the checkpoint is not a change.
     known = len(position.stages) if decided else None
     same = _sizes_from(_json(ramp)[:known], consumed) == before
     trained, today = _trained_stages(position.stages, step), _trained_stages(_json(ramp), step)
     if same and ramp.samples_before(step) == consumed and _shapes(today) == _shapes(trained):
-        return origin, ""
+        return start, ""
     history = [*position.history, *trained]
-    origin = {"first_step": step, "first_sample": consumed, "history": history, "decided": decided}
-    ramp = RampupBatchManager(batch, num_devices, **origin)
+    start = Start(step, consumed, first["index"], history, decided)
+    ramp = RampupBatchManager(batch, num_devices, start)
     if history:
         new = ramp.stages[0].global_batch_size != history[-1]["global_batch_size"]
-        first = {"index": history[-1]["index"] + new}
-    origin |= {"first_index": first["index"]}
+        start = start._replace(first_index=history[-1]["index"] + new)
     if same:
-        return origin, (
+        return start, (
             f"what today's keys say of the samples before {consumed} (step {step}) is not what was "
             "trained there, and is ignored; from there on they hold"
         )
-    return origin, (
+    return start, (
         f"from sample {consumed} on (step {step}) the batch sizes are "
         f"{_format_sizes(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
         f"{_format_sizes(before)}"

@@ -1,8 +1,9 @@
 """YAML files and key=value -> one checked configuration, and back."""
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -10,15 +11,18 @@ import yaml
 
 from maxramp.checkpoints import folder as checkpoints
 from maxramp.commandline import print_note
+from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.huggingface import folder as released
 from maxramp.keys import base, peers
 from maxramp.keys.base import CONFIGS
+from maxramp.keys.choices import find_unmade
 from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump, parse, read_yaml
 from maxramp.rampup import phases
+from maxramp.rampup.keys import RAMP_CHOICES
 from maxramp.run.keys import PROGRAMS
 
 
@@ -28,57 +32,38 @@ class Given:
 
     where: str  # the beginning of an error about it: "FILE: ", "" for the command line
     values: dict[str, Any]  # by key of base.yml, each of the type of its default
+    is_foreign: bool = False  # a file of another trainer, which lists all that it has
 
 
-# Ways to say something: the keys that choose one -> the keys that only it uses.
-_MAXTEXT = ("enable_rampup_batch_size",)
-_NOTATIONS: dict[tuple[str, ...], tuple[str, ...]] = {
-    _MAXTEXT: (
-        "per_device_batch_size_start",
-        "per_device_batch_size_increment",
-        "global_rampup_samples",
-        "gradient_accumulation_steps",
-    ),
-    ("rampup_batch_size", "global_batch_size", "global_batch_tokens"): (),  # NeMo's
-    ("step_batch_size_schedule",): ("step_batch_size_unit",),  # Megatron's
-    ("rampup_policy",): (
-        "rampup_ladder",
-        "rampup_rounding",
-        "rampup_noise_factor",
-        "rampup_decision_samples",
-        "rampup_earliest",
-        "rampup_latest",
-    ),
-}
-_LENGTHS = {(name,): () for name in ("steps", "total_samples", "total_tokens")}
-_SIZES_OF_A_PASS = {(name,): () for name in ("per_device_batch_size", "micro_batch_size")}
-_BATCHES = {(name,): () for name in ("global_batch_size", "global_batch_tokens")}
-_BEGINNINGS = {(name,): () for name in ("load_parameters_path", "load_full_state_path")}
+# Ways to say something: of each, the keys that choose it.
+_NOTATIONS = (
+    ("enable_rampup_batch_size",),  # MaxText's
+    ("rampup_batch_size", "global_batch_size", "global_batch_tokens"),  # NeMo's
+    ("step_batch_size_schedule",),  # Megatron's
+    ("rampup_policy",),
+)
+_LENGTHS = (("steps",), ("total_samples",), ("total_tokens",))
+_SIZES_OF_A_PASS = (("per_device_batch_size",), ("micro_batch_size",))
+_BATCHES = (("global_batch_size",), ("global_batch_tokens",))
+_BEGINNINGS = (("load_parameters_path",), ("load_full_state_path",))
 _STAYS_NEAR = "lora_rank", "use_dpo"  # beside a state, they take the weights that it began with
-
-# The keys that only one notation of a ramp uses.
-OF_ONE_NOTATION = tuple(name for alone in _NOTATIONS.values() for name in alone)
 
 
 def choose(values: MutableMapping[str, Any], given: Given) -> None:
     """Takes what a file or command line gives, in the place of other ways to say the same.
 
-    Keys that choose another way are unset, and keys that only it uses go back to their defaults.
-
-    Args:
-      values: of all keys, before; changed in place.
-      given: what the file or command line gives.
-
-    Raises:
-      ConfigError: it gives the same thing in two ways.
+    Keys that choose another way are unset, and keys of choices that are made no longer go back to
+    their defaults.
     """
+    before = dict(values)
     values.update(given.values)
-    beginnings = {} if any(values[name] for name in _STAYS_NEAR) else _BEGINNINGS
+    beginnings = () if any(values[name] for name in _STAYS_NEAR) else _BEGINNINGS
     for ways in (_NOTATIONS, _LENGTHS, _BATCHES, _SIZES_OF_A_PASS, beginnings):
         chosen = {
             way: f"{name}={values[name]}"
-            for way, name in _list_used(ways, values)
-            if name in given.values
+            for way in ways
+            for name in way
+            if name in given.values and values[name] != base.unset(name)
         }
         if len(chosen) > 1:
             raise ConfigError(
@@ -86,57 +71,26 @@ def choose(values: MutableMapping[str, Any], given: Given) -> None:
                 "keep one of them"
             )
         if chosen:
-            others = _not_used({way: ways[way] for way in ways if way not in chosen})
-            values.update({k: v for k, v in others.items() if k not in given.values})
+            others = (name for way in ways if way not in chosen for name in way)
+            values.update({name: base.unset(name) for name in others if name not in given.values})
+    changed = {name for name, value in before.items() if values[name] != value}
+    left = find_unmade(CHOICES, changed, values)
+    values.update({name: default for name, default in left.items() if name not in given.values})
 
 
 def without_demo(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """Makes a batch constant that is given without a ramp: base.yml's ramp is the demo's alone.
-
-    Args:
-      values: of all keys.
-      given: the keys that files and the command line give beside base.yml.
-    """
-    ramp = {*_MAXTEXT, *_NOTATIONS[_MAXTEXT]} - {"gradient_accumulation_steps"}
-    if "per_device_batch_size" not in given or ramp & given:
-        return values
-    return values | _not_used({_MAXTEXT: ()})
+    """Makes a batch constant that is given without a ramp: base.yml's ramp is the demo's alone."""
+    key = "enable_rampup_batch_size"
+    if "per_device_batch_size" in given and not {key, *RAMP_CHOICES[f"{key}=True"]} & given:
+        return values | {key: False}
+    return values
 
 
 def no_batch() -> dict[str, Any]:
     """The keys that give a batch and the length of a run, where none of them does."""
-    return _not_used(_NOTATIONS | _LENGTHS) | {"phases": {}}
-
-
-def check_notation(values: Mapping[str, Any]) -> None:
-    """Refuses keys that only another notation uses than the one that is given.
-
-    Raises:
-      ConfigError: there is one.
-    """
-    for used, given_by in _list_used(_NOTATIONS, values)[:1]:
-        for way, alone in _NOTATIONS.items():
-            for name in alone:
-                if way != used and values[name] != base.base()[name]:
-                    on = "=True" if base.unset(way[0]) is False else ""
-                    raise ConfigError(
-                        f"{name}={values[name]} goes with {way[0]}, but the batch is given by "
-                        f"{given_by}={values[given_by]}; leave {name} out, or give {way[0]}{on} in "
-                        "its place"
-                    )
-
-
-def _list_used(
-    ways: Mapping[tuple[str, ...], Any], values: Mapping[str, Any]
-) -> list[tuple[tuple[str, ...], str]]:
-    """(the way, the key) of all keys that choose one."""
-    return [(way, name) for way in ways for name in way if values[name] != base.unset(name)]
-
-
-def _not_used(ways: Mapping[tuple[str, ...], tuple[str, ...]]) -> dict[str, Any]:
-    return {name: base.unset(name) for way in ways for name in way} | {
-        name: base.base()[name] for alone in ways.values() for name in alone
-    }
+    alone = itertools.chain(["gradient_accumulation_steps"], *RAMP_CHOICES.values())
+    unset = {name: base.unset(name) for way in (*_NOTATIONS, *_LENGTHS) for name in way}
+    return {name: base.base()[name] for name in alone} | unset | {"phases": {}}
 
 
 def load(
@@ -182,12 +136,13 @@ def load(
             )
         values.program = program
     merged = without_demo(values.to_dict(), names)
-    check_notation(merged)
     unread = Config.unread_by(values.program, merged)
     if unread:
         shown = ", ".join(base.shorten([f"{name}={merged[name]}" for name in unread]))
         note(f"maxramp.{values.program} does not read {shown}")
     config = Config.from_values(merged | unread)
+    own = {name for one in (*files, command_line) if not one.is_foreign for name in one.values}
+    config.batch.refuse_unread(CHOICES, names & own, config.values)
     config.check()
     return config
 
@@ -196,9 +151,6 @@ def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
     """What the folder of a released model gives: sizes, and its tokenizer where text is encoded.
 
     A run that has begun has a copy of what the folder says, for when that is gone.
-
-    Raises:
-      ConfigError: there is none, or other keys contradict it.
     """
     given = {name: one for one in (*files, command_line) for name in one.values}
     value = {name: one.values[name] for name, one in given.items()}
@@ -250,17 +202,8 @@ def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> li
 
     Keys of other trainers (`peers`) become ours, are left out or are refused.
 
-    Args:
-      path: the config file; configs/... may be one that comes with the package.
-      arguments: key=value; of a key that is given twice the last one counts.
-      note: takes a line about keys of other trainers.
-
     Returns:
       The files that give something else than base.yml, the base first, and the command line last.
-
-    Raises:
-      ConfigError: a file cannot be read, or holds a value of another type; or all keys that do not
-        exist or that other trainers alone can use, in one line.
     """
     layers = [
         *((f"{file}: ", list(flatten(values.items()))) for file, values in _chain(path)),
@@ -288,7 +231,8 @@ def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> li
                 notes.append(f"{given}: taken as {key}={value}")
             taken[key] = given, value
         values = {key: base.cast_value(*given, key) for key, given in taken.items()}
-        found.append(Given(where, values))
+        is_foreign = bool(where) and any(name in foreign for name, _ in pairs)
+        found.append(Given(where, values, is_foreign))
         in_phases = values.get("phases", in_phases)
     ignored = peers.check(foreign, [dict(pairs) for _, pairs in layers])
     if ignored:

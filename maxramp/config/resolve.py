@@ -30,10 +30,6 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
     Returns:
       A config in which no key is left open: every -1 and "" that stands for something known is
       replaced by it.
-
-    Raises:
-      ConfigError: the job has other devices than the keys say, or a batch, a stage or a weight does
-        not divide over them.
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
@@ -41,7 +37,7 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
     config = config.replace(
         run_name=config.run.run_name or config.run.model_name,
         expansion_factor_real_data=1.0 if factor == -1 else factor,
-        mu_dtype=config.optimizer.mu_dtype or _dtype_of_trained(config),
+        mu_dtype=_dtype_of_means(config),
         tokenizer_type=config.data.type_of_tokenizer,
         **_adaptive(config),
         **_scaling(config),
@@ -60,11 +56,7 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
 
 
 def resolve_planned(config: Config, num_devices: int) -> Config:
-    """`resolve` for a job of this many devices that is still to come, on the slices that keys give.
-
-    Raises:
-      ConfigError: as `resolve`.
-    """
+    """`resolve` for a job of this many devices that is still to come, on the keys' own slices."""
     return resolve(config, num_devices, None, 1)
 
 
@@ -85,7 +77,9 @@ def meshes_of(config: Config) -> Meshes:
     return mesh
 
 
-def _dtype_of_trained(config: Config) -> str:
+def _dtype_of_means(config: Config) -> str:
+    if config.optimizer.mu_dtype or not config.optimizer.has_means:
+        return config.optimizer.mu_dtype
     return "float32" if config.model.lora_rank else config.model.weight_dtype
 
 
@@ -161,11 +155,7 @@ def _pipeline(config: Config) -> dict[str, int]:
 def _phases(
     keys: BatchKeys, first: MeshKeys, num_devices: int, num_slices: int | None
 ) -> dict[str, dict[str, Any]]:
-    """The phases, with the sizes of the meshes that they change.
-
-    Raises:
-      ConfigError: a phase's sizes make no mesh, or the state cannot move to it.
-    """
+    """The phases, with the sizes of the meshes that they change."""
     found, before = {}, first.group("ici")
     # Of the slices' axes the outermost, data, leaves the devices in order.
     between = [f"{n}={x}" for n, x in [*first.group("dcn").items()][1:] if x > 1]

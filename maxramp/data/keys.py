@@ -9,8 +9,8 @@ from maxramp.data.chats.keys import ChatKeys
 from maxramp.errors import ConfigError
 from maxramp.keys.section import (
     Keys,
-    above_zero_or_open,
     below_one,
+    limit,
     minimum,
     named_texts,
     one_of,
@@ -41,7 +41,10 @@ class DataKeys(ChatKeys):
     train_split: str
     hf_eval_split: str
     eval_sets: Mapping[str, str] = named_texts()
-    train_data_columns: Sequence[str]
+    train_data_columns: Sequence[str] = limit(
+        lambda value: len(value) == 1 and isinstance(value[0], str),
+        "must be one name, such as [text]",
+    )
     tokenizer_type: str = one_of("", "bytes", "huggingface", "sentencepiece", "tiktoken")
     tokenizer_path: str
     tokenize_train_data: bool
@@ -58,7 +61,10 @@ class DataKeys(ChatKeys):
     num_epoch: int = uint32(1)
     enable_data_shuffling: bool
     data_shuffle_seed: int = uint32()
-    expansion_factor_real_data: float = above_zero_or_open()
+    expansion_factor_real_data: float = limit(
+        lambda value: value == -1 or 0 < value <= 1 or (value > 0 and value % 1 == 0),
+        "must be a whole number of processes, or at most 1, or -1",
+    )
 
     @property
     def fields(self) -> Fields:

@@ -30,50 +30,6 @@ _MAPPINGS = {  # keys that are one, as an error says it
     "phases": "a mapping of mappings, such as {252M: {global_batch_size: 512}}",
     "eval_sets": "a mapping of names to files or splits, such as {wiki: FILES, code: FILES}",
 }
-# What TRL, PEFT, axolotl and transformers call it: nothing is taken for it, as it may mean more.
-MEANT = {
-    "adapter": "lora_rank",
-    "assistant_only_loss": "sft_train_on_completion_only",
-    "base_model": "load_parameters_path",
-    "beta": "dpo_beta",
-    "bf16": "dtype",
-    "completion_only_loss": "sft_train_on_completion_only",
-    "dataset": "grain_train_files",
-    "datasets": "grain_train_files",
-    "enable_lora": "lora_rank",
-    "gradient_checkpointing": "remat_policy",
-    "label_smoothing": "dpo_label_smoothing",
-    "logging_steps": "log_period",
-    "lora_r": "lora_rank",
-    "lora_target_linear": "lora_targets",
-    "lora_target_modules": "lora_targets",
-    "loss_type": "dpo_loss_type",
-    "lr_scheduler": "lr_schedule_type",
-    "max_grad_norm": "gradient_clipping_threshold",
-    "max_length": "max_target_length",
-    "max_seq_length": "max_target_length",
-    "max_steps": "steps",
-    "model_name_or_path": "load_parameters_path",
-    "num_epochs": "num_epoch",
-    "num_train_epochs": "num_epoch",
-    "optim": "opt_type",
-    "output_dir": "base_output_directory",
-    "per_device_eval_batch_size": "eval_per_device_batch_size",
-    "per_device_train_batch_size": "per_device_batch_size",
-    "r": "lora_rank",
-    "sample_packing": "packing",
-    "save_steps": "checkpoint_period",
-    "sequence_len": "max_target_length",
-    "target_modules": "lora_targets",
-    "train_file": "grain_train_files",
-    "train_on_inputs": "sft_train_on_completion_only",
-    "use_lora": "lora_rank",
-    "use_peft": "lora_rank",
-    "val_set_size": "eval_fraction",
-    "warmup_ratio": "warmup_steps_fraction",
-    "warmup_steps": "warmup_steps_fraction",
-    "weight_decay": "adam_weight_decay",
-}
 _MOST_WHOLE = 12  # keys with their values, in one line
 
 
@@ -81,6 +37,12 @@ _MOST_WHOLE = 12  # keys with their values, in one line
 def base() -> Mapping[str, Any]:
     """Every key with its default."""
     return types.MappingProxyType(read_yaml(CONFIGS / "base.yml"))
+
+
+@functools.cache
+def other_names() -> dict[str, str]:
+    """What other libraries call our keys."""
+    return read_yaml(pathlib.Path(__file__).with_name("other_names.yml"))
 
 
 def unset(name: str) -> Any:
@@ -99,16 +61,7 @@ def may_be_unset(name: str) -> bool:
 
 
 def cast_value(given: str, value: Any, name: str) -> Any:
-    """`value` as the type of the default of the key `name`; only lossless changes.
-
-    Args:
-      given: what was given, for the error.
-      value: as YAML reads it.
-      name: a key of base.yml.
-
-    Raises:
-      ConfigError: the value is of another type.
-    """
+    """`value` as the type of the default of the key `name`; only lossless changes."""
     default = base()[name]
     if name in _OPTIONAL:
         if value in (None, "none", "None"):
@@ -139,12 +92,7 @@ def cast_value(given: str, value: Any, name: str) -> Any:
 
 
 def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys") -> str:
-    """What is wrong with keys that do not exist, in one line.
-
-    Args:
-      found: (as given, name) of each, at least one.
-      list_of_keys: where a person finds those that do.
-    """
+    """What is wrong with keys that do not exist, in one line."""
     meant = [nearest_key(name) for _, name in found]
     if len(found) == 1:
         hint = f"did you mean {meant[0]}? " if meant[0] else ""
@@ -174,8 +122,8 @@ def nearest_key(name: str) -> str | None:
     Most names of the keys share words, so a few equal letters prove nothing: word by word the name
     has to be the key's, but for a slip in each, and only words at the end may be missing.
     """
-    if name in MEANT:
-        return MEANT[name]
+    if name in other_names():
+        return other_names()[name]
     for key in difflib.get_close_matches(name, base(), 5, 0.8):
         words, of_key = name.split("_"), key.split("_")
         if name.replace("_", "") == key.replace("_", ""):

@@ -63,9 +63,6 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
     Args:
       foreign: (as given, value) of all keys that are not ours.
       layers: all keys that each file and the command line give, the base first.
-
-    Raises:
-      ConfigError: there are others; all of them, in one line.
     """
     refused, unknown, ignored = collections.defaultdict(list), [], []
     for name, (given, value) in foreign.items():

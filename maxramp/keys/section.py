@@ -15,7 +15,7 @@ from typing import Any, Self
 from maxramp.errors import ConfigError
 
 
-def _key(
+def limit(
     holds: Callable[[Any], bool], text: str, refused: Mapping[str, str] = types.MappingProxyType({})
 ) -> Any:
     """What a value has to be, and how an error says so after "KEY=VALUE"; KEY in it is the key."""
@@ -25,32 +25,40 @@ def _key(
 def one_of(*choices: str, **refused: str) -> Any:
     """A key that takes one of these texts; for others that users know, `refused` says why not."""
     listed = ", ".join(choice or '""' for choice in choices)
-    return _key(lambda value: value in choices, f"is not one of {listed}", refused)
+    return limit(lambda value: value in choices, f"is not one of {listed}", refused)
+
+
+def some_of(*choices: str, fewest: int = 0) -> Any:
+    """A key that takes a list of these texts."""
+    return limit(
+        lambda value: len(value) >= fewest and all(text in choices for text in value),
+        f"must be some of {', '.join(choices)}",
+    )
 
 
 def minimum(bound: int) -> Any:
     """A number from `bound` up, or unset where the key may be."""
-    return _key(lambda value: value is None or value >= bound, f"must be {bound} or more")
+    return limit(lambda value: value is None or value >= bound, f"must be {bound} or more")
 
 
 def positive_or_open(meaning: str = "see --help-keys") -> Any:
     """A number from 1 up, or -1, which leaves it open."""
-    return _key(lambda value: value >= 1 or value == -1, f"must be 1 or more, or -1 ({meaning})")
+    return limit(lambda value: value >= 1 or value == -1, f"must be 1 or more, or -1 ({meaning})")
 
 
 # Numbers within bounds: each makes the field of a key.
-above_zero = functools.partial(_key, lambda value: value is None or value > 0, "must be above 0")
+above_zero = functools.partial(limit, lambda value: value is None or value > 0, "must be above 0")
 above_zero_or_open = functools.partial(
-    _key, lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help-keys)"
+    limit, lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help-keys)"
 )
-fraction = functools.partial(_key, lambda value: 0 <= value <= 1, "must lie between 0 and 1")
-share = functools.partial(_key, lambda value: 0 < value <= 1, "must lie above 0 and be at most 1")
-below_one = functools.partial(_key, lambda value: 0 <= value < 1, "must be at least 0 and below 1")
+fraction = functools.partial(limit, lambda value: 0 <= value <= 1, "must lie between 0 and 1")
+share = functools.partial(limit, lambda value: 0 < value <= 1, "must lie above 0 and be at most 1")
+below_one = functools.partial(limit, lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 
 
 def day() -> Any:
     """A day of the calendar."""
-    return _key(_is_day, "must be a day, such as 2026-01-31")
+    return limit(_is_day, "must be a day, such as 2026-01-31")
 
 
 def _is_day(value: str) -> bool:
@@ -66,7 +74,7 @@ def path_or_storage() -> Any:
         "must be a path, or an address such as gs://bucket/folder or s3://bucket/folder, with no "
         "part . or .."
     )
-    return _key(lambda value: is_object_storage(value) or not is_address(value), text)
+    return limit(lambda value: is_object_storage(value) or not is_address(value), text)
 
 
 def is_object_storage(path: str) -> bool:
@@ -89,7 +97,7 @@ def form(pattern: str, text: str) -> Any:
         texts = [value] if isinstance(value, str) else value
         return all(isinstance(t, str) and re.fullmatch(f"({pattern})?", t) for t in texts)
 
-    return _key(holds, text)
+    return limit(holds, text)
 
 
 def named_texts() -> Any:
@@ -105,13 +113,13 @@ def named_texts() -> Any:
         )
 
     text = "must give names of letters, digits, _, . and - a text each, such as {code: FILES}"
-    return _key(holds, text)
+    return limit(holds, text)
 
 
 def uint32(least: int = 0) -> Any:
     """An integer of 32 bits, such as a seed, from `least` up."""
     text = f"must be {least} or more and below 2^32 = {2**32}"
-    return _key(lambda value: least <= value < 2**32, text)
+    return limit(lambda value: least <= value < 2**32, text)
 
 
 # Whether a relation between keys is broken, and what the error says.
@@ -129,12 +137,13 @@ class Keys:
     """A section of the configuration. Subclasses are frozen dataclasses."""
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """The section, from the values of all keys by name, each of which is checked alone.
+    def names(cls) -> tuple[str, ...]:
+        """The keys of the section."""
+        return tuple(field.name for field in dataclasses.fields(cls))
 
-        Raises:
-          ConfigError: names the key, its value, the bound it breaks and a remedy.
-        """
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Self:
+        """The section, from the values of all keys by name, each of which is checked alone."""
         of_section = {field: values[field.name] for field in dataclasses.fields(cls)}
         refuse(
             (True, f"{field.name}={value} {text.replace('KEY', field.name)}")

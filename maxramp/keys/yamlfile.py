@@ -85,11 +85,7 @@ def parse(text: str) -> Any:
 
 
 def read_yaml(path: pathlib.Path) -> dict[str, Any]:
-    """The keys and values of a config file.
-
-    Raises:
-      ConfigError: the file, the line and what is wrong there.
-    """
+    """The keys and values of a config file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.resume import origin_of
+from maxramp.checkpoints.resume import start_of
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of, resolve_planned
@@ -72,7 +72,7 @@ class Run:
         planned = PlannedRun.from_config(
             config,
             meshes_of(config),
-            lambda batch: origin_of(batch, config.batch.num_devices, position, decided)[0],
+            lambda batch: start_of(batch, config.batch.num_devices, position, decided)[0],
         )
         for count in {stage.nodes for stage in planned.stages}:
             resolve_planned(config, count * devices)

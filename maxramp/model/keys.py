@@ -4,7 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp.keys.section import above_zero, below_one, minimum, one_of, positive_or_open
+from maxramp.keys.section import (
+    above_zero,
+    below_one,
+    limit,
+    minimum,
+    one_of,
+    positive_or_open,
+    some_of,
+)
 from maxramp.stage import SIGHT_KEYS, SightKeys
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
@@ -73,11 +81,17 @@ class ModelKeys(Execution):
     base_emb_dim: int = minimum(1)
     base_num_query_heads: int = minimum(1)
     base_num_kv_heads: int = minimum(1)
-    head_dim: int = minimum(1)
+    head_dim: int = limit(
+        lambda value: value > 0 and value % 2 == 0,
+        "must be even and above 0: rotary positions turn pairs",
+    )
     base_mlp_dim: int = minimum(1)
     base_num_decoder_layers: int = minimum(1)
     vocab_size: int = minimum(1)
-    mlp_activations: Sequence[str]
+    mlp_activations: Sequence[str] = limit(
+        lambda value: len(value) == 2 and all(name in ACTIVATIONS for name in value),
+        f"must be two of {', '.join(ACTIVATIONS)}: of the gate, and of what it gates",
+    )
     logits_via_embedding: bool
     attention_bias: bool
     use_qk_norm: bool
@@ -88,7 +102,7 @@ class ModelKeys(Execution):
     lora_alpha: float = above_zero()
     use_rslora: bool
     lora_dropout: float = below_one()
-    lora_targets: Sequence[str]
+    lora_targets: Sequence[str] = some_of("matrix", *LORA_MODULES, fewest=1)
 
     @property
     def lora_scale(self) -> float:

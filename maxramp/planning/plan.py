@@ -17,7 +17,7 @@ from maxramp.model.size import pass_bytes, pipeline_bubble
 from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
 from maxramp.planning.stages import PlannedRun, price, with_nodes
 from maxramp.rampup import adaptive, ladder
-from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.schedule import RampupBatchManager, Stage, Start
 from maxramp.stage import StageSpec
 from maxramp.training import moving
 from maxramp.training.device_memory import GIB
@@ -156,7 +156,7 @@ def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
     keys = expected.keys
 
     def bound(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        ramp = RampupBatchManager(keys, 1, decided=pairs)
+        ramp = RampupBatchManager(keys, 1, Start(decided=pairs))
         stages = ramp.stages_between(0, ramp.total_steps)
         batches = [[stage.first_sample, stage.global_batch_size] for stage in stages]
         return {"batches": batches, "steps": ramp.total_steps}

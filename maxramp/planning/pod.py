@@ -27,7 +27,7 @@ from maxramp.planning.machine import Machine
 from maxramp.processes import backend
 from maxramp.rampup import ladder
 from maxramp.rampup.numbers import plain_number
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.schedule import RampupBatchManager, Start
 from maxramp.stage import StageSpec
 from maxramp.training import moving
 from maxramp.training.device_memory import GIB, compiled_bytes
@@ -65,7 +65,7 @@ class Pod:
         config = resolve(config, len(machine.devices), machine.slices, 1)
         batch, number = config.batch, len(machine.devices)
         ramp = RampupBatchManager(
-            batch, number, decided=ladder.plan_rungs(batch), fields=config.data.fields
+            batch, number, Start(decided=ladder.plan_rungs(batch)), fields=config.data.fields
         )
         return cls(config, ramp, machine, say)
 

@@ -5,7 +5,6 @@ import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import jax
 
@@ -21,11 +20,11 @@ from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
 from maxramp.rampup.phases import MESH_KEYS
-from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.schedule import RampupBatchManager, Stage, Start
 from maxramp.rampup.shape import Meshes
 
 # From the batch keys, resolved: the arguments of `RampupBatchManager` that say where a run stands.
-Origin = Callable[[BatchKeys], dict[str, Any]]
+Origin = Callable[[BatchKeys], Start]
 
 # As base.yml says at restart_minutes. The peak is 989, in bfloat16 (NVIDIA's data sheet).
 _ASSUMED_TFLOPS = 400.0
@@ -125,9 +124,10 @@ class PlannedRun:
         """
         target = resolve_planned(config, config.batch.num_devices)
         cost = PassCost(target)
-        begins = origin(target.batch) if origin else {"decided": ladder.plan_rungs(target.batch)}
+        begins = Start(decided=ladder.plan_rungs(target.batch))
+        start = origin(target.batch) if origin else begins
         ramp = RampupBatchManager(
-            target.batch, meshes=meshes, restart_passes=cost.restart, **begins
+            target.batch, start=start, meshes=meshes, restart_passes=cost.restart
         )
         first = ramp.stages[0].first_step
         stages = ramp.stages_between(first, max(ramp.total_steps, first + 1)) + ramp.rungs

@@ -116,12 +116,7 @@ def period_of(record: dict[str, Any], length: int) -> int:
 
 
 def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
-    """The lower bound of a period, in rows; 0 where its steps say too little.
-
-    Args:
-      records: of its steps, from metrics.jsonl.
-      factor: times the noise scale.
-    """
+    """The lower bound of a period, in rows; 0 where its steps say too little."""
     rows, pairs, targets = [], [], 0
     for record in records:
         values = [record[name] for name in _NAMES]
@@ -153,17 +148,7 @@ def check_decisions(
     first: int | None = None,
     source: str = "decisions.json",
 ) -> list[tuple[int, int]]:
-    """What was decided before, checked against the ladder of today.
-
-    Args:
-      keys: of today.
-      recorded: (first sample, global batch size), in order.
-      first: the rung below these; None where it is not known.
-      source: where that is from.
-
-    Raises:
-      ConfigError: a size is no rung, or one is left out.
-    """
+    """What was decided before, checked against the ladder of today."""
     sizes = [first or keys.rampup_ladder[0], *(size for _, size in recorded)]
     if recorded and sizes != list(keys.rampup_ladder[: len(sizes)]):
         raise ConfigError(

@@ -10,13 +10,14 @@ import dataclasses
 import enum
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 import ml_collections
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
+from maxramp.keys.choices import Choices, refuse_unread
 from maxramp.keys.section import Keys, above_zero, fraction, minimum, one_of, positive_or_open
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import phases
@@ -32,6 +33,28 @@ _SIZES = (
     "step_batch_size_schedule",
     "rampup_ladder",
 )
+_GLOBAL_SIZES = (
+    "global_batch_size or global_batch_tokens or rampup_batch_size or step_batch_size_schedule or "
+    "rampup_policy"
+)
+# What is read only where other keys have some value.
+RAMP_CHOICES: Choices = {
+    "enable_rampup_batch_size=True": (
+        *("per_device_batch_size_start", "per_device_batch_size_increment"),
+        "global_rampup_samples",
+    ),
+    "step_batch_size_schedule": ("step_batch_size_unit",),
+    "rampup_policy": ("rampup_ladder",),
+    "rampup_policy=seesaw": ("rampup_rounding",),
+    "rampup_policy=noise": (
+        *("rampup_noise_factor", "rampup_decision_samples", "rampup_earliest", "rampup_latest"),
+    ),
+}
+CHOICES: Choices = {
+    **RAMP_CHOICES,
+    f"without {_GLOBAL_SIZES}": ("gradient_accumulation_steps",),
+    _GLOBAL_SIZES: ("micro_batch_size",),
+}
 # What a program does not ask for by leaving it out: base.yml has the default job's ramp and length.
 _NOT_BY_DEFAULT = (
     "enable_rampup_batch_size",
@@ -103,15 +126,12 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
         What is left out has base.yml's default, but for the ramp and the length of the run, which
         count as not given; so does None.
-
-        Raises:
-          ConfigError: no key gives a batch size; a value is of another type; or a mapping has a key
-            that does not exist. What else an object has as attributes is its own affair.
         """
         if isinstance(config, cls):
             return config
         names = [field.name for field in dataclasses.fields(cls)]
-        if isinstance(config, Mapping | ml_collections.ConfigDict):
+        is_mapping = isinstance(config, Mapping | ml_collections.ConfigDict)
+        if is_mapping:
             found = _from_mapping(config)
         else:
             found = {}
@@ -131,15 +151,15 @@ class BatchKeys(CurveKeys, ShapeKeys):
             )
         left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
         # Without a row's length, Megatron takes thresholds for samples: a row is one token.
-        return cls.from_values(left_out | {"max_target_length": 1} | given)
+        values = left_out | {"max_target_length": 1} | given
+        keys = cls.from_values(values)
+        if is_mapping:  # an object, such as MaxText's configuration, has keys that nobody gave
+            keys.refuse_unread(CHOICES, given, values)
+        return keys
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """The section, with the global batch in samples.
-
-        Raises:
-          ConfigError: a key is out of its range, or a batch or a row is cut.
-        """
+        """The section, with the global batch in samples."""
         tokens, sample = values["global_batch_tokens"], values["max_target_length"]
         if tokens > 0:
             if tokens % sample:
@@ -150,13 +170,18 @@ class BatchKeys(CurveKeys, ShapeKeys):
             values = {**values, "global_batch_size": tokens // sample}
         return super().from_values(values)
 
+    def refuse_unread(
+        self, choices: Choices, given: Collection[str], values: Mapping[str, Any]
+    ) -> None:
+        """Refuses keys that are given for choices which are not made, in a phase or a later one."""
+        held = [{**values, **phase.values} for phase in self.phase_list]
+        for number, phase in enumerate(self.phase_list):
+            with phase.name_errors():
+                refuse_unread(choices, phase.given if number else given, held[number:])
+
     @functools.cached_property
     def phase_list(self) -> tuple[phases.Phase[Self], ...]:
-        """What `phases` makes of these keys, the first from sample 0 on.
-
-        Raises:
-          ConfigError: as `phases.make_phases`.
-        """
+        """What `phases` makes of these keys, the first from sample 0 on."""
         return phases.make_phases(self)
 
     def phase_at(self, sample: int) -> phases.Phase[Self]:
@@ -215,11 +240,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
 
 def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
-    """The values of a mapping by our keys.
-
-    Raises:
-      ConfigError: a key exists neither here nor in a trainer that we know.
-    """
+    """The values of a mapping by our keys."""
     found, unknown = {}, []
     for name, value in config.items():
         if taken := peers.translate(str(name), value):

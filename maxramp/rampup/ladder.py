@@ -96,12 +96,6 @@ def policy(keys: BatchKeys) -> Relations:
         f"{keys.learning_rate_schedule_steps} with {given}: the batch goes with the learning rate "
         "over all samples of the run; use samples and -1",
     )
-    for name in ("rampup_earliest", "rampup_latest"):
-        yield (
-            getattr(keys, name) and keys.rampup_policy != "noise",
-            f"{name}={list(getattr(keys, name))} goes with rampup_policy=noise, not with {given}; "
-            "leave it out",
-        )
 
 
 def noise(keys: BatchKeys) -> Relations:

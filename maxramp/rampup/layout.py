@@ -171,8 +171,6 @@ def schedule_nodes(
     """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best.
 
     Args:
-      keys: the batch keys.
-      thresholds: the batch size of each stage.
       steps: how many the run takes of each stage; 0 where it ends before.
       meshes: `best` and `nemo` take no number of devices without a mesh.
       restart_passes: how long a change of nodes takes, in passes of the largest micro batch.

@@ -8,6 +8,7 @@ This module imports no jax.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -19,10 +20,6 @@ from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.numbers import exact, parse_count, show
 from maxramp.rampup.phases import WARMUP, Phase
-
-# What only rope_type=llama3.1 reads.
-_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor")
-_SCALING += ("original_max_position_embeddings",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +37,7 @@ class Threshold:
 
 
 def thresholds(keys: BatchKeys) -> list[Threshold]:
-    """The thresholds of the notation that is used and of the phases, the first at sample 0.
-
-    Raises:
-      ConfigError: keys of two notations, or one that is out of range.
-    """
+    """The thresholds of the notation that is used and of the phases, the first at sample 0."""
     check(keys)
     found, ends = [], [phase.first_sample for phase in keys.phase_list[1:]]
     for phase, end in zip(keys.phase_list, [*ends, math.inf], strict=True):
@@ -74,17 +67,11 @@ def _read_notation(keys: BatchKeys) -> list[Threshold]:
 
 
 def check(keys: BatchKeys) -> None:
-    """Checks how the keys give the batch, as far as that can be done without knowing the devices.
-
-    Raises:
-      ConfigError: names the key, its value, the relation it breaks and a remedy.
-    """
+    """Checks how the keys give the batch, as far as no devices have to be known."""
     for phase in keys.phase_list:
-        try:
+        with phase.name_errors():
             refuse(_check_phase(keys, phase))
             _check(phase.keys)
-        except ConfigError as error:
-            raise ConfigError(f"{phase}: {error}" if phase.first_sample else f"{error}") from None
 
 
 def _check(keys: BatchKeys) -> None:
@@ -101,32 +88,28 @@ def _check(keys: BatchKeys) -> None:
         refuse(ladder.seesaw(keys) if keys.rampup_policy == "seesaw" else ladder.noise(keys))
 
 
+def _shown_ramps(keys: BatchKeys) -> list[str]:
+    """The keys that give a ramp, with their values."""
+    given = {
+        "enable_rampup_batch_size=True": keys.enable_rampup_batch_size,
+        f"rampup_batch_size={keys.rampup_batch_size}": keys.rampup_batch_size is not None,
+        f'step_batch_size_schedule="{keys.step_batch_size_schedule}"': (
+            keys.step_batch_size_schedule
+        ),
+        f"rampup_policy={keys.rampup_policy}": keys.rampup_policy,
+    }
+    return [shown for shown, is_given in given.items() if is_given]
+
+
 def _check_phase(keys: BatchKeys, phase: Phase) -> Relations:
     """A phase goes with a ramp where it leaves the batch to it, and where the ramp is known."""
     maxtext = ("per_device_batch_size", "gradient_accumulation_steps")
     sizes = ("global_batch_size", "global_batch_tokens", *maxtext * keys.enable_rampup_batch_size)
-    ramp = (
-        f"rampup_batch_size={keys.rampup_batch_size}"
-        if keys.rampup_batch_size is not None
-        else f'step_batch_size_schedule="{keys.step_batch_size_schedule}"'
-        if keys.step_batch_size_schedule
-        else f"rampup_policy={keys.rampup_policy}"
-        if keys.rampup_policy
-        else "enable_rampup_batch_size=True"
-    )
-    is_ramp = keys.enable_rampup_batch_size or keys.rampup_batch_size is not None
-    is_ramp = is_ramp or keys.step_batch_size_schedule or keys.rampup_policy
-    for name in sizes:
+    for ramp, name in itertools.product(_shown_ramps(keys), sizes):
         yield (
-            is_ramp and name in phase.given,
+            name in phase.given,
             f"{name}={phase.given.get(name)}: {ramp} gives the batch; leave one of them out (the "
             "phases alone are a ramp: give the first batch as global_batch_size)",
-        )
-    for name in _SCALING:
-        yield (
-            name in phase.given and phase.keys.rope_type == "default",
-            f"{name}={phase.given.get(name)} is part of rope_type=llama3.1, and rope_type=default "
-            "holds here; give rope_type too, or leave it out",
         )
     warmup = phase.given.get(WARMUP)
     yield (
@@ -142,57 +125,29 @@ def _check_phase(keys: BatchKeys, phase: Phase) -> Relations:
 
 
 def _check_notations(keys: BatchKeys) -> Relations:
-    """A ramp is given once, the sizes of a rule with the rule, how a batch is cut into passes once.
-
-    No notation but NeMo's has a global batch beside it.
-    """
-    maxtext, nemo = keys.enable_rampup_batch_size, keys.rampup_batch_size is not None
-    megatron, policy = keys.step_batch_size_schedule, keys.rampup_policy
-    given = {
-        "enable_rampup_batch_size=True": maxtext,
-        f"rampup_batch_size={keys.rampup_batch_size}": nemo,
-        f'step_batch_size_schedule="{megatron}"': megatron,
-        f"rampup_policy={policy}": policy,
-    }
-    used = [shown for shown, is_used in given.items() if is_used]
+    """A ramp is given once; no notation but NeMo's has a global batch beside it."""
+    used = _shown_ramps(keys)
     yield (
         len(used) > 1,
         f"{' and '.join(used)} describe the ramp in two notations; keep one of them",
-    )
-    yield (
-        keys.rampup_ladder and not policy,
-        f"rampup_ladder={list(keys.rampup_ladder)} goes with rampup_policy, which is not given; "
-        "use rampup_policy=seesaw or noise, or leave it out",
     )
     total, micro = keys.global_batch_size, keys.micro_batch_size
     why = (
         "MaxText's ramp ends at per_device_batch_size; use rampup_batch_size=[start, increment, "
         "samples] with global_batch_size, or"
-        if maxtext
+        if keys.enable_rampup_batch_size
         else "the schedule ends at its last batch size;"
-        if megatron
+        if keys.step_batch_size_schedule
         else "the batch takes the sizes of rampup_ladder;"
     )
     yield (
-        total != -1 and used and not nemo,
+        total != -1 and used and keys.rampup_batch_size is None,
         f"global_batch_size={total} and {''.join(used)}: {why} leave global_batch_size out",
     )
     yield (
         keys.per_device_batch_size <= 0 and micro == total == -1,
         f"per_device_batch_size={show(keys.per_device_batch_size)} must be above 0 (rows per "
         "device in one forward and backward pass)",
-    )
-    gives_global_sizes = nemo or megatron or policy or total != -1
-    yield (
-        micro != -1 and not gives_global_sizes,
-        f"micro_batch_size={micro} goes with global_batch_size, rampup_batch_size, "
-        "step_batch_size_schedule or rampup_ladder, none of which is given; use "
-        "per_device_batch_size, or give global_batch_size",
-    )
-    yield (
-        keys.gradient_accumulation_steps != 1 and gives_global_sizes,
-        f"gradient_accumulation_steps={keys.gradient_accumulation_steps} follows from the global "
-        "batch size, the micro batch and the devices; leave it out",
     )
 
 
@@ -203,14 +158,8 @@ def _check_rise(
     start_name: str,
     constant: str,
 ) -> Relations:
-    """A ramp rises from its start to its end in whole increments.
-
-    Args:
-      numbers, given: start, increment and samples of the ramp, and how an error shows them.
-      end: where it ends: the key and its value.
-      start_name: of the start, as a term of the sum.
-      constant: what makes the batch constant.
-    """
+    """A ramp rises from its start to its end, a key and its value, in whole increments; an error
+    shows its three numbers as `given`."""
     start, increment, samples = numbers
     name, final = end
     rise, without = final - start, f"lower the start, or {constant}"

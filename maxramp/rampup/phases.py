@@ -81,11 +81,7 @@ class Phase(Generic[KeysT]):
 
     @contextlib.contextmanager
     def name_errors(self) -> Iterator[None]:
-        """An error inside names the phase; the first is the keys themselves.
-
-        Raises:
-          ConfigError: there is one.
-        """
+        """An error inside names the phase; the first is the keys themselves."""
         try:
             yield
         except ConfigError as error:
@@ -99,9 +95,6 @@ def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, A
       pairs: as a file or a command line gives them: `phases`, which replaces those before, and
         `phases.252M.KEY`, which is put into them.
       before: the phases that the files below give.
-
-    Raises:
-      ConfigError: it is no mapping of mappings, or a threshold is no number.
     """
     found, is_given = before, False
     for name, value in pairs:
@@ -153,11 +146,7 @@ def _check_key(threshold: str, key: str, value: Any) -> None:
 
 
 def make_phases(keys: KeysT) -> tuple[Phase[KeysT], ...]:
-    """The phases of batch keys, the first one from sample 0 on.
-
-    Raises:
-      ConfigError: thresholds do not rise, or a phase gives a value that its key cannot take.
-    """
+    """The phases of batch keys, the first one from sample 0 on."""
     values = {field.name: getattr(keys, field.name) for field in dataclasses.fields(keys)}
     values[_NAME] = {}
     found = [Phase("0", 0, {}, {}, dataclasses.replace(keys, phases={}))]

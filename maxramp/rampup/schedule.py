@@ -83,10 +83,8 @@ def layouts(
     """How the batch of every stretch lies on its devices; None where it does not divide.
 
     Args:
-      keys: the batch keys.
       stretches: of the walk, and those that are `undecided_rungs`.
       num_devices: of one job; None = on the nodes that `node_schedule` gives each.
-      meshes, restart_passes: as in `layout.schedule_nodes`.
     """
     if num_devices:
         nodes = -(-num_devices // keys.devices_per_node)
@@ -180,6 +178,21 @@ class Stage:
         return {name: value for name, value in found.items() if name != "spec"}
 
 
+class Start(NamedTuple):
+    """Where a schedule is taken up.
+
+    A run whose batch keys changed at a restart has steps and stages behind it that the keys of
+    today would have made otherwise.
+    """
+
+    first_step: int = 0
+    first_sample: int = 0
+    first_index: int = 0  # the number of the stage that the schedule begins with
+    history: Sequence[dict[str, Any]] = ()  # the stages before, as in plan.json
+    # (first sample, global batch size) of the rungs that a run with rampup_policy=noise has taken
+    decided: Sequence[tuple[int, int]] = ()
+
+
 class RampupBatchManager:
     """The stages of a run and its length.
 
@@ -198,12 +211,8 @@ class RampupBatchManager:
         self,
         config: Any,
         num_devices: int | None = None,
+        start: Start | None = None,
         *,
-        first_step: int = 0,
-        first_sample: int = 0,
-        first_index: int = 0,
-        history: Sequence[dict[str, Any]] = (),
-        decided: Sequence[tuple[int, int]] = (),
         meshes: Meshes | None = None,
         fields: Fields = text_fields,
         restart_passes: float = 0.0,
@@ -215,42 +224,34 @@ class RampupBatchManager:
           num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
             `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
             not depend on it where `devices_per_node` is given.
-          first_step, first_sample, first_index: where the schedule is taken up, and the number of
-            the stage that it begins with. A run whose batch keys changed at a restart has steps and
-            stages behind it that the keys of today would have made otherwise.
-          history: those stages, as in plan.json.
-          decided: (first sample, global batch size) of the rungs that a run with
-            rampup_policy=noise has taken (`adaptive.check_decisions`).
+          start: where the schedule is taken up; None = at the beginning.
           meshes: None where the model has none on this many devices: `node_schedule` does not take
             them. By default, what these keys give.
           fields: the arrays of a batch.
           restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
             for `node_schedule` (`PassCost`).
-
-        Raises:
-          ConfigError: a key is out of range, or one of a mapping does not exist; or neither
-            `num_devices` nor `devices_per_node` says how many devices there are. A batch that does
-            not divide over its devices is refused by `check`.
         """
-        keys = BatchKeys.read(config)
+        keys, start = BatchKeys.read(config), start or Start()
         if keys.devices_per_node < 1 and num_devices:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
-        self.history, self.shown_length = list(history), keys.shown_length
+        self.history, self.shown_length = list(start.history), keys.shown_length
         # How many tokens more the samples before were than as many of today.
-        longer = ((s["max_target_length"] - keys.max_target_length, s["samples"]) for s in history)
+        length = keys.max_target_length
+        longer = ((s["max_target_length"] - length, s["samples"]) for s in self.history)
         self._more_tokens = sum(more * samples for more, samples in longer)
         if keys.total_tokens != -1:
             rest = keys.total_tokens - self._more_tokens
             keys = dataclasses.replace(keys, total_tokens=max(1, rest))
-        thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in decided]
-        walked = list(walk(thresholds, first_step, first_sample))
+        thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in start.decided]
+        walked = list(walk(thresholds, start.first_step, start.first_sample))
         stretches = walked + undecided_rungs(keys, thresholds)
         meshes = functools.cache(meshes or keys.mesh_at)
         found = layouts(keys, stretches, num_devices, meshes, restart_passes)
         self.keys, self.thresholds = keys, thresholds
         self._refusals: dict[int, ConfigError] = {}
         stages: list[Stage] = []
-        for index, (stretch, placed) in enumerate(zip(stretches, found, strict=True), first_index):
+        pairs = zip(stretches, found, strict=True)
+        for index, (stretch, placed) in enumerate(pairs, start.first_index):
             if placed is None:
                 size = stretch.threshold
                 self._refusals[index] = layout.refusal(keys, index, size, num_devices)
@@ -282,8 +283,7 @@ class RampupBatchManager:
     def add(self, stage: Stage) -> None:
         """Ends the last stage where `stage` begins; the new stage has no end.
 
-        The loader and the loop look the stage of a step up here, so they need no notice. Its
-        program takes long to compile: give the stage to `Programs.add` before it begins.
+        The loader and the loop look the stage of a step up here, so they need no notice.
 
         Raises:
           ValueError: it begins before the last stage or a settled step does, or its index or first
@@ -306,14 +306,7 @@ class RampupBatchManager:
         self.stages.append(stage)
 
     def grow(self, first_step: int) -> Stage:
-        """Takes the next of `rungs`, from a step on, as `add` does.
-
-        Returns:
-          The new stage.
-
-        Raises:
-          ValueError: as `add`.
-        """
+        """Takes the next of `rungs`, from a step on, as `add` does; returns the new stage."""
         sample = self.samples_before(first_step)
         stage = dataclasses.replace(self.rungs[0], first_step=first_step, first_sample=sample)
         self.add(stage)
@@ -343,6 +336,15 @@ class RampupBatchManager:
         """
         stage = self.stage_at_step(step)
         return stage.first_sample + (step - stage.first_step) * stage.global_batch_size
+
+    def batch_before(self, step: int) -> tuple[int, int]:
+        """The global batch size of step - 1, which may lie in the history, and the samples that are
+        consumed after it."""
+        for stage in self.history:
+            if stage["first_step"] < step <= stage["first_step"] + stage["steps"]:
+                size = stage["global_batch_size"]
+                return size, stage["first_sample"] + (step - stage["first_step"]) * size
+        return self.stage_at_step(step - 1).global_batch_size, self.samples_before(step)
 
     def step_at_sample(self, sample: int) -> int:
         """The step that trains on row `sample`: samples_before(step) <= sample."""
@@ -381,6 +383,12 @@ class RampupBatchManager:
         """Samples of the whole run: those of its steps, each whole."""
         return self.samples_before(self.total_steps)
 
+    @property
+    def sample_lengths(self) -> list[int]:
+        """The tokens of the run's samples: another max_target_length may lie behind a restart."""
+        before = [stage["max_target_length"] for stage in self.history]
+        return list(dict.fromkeys([*before, self.keys.max_target_length]))
+
     def tokens(self, samples: int) -> int:
         """Tokens of the run's first samples, at least of those before this schedule."""
         return samples * self.keys.max_target_length + self._more_tokens
@@ -407,10 +415,7 @@ class RampupBatchManager:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The stages and the length of the run, as they stand in plan.json.
-
-        `history` is what was trained before the first of the stages.
-        """
+        """The stages and the length of the run, as they stand in plan.json."""
         return {
             "stages": [stage.to_json() for stage in self.stages],
             "total_steps": self.total_steps,
@@ -420,11 +425,7 @@ class RampupBatchManager:
         }
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Refuses stages that cannot be split over their devices.
-
-        Raises:
-          ConfigError: names the first such stage and the nearest sizes that can.
-        """
+        """Refuses stages that cannot be split over their devices."""
         for stage in stages:
             if stage.index in self._refusals:
                 raise self._refusals[stage.index]

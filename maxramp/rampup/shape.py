@@ -31,11 +31,7 @@ class ShapeKeys(MeshKeys, SightKeys):
 
     @property
     def rows_multiple(self) -> int:
-        """What a rank's rows of a pass are a multiple of: its share of a pipeline's micro batches.
-
-        Raises:
-          ConfigError: stages do not share them equally, or it is open how many there are.
-        """
+        """What a rank's rows of a pass are a multiple of: its share of the micro batches."""
         count, stages = self.num_pipeline_microbatches, self.pipeline_stages
         if count == -1:
             return 1
@@ -59,11 +55,7 @@ class ShapeKeys(MeshKeys, SightKeys):
 
     @property
     def rows_of_sample(self) -> int:
-        """Into how many rows a step cuts a sample.
-
-        Raises:
-          ConfigError: they are not of equal length.
-        """
+        """Into how many rows a step cuts a sample."""
         row, sample = self.row_length, self.max_target_length
         if row == -1:
             return 1

@@ -1,9 +1,11 @@
 """The section of reinforcement learning: prompts, answers and rewards. Imports no JAX."""
 
 import dataclasses
+import re
+import sys
 from collections.abc import Sequence
 
-from maxramp.keys.section import Keys, above_zero, minimum, positive_or_open, uint32
+from maxramp.keys.section import Keys, limit, minimum, positive_or_open, uint32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,18 @@ class RolloutKeys(Keys):
     split_special_tokens: bool
     max_completion_length: int = minimum(1)
     rollout_seed: int = uint32()
-    rewards: Sequence[str]
-    reward_weights: Sequence[float]
+    rewards: Sequence[str] = limit(
+        lambda value: (
+            0 < len(value) == len({*map(str, value)})
+            and all(re.fullmatch("[^:]+:.+", str(name)) for name in value)
+        ),
+        "must be functions, each once as module:function",
+    )
+    reward_weights: Sequence[float] = limit(
+        lambda value: all(type(x) in (int, float) and abs(x) <= sys.float_info.max for x in value),
+        "must be finite numbers",
+    )
     reward_workers: int = minimum(1)
-    reward_timeout_seconds: float = above_zero()
+    reward_timeout_seconds: float = limit(  # the system waits 2^31 ms at most
+        lambda value: 0 < value <= 2e6, "must be above 0 and at most 2e6, which is 23 days"
+    )

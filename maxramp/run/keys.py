@@ -4,7 +4,7 @@ import dataclasses
 
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
-from maxramp.keys.section import Keys, above_zero_or_open, minimum, one_of, path_or_storage
+from maxramp.keys.section import Keys, above_zero_or_open, limit, minimum, one_of, path_or_storage
 
 PROGRAMS = ("train", "grpo")  # the commands that train
 
@@ -13,7 +13,10 @@ PROGRAMS = ("train", "grpo")  # the commands that train
 class RunKeys(Keys):
     """The run's folder, what it shows, and when it is given up."""
 
-    run_name: str
+    run_name: str = limit(
+        lambda value: value not in (".", "..") and "/" not in value,
+        "must name one folder below base_output_directory; put the path into base_output_directory",
+    )
     program: str = one_of("", *PROGRAMS)
     base_output_directory: str = path_or_storage()
     model_name: str

@@ -255,13 +255,14 @@ class Output:
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
         stages = ramp.stage_at_step(last_step).index + 1
+        tokens = " or ".join(map(str, ramp.sample_lengths))
         lines = [
             f"data     {corpus.description} (hash {corpus.hash})",
             f"model    {self._keys.model_name}: {_describe_weights(state, recipe)}, on "
             f"{count(mesh.size, f'{mesh.devices.flat[0].device_kind} device')}"
             + (f" (mesh {format_sizes(mesh.shape)})" if mesh.size > 1 else ""),
             f"run      {self.folder}: {ramp.total_steps:,} steps, {ramp.total_samples:,} "
-            f"samples of {ramp.stages[-1].spec.tokens} tokens in {count(stages, 'stage')}",
+            f"samples of {tokens} tokens in {count(stages, 'stage')}",
         ]
         platform = mesh.devices.flat[0].platform
         lengths = {stage.spec.row_length for stage in span.stages}

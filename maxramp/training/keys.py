@@ -1,39 +1,61 @@
 """The sections of training: what is minimized, how weights follow, and at which rate."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self
 
-from maxramp.keys.section import Keys, above_zero, below_one, minimum, one_of, uint32
-from maxramp.model.keys import ModelKeys, dtype_of
+from maxramp.keys.choices import Choices
+from maxramp.keys.section import (
+    Keys,
+    above_zero,
+    below_one,
+    limit,
+    minimum,
+    one_of,
+    some_of,
+    uint32,
+)
+from maxramp.model.keys import ROLES, ModelKeys, dtype_of
 from maxramp.rampup.keys import CurveKeys
 from maxramp.stage import StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class PreferenceKeys(Keys):
-    """What is minimized over pairs of answers."""
-
-    use_dpo: bool
-    dpo_beta: float = above_zero()
-    dpo_label_smoothing: float = minimum(0)
-    dpo_loss_type: str = one_of("sigmoid", "robust", "ipo")
-    loss_block_tokens: int = minimum(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectiveKeys(PreferenceKeys):
-    """What a step minimizes."""
+class NextTokenKeys(Keys):
+    """What is minimized over text and chats."""
 
     z_loss_multiplier: float = minimum(0)
     log_token_statistics: bool
 
 
 @dataclasses.dataclass(frozen=True)
+class PreferenceKeys(Keys):
+    """What is minimized over pairs of answers."""
+
+    dpo_beta: float = above_zero()
+    dpo_label_smoothing: float = limit(
+        lambda value: 0 <= value < 0.5,
+        "must be at least 0 and below 0.5, or the chosen answers would count as the worse ones",
+    )
+    dpo_loss_type: str = one_of("sigmoid", "robust", "ipo")
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveKeys(PreferenceKeys, NextTokenKeys):
+    """What a step minimizes over rows of data."""
+
+    use_dpo: bool
+    loss_block_tokens: int = minimum(0)
+
+
+@dataclasses.dataclass(frozen=True)
 class PolicyKeys(Keys):
     """What reinforcement learning minimizes over the answers to prompts."""
 
-    num_generations: int = minimum(1)
+    num_generations: int = limit(
+        lambda value: value >= 2,
+        "must be 2 or more: an answer's advantage is over the others to its prompt",
+    )
     grpo_normalize_advantages: bool
     grpo_epsilon: float = minimum(0)
     grpo_epsilon_high: float = minimum(0)
@@ -44,38 +66,100 @@ class PolicyKeys(Keys):
     loss_block_tokens: int = minimum(0)
 
 
-# By opt_type, the keys of its optimizers that half_lives_in_samples may name.
-_ADAMW = ("adam_b1", "adam_b2", "adam_weight_decay")
-HALF_LIVES = {
-    "adamw": _ADAMW,
-    "sgd": ("sgd_momentum",),
-    "muon": ("muon_beta", "muon_weight_decay", *_ADAMW),
-}
-
-
 @dataclasses.dataclass(frozen=True)
-class OptimizerKeys(Keys):
-    """Gradients -> new weights."""
+class AdamWKeys(Keys):
+    """Of means of gradients and of their squares, and of what decays."""
 
-    init_weights_seed: int = uint32()
-    dtype: str = dtype_of()
-    trainable_parameters_mask: Sequence[str]
-    trainable_layers: Sequence[int]
-    opt_type: str = one_of(*HALF_LIVES)
     adam_b1: float = below_one()
     adam_b2: float = below_one()
     adam_eps: float = minimum(0)
     adam_weight_decay: float = minimum(0)
-    adamw_mask: Sequence[str]
+    adamw_mask: Sequence[str] = some_of(*ROLES)
     mu_dtype: str = dtype_of("")
+
+
+@dataclasses.dataclass(frozen=True)
+class SGDKeys(Keys):
+    """Of gradients, or sums of them."""
+
     sgd_momentum: float = below_one()
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonKeys(Keys):
+    """Of gradients whose singular values are made about 1."""
+
     muon_beta: float = below_one()
     muon_weight_decay: float = minimum(0)
     muon_consistent_rms: float | None = above_zero()
+
+
+class OptimizerRecord(NamedTuple):
+    """What there is to know of an optimizer but its arithmetic, which is optimizers/NAME.py."""
+
+    keys: type[Keys]
+    half_lives: tuple[str, ...]  # keys that half_lives_in_samples may name
+    roles: tuple[str, ...] = ROLES  # of the weights that it takes; adamw takes the others
+    state_keys: tuple[str, ...] = ()  # keys that decide which arrays its state has
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerRecord(
+        AdamWKeys, ("adam_b1", "adam_b2", "adam_weight_decay"), state_keys=("mu_dtype",)
+    ),
+    "sgd": OptimizerRecord(SGDKeys, ("sgd_momentum",), state_keys=("sgd_momentum",)),
+    "muon": OptimizerRecord(MuonKeys, ("muon_beta", "muon_weight_decay"), roles=("matrix",)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys):
+    """Gradients -> new weights."""
+
+    init_weights_seed: int = uint32()
+    dtype: str = dtype_of()
+    trainable_parameters_mask: Sequence[str] = some_of(*ROLES)
+    trainable_layers: Sequence[int] = limit(
+        lambda value: all(type(n) is int and n >= 0 for n in value) and value == sorted({*value}),
+        "must be numbers of layers from 0 up, rising, each once",
+    )
+    opt_type: str = one_of(*OPTIMIZERS)
     half_lives_in_samples: Sequence[str]
     gradient_clipping_threshold: float = minimum(0)
     skip_bad_steps: int = minimum(0)
     log_gradient_noise_scale: bool
+
+    @property
+    def has_means(self) -> bool:
+        """Whether a weight takes an optimizer whose means are of mu_dtype."""
+        return "adamw" in optimizer_names(self.opt_type).values()
+
+
+def optimizer_names(opt_type: str) -> dict[str, str]:
+    """The optimizer of the weights of each role, by opt_type."""
+    own = OPTIMIZERS[opt_type].roles
+    return {role: opt_type if role in own else "adamw" for role in ROLES}
+
+
+def half_lives(opt_type: str) -> tuple[str, ...]:
+    """The keys that half_lives_in_samples may name."""
+    names = dict.fromkeys((opt_type, *optimizer_names(opt_type).values()))
+    return tuple(key for name in names for key in OPTIMIZERS[name].half_lives)
+
+
+def _optimizer_choices() -> Iterator[tuple[str, tuple[str, ...]]]:
+    for name, record in OPTIMIZERS.items():
+        users = (kind for kind in OPTIMIZERS if name in optimizer_names(kind).values())
+        yield f"opt_type={'|'.join(users)}", record.keys.names()
+
+
+CHOICES: Choices = {
+    **dict(_optimizer_choices()),
+    "use_dpo=True": PreferenceKeys.names(),
+    "dpo_loss_type=sigmoid|robust": ("dpo_label_smoothing",),
+    "without use_dpo": NextTokenKeys.names(),
+    "lr_schedule_type=wsd": ("wsd_decay_steps_fraction", "wsd_decay_style"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

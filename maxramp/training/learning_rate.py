@@ -35,12 +35,7 @@ class LearningRate:
 
     @classmethod
     def from_keys(cls, keys: LearningRateKeys, ramp: RampupBatchManager) -> "LearningRate":
-        """The schedule of a run, over its learning_rate_schedule_steps or the run.
-
-        Raises:
-          ConfigError: there is no learning rate, or the schedule would end before the step from
-            which a changed ramp goes on: how many samples it spans, the ramp of today cannot tell.
-        """
+        """The schedule of a run, over its learning_rate_schedule_steps or the run."""
         if keys.learning_rate is None:
             raise ConfigError(
                 "learning_rate=none: this config is a batch schedule without a learning rate, and "
@@ -49,14 +44,7 @@ class LearningRate:
         steps = keys.learning_rate_schedule_steps
         spans_run = steps == -1
         steps = ramp.total_steps if spans_run else steps
-        start = ramp.stages[0].first_step
-        if steps <= start:
-            raise ConfigError(
-                f"learning_rate_schedule_steps={steps}: the schedule would end before step "
-                f"{start}, where the changed ramp begins; use {start + 1} or more, or -1 for all"
-            )
-        samples = ramp.samples_before(steps)
-        reference = ramp.stage_at_step(steps - 1).global_batch_size
+        reference, samples = ramp.batch_before(steps)
         if keys.batch_size_lr_reference == "initial":
             reference = ramp.thresholds[0].global_batch_size
             if spans_run and ramp.keys.samples_of_run != -1:  # whatever the batch will be

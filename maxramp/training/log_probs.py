@@ -44,33 +44,18 @@ def scores(
       float32 [B, T], in nats, and bool [B, T].
     """
 
-    def local(x_BTD, head_DV, targets_BT):
-        head_DV, is_target = _device_head(x_BTD, head_DV)
+    def find(below_NV, chosen_NV, _):
+        sums = jnp.stack([jnp.exp(below_NV).sum(-1), chosen_NV.sum(-1)])
+        z_N, chosen_N = psum(sums, "tensor")
+        return chosen_N - jnp.log(z_N), chosen_N == 0
 
-        def block(_, arrays):
-            x_ND, targets_N = arrays
-            logits_NV = _logits(x_ND, head_DV, 1.0)
-            below_NV = logits_NV - pmax(logits_NV.max(-1), "tensor")[:, None]
-            chosen_NV = jnp.where(is_target(targets_N), below_NV, 0)
-            sums = jnp.stack([jnp.exp(below_NV).sum(-1), chosen_NV.sum(-1)])
-            z_N, chosen_N = psum(sums, "tensor")
-            return None, (chosen_N - jnp.log(z_N), chosen_N == 0)
-
-        _, found = jax.lax.scan(block, None, _cut_blocks(block_tokens, x_BTD, targets_BT))
-        B, T = targets_BT.shape
-        return tuple(parts.reshape(-1)[: B * T].reshape(B, T) for parts in found)
-
-    specs = X_BTD, jax.typeof(head_DV).sharding.spec, TOKENS_BT
-    arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
-    return map_shards(local, specs, (TOKENS_BT,) * 2)(*arrays)
+    return _find_by_token(find, 2, (x_BTD, head_DV, targets_BT), 1.0, block_tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens):
-    return _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens)[0]
+def _find_by_token(find, count, arrays, temperature, block_tokens):
+    """What `find` makes of logits less each token's largest, of that of the target where a device
+    has it, and of the largest: `count` arrays [B, T]."""
 
-
-def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
     def local(x_BTD, head_DV, targets_BT):
         head_DV, is_target = _device_head(x_BTD, head_DV)
 
@@ -79,21 +64,31 @@ def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
             logits_NV = _logits(x_ND, head_DV, temperature)
             top_N = pmax(logits_NV.max(-1), "tensor")
             below_NV = logits_NV - top_N[:, None]
-            exp_NV = jnp.exp(below_NV)
-            chosen_NV = jnp.where(is_target(targets_N), below_NV, 0)
-            sums = jnp.stack([x.sum(-1) for x in (exp_NV, exp_NV * below_NV, chosen_NV)])
-            z_N, product_N, chosen_N = psum(sums, "tensor")
-            log_z_N = jnp.log(z_N)
-            return None, (chosen_N - log_z_N, log_z_N - product_N / z_N, top_N + log_z_N)
+            return None, find(below_NV, jnp.where(is_target(targets_N), below_NV, 0), top_N)
 
-        blocks = _cut_blocks(block_tokens, x_BTD, targets_BT)
-        _, found = jax.lax.scan(block, None, blocks)
+        _, found = jax.lax.scan(block, None, _cut_blocks(block_tokens, x_BTD, targets_BT))
         B, T = targets_BT.shape
         return tuple(parts.reshape(-1)[: B * T].reshape(B, T) for parts in found)
 
-    head_spec = jax.typeof(head_DV).sharding.spec
-    specs, arrays = (X_BTD, head_spec, TOKENS_BT), (x_BTD, head_DV, targets_BT)
-    log_p_BT, entropy_BT, log_z_BT = map_shards(local, specs, (TOKENS_BT,) * 3)(*arrays)
+    specs = X_BTD, jax.typeof(arrays[1]).sharding.spec, TOKENS_BT
+    return map_shards(local, specs, (TOKENS_BT,) * count)(*map(jax.reshard, arrays, specs))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens):
+    return _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens)[0]
+
+
+def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
+    def find(below_NV, chosen_NV, top_N):
+        exp_NV = jnp.exp(below_NV)
+        sums = jnp.stack([x.sum(-1) for x in (exp_NV, exp_NV * below_NV, chosen_NV)])
+        z_N, product_N, chosen_N = psum(sums, "tensor")
+        log_z_N = jnp.log(z_N)
+        return chosen_N - log_z_N, log_z_N - product_N / z_N, top_N + log_z_N
+
+    arrays = x_BTD, head_DV, targets_BT
+    log_p_BT, entropy_BT, log_z_BT = _find_by_token(find, 3, arrays, temperature, block_tokens)
     return (log_p_BT, entropy_BT), (*arrays, log_z_BT)
 
 

@@ -25,6 +25,7 @@ There are three kinds, by the prefix of their names:
 Shapes: A gradient accumulation steps, B rows, C copies of the weights, D model width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
+from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.block import RowScale
 from maxramp.model.parts.weights import Weight, map_weights, weights_of
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, stack_spec
@@ -43,7 +45,7 @@ from maxramp.training.optimizers.table import Optimizer
 Squares = dict[str, jax.Array]
 
 
-def probe_rows(model: Decoder, rows: int) -> Decoder:
+def _probe_rows(model: Decoder, rows: int) -> Decoder:
     """A model whose gradient also holds that of every norm's scale for each of this many rows."""
 
     def probe(weight: Weight) -> Weight | RowScale:
@@ -56,21 +58,22 @@ def probe_rows(model: Decoder, rows: int) -> Decoder:
     return map_weights(probe, model)
 
 
-def take_apart(gradients: Decoder) -> tuple[Decoder, list[jax.Array]]:
-    """The gradient of a model `probe_rows` -> the gradient of the model, and those of the rows."""
+def measure(
+    gradient: Callable[[Decoder], tuple[Decoder, Aux]],
+    trained: Decoder,
+    rows: int,
+    keys: OptimizerKeys,
+    opt_state: dict[str, Any],
+) -> tuple[tuple[Decoder, Aux], Squares]:
+    """What `gradient` gives of a micro batch of this many rows, and what is kept of it."""
+    gradients, found = gradient(_probe_rows(trained, rows))
     leaves = jax.tree.leaves(gradients, is_leaf=_is_probe)
-    plain = jax.tree.map(lambda x: x.scale if _is_probe(x) else x, gradients, is_leaf=_is_probe)
-    return plain, [x.rows_BD for x in leaves if _is_probe(x)]
-
-
-def squares_of(
-    gradients: Decoder, of_rows: list[jax.Array], keys: OptimizerKeys, opt_state: dict[str, Any]
-) -> Squares:
-    """What is kept of a micro batch's sums over its tokens, from `take_apart`."""
-    found = {"": squares(_product_weights(gradients)), "norms_": squares(of_rows)}
+    gradients = jax.tree.map(lambda x: x.scale if _is_probe(x) else x, gradients, is_leaf=_is_probe)
+    of_rows = [x.rows_BD for x in leaves if _is_probe(x)]
+    kept = {"": squares(_product_weights(gradients)), "norms_": squares(of_rows)}
     if moment := _moment(gradients, keys, opt_state):
-        found["adam_"] = _adam_squares(gradients, keys, moment)
-    return found
+        kept["adam_"] = _adam_squares(gradients, keys, moment)
+    return (gradients, found), kept
 
 
 def metrics(

@@ -18,7 +18,7 @@ from maxramp.model.parts.weights import hash_bits
 from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.collectives import all_gather, delay_gradient, map_shards
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, stack_spec
-from maxramp.training.keys import PreferenceKeys
+from maxramp.training.keys import ObjectiveKeys
 from maxramp.training.log_probs import log_probs
 from maxramp.training.loss import Objective, with_layers
 
@@ -30,7 +30,7 @@ _SHOWN = (
 )
 
 
-def preference(keys: PreferenceKeys, execution: Execution) -> Objective:
+def preference(keys: ObjectiveKeys, execution: Execution) -> Objective:
     """The loss of pairs, a sum over them, by how far the policy has gone from the reference.
 
     With the log-ratios c and r of the chosen and the rejected answer (log p - log p of the
@@ -98,7 +98,7 @@ def _are_equal(batch: Batch) -> jax.Array:
 
 
 def answer_log_probs(
-    keys: PreferenceKeys, execution: Execution, model: Decoder, batch: Batch
+    keys: ObjectiveKeys, execution: Execution, model: Decoder, batch: Batch
 ) -> tuple[jax.Array, Aux]:
     """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2].
 

@@ -72,9 +72,6 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
     """The weights that train and the others: by role, without any all, or the adapters where there
     are some; those of layers alone where layers are chosen (`mask_layers`).
-
-    Raises:
-      ConfigError: none trains, or a layer is not there.
     """
     layers = len(list(model.pattern))
     for number in keys.trainable_layers:

@@ -37,12 +37,7 @@ Metrics = dict[str, jax.Array]
 def make_train_step(
     recipe: Recipe, learning_rate: LearningRate
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The train step of a recipe on rows of data: state and batch -> state and metrics.
-
-    Args:
-      recipe: the model, the objective's weights and the optimizer.
-      learning_rate: of consumed samples.
-    """
+    """The train step of a recipe on rows of data: state and batch -> state and metrics."""
     step = functools.partial(
         train_step,
         objective=objective_of(recipe),
@@ -94,17 +89,12 @@ def train_step(
       state: donated by the caller.
       batch: arrays [A, B, ...], sharded as BATCH_ABT; row r of the step is [r // B, r % B]. The
         clock counts its hashes: one for each sample, of which there may be several rows.
-      objective: what is minimized, a sum over the rows of a micro batch.
-      execution: how passes are computed.
-      optimizer: how the gradient becomes an update.
-      learning_rate: of consumed samples.
 
     Returns:
       The next state, and scalars: `loss` (nats per token or pair), `grad_norm` (before clipping),
-      `learning_rate`, `target_tokens` (what was predicted: neither padding nor a document's first
-      token), `batch_fingerprint` (uint32[2]), and under `skip_bad_steps` `bad_steps` (uint32:
-      skipped steps in a row, this one included); under `log_gradient_noise_scale` those of
-      `noise_scale`.
+      `learning_rate`, `target_tokens` (neither padding nor a document's first token),
+      `batch_fingerprint` (uint32[2]), under `skip_bad_steps` `bad_steps` (uint32, how many in a
+      row), under `log_gradient_noise_scale` those of `noise_scale`.
     """
 
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
@@ -116,28 +106,21 @@ def train_step(
 
         gradient, kept = jax.grad(minimize, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
-            gradients, found = gradient(noise_scale.probe_rows(trained, B))
-            gradients, of_rows = noise_scale.take_apart(gradients)
-            kept = noise_scale.squares_of(gradients, of_rows, *before)
+            found, kept = noise_scale.measure(gradient, trained, B, *before)
         else:
-            gradients, found = gradient(trained)
-        return jax.tree.map(jnp.add, sums, (gradients, found)), kept
+            found = gradient(trained)
+        return jax.tree.map(jnp.add, sums, found), kept
 
     (A, B, _), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
-    # With several passes each copy of the weights adds up its own gradients, which travel once,
-    # after the last.
-    sizes = jax.sharding.get_abstract_mesh().shape
-    apart = [axis for axis in COPY_AXES if A > 1 and sizes[axis] > 1]
+    apart = _copies_apart(A)
     # Once, whatever the number of micro batches.
-    trained = state.trained.cast(execution.dtype, apart)
+    trained = state.trained.cast(execution.dtype, [*apart])
     frozen = state.frozen.cast(execution.dtype)
     before = optimizer, state.opt_state
-
     zeros = zero_sums(trained, objective.shown)
     drops = dropout_of(trained) > 0
     places_AB2 = places_of_rows(state.consumed_samples, batch) if drops else None
-    sums, kept = jax.lax.scan(add_micro_batch, zeros, (batch, places_AB2))
-    gradients, found = sums
+    (gradients, found), kept = jax.lax.scan(add_micro_batch, zeros, (batch, places_AB2))
     shown, targets = found.shown, found.shown["tokens"]
     shown[objective.divisor] = jnp.maximum(shown[objective.divisor], 1)  # of 0, sums are 0
     gradients = jax.tree.map(
@@ -150,12 +133,18 @@ def train_step(
         divisor=objective.divisor,
     )
     read = jax.tree.map(lambda x: wait_for(x, metrics["grad_norm"]), batch)
-    noise = {}
+    metrics |= {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
     if kept:
-        copies = math.prod(sizes[axis] for axis in apart)
-        noise = noise_scale.metrics(kept, read, copies, gradients, *before)
-    of_batch = {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
-    return state, {**metrics, **of_batch, **noise}
+        copies = math.prod(apart.values())
+        metrics |= noise_scale.metrics(kept, read, copies, gradients, *before)
+    return state, metrics
+
+
+def _copies_apart(accumulation: int) -> dict[str, int]:
+    """The axes, with their sizes, whose copies of the weights each add up their own gradients: with
+    several passes these travel once, after the last."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return {axis: sizes[axis] for axis in COPY_AXES if accumulation > 1 and sizes[axis] > 1}
 
 
 def places_of_rows(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
@@ -209,14 +198,10 @@ def update(
 
     Args:
       state: before the step.
-      sums: gradients, sharded as the weights are, and what the objective shows and
-        counts.
+      sums: gradients, sharded as the weights are, and what the objective shows and counts.
       samples: of the batch.
-      optimizer: how the gradient becomes an update.
-      learning_rate: of consumed samples.
       divisor: what of the shown all sums are divided by; at least 1.
-      again: the batch was counted by an update before this one, of the same learning rate; the
-        clock stands.
+      again: an update before this one, of the same learning rate, has counted the batch.
 
     Returns:
       The next state, and the metrics of `train_step` that do not depend on the rows alone.

@@ -89,7 +89,7 @@ def test_what_is_wrong_is_one_line(tmp_path):
         (["checkpoint_best=lowest eval_loss", "eval_interval=-1"], "eval_interval=-1, which never"),
         (["checkpoint_best=highest task_sums"], "without a task; give evaluate_tasks"),
         (["checkpoint_best=lowest eval_loss_wiki"], "eval_sets has no wiki, but none"),
-        (["checkpoint_best=lowest eval_loss", "enable_checkpointing=False"], "saves none"),
+        (["checkpoint_best=lowest eval_loss", "enable_checkpointing=False"], "only with enable"),
     ],
 )
 def test_what_the_keys_must_say(given, part):

@@ -208,7 +208,7 @@ FAILS = "{{ raise_exception('only one system message') }}"
         ([GOOD], ("tokenizer_type=bytes", "tokenizer_path="), "", ["use_sft=True", "no marks"]),
         ([GOOD], ("grain_packing_type=concat_then_split",), "", ["packs chats whole"]),
         ([GOOD], ("chat_template_date=2026-02-30",), "", ["must be a day"]),
-        ([GOOD], ("chat_template_switches=[thinking]",), "", ["thinking has no value"]),
+        ([GOOD], ("chat_template_switches=[thinking]",), "", ["must be names with values"]),
         ([GOOD], ("chat_template=nowhere",), "", ["nowhere", "No such file"]),
     ],
 )

@@ -64,7 +64,7 @@ def test_each_set_has_its_rows_and_training_keeps_all(files):
         ("eval_sets={wiki: [a, b]}", ["must give names of letters"]),
         ("eval_sets=wiki.jsonl", ["must be a mapping of names to files", "not text"]),
         ("grain_eval_files=x.jsonl", ["x.jsonl is held out too and has no name"]),
-        ("dataset_type=text", ["goes with dataset_type=grain or hf, not text"]),
+        ("dataset_type=text", ["is read only with dataset_type=grain"]),
     ],
 )
 def test_what_is_wrong_is_one_line(files, given, parts):

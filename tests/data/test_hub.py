@@ -190,10 +190,10 @@ def test_no_such_data_set_is_one_line(data_set):
 @pytest.mark.parametrize(
     ("keys", "named"),
     (
-        (["hf_path=a/b"], "hf_path=a/b goes with dataset_type=hf, not text"),
-        (["train_split=tiny"], "train_split=tiny goes with dataset_type=hf, not text"),
+        (["hf_path=a/b"], "hf_path=a/b is read only with dataset_type=hf"),
+        (["train_split=tiny"], "train_split=tiny is read only with dataset_type=hf"),
         (["dataset_type=hf"], "dataset_type=hf needs hf_path"),
-        (["dataset_type=hf", "hf_path=a/b", "grain_train_files=x"], "grain_train_files=x goes"),
+        (["dataset_type=hf", "hf_path=a/b", "grain_train_files=x"], "files=x is read only"),
     ),
 )
 def test_keys_that_do_not_go_together(keys, named):

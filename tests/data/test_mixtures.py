@@ -152,11 +152,11 @@ def test_a_part_is_known_by_its_name(files):
         (
             ("dataset_type=text", "grain_train_files=", "phases.40.grain_train_files=a",
              "eval_interval=-1", "phases.80={{}}"),
-            "phases.40: grain_train_files=a goes with dataset_type=grain, not text",
+            "phases.40: grain_train_files=a is read only with dataset_type=grain, and",
         ),
         (
             ("program=grpo", "phases.80={{}}"),
-            "phases.40.grain_train_files: grpo takes one for the whole run",
+            "is not read with program=grpo",
         ),
     ],
 )  # fmt: skip

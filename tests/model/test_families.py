@@ -160,12 +160,12 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
 @pytest.mark.parametrize(
     "keys, says",
     [
-        ("sliding_window_size=5", "sliding_window_size=5 .* use decoder_block=mistral"),
-        ("use_qk_norm=true", "use_qk_norm=True .* use decoder_block=qwen3"),
+        ("sliding_window_size=5", "sliding_window_size=5 .* give decoder_block=mistral"),
+        ("use_qk_norm=true", "use_qk_norm=True .* give decoder_block=qwen3"),
         ("decoder_block=qwen2", "attention_bias=False: decoder_block=qwen2 has it; use True"),
         (
             "decoder_block=qwen3 use_qk_norm=true attention_bias=true",
-            "attention_bias=True is not part of decoder_block=qwen3; use decoder_block=qwen2",
+            "attention_bias=True is read only with decoder_block=qwen2",
         ),
     ],
 )

@@ -159,7 +159,7 @@ def test_rows_depend_on_no_reader_in_any_shape(data, alone, processes, devices):
 REFUSED = {
     "expansion_factor_real_data=0": "must be above 0, or -1",
     "expansion_factor_real_data=-2": "must be above 0, or -1",
-    "expansion_factor_real_data=1.5": "must be a whole number of processes; use 1 or 2",
+    "expansion_factor_real_data=1.5": "must be a whole number of processes",
     "expansion_factor_real_data=two": "must be a number, not text",
     "expansion_factor_real_data=.nan": "must be a finite number",
     "grain_packing_type=first_fit": "is not one of concat_then_split, best_fit",

@@ -7,7 +7,7 @@ import pytest
 
 from maxramp.errors import ConfigError
 from maxramp.rampup import adaptive, ladder
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.schedule import RampupBatchManager, Start
 
 KEYS = {
     "rampup_policy": "noise",
@@ -87,7 +87,7 @@ def test_a_rung_needs_two_periods_in_a_row(seed):
         assert decision.lower == min(bounds[period], bounds[period - 1])
         assert decision.first_step == decision.after_step + ladder.DELAY
     pairs = [(d.first_sample, d.global_batch_size) for d in found]
-    again = RampupBatchManager(KEYS, decided=pairs)
+    again = RampupBatchManager(KEYS, start=Start(decided=pairs))
     fixed = {"step_batch_size_unit": "samples", "total_samples": 6000, "devices_per_node": 1}
     text = " ".join(f"{n}:{size}" for n, size in [(0, 8), *pairs])
     plain = RampupBatchManager(fixed | {"step_batch_size_schedule": text})
@@ -158,7 +158,7 @@ def test_nodes_do_not_depend_on_decisions():
     keys = KEYS | {"num_nodes": 4, "per_device_batch_size": 8}
     nodes = {}
     for decided in ([], [(800, 16)], [(800, 16), (4000, 32)], ladder.plan_rungs(ramp_of().keys)):
-        ramp = RampupBatchManager(keys, decided=decided)
+        ramp = RampupBatchManager(keys, start=Start(decided=decided))
         for stage in ramp.stages + ramp.rungs:
             assert nodes.setdefault(stage.global_batch_size, stage.nodes) == stage.nodes
     assert sorted(nodes) == [8, 16, 32] and nodes[32] > nodes[8]
@@ -181,7 +181,10 @@ def test_nodes_do_not_depend_on_decisions():
         ({"rampup_decision_samples": 100}, "fewer than 8 steps of 16 rows.*use 128 or more"),
         ({"rampup_noise_factor": 0.0}, "rampup_noise_factor=0.0 must be above 0"),
         ({"total_samples": -1, "steps": 9}, "steps=9 with rampup_policy=noise"),
-        ({"rampup_policy": "seesaw", "rampup_latest": [1, 2]}, "goes with rampup_policy=noise"),
+        (
+            {"rampup_policy": "seesaw", "rampup_latest": [1, 2]},
+            "is read only with rampup_policy=noise",
+        ),
     ],
 )
 def test_refused(change, expected):

@@ -169,8 +169,8 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
         (("phases.10K.rope_factor=0.5",), "phases.10K: rope_factor=0.5 must be 1 or more"),
         (
             ("phases.10K.rope_factor=4",),
-            "phases.10K: rope_factor=4.0 is part of rope_type=llama3.1, and rope_type=default "
-            "holds here; give rope_type too, or leave it out",
+            "phases.10K: rope_factor=4.0 is read only with rope_type=llama3.1, and "
+            "rope_type=default here",
         ),
         (
             ("phases.10K.rope_type=yarn",),
@@ -182,8 +182,7 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
         ),
         (
             ("phases.10K.sliding_window_size=64",),
-            "phases.10K: sliding_window_size=64 is not part of decoder_block=llama2; use "
-            "decoder_block=mistral, or leave it out",
+            "phases.10K: sliding_window_size=64 is read only with decoder_block=mistral",
         ),
         (
             ("program=grpo", "phases.10K.rope_max_timescale=1e6"),
@@ -226,7 +225,7 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
         ),
         (
             ("phases.10K.gradient_accumulation_steps=2",),
-            "phases.10K: gradient_accumulation_steps=2 follows from the global batch size",
+            "phases.10K: gradient_accumulation_steps=2 is not read with global_batch_size=8",
         ),
         (
             ("learning_rate_by=steps", "phases.10K.warmup_steps_fraction=0.1"),

@@ -13,7 +13,7 @@ from conftest import BASE
 
 from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.schedule import RampupBatchManager, Start
 
 
 def settings(**changes):
@@ -163,7 +163,7 @@ def test_what_is_left_out_is_as_in_base_yml():
     with open(BASE) as file:
         base = yaml.safe_load(file)
     left_out = BatchKeys.read({"per_device_batch_size": 1})
-    differ = {name for name in vars(left_out) if getattr(left_out, name) != base[name]}
+    differ = {name for name in BatchKeys.names() if getattr(left_out, name) != base[name]}
     assert differ == {
         "enable_rampup_batch_size",
         "per_device_batch_size_start",
@@ -288,7 +288,15 @@ def test_a_run_that_ends_after_its_ramp_says_nothing():
     constant = settings(enable_rampup_batch_size=False, steps=1)
     assert not RampupBatchManager(constant).warnings
     # Taken up past its end, there is nothing more to run.
-    assert not RampupBatchManager(settings(steps=5), first_step=6, first_sample=24).warnings
+    assert not RampupBatchManager(settings(steps=5), start=Start(6, 24)).warnings
+
+
+def test_tokens_of_samples_before_a_change_of_their_length():
+    past = {"first_step": 0, "steps": 4, "first_sample": 0, "samples": 16, "global_batch_size": 4}
+    config = settings(max_target_length=32, total_samples=32, steps=-1)
+    ramp = RampupBatchManager(config, start=Start(4, 16, 1, [past | {"max_target_length": 16}]))
+    assert ramp.sample_lengths == [16, 32] and ramp.tokens(32) == 16 * 16 + 16 * 32
+    assert RampupBatchManager(config).sample_lengths == [32]
 
 
 def test_negative_positions_are_refused():

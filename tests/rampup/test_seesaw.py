@@ -124,7 +124,7 @@ def test_a_threshold_on_a_whole_sample():
         ({"learning_rate_by": "steps"}, "learning_rate_by=steps.*use samples and -1"),
         ({"learning_rate_schedule_steps": 9}, "learning_rate_schedule_steps=9.*use samples"),
         ({"global_batch_size": 9}, "global_batch_size=9 and rampup_policy=seesaw.*leave"),
-        ({"rampup_policy": ""}, r"rampup_ladder=\[8, 16\] goes with rampup_policy"),
+        ({"rampup_policy": ""}, r"rampup_ladder=\[8, 16\] is read only with rampup_policy"),
         ({"rampup_batch_size": [8, 8, 80]}, "rampup_policy=seesaw describe the ramp in two"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from conftest import BASE, TINY, make_config, run
 
 from maxramp.checkpoints.folder import Checkpoint, commit, read
-from maxramp.checkpoints.resume import length_by_epochs, origin_of, rate_change
+from maxramp.checkpoints.resume import length_by_epochs, rate_change, start_of
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 
@@ -63,8 +63,8 @@ def test_another_batch_is_no_other_curve_over_steps(batch):
     stages = [stage.to_json() for stage in RampupBatchManager(before.batch, 1).stages]
     position = Checkpoint("", 30, 240, stages, "", dict(before.values), {})
     now = make_config(*keys, f"global_batch_size={batch}", devices=1)
-    origin, _ = origin_of(now.batch, 1, position)
-    ramp = RampupBatchManager(now.batch, 1, **origin)
+    origin, _ = start_of(now.batch, 1, position)
+    ramp = RampupBatchManager(now.batch, 1, origin)
     assert rate_change(now.learning_rate, ramp, position) == ""
     other = make_config(*keys, "learning_rate=1", devices=1)
     assert "after 0.00" in rate_change(other.learning_rate, ramp, position)
@@ -100,8 +100,8 @@ def test_a_run_by_epochs_ends_with_whole_steps_of_its_rows(
     assert line.startswith("num_epoch=1 over the data is 100 rows") if left else not line
     assert f"the last {left} fill no step of {batch} " in line or not left
     closed = dataclasses.replace(keys, total_samples=found)
-    origin, _ = origin_of(closed, devices, position)
-    assert RampupBatchManager(closed, devices, **origin).total_samples == samples
+    origin, _ = start_of(closed, devices, position)
+    assert RampupBatchManager(closed, devices, origin).total_samples == samples
 
 
 PHASED = ("phases_unit=samples", "global_batch_size=4", "total_samples=400")
@@ -109,8 +109,8 @@ PHASED = ("phases_unit=samples", "global_batch_size=4", "total_samples=400")
 
 def taken_up(position, *keys):
     batch = make_config(*keys, devices=1).batch
-    origin, line = origin_of(batch, 1, position)
-    return RampupBatchManager(batch, 1, **origin), line
+    origin, line = start_of(batch, 1, position)
+    return RampupBatchManager(batch, 1, origin), line
 
 
 def test_what_was_trained_stays_whatever_phases_say_of_it(tmp_path):

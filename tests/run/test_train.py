@@ -21,7 +21,7 @@ from maxramp.errors import EXIT_PREEMPTED
 from maxramp.model.size import training_flops_per_token
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
-from maxramp.training.keys import HALF_LIVES
+from maxramp.training.keys import half_lives
 from maxramp.training.learning_rate import LearningRate
 
 FIELDS = {
@@ -210,14 +210,14 @@ def test_muon_and_half_lives_in_samples_through_a_kill(tmp_path, cache_dir):
     On another mesh, where each device makes other matrices orthogonal, it is the same run but for
     the order of sums.
     """
-    half_lives = ",".join(HALF_LIVES["muon"])
+    named = ",".join(half_lives("muon"))
     more = (
         "opt_type=muon",
         "muon_consistent_rms=0.2",
         "muon_weight_decay=0.1",
         "learning_rate=3e-3",
     )
-    more += (f"half_lives_in_samples=[{half_lives}]", "batch_size_lr_scaling=sqrt")
+    more += (f"half_lives_in_samples=[{named}]", "batch_size_lr_scaling=sqrt")
     assert run(*arguments(tmp_path, cache_dir, "whole", *more)).returncode == 0
     line = arguments(tmp_path, cache_dir, "killed", *more)
     assert run_signalled(60, signal.SIGKILL, *line).returncode == -signal.SIGKILL

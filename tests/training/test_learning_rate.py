@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxramp.errors import ConfigError
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.schedule import RampupBatchManager, Start
 from maxramp.training.learning_rate import LearningRate
 
 MOST_STEPS = 128  # one length for all curves: one compilation
@@ -255,16 +254,21 @@ def test_documented_values():
     np.testing.assert_allclose(rates_at_steps(rate, ramp, 12), expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("steps", [1, 49, 50, 51])
-def test_a_schedule_that_ended_before_the_changed_ramp(steps):
-    """A ramp that goes on at step 50 does not know the samples before it, step by step."""
+@pytest.mark.parametrize(
+    "steps, total, reference", [(5, 20, 4), (40, 160, 4), (49, 232, 8), (51, 248, 8)]
+)
+def test_a_schedule_that_ended_before_the_changed_ramp(steps, total, reference):
+    """The samples and the batch of a step before today's ramp are in the run's history."""
     config = settings(learning_rate_schedule_steps=steps)
-    ramp = RampupBatchManager(config, first_step=50, first_sample=3)
-    if steps > 50:
-        assert LearningRate.from_keys(config, ramp).curve.total == 3 + 8
-        return
-    with pytest.raises(ConfigError, match=f"^learning_rate_schedule_steps={steps}: .*step 50.*-1"):
-        LearningRate.from_keys(config, ramp)
+    stages = [(0, 40, 0, 4), (40, 10, 160, 8)]
+    names = ("first_step", "steps", "first_sample", "global_batch_size")
+    history = [
+        dict(zip(names, stage, strict=True)) | {"samples": 0, "max_target_length": 1}
+        for stage in stages
+    ]
+    ramp = RampupBatchManager(config, start=Start(50, 240, 2, history))
+    rate = LearningRate.from_keys(config, ramp)
+    assert rate.curve.total == total and rate.reference == reference
 
 
 def test_long_run():

@@ -159,7 +159,7 @@ def test_meshes_and_splits():
 def test_truth_lies_in_the_interval():
     """Tokens drawn from p, and the gradient of a token a row of the embedding's: |G|^2 = D |p|^2,
     tr(Sigma) = D (1 - |p|^2), through the train step."""
-    config = config_of(LOG, "opt_type=sgd", "learning_rate=1e-9")
+    config = config_of(LOG, "opt_type=sgd", "adam_eps=1e-8", "learning_rate=1e-9")
     mesh, rng = make_mesh(config), np.random.default_rng(1)
     p = rng.dirichlet(np.full(VOCAB, 0.3))
     truth = (1 - np.square(p).sum()) / np.square(p).sum()

@@ -20,10 +20,10 @@ from maxramp.parallel.mesh import abstract_mesh
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.planning.plan import estimate
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.keys import HALF_LIVES
+from maxramp.training.keys import half_lives
 from maxramp.training.learning_rate import LearningRate
+from maxramp.training.optimizers import sgd
 from maxramp.training.optimizers.half_lives import STEADY, Pace
-from maxramp.training.optimizers.sgd import SGD
 from maxramp.training.optimizers.table import Optimizer
 from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step
@@ -211,7 +211,7 @@ def test_a_constant_batch_has_the_half_lives_of_its_keys():
     """To the last bit, with Muon and Adam."""
     given = ("opt_type=muon", "muon_weight_decay=0.1", "steps=9")
     plain, _ = stepped(*given)
-    held, _ = stepped(*given, f"half_lives_in_samples=[{','.join(HALF_LIVES['muon'])}]")
+    held, _ = stepped(*given, f"half_lives_in_samples=[{','.join(half_lives('muon'))}]")
     for name, x in held.items():
         np.testing.assert_array_equal(x, plain[name], err_msg=name)
 
@@ -240,11 +240,11 @@ def test_a_plan_knows_what_muon_keeps():
 def test_momentum_in_samples_has_one_effect():
     """Of a constant gradient, in the end: at any batch that of the reference."""
     keys = make_config("opt_type=sgd", "sgd_momentum=0.9", "half_lives_in_samples=[sgd_momentum]")
-    sgd, g = SGD(keys.optimizer), {"w": jnp.ones(1)}
+    momentum, g = sgd.Rule(keys.optimizer), {"w": jnp.ones(1)}
     for batch in (0.25, 1.0, 4.0):
-        state = sgd.init(g)
+        state = momentum.init(g)
         for _ in range(int(200 / batch)):
-            direction, state = sgd.update(g, state, g, Pace(batch))
+            direction, state = momentum.update(g, state, g, Pace(batch))
         assert direction["w"] == pytest.approx(10, rel=1e-3)
 
 

@@ -40,7 +40,7 @@ import os, sys, threading
 import jax
 from maxramp.processes.ending import end_process
 from maxramp.train import main
-from maxramp.training import programs
+from maxramp.training import ahead
 {patch}
 end_process(main(sys.argv[1:]))
 """
@@ -99,7 +99,7 @@ def test_every_program_is_announced_once_in_order_of_use(undisturbed):
 
 def test_compiling_ahead_changes_no_loss(undisturbed, tmp_path, cache_dir):
     """Against a run that lowers and compiles each stage when it is reached."""
-    patch = "programs.Programs.lower = lambda self: None"
+    patch = "ahead.Ahead.lower = lambda self: None"
     done = run_patched(patch, arguments(tmp_path, cache_dir))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == losses(undisturbed[0])

@@ -113,8 +113,8 @@ def init_shapes(config):
     ("keys", "line"),
     [
         (["trainable_layers=[0,2]"], "2 is not one of the model's layers 0 to 1"),
-        (["trainable_layers=[1-2]"], "1-2 is not the number of a layer"),
-        (["trainable_layers=[1,0]"], r"must rise, each once; use \[0, 1\]"),
+        (["trainable_layers=[1-2]"], "1-2.* must be numbers of layers"),
+        (["trainable_layers=[1,0]"], "must be numbers of layers from 0 up, rising"),
         (
             ["trainable_layers=[0]", "log_gradient_noise_scale=True"],
             "frozen under trainable_layers",

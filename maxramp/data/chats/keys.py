@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from maxramp.keys.section import Keys, day, one_of
+from maxramp.keys.section import Keys, day, form, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,9 @@ class ChatKeys(Keys):
     sft_train_on_last_answer_only: bool
     chat_template: str
     chat_template_date: str = day()
-    chat_template_switches: Sequence[str]
+    chat_template_switches: Sequence[str] = form(
+        "[^=]+=.*", "must be names with values, such as [enable_thinking=false]"
+    )
     long_chats: str = one_of("leave_out", "cut")
     chats_with_marks: str = one_of("refuse", "leave_out")
 

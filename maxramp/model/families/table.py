@@ -1,5 +1,7 @@
 """The families by the values of `decoder_block`. Imports no JAX."""
 
+from collections.abc import Iterator
+
 from maxramp.keys.section import Relations
 from maxramp.model.families.family import Family
 from maxramp.model.families.llama import LLAMA
@@ -15,14 +17,15 @@ def check_family(keys: ModelKeys) -> Relations:
     """What keys must not be together because of the family."""
     block = keys.decoder_block
     yield block not in FAMILIES, f"decoder_block={block} is not one of {', '.join(FAMILIES)}"
-    for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.keys):
-        value, families = getattr(keys, name), [n for n, x in FAMILIES.items() if name in x.keys]
+    for name in FAMILIES[block].keys:
         yield (
-            value and block not in families,
-            f"{name}={value} is not part of decoder_block={block}; use "
-            f"decoder_block={' or '.join(families)}, or leave it out",
-        )
-        yield (
-            value is False and block in families,
+            getattr(keys, name) is False,
             f"{name}=False: decoder_block={block} has it; use True, or decoder_block=llama2",
         )
+
+
+def family_choices() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The keys that only some families read, each with the condition (`keys.choices`)."""
+    for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.keys):
+        readers = (block for block, family in FAMILIES.items() if name in family.keys)
+        yield f"decoder_block={'|'.join(readers)}", (name,)

@@ -22,7 +22,7 @@ class State(NamedTuple):
     zeros_in_nu: jax.Array
 
 
-class AdamW:
+class Rule:
     """Means of gradients and of their squares, and weights that decay."""
 
     def __init__(self, keys: OptimizerKeys):

@@ -41,7 +41,7 @@ class State(NamedTuple):
     zeros_in_mu: jax.Array
 
 
-class Muon:
+class Rule:
     """A mean of gradients, reduced to its directions, and weights that decay."""
 
     def __init__(self, keys: OptimizerKeys):

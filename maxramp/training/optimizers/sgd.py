@@ -9,7 +9,7 @@ from maxramp.training.keys import OptimizerKeys
 from maxramp.training.optimizers.half_lives import Pace, kept_share
 
 
-class SGD:
+class Rule:
     """Weights move against their gradients, or against a decaying sum of them.
 
     The sum is PyTorch's and optax's: m = momentum * m + g. With a half-life in samples, a gradient

@@ -1,39 +1,27 @@
 """Which optimizer a weight takes, by its role: gradients -> directions of weights.
 
-An optimizer has `init`, `update` and `second_moment`, on the weights that take it. Of the keys that
-it reads, `keys.HALF_LIVES` names those that can count samples. Clipping and the learning rate are
-in `step.py`: the first needs the norm that is logged, the second the consumed samples.
+An optimizer is a record in `training.keys` and the module of its name here, whose `Rule` has
+`init`, `update` and `second_moment`, on the weights that take it. Clipping and the learning rate
+are in `step.py`: the first needs the norm that is logged, the second the consumed samples.
 """
 
+import importlib
 from typing import Any
 
 import jax
 
-from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import join_parts, part_of
-from maxramp.training.keys import OptimizerKeys
-from maxramp.training.optimizers.adamw import AdamW
+from maxramp.training.keys import OptimizerKeys, optimizer_names
 from maxramp.training.optimizers.half_lives import Pace
-from maxramp.training.optimizers.muon import Muon
-from maxramp.training.optimizers.sgd import SGD
-
-OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "muon": Muon}
-
-# By opt_type, what weights of each role take.
-TAKES = {
-    "adamw": dict.fromkeys(ROLES, "adamw"),
-    "sgd": dict.fromkeys(ROLES, "sgd"),
-    "muon": dict.fromkeys(ROLES, "adamw") | {"matrix": "muon"},
-}
 
 
 class Optimizer:
     """The optimizers of an `opt_type`, each for the weights of its roles. States are by name."""
 
     def __init__(self, keys: OptimizerKeys):
-        self._takes = TAKES[keys.opt_type]
+        self._takes = optimizer_names(keys.opt_type)
         names = dict.fromkeys(self._takes.values())  # in one order on every process
-        self._parts = {name: OPTIMIZERS[name](keys) for name in names}
+        self._parts = {name: _module(name).Rule(keys) for name in names}
 
     def init(self, weights: Any) -> dict[str, Any]:
         """The states before the first step."""
@@ -53,9 +41,13 @@ class Optimizer:
         return directions, {name: state for name, (_, state) in found.items()}
 
     def second_moment(self, state: dict[str, Any]) -> tuple[Any, jax.Array] | None:
-        """As `AdamW.second_moment`, of those weights that have one; None where none has."""
+        """As `adamw.Rule.second_moment`, of those weights that have one; None where none has."""
         found = (part.second_moment(state[name]) for name, part in self._parts.items())
         return next((moment for moment in found if moment), None)
 
     def _part(self, name: str, tree: Any) -> Any:
         return part_of(tree, lambda weight: self._takes[weight.role] == name)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"maxramp.training.optimizers.{name}")

@@ -1,0 +1,278 @@
+"""What keys must not be together.
+
+The bound of one key alone stands beside it, in its section; which keys are read only with a choice,
+in `choices`. `resolve` checks what depends on the devices, `rampup.notations` what a ramp's
+notation asks for.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.data.keys import DataKeys, EvalKeys
+from maxramp.keys.base import base
+from maxramp.keys.section import Relations, is_object_storage
+from maxramp.model.families.table import check_family
+from maxramp.model.keys import ModelKeys
+from maxramp.parallel.keys import MeshKeys
+from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.phases import MESH_KEYS, MIXTURE
+from maxramp.rl.keys import RolloutKeys
+from maxramp.run.keys import RunKeys
+from maxramp.stage import SIGHT_KEYS
+from maxramp.training.keys import OptimizerKeys, half_lives
+
+_NEEDED = {
+    "grain_train_files": ("grain", "a prepared folder, or glob,weight;glob,weight"),
+    "hf_path": ("hf", "the name of a data set, such as allenai/c4"),
+    "train_split": ("hf", "a split of the data set, such as train"),
+}
+
+
+def _check_batch(keys: BatchKeys) -> Relations:
+    decay = keys.wsd_decay_steps_fraction if keys.lr_schedule_type == "wsd" else 0
+    yield (
+        keys.warmup_steps_fraction + decay > 1,
+        f"warmup_steps_fraction={keys.warmup_steps_fraction} and wsd_decay_steps_fraction={decay} "
+        "add up to more than 1; lower one",
+    )
+    yield (
+        keys.open_pipeline and keys.nodes > 1 and keys.node_schedule != "fixed",
+        f"{keys.open_pipeline} makes other stages on other numbers of nodes, and "
+        f"node_schedule={keys.node_schedule} takes any up to num_nodes={keys.nodes}; give the "
+        "number of stages, or use node_schedule=fixed",
+    )
+
+
+def _check_mesh(keys: MeshKeys) -> Relations:
+    for group in ("ici", "dcn"):
+        names = [f"{n}=-1" for n, x in vars(keys).items() if n.startswith(group) and x == -1]
+        yield (
+            len(names) > 1,
+            f"{' and '.join(names[::-1])}: one -1 per group can be filled in; give the others",
+        )
+
+
+def _check_model(keys: ModelKeys) -> Relations:
+    yield (
+        keys.rope_high_freq_factor <= keys.rope_low_freq_factor,
+        f"rope_high_freq_factor={keys.rope_high_freq_factor} must be above "
+        f"rope_low_freq_factor={keys.rope_low_freq_factor}: between them scaling sets in",
+    )
+    yield from check_family(keys)
+    yield (
+        keys.base_num_query_heads % keys.base_num_kv_heads,
+        f"base_num_kv_heads={keys.base_num_kv_heads} does not divide "
+        f"base_num_query_heads={keys.base_num_query_heads}: every key and value head serves "
+        "equally many query heads; use a divisor",
+    )
+
+
+def _check_data(keys: DataKeys) -> Relations:
+    kind = keys.dataset_type
+    yield (
+        kind == "text" and keys.vocab_size < 258,
+        f"vocab_size={keys.vocab_size} is too small for dataset_type=text: 256 bytes and two marks "
+        "make 258; use 320 (a multiple of 64) or more",
+    )
+    for name, (needs_it, what) in _NEEDED.items():
+        needed = kind == needs_it and not getattr(keys, name)
+        yield needed, f"dataset_type={kind} needs {name}: {what}"
+    other = keys.grain_eval_files or keys.hf_eval_split
+    yield (
+        keys.eval_sets and other,
+        f"eval_sets={dict(keys.eval_sets)}: {other} is held out too and has no name there; give it "
+        "one in eval_sets, and leave out grain_eval_files and hf_eval_split",
+    )
+    held_out = kind == "synthetic" or other or keys.eval_sets
+    yield (
+        keys.eval_interval > 0 and not held_out and keys.eval_fraction == 0,
+        f"eval_interval={keys.eval_interval} asks for evaluation, but eval_fraction=0 holds no "
+        "text out; give a larger one, or eval_interval=-1",
+    )
+    yield (
+        kind == "text" and keys.tokenizer_type not in ("", "bytes"),
+        f"tokenizer_type={keys.tokenizer_type}: dataset_type=text trains on bytes, without a "
+        "tokenizer; use dataset_type=grain grain_train_files=FILES, or leave it out",
+    )
+    yield (
+        keys.tokenizer_type == "bytes" and keys.tokenizer_path and kind != "synthetic",
+        f"tokenizer_type=bytes has no file, but tokenizer_path={keys.tokenizer_path}; leave one "
+        "out",
+    )
+    yield from _check_chats(keys)
+    if keys.tokenizer_path:
+        _ = keys.type_of_tokenizer  # raises where the name says nothing
+
+
+def _check_chats(keys: DataKeys) -> Relations:
+    """Relations of a configuration that reads chats; none for another."""
+    if not (asked := keys.reads_chats):
+        return
+    yield (
+        keys.use_sft and keys.use_dpo,
+        "use_sft=True trains on chats and use_dpo=True on pairs of them; leave one of them out",
+    )
+    yield (
+        keys.type_of_tokenizer != "huggingface",
+        f"{asked}: tokenizer_type={keys.type_of_tokenizer} has no marks for turns; give "
+        "tokenizer_path=FOLDER of a tokenizer.json with a chat template",
+    )
+    yield (
+        keys.use_dpo and keys.packing,
+        "packing=True would put several pairs into a row, and a sample of use_dpo=True is one; use "
+        "packing=false",
+    )
+    yield (
+        keys.packing and not (keys.separate_documents and keys.grain_packing_type == "best_fit"),
+        f"separate_documents={keys.separate_documents}, grain_packing_type="
+        f"{keys.grain_packing_type}: use_sft=True packs chats whole and apart; use "
+        "separate_documents=true grain_packing_type=best_fit, or packing=false",
+    )
+
+
+def _check_optimizer(keys: OptimizerKeys) -> Relations:
+    allowed = half_lives(keys.opt_type)
+    for name in keys.half_lives_in_samples:
+        yield (
+            name not in allowed,
+            f"half_lives_in_samples={keys.half_lives_in_samples}: {name} is not a half-life of "
+            f"opt_type={keys.opt_type}; use some of {', '.join(allowed)}",
+        )
+
+
+def _check_checkpoints(keys: CheckpointKeys) -> Relations:
+    for name in keys.allow_changed:
+        yield (
+            str(name) not in (*base(), "corpus"),
+            f"allow_changed={list(keys.allow_changed)}: {name} is neither a key nor corpus",
+        )
+
+
+def _check_best(keys: CheckpointKeys, evaluation: EvalKeys, sets: Mapping[str, str]) -> Relations:
+    """Whether the run has the number that its best checkpoint is chosen by."""
+    how, name = f"checkpoint_best={keys.checkpoint_best}", keys.checkpoint_best.partition(" ")[2]
+    yield (
+        name and not name.startswith(("eval_", "task_")),
+        f"{how}: {name} is not a number of evaluations, whose names begin with eval_ or task_",
+    )
+    yield (
+        name.startswith("eval_") and evaluation.eval_interval == -1,
+        f"{how} with eval_interval=-1, which never evaluates; give an interval",
+    )
+    yield (
+        name.startswith("task_") and not evaluation.evaluate_tasks,
+        f"{how} without a task; give evaluate_tasks",
+    )
+    of_set = name.removeprefix("eval_loss_") if name.startswith("eval_loss_") else ""
+    yield (
+        of_set and of_set not in sets,
+        f"{how}: eval_sets has no {of_set}, but {', '.join(sorted(sets)) or 'none'}",
+    )
+
+
+def _check_run(keys: RunKeys) -> Relations:
+    for name in ("base_output_directory", "run_name"):
+        globs = sorted(set("*?[") & set(value := getattr(keys, name)))
+        yield (  # which clients of an object storage take for a glob
+            globs and is_object_storage(keys.base_output_directory),
+            f"{name}={value} has {' '.join(globs)} in it, which no address in an object storage "
+            "may have; take another name",
+        )
+
+
+def _check_rollout(keys: RolloutKeys) -> Relations:
+    rewards, weights = list(keys.rewards), list(keys.reward_weights)
+    yield (
+        weights and len(weights) != len(rewards),
+        f"reward_weights={weights} has {len(weights)} numbers for {len(rewards)} rewards; give one "
+        "for each, or none",
+    )
+
+
+def _check_together(config: Any) -> Relations:
+    rate, steps = config.learning_rate, config.batch.steps
+    yield from _check_best(config.checkpoints, config.evaluation, config.data.eval_sets)
+    measured = ["rampup_policy=noise"] * (config.batch.rampup_policy == "noise")
+    measured += ["log_gradient_noise_scale=True"] * config.optimizer.log_gradient_noise_scale
+    yield (
+        config.data.use_dpo and measured,
+        f"{''.join(measured[:1])}: the noise scale is measured of a mean over tokens, and "
+        "use_dpo=True takes one over pairs; leave it out, and give a ramp or rampup_policy=seesaw",
+    )
+    lora, mask = config.model.lora_rank, list(config.optimizer.trainable_parameters_mask)
+    full, first = config.checkpoints.load_full_state_path, config.checkpoints.load_parameters_path
+    begins = {f"lora_rank={lora}": lora, "use_dpo=True": config.data.use_dpo}
+    begins = "".join([given for given, is_given in begins.items() if is_given][:1])
+    yield (
+        full and begins and not first,
+        f"load_full_state_path={full} with {begins}: its checkpoint does not hold the weights that "
+        "the run began with; give them too, load_parameters_path",
+    )
+    yield (
+        config.batch.is_open and config.data.dataset_type == "synthetic",
+        "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open: there is "
+        "no end of synthetic data; give one of them",
+    )
+    yield (
+        lora and mask not in ([], ["adapter"]),
+        f"trainable_parameters_mask={mask} with lora_rank={lora}: only adapters train, and only "
+        "they are in a checkpoint; leave one of them out",
+    )
+    chosen = list(config.optimizer.trainable_layers)
+    yield (
+        lora and "trainable_layers" in config.checkpoints.allow_changed,
+        f"allow_changed=[trainable_layers] with lora_rank={lora}: what other layers have learned "
+        "would not be handed over; leave it out, or give another run_name",
+    )
+    noise = config.optimizer.log_gradient_noise_scale or config.batch.rampup_policy == "noise"
+    frozen = f"lora_rank={lora}" * bool(lora) or f"trainable_layers={chosen}" * bool(chosen)
+    frozen = frozen or f"trainable_parameters_mask={mask}" * bool(mask and "scale" not in mask)
+    yield (
+        noise and frozen,
+        "the noise scale is measured on the gradients of the norms' scales, which are frozen under "
+        f"{frozen}; leave out log_gradient_noise_scale and rampup_policy=noise",
+    )
+    yield (
+        rate.batch_size_lr_reference == "final" and config.batch.rampup_policy == "noise",
+        "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would depend on "
+        "a batch that is not decided yet; use initial, or leave it out",
+    )
+    whole = {"use_sft=True": config.data.use_sft, "use_dpo=True": config.data.use_dpo}
+    whole["grpo"] = config.run.program == "grpo"
+    for reader, is_used in whole.items():
+        yield (
+            config.batch.row_length != -1 and is_used,
+            f"row_length={config.batch.row_length} cuts samples into rows, and {reader} reads each "
+            "as a whole; leave it out (-1)",
+        )
+    once = (*SIGHT_KEYS, MIXTURE)
+    fixed = dict.fromkeys(once, "use_dpo=True") if config.data.use_dpo else {}
+    fixed |= dict.fromkeys((*MESH_KEYS, *once), "grpo") if config.run.program == "grpo" else {}
+    for name, reader in fixed.items():
+        given = [f"{phase}.{name}" for phase in config.batch.changing(name)]
+        yield given, f"{''.join(given[:1])}: {reader} takes one for the whole run; leave it out"
+    yield (
+        -1 != steps < rate.learning_rate_schedule_steps,
+        f"learning_rate_schedule_steps={rate.learning_rate_schedule_steps} exceeds steps={steps}; "
+        "the learning rate would never reach its end: lower it, or use -1 for all steps",
+    )
+
+
+_RELATIONS: dict[str, Callable[[Any], Relations]] = {
+    "batch": _check_batch,
+    "mesh": _check_mesh,
+    "model": _check_model,
+    "data": _check_data,
+    "optimizer": _check_optimizer,
+    "checkpoints": _check_checkpoints,
+    "run": _check_run,
+    "rollout": _check_rollout,
+}
+
+
+def broken(config: Any) -> Relations:
+    """The relations of a `Config`."""
+    for name, check in _RELATIONS.items():
+        yield from check(getattr(config, name))
+    yield from _check_together(config)

@@ -1,0 +1,116 @@
+"""Keys that are given although the choice that reads them is not made."""
+
+import pytest
+from conftest import BASE
+
+from maxramp.config.choices import CHOICES
+from maxramp.config.keys import Config
+from maxramp.config.load import load
+from maxramp.errors import ConfigError
+from maxramp.keys.base import base, unset
+from maxramp.keys.choices import find_unmade, is_made, refuse_unread
+
+ROWS = [(condition, name) for condition, names in CHOICES.items() for name in names]
+
+
+def parts(condition):
+    return [part.partition("=")[::2] for part in condition.removeprefix("without ").split(" or ")]
+
+
+def with_choice(condition, is_to_hold):
+    """The values of all keys, with the condition made so."""
+    values = dict(base())
+    for key, wanted in parts(condition):
+        kind = type(values[key])
+        holds = wanted.split("|")[0] if wanted else "set"
+        if is_to_hold != condition.startswith("without "):
+            values[key] = holds if kind not in (bool, int) else holds != "False"
+        elif wanted:
+            values[key] = "another" if kind is not bool else wanted == "False"
+        else:
+            values[key] = unset(key)
+    assert is_made(condition, values) == is_to_hold
+    return values
+
+
+@pytest.mark.parametrize(("condition", "name"), ROWS)
+def test_a_key_without_its_choice_is_refused(condition, name):
+    """If it is given and has another value than base.yml's; with the choice it is not."""
+    other = {name: ("another", base()[name])}
+    table = {condition: (name,)}
+    values = with_choice(condition, False) | other
+    with pytest.raises(ConfigError) as error:
+        refuse_unread(table, {name}, [values])
+    assert str(error.value).startswith(f"{name}={other[name]} is ")
+    assert all(key in str(error.value) for key, _ in parts(condition)[:1])
+    refuse_unread(table, {name}, [values | {name: base()[name]}])
+    refuse_unread(table, set(), [values])
+    refuse_unread(table, {name}, [with_choice(condition, True) | other])
+    refuse_unread(table, {name}, [values, with_choice(condition, True)])  # a later phase makes it
+
+
+@pytest.mark.parametrize("condition", CHOICES)
+def test_keys_of_a_choice_that_is_unmade_go_back(condition):
+    values = with_choice(condition, False)
+    key, _ = parts(condition)[0]
+    table = {condition: CHOICES[condition]}
+    assert find_unmade(table, {key}, values).keys() == set(CHOICES[condition])
+    assert find_unmade(table, set(), values) == {}
+
+
+def test_the_table_names_keys_and_values_that_exist():
+    bounds = {
+        field.name: field.metadata
+        for section in Config.sections().values()
+        for field in section.__dataclass_fields__.values()
+        if field.metadata
+    }
+    for condition, names in CHOICES.items():
+        for key, wanted in parts(condition):
+            assert {key, *names} <= base().keys()
+            for value in wanted.split("|") if key in bounds and wanted else ():
+                assert bounds[key]["holds"](value), condition
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            "opt_type=sgd adam_b1=0.8",
+            "adam_b1=0.8 is read only with opt_type=adamw or muon, and opt_type=sgd here; give "
+            "opt_type=adamw or muon, or leave adam_b1 out",
+        ),
+        (
+            "lora_alpha=32",
+            "lora_alpha=32.0 is read only with lora_rank, and lora_rank=0 here; give lora_rank, or "
+            "leave lora_alpha out",
+        ),
+        (
+            "gradient_accumulation_steps=2 global_batch_size=8",
+            "gradient_accumulation_steps=2 is not read with global_batch_size=8; leave one of them "
+            "out",
+        ),
+        ("phases.1M.rope_factor=4", "phases.1M: rope_factor=4.0 is read only with rope_type="),
+    ],
+)
+def test_the_line(given, line):
+    with pytest.raises(ConfigError) as error:
+        load([BASE, *given.split()])
+    assert str(error.value).startswith(line)
+
+
+def test_files_and_what_they_are_copied_from(tmp_path):
+    """A copy of base.yml is not refused, a choice of a later layer drops the keys of the earlier
+    one, a model file's keys are not given, and a phase may make the choice."""
+    copy, own = tmp_path / "copy.yml", tmp_path / "own.yml"
+    with open(BASE) as file:
+        copy.write_text(file.read().replace("opt_type: adamw ", "opt_type: sgd "))
+    assert load([str(copy)]).optimizer.opt_type == "sgd"
+    own.write_text(f"base_config: {BASE}\nopt_type: muon\nmuon_beta: 0.8\nadam_b2: 0.9\n")
+    assert load([str(own)]).optimizer.muon_beta == 0.8
+    optimizer = load([str(own), "opt_type=adamw"]).optimizer
+    assert optimizer.muon_beta == 0.95 and optimizer.adam_b2 == 0.9
+    model = ("model_name=llama3.1-8b", "rope_type=default")
+    assert load([BASE, *model]).model.rope_type == "default"
+    later = ("phases.1M.rope_type=llama3.1", "rope_factor=4")
+    assert load([BASE, *later]).model.rope_factor == 4
