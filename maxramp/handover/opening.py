@@ -191,23 +191,23 @@ class ReleasedModel(Opened):
 
     def __init__(self, weights: ReleasedWeights, arguments: Sequence[str]):
         """Reads the keys of its config.json."""
-        folder = weights.origin
-        longest = folder.config.get("max_position_embeddings")
-        own = {"dataset_type": "synthetic", **folder.keys}
+        origin = weights.origin
+        longest = origin.config.get("max_position_embeddings")
+        own = {"dataset_type": "synthetic", **origin.keys}
         own |= {"max_target_length": longest} if longest else {}
         with contextlib.suppress(ConfigError):  # whoever needs the tokenizer learns of it
-            own |= folder.data_keys
+            own |= origin.data_keys
         own["add_eos"] = False
         super().__init__(weights, own, arguments)
-        if folder.adapter:
-            self.adapted = _full_name(folder.adapter.base)
+        # Synthetic documents stand for those that it was trained on, which had a tokenizer.
+        self._data = dataclasses.replace(self.config.data, dataset_type="grain")
+        if origin.adapter:
+            self.adapted = _full_name(origin.adapter.base)
 
     def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
         if not self.config.data.tokenizer_path:
             _ = self.origin.data_keys  # raises: there is none that can be read
-        # Synthetic documents stand for those that it was trained on, which had a tokenizer.
-        keys = dataclasses.replace(self.config.data, dataset_type="grain")
-        return keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
+        return self._data.type_of_tokenizer, self._data.tokenizer_path, self._data.mark_keys
 
 
 class TrainedRun(Opened):
