@@ -14,7 +14,7 @@ from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Answer
 from maxramp.generation.text import AnswerText
-from maxramp.handover.opening import TrainedRun
+from maxramp.handover.opening import open_model
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import initial_state
 
@@ -162,19 +162,19 @@ def test_the_tokenizer_of_a_prepared_set(tmp_path, monkeypatch):
     assert prepare.main(["texts.jsonl", "--output", "set", "--train_bpe", "260"]) == 0
     keys = ("dataset_type=grain", "grain_train_files=set", "eval_interval=-1")
     run_folder = pathlib.Path(save_run(tmp_path / "run", *keys))
-    tokenizer = TrainedRun(run_folder, []).tokenizer()
+    tokenizer = open_model(str(run_folder), []).tokenizer()
     (ids,) = tokenizer.encode(["another text"])
     assert tokenizer.tokenizer.decode(ids) == "<s>another text" and tokenizer.ends == [1]
-    assert TrainedRun(run_folder, ["tokenizer_type=bytes"]).tokenizer().ends == [257]
+    assert open_model(str(run_folder), ["tokenizer_type=bytes"]).tokenizer().ends == [257]
     (tmp_path / "set").rename("elsewhere")
     with pytest.raises(ConfigError, match="grain_train_files: set: no such file"):
-        TrainedRun(run_folder, []).tokenizer()
+        open_model(str(run_folder), []).tokenizer()
 
 
 def test_marks_are_those_of_the_data_or_as_given(trained, tmp_path, monkeypatch, capsys):
     """A set's own also where the run names its tokenizer; of text both."""
-    assert TrainedRun(pathlib.Path(trained), []).tokenizer().ends == [257]
-    bare = TrainedRun(pathlib.Path(trained), ["add_bos=False", "add_eos=False"]).tokenizer()
+    assert open_model(trained, []).tokenizer().ends == [257]
+    bare = open_model(trained, ["add_bos=False", "add_eos=False"]).tokenizer()
     assert bare.ends == [] and bare.encode(["a"])[0].tolist() == [97]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"text": "a first text"}\n' * 50)
@@ -185,7 +185,7 @@ def test_marks_are_those_of_the_data_or_as_given(trained, tmp_path, monkeypatch,
     run_folder = pathlib.Path(save_run(tmp_path / "run", *keys, "eval_interval=-1"))
 
     def begins(*given):
-        (ids,) = TrainedRun(run_folder, given).tokenizer().encode([""])
+        (ids,) = open_model(str(run_folder), given).tokenizer().encode([""])
         return ids.tolist() == [0]
 
     assert not begins() and begins("add_bos=True") and begins("tokenizer_path=kept.json")
@@ -211,5 +211,5 @@ def test_tokens_of_no_known_tokenizer(kind, tmp_path):
         keys[:2] = ["dataset_type=hf", "hf_path=an-org/a-set"]
     run_folder = pathlib.Path(save_run(tmp_path / "run", *keys, "eval_interval=-1"))
     with pytest.raises(ConfigError, match="holds tokens and has no tokenizer; give tokenizer_path"):
-        TrainedRun(run_folder, []).tokenizer()
-    assert TrainedRun(run_folder, ["tokenizer_type=bytes"]).tokenizer().ends == [257]
+        open_model(str(run_folder), []).tokenizer()
+    assert open_model(str(run_folder), ["tokenizer_type=bytes"]).tokenizer().ends == [257]
