@@ -140,8 +140,11 @@ def load(
     if unread:
         shown = ", ".join(base.shorten([f"{name}={merged[name]}" for name in unread]))
         note(f"maxramp.{values.program} does not read {shown}")
-    config = Config.from_values(merged | unread)
+    merged |= unread
     own = {name for one in (*files, command_line) if not one.is_foreign for name in one.values}
+    idle = find_unmade(CHOICES, merged, merged)
+    merged |= {name: default for name, default in idle.items() if name in names - own}
+    config = Config.from_values(merged)
     config.batch.refuse_unread(CHOICES, names & own, config.values)
     config.check()
     return config

@@ -51,7 +51,6 @@ def find_unmade(
         for condition, names in choices.items()
         if any(key in given for key, _ in _parts(condition)) and not is_made(condition, values)
         for name in names
-        if name not in given
     }
 
 

@@ -5,7 +5,7 @@ from conftest import BASE
 
 from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
-from maxramp.config.load import load
+from maxramp.config.load import dump_config, load
 from maxramp.errors import ConfigError
 from maxramp.keys.base import base, unset
 from maxramp.keys.choices import find_unmade, is_made, refuse_unread
@@ -114,3 +114,15 @@ def test_files_and_what_they_are_copied_from(tmp_path):
     assert load([BASE, *model]).model.rope_type == "default"
     later = ("phases.1M.rope_type=llama3.1", "rope_factor=4")
     assert load([BASE, *later]).model.rope_factor == 4
+
+
+def test_what_another_trainers_file_lists_in_vain_goes_back(tmp_path):
+    """So the configuration that a run writes down, where all keys are given, can be read again."""
+    theirs, written = tmp_path / "theirs.yml", tmp_path / "written.yml"
+    theirs.write_text("rope_factor: 40\nlora_alpha: 8\ngcs_metrics: false\n")
+    config = load([str(theirs)], note=lambda line: None)
+    assert config.model.rope_factor == base()["rope_factor"] and config.model.lora_alpha == 16
+    written.write_text(dump_config(config))
+    assert load([str(written)]).values == config.values
+    theirs.write_text("rope_factor: 40\nrope_type: llama3.1\ngcs_metrics: false\n")
+    assert load([str(theirs)], note=lambda line: None).model.rope_factor == 40
