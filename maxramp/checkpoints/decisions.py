@@ -82,7 +82,7 @@ def binding(
 ) -> list[tuple[int, int]]:
     """(first sample, global batch size) of what was decided before this start.
 
-    A run that goes on from another run's checkpoint, in a folder of its own, takes over what that
+    A run that continues from another's checkpoint, in a folder of its own, takes over what that
     one had decided, above the first rung of its own ladder.
     """
     if keys.rampup_policy != "noise":

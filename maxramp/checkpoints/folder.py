@@ -7,7 +7,7 @@ checkpoints/
   120.torn/           what a restart found damaged and moved aside
 
 checkpoint.json is written last and removed first, on a disk and in an object storage: a number
-without it is a save that goes on or was killed, or what a removal left, and no checkpoint.
+without it is a save that runs or was killed, or what a removal left: not a checkpoint.
 """
 
 import contextlib
@@ -114,7 +114,7 @@ def step_folders(folder: Place) -> list[Place]:
 
 
 def is_committed(path: Place) -> bool:
-    """Whether a folder is a checkpoint, torn or not, and not a save that goes on or was killed."""
+    """Whether a folder is a checkpoint, torn or not, and not a save that runs or was killed."""
     try:
         return (path / FILE).exists()
     except PermissionError:

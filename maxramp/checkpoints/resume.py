@@ -239,7 +239,7 @@ def take_up(
       num_devices: of this job.
       meshes: by the number of devices, for later jobs.
       restart_passes: how long a change of nodes takes (`PassCost.restart`).
-      position: the checkpoint to go on from.
+      position: the checkpoint to continue from.
       recorded: what the run has decided (`decisions.read`).
       fields: the arrays of a batch.
     """
@@ -291,7 +291,7 @@ def start_of(
     """Where the schedule of today's keys begins in a run that stands at a checkpoint.
 
     If today's keys make the stages that were trained, and the batch sizes that were to come, the
-    checkpoint's schedule goes on; else a new one begins where the run stands, and what was trained
+    checkpoint's schedule holds; else a new one begins where the run stands, and what was trained
     becomes its history. Stages are numbered on: the first of a new schedule is the stage that the
     checkpoint's last step was in if it has its batch size, and the next otherwise.
 

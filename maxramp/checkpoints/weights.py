@@ -1,6 +1,6 @@
 """Weights to begin with, of a checkpoint or of a Hugging Face folder: opened once.
 
-Whoever goes on from a model (training, adapters, preferences, rewards, generation, evaluation, an
+Whoever continues from a model (training, adapters, preferences, rewards, generation, evaluation, an
 export) opens its weights here, and asks them for their arrays and for what a Hugging Face folder
 says beside them.
 """
@@ -182,7 +182,7 @@ def find_kept(run: Place) -> ModelFolder | None:
 
 
 def keep_released(weights: Weights | None, run: Place) -> None:
-    """Keeps in a run's folder what is said beside the weights that it begins with.
+    """Keeps in a run's folder what lies beside the weights that it begins with.
 
     What an earlier start kept of others is gone then. config.json is removed first and written
     last: without it nothing is kept.

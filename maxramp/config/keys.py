@@ -72,7 +72,7 @@ class Config:
     def unread_by(cls, program: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """The keys that are given for other programs that train, with their defaults.
 
-        They change nothing in a run of this one; none of what is about a run of any of them.
+        They change nothing in a run of this one; nor those about a run of any of them.
         """
         sections = cls.sections()
         ours = OF_ONE_PROGRAM.get(program, sections)

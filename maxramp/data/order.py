@@ -112,7 +112,7 @@ def _seed_of_shuffle(seed: int, part: int, epoch: int) -> int:
 
 
 class _Stretch(NamedTuple):
-    """Rows of the run in which one mixture holds; its parts go on where they were."""
+    """Rows of the run in which one mixture holds; its parts continue where they were."""
 
     first: int  # row
     parts: list[int]  # those of the mixture

@@ -282,8 +282,8 @@ def _check_names(key: str, names: Sequence[str]) -> None:
     refuse(
         (
             names.count(name) > 1,
-            f"{key}: {name} stands there twice, and where phases change the mixture a part goes on "
-            "by its name; give it once, with the sum of its weights",
+            f"{key}: {name} stands there twice, and where phases change the mixture a part is "
+            "known by its name; give it once, with the sum of its weights",
         )
         for name in names
     )

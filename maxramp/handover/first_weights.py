@@ -13,7 +13,7 @@ _KEYS = "load_parameters_path", "load_full_state_path"
 
 
 def key_of_first_weights(config: Config) -> str:
-    """The key that gives them: a state may also be what a run goes on from, with other weights."""
+    """The key that gives them: a run may also continue from a state, with other weights."""
     return next((name for name in _KEYS if config.values[name]), _KEYS[0])
 
 

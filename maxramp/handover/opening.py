@@ -94,7 +94,7 @@ class PromptTokenizer:
         """The text of a chat, which an answer continues.
 
         Raises:
-          BadRecord: they are no messages, the template refuses them, or one holds a mark.
+          BadRecord: they are not messages, the template refuses them, or one holds a mark.
         """
         chat, template = read({"messages": messages}), self.template
         for text in chat.texts():

@@ -120,9 +120,9 @@ def is_whole(folder: Place) -> bool:
 
 
 def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
-    """The model folder that a path, an address or a name on the Hub means; None where it is none.
+    """The model folder that a path, an address or a name on the Hub means; None if it means none.
 
-    `key` is whose value the path is, for messages; without `may_adapt` adapters are no model.
+    `key` is whose value the path is, for messages; without `may_adapt` adapters are not a model.
     """
     path = os.path.expanduser(path).rstrip("/")
     if storage.exists(f"{path}/config.json"):

@@ -128,7 +128,7 @@ def _file_tensors(path: str) -> list[Tensor]:
 def _entry(
     name: str, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> tuple[str, str, tuple[int, ...], int, int]:
-    """A tensor of a header; raises a ValueError or TypeError where it is none."""
+    """A tensor of a header; raises a ValueError or TypeError if it is not one."""
     start, stop = data_offsets
     if not isinstance(dtype, str) or any(
         type(n) is not int or n < 0 for n in (*shape, start, stop)

@@ -3,7 +3,7 @@
 Tensors are made one after the other on the devices; the process that writes a file gets its
 tensors whole, so that a host holds two of them beside its shards. On a disk and in an object
 storage alike config.json comes last (`folder.is_whole`). The first file says what the folder is
-made of: a killed export of the same goes on, and writes nothing twice.
+made of: a killed export of the same continues, and writes nothing twice.
 
 Shapes: L layers of a stack.
 """

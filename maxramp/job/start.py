@@ -240,7 +240,7 @@ class Job(Start):
         return position.reference if is_own else ""
 
     def _bind(self, weights: Decoder) -> Decoder:
-        """Keeps the hash of frozen weights in every checkpoint, and goes on with no others."""
+        """Keeps the hash of frozen weights in every checkpoint, and continues with no others."""
         config = self.config
         found = self.checkpoints.reference = fingerprint_of_weights(order_by_layer(weights))
         key, so_far = key_of_first_weights(config), self.known_reference

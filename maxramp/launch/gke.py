@@ -1,7 +1,7 @@
 """Jobs on Kubernetes: a JobSet for the stages on the same nodes, applied one after another.
 
 `gke/NAME/` in the folder of the launch holds the YAML and `run.sh`, which applies a JobSet, waits
-for its end and goes on to the next. It can be ended and started again at any time: what is
+for its end before the next. It can be ended and started again at any time: what is
 completed stays so.
 
 NAME ends in a hash of what the objects are made from, so a changed configuration gets its own: it

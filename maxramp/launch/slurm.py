@@ -58,7 +58,7 @@ submit() {  # nodes, 1 after a failure: the next job of the chain
     if [ "$(newest)" -gt "$before" ]; then
         restarts=0
     else
-        failed=1  # however orderly it ended: without progress the chain would go on for ever
+        failed=1  # however orderly it ended: without progress the chain would never end
     fi
     if [ "$failed" = 1 ] && [ "$restarts" -ge @MAX_RESTARTS@ ]; then
         echo "launch   gave up after max_restarts=$restarts starts without a newer checkpoint"
@@ -245,7 +245,7 @@ def _options(run: Run, nodes: int) -> list[str]:
         f"--signal=TERM@{keys.grace_seconds}",  # to the trainer, which saves and exits with 76
         "--output=%j.log",
         "--open-mode=append",
-        "--requeue",  # when a node fails; the same script goes on from the newest checkpoint
+        "--requeue",  # when a node fails; the same script continues from the newest checkpoint
     ]
     names = ("account", "partition", "qos", "time")
     given = [f"--{name}={value}" for name in names if (value := getattr(keys, f"slurm_{name}"))]

@@ -42,7 +42,7 @@ def psum_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
 def all_gather(
     x: jax.Array, axes: str | Sequence[str], dimension: int = 0, behind: jax.Array | None = None
 ) -> jax.Array:
-    """The parts of all devices along `axes`, joined at a dimension; `behind` as of `psum`."""
+    """The parts of all devices along `axes`, joined at a dimension; `behind` as in `psum`."""
     x, axes = _wait_for_first(x, behind), _axes_of_several(axes)
     return jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
 

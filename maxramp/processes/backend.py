@@ -167,7 +167,7 @@ def _listen(host: str, port: int, count: int) -> socket.socket:
 
 
 def _wait_for_all(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
-    """Process 0: waits until every other process has come, and then lets them go on together."""
+    """Process 0: waits until every other process has come, and then lets them continue together."""
     shown, deadline = _describe_address(address), time.monotonic() + timeout
     known = {_greeting(other, count): other for other in range(1, count)}
     came: dict[int, socket.socket] = {}

@@ -233,7 +233,7 @@ class PolicyTrainer:
 
         Raises:
           StepError: a reward function failed.
-          NotFiniteError: the weights are no numbers.
+          NotFiniteError: the weights are not numbers.
         """
         phases: list[tuple[str, float]] = []  # when each began, and the one before ended
 

@@ -197,7 +197,7 @@ class Output:
             return
         known = {d["global_batch_size"]: d for d in self._decisions.taken}
         first, *taken = ((t.first_sample, t.global_batch_size) for t in ramp.thresholds)
-        before = [  # of a run that this one goes on from, no more is known
+        before = [  # of a run that this one continues, no more is known
             known.get(size, {"first_sample": sample, "global_batch_size": size})
             for sample, size in taken
         ]

@@ -69,7 +69,7 @@ class ChatTemplate:
     def render(self, chat: Chat, count: int | None = None, ask: bool = False) -> str:
         """The text of a chat's first `count` messages, or of all of them.
 
-        `ask`: the text goes on up to where an answer begins.
+        `ask`: the text continues up to where an answer begins.
         """
         return self._render(chat, count, ask).replace(_BEGIN, "").replace(_END, "")
 
