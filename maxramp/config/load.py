@@ -22,7 +22,7 @@ from maxramp.keys.choices import find_unmade
 from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump, parse, read_yaml
 from maxramp.rampup import phases
-from maxramp.rampup.keys import RAMP_CHOICES
+from maxramp.rampup.keys import MAXTEXT_RAMP, RAMP_CHOICES
 from maxramp.run.keys import PROGRAMS
 
 
@@ -81,14 +81,14 @@ def choose(values: MutableMapping[str, Any], given: Given) -> None:
 def without_demo(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
     """Makes a batch constant that is given without a ramp: base.yml's ramp is the demo's alone."""
     key = "enable_rampup_batch_size"
-    if "per_device_batch_size" in given and not {key, *RAMP_CHOICES[f"{key}=True"]} & given:
+    if "per_device_batch_size" in given and not {key, *MAXTEXT_RAMP} & given:
         return values | {key: False}
     return values
 
 
 def no_batch() -> dict[str, Any]:
     """The keys that give a batch and the length of a run, where none of them does."""
-    alone = itertools.chain(["gradient_accumulation_steps"], *RAMP_CHOICES.values())
+    alone = itertools.chain(*RAMP_CHOICES.values())
     unset = {name: base.unset(name) for way in (*_NOTATIONS, *_LENGTHS) for name in way}
     return {name: base.base()[name] for name in alone} | unset | {"phases": {}}
 

@@ -23,11 +23,13 @@ import numpy as np
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.resume import start_of
 from maxramp.commandline import Throttle, count
+from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
 from maxramp.config.load import dump_config, load
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.files.place import Place, place, write_whole
 from maxramp.keys import base
+from maxramp.keys.choices import find_unmade
 from maxramp.measuring.inheritance import branch_keys, inherited_keys
 from maxramp.measuring.noise import KINDS, noise_blocks, student
 from maxramp.processes.bound import bind
@@ -210,6 +212,7 @@ class Experiment:
         """Writes SIZE.yml; returns what maxramp.train takes."""
         path = self._folder / f"{size}.yml"
         keys = inherited_keys(self._config, self._first) | self._keys_of_branch(size)
+        keys |= find_unmade(CHOICES, keys, keys)  # such as of a later phase of the run
         write_whole(path, dump_config(Config.from_values(keys)).encode())
         line = [str(path), *self._keys]
         load(line, "train", note=lambda note: None)

@@ -34,15 +34,16 @@ _SIZES = (
     "rampup_ladder",
 )
 _GLOBAL_SIZES = (
-    "global_batch_size or global_batch_tokens or rampup_batch_size or step_batch_size_schedule or "
-    "rampup_policy"
+    "rampup_batch_size or step_batch_size_schedule or rampup_policy or global_batch_size or "
+    "global_batch_tokens"
+)
+MAXTEXT_RAMP = (
+    *("per_device_batch_size_start", "per_device_batch_size_increment"),
+    "global_rampup_samples",
 )
 # What is read only where other keys have some value.
 RAMP_CHOICES: Choices = {
-    "enable_rampup_batch_size=True": (
-        *("per_device_batch_size_start", "per_device_batch_size_increment"),
-        "global_rampup_samples",
-    ),
+    f"without {_GLOBAL_SIZES}": (*MAXTEXT_RAMP, "gradient_accumulation_steps"),
     "step_batch_size_schedule": ("step_batch_size_unit",),
     "rampup_policy": ("rampup_ladder",),
     "rampup_policy=seesaw": ("rampup_rounding",),
@@ -50,19 +51,9 @@ RAMP_CHOICES: Choices = {
         *("rampup_noise_factor", "rampup_decision_samples", "rampup_earliest", "rampup_latest"),
     ),
 }
-CHOICES: Choices = {
-    **RAMP_CHOICES,
-    f"without {_GLOBAL_SIZES}": ("gradient_accumulation_steps",),
-    _GLOBAL_SIZES: ("micro_batch_size",),
-}
+CHOICES: Choices = {**RAMP_CHOICES, _GLOBAL_SIZES: ("micro_batch_size",)}
 # What a program does not ask for by leaving it out: base.yml has the default job's ramp and length.
-_NOT_BY_DEFAULT = (
-    "enable_rampup_batch_size",
-    "per_device_batch_size_start",
-    "per_device_batch_size_increment",
-    "global_rampup_samples",
-    "steps",
-)
+_NOT_BY_DEFAULT = ("enable_rampup_batch_size", *MAXTEXT_RAMP, "steps")
 
 
 @dataclasses.dataclass(frozen=True)

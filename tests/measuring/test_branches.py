@@ -145,13 +145,14 @@ def test_what_a_branch_drops_is_a_key_and_not_its_own(checkpointed):
 
 def test_a_branch_has_what_its_run_measures_and_hands_over_only_where_it_compares(tmp_path):
     keys = ("export_huggingface=True", "checkpoint_best=lowest eval_loss", "adam_b2=0.9")
-    keys += ("wandb_project=p", "log_token_statistics=True", "phases={80: {row_length: 8}}")
+    keys += ("wandb_project=p", "log_token_statistics=True", "rope_factor=4")
+    keys += ("phases={80: {row_length: 8}, 800: {rope_type: llama3.1}}",)
     experiment = experiment_of(checkpoint_at_20(tmp_path, *keys, "phases_unit=samples"))
     config = config_of(experiment, 16)
     assert (config.optimizer.adam_b2, config.batch.row_length) == (0.9, 8)
     others = {name: config.values[name] for name in DROPPED}
     assert others == {name: base()[name] for name in DROPPED} and not config.batch.phases
-    assert not config.run.export_huggingface
+    assert not config.run.export_huggingface and config.model.rope_factor == 8
 
 
 @pytest.mark.parametrize("scaling", ["none", "sqrt", "linear"])
