@@ -212,7 +212,7 @@ def compare(folder, wanted):
 
 @pytest.mark.slow
 def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
-    """And over two lengths of rows. Killed at the change; ended there, in two
+    """And over two lengths of rows. Killed behind the change; ended there, in two
     processes."""
     done = run(*given(tmp_path / "one", cache_dir, "phases={64: {row_length: 16}}"), devices=4)
     assert done.returncode == 0, done.stderr
@@ -220,7 +220,7 @@ def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
     assert len(wanted) == 10
 
     killed = given(tmp_path / "killed", cache_dir, "checkpoint_period=1")
-    assert run_signalled(4, signal.SIGKILL, *killed, devices=4).returncode == -signal.SIGKILL
+    assert run_signalled(5, signal.SIGKILL, *killed, devices=4).returncode == -signal.SIGKILL
     done = run(*killed, devices=4)
     assert done.returncode == 0, done.stderr
     assert "(mesh fsdp 2 x tensor 2)" in done.stdout  # where it goes on
