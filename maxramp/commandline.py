@@ -38,6 +38,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises what is wrong."""
+        what, colon, words = message.partition("unrecognized arguments: ")
+        if colon and not what:
+            words = [word for word in words.split(" ") if word.startswith("-")]
+            shown = ", ".join(f'"{word}"' for word in words)
+            message = f"{shown}: no such option; a key is given as key=value, without dashes"
         raise ConfigError(
             f"{message} (--help lists the options, --help-keys the keys of key=value)"
         )

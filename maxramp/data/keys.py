@@ -63,7 +63,7 @@ class DataKeys(ChatKeys):
     data_shuffle_seed: int = uint32()
     expansion_factor_real_data: float = limit(
         lambda value: value == -1 or 0 < value <= 1 or (value > 0 and value % 1 == 0),
-        "must be a whole number of processes, or at most 1, or -1",
+        "must be a whole number of processes or a fraction up to 1, and above 0; or -1",
     )
 
     @property

@@ -87,7 +87,6 @@ class Generator:
     ):
         """`model` may be its shapes and shardings; `options` are the compiler's."""
         self.writing, self._keys, self._mesh = writing, keys, mesh_of(model)
-        self._how = {"sampling": writing.sampling, "stops": writing.stops}
         if self._mesh.shape["stage"] > 1:
             raise ConfigError(
                 f"a pipeline of {self._mesh.shape['stage']} stages generates no text; use "
@@ -184,6 +183,10 @@ class Generator:
         """Rows, tokens that are read at once and all tokens of a row: prompts share programs."""
         sizes = self._sizes(longest)
         return self._rows(count), sizes["length"], sizes["slots"]
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"sampling": self.writing.sampling, "stops": self.writing.stops}
 
     def _sizes(self, longest: int) -> dict[str, int]:
         """Tokens of a row that are read at once, and all that there may be."""

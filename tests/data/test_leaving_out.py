@@ -16,7 +16,7 @@ from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
 
 BAD = {
-    b'{"body": "caf\xe9"}': "utf-8",
+    b'{"body": "caf\xe9"}': "UTF-8",
     b'{"body": null}': "holds no text but nothing",
     b'{"body": "hm \\ud83d!"}': "half of a surrogate pair",
     b'{"text": "another field"}': "has no body",

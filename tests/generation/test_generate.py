@@ -76,7 +76,7 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
         (["itci_data=3"], "is not a known key"),
         (["data"], '"data" is not of the form key=value'),
         (["--samples", "many"], "argument --samples: invalid int value: 'many'"),
-        (["--max_new", "3"], "unrecognized arguments: --max_new"),
+        (["--max_new", "3"], '"--max_new": no such option'),
     ],
 )
 def test_wrong_arguments_are_one_line(trained, arguments, error, capsys):

@@ -155,7 +155,7 @@ def test_the_next_command_is_whole(tmp_path, capsys, monkeypatch):
     line = arguments("step_batch_size_schedule=0:16", "base_output_directory=file/runs")
     assert compile_main(line) == 0
     printed = capsys.readouterr()
-    note, first, *_ = printed.err.splitlines()
+    first, *_, note = printed.err.splitlines()
     assert note.startswith("note: ") and "file" in note and first.startswith("compiling 1 x 16")
     command = printed.out.splitlines()[-1].partition("python -m maxramp.plan ")[2]
     assert shlex.split(command) == [*line, "--compiled", "compiled.json"]

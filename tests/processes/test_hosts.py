@@ -157,8 +157,8 @@ def test_rows_depend_on_no_reader_in_any_shape(data, alone, processes, devices):
 
 
 REFUSED = {
-    "expansion_factor_real_data=0": "must be above 0, or -1",
-    "expansion_factor_real_data=-2": "must be above 0, or -1",
+    "expansion_factor_real_data=0": "and above 0; or -1",
+    "expansion_factor_real_data=-2": "and above 0; or -1",
     "expansion_factor_real_data=1.5": "must be a whole number of processes",
     "expansion_factor_real_data=two": "must be a number, not text",
     "expansion_factor_real_data=.nan": "must be a finite number",

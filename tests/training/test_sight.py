@@ -33,7 +33,7 @@ FLAT = (
     ("rope_max_timescale=100.0", "sliding_window_size=4"),
     ("rope_max_timescale=100.0", "sliding_window_size=4", "rope_type=llama3.1", "rope_factor=4.0")
     + ("original_max_position_embeddings=8",),
-    ("rope_factor=4.0", "original_max_position_embeddings=8"),
+    (),
 )
 SHORT = ("total_samples=80",)  # the first three
 RUN = ("global_batch_size=4", "total_samples=100", "phases_unit=samples")
