@@ -20,6 +20,7 @@ from maxramp.files import storage
 from maxramp.keys.section import is_object_storage
 
 MARK = ".folder"  # an object that makes a folder of an object storage be there
+_UNFINISHED = ".tmp"  # how the name of a file that is being written ends
 
 # What flock says on network and FUSE file systems that have no locks.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -179,7 +180,7 @@ def write_whole(path: Place, data: bytes) -> None:
         path.write_bytes(data)
         return
     # Hidden, because TensorBoard reads what it sees; and no other process writes to it.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     try:
         with open(unfinished, "wb") as file:
             file.write(data)
@@ -187,7 +188,14 @@ def write_whole(path: Place, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+
+
+def is_unfinished(path: Place) -> bool:
+    """Whether a kill left this file behind in `write_whole`, by its name."""
+    return path.name.startswith(".") and path.name.endswith(_UNFINISHED)
 
 
 def make_folder(path: Place) -> None:

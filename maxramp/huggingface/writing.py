@@ -10,6 +10,7 @@ Shapes: L layers of a stack.
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -21,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxramp.errors import ConfigError, reason_of
-from maxramp.files.place import ObjectPath, Place, is_near, lock, sizes, write_whole
+from maxramp.errors import ConfigError, TrainingError, reason_of
+from maxramp.files.place import ObjectPath, Place, is_near, is_unfinished, lock, sizes, write_whole
 from maxramp.huggingface.folder import MARKS, is_whole
 from maxramp.huggingface.names import Form, Named, name_tensors
 from maxramp.huggingface.safetensors import DTYPES, INDEX, ONE, header_of
@@ -119,9 +120,11 @@ def check_free(folder: Place) -> None:
     """Makes sure that an export may make this folder: it is not there, or an export began it."""
     with _refusing(folder):
         there = folder.exists() or (is_near(folder) and folder.is_symlink())  # to nowhere
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else [""] * there
+        names = [""] * there
+        if folder.is_dir():
+            names = [path.name for path in folder.iterdir() if not is_unfinished(path)]
         if names and (_SOURCE not in names or not {*names}.isdisjoint(MARKS)):
-            raise ConfigError(f"--to {folder}: is there already; move it away, or give another")
+            raise ConfigError(f"{folder}: is there already; move it away, or write to another")
 
 
 def made_of(folder: Place) -> dict[str, Any] | None:
@@ -147,7 +150,10 @@ def _refusing(folder: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {reason_of(error)}") from None
+        said = f"{folder}: cannot be written: {reason_of(error)}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise TrainingError(f"{said}; make room, and start again to continue") from None
+        raise ConfigError(said) from None
 
 
 def _bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -247,7 +253,7 @@ def _write_file(path: Place, header: bytes, parts: Iterator[np.ndarray], is_own:
                         file.flush()
                         os.fsync(file.fileno())
                     os.replace(unfinished, path)
-    except ConfigError as error:
+    except (ConfigError, TrainingError) as error:
         failure = error
     for _ in parts:  # the others wait for what this process has to do in making the rest
         pass

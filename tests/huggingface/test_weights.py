@@ -1,8 +1,10 @@
 """Folders in, and out again: logits of transformers 5.23.0, and bits that nothing changes."""
 
 import dataclasses
+import errno
 import json
 import os
+import signal
 
 import jax
 import ml_dtypes
@@ -11,7 +13,7 @@ import pytest
 from opened import config_of, load, logits
 from small_models import CONFIGS, TOKENS_BT, tensors, write_file, write_folder
 
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, TrainingError
 from maxramp.huggingface import config_json, writing
 from maxramp.huggingface import folder as released
 from maxramp.huggingface.safetensors import tensors_of
@@ -359,3 +361,30 @@ def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
         write(tmp_path / "out", config, model)
     assert [p for p in os.listdir(tmp_path) if p.startswith(".")] == []
     assert {*os.listdir(tmp_path / "out")} >= {"config.json", ".source.json"}
+
+
+def test_an_export_begins_anew_once_there_is_room(tmp_path, monkeypatch):
+    """The first file that a full disk refuses leaves nothing; after a kill its part is no folder
+    of somebody else's."""
+    config, model = on_mesh(write_folder(tmp_path / "in", "llama2"), "one")
+    out = tmp_path / "out"
+    with monkeypatch.context() as full:
+
+        def refuse(_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        full.setattr(os, "fsync", refuse)
+        with pytest.raises(TrainingError, match="out: cannot be written: .*make room"):
+            write(out, config, model)
+        assert os.listdir(out) == []
+        full.setattr(os, "fsync", lambda _: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            write(out, config, model)
+    assert [name.startswith("..source.json.") for name in os.listdir(out)] == [True]
+    (out / "of_others").touch()
+    with pytest.raises(ConfigError, match="is there already"):
+        write(out, config, model)
+    (out / "of_others").unlink()
+    write(out, config, model)
+    assert_same_tensors(out, tensors(CONFIGS["llama2"]))
+    assert not [name for name in os.listdir(out) if name.endswith(".tmp")]
