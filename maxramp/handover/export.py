@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
+from maxramp.checkpoints.folder import steps_in
 from maxramp.commandline import print_note
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, reason_of
@@ -39,10 +40,13 @@ def export_run(
 ) -> None:
     """Exports a finished run to exported/STEP of its folder, once.
 
-    An export of another state of that number is set aside. `pause` is called between two tensors,
-    on every process; `say` prints a line, on the first.
+    A run that saved no state, as the one it continues was finished, exports nothing. An export of
+    another state of that number is set aside. `pause` is called between two tensors, on every
+    process; `say` prints a line, on the first.
     """
     pause()
+    if not agreement.decide_on_first(lambda: bool(steps_in(run / "checkpoints"))):
+        return
     sizes = [
         f"{name}={size}" for group in ("ici", "dcn") for name, size in mesh.group(group).items()
     ]

@@ -293,10 +293,16 @@ class Output:
 
     def say_finished(self, span: Span) -> None:
         """Says that there is nothing to do."""
-        self.say(
-            f"{self.folder}: finished, {span.first_step} steps are done of "
-            f"{span.ramp.total_steps}; for a new run give another run_name, to continue more steps"
-        )
+        state, where = span.position.path, self.folder
+        rest = "for a new run give another run_name, to continue more steps"
+        if state.parent != where / "checkpoints":
+            where = state
+            rest = (
+                f"there is nothing to train or export in {self.folder}; to continue give more "
+                "steps, to export that state maxramp.convert"
+            )
+        done = f"{span.first_step} steps are done of {span.ramp.total_steps}"
+        self.say(f"{where}: finished, {done}; {rest}")
 
     def __enter__(self) -> "Output":
         return self

@@ -575,6 +575,18 @@ def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
     assert folder_lib.steps_in(tmp_path / "rest" / "checkpoints") == [30]
 
 
+def test_the_state_of_a_finished_run_leaves_nothing_to_do(tmp_path, cache_dir):
+    """Also nothing to export: no state is the new run's own."""
+    keys = [*TINY, "steps=1", "global_batch_size=8", "export_huggingface=True"]
+    keys += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]
+    keys += ["enable_rampup_batch_size=False", "eval_interval=-1", "micro_batch_size=8"]
+    for name, *more in (["a"], ["b", f"load_full_state_path={tmp_path / 'a'}"]):
+        done = run(BASE, *keys, f"run_name={name}", *more)
+        assert done.returncode == 0 and "error" not in done.stderr, done.stderr
+    assert f"{tmp_path}/a/checkpoints/1: finished, 1 steps are done of 1; there is" in done.stdout
+    assert (tmp_path / "a/exported/1").is_dir() and not (tmp_path / "b/exported").exists()
+
+
 def test_nowhere_to_go_on_from(tmp_path, cache_dir):
     for key in ("load_full_state_path", "load_parameters_path"):
         more = (f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}")
