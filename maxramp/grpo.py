@@ -155,7 +155,7 @@ def _run(begun: start.Start) -> int:
 def _corpus(prompts: Mapping[str, Prompts]) -> Corpus:
     """What identifies the prompts, which are not rows."""
     own, held_out = prompts["prompt_file"], prompts.get("eval_prompt_file")
-    parts = (Part("", 1.0, (), held_out.hash),) if held_out else ()
+    parts = (Part("", 1.0, (), held_out.hash, rows_hash=held_out.hash),) if held_out else ()
     return Corpus((Part("prompts", 1.0, (), own.hash),), parts, own.description)
 
 
@@ -163,7 +163,7 @@ def _evaluation(config: Config, corpus: Corpus) -> str:
     """A hash of what the numbers of evaluations depend on but the weights."""
     names = "rewards", "reward_weights", "num_generations", "max_completion_length", "rollout_seed"
     values = [config.values[name] for name in (*names, "decode_sampling_temperature")]
-    return hash_of([corpus.hash, values, sources(config.rollout.rewards)])
+    return hash_of([corpus.held_out_hash, values, sources(config.rollout.rewards)])
 
 
 def _trainer(

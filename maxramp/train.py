@@ -101,7 +101,7 @@ def _run(begun: Start) -> int:
 def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
     """What the numbers of evaluations depend on, as in `DataIdentity`."""
     names = "eval_samples", "use_dpo", "dpo_beta", "dpo_loss_type", "dpo_label_smoothing"
-    found = {"eval": hash_of([corpus.hash, *(config.values[name] for name in names)])}
+    found = {"eval": hash_of([corpus.held_out_hash, *(config.values[name] for name in names)])}
     if config.evaluation.evaluate_tasks:
         found["task"] = hash_of_tasks(config.evaluation)
     return found

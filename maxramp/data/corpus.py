@@ -22,6 +22,7 @@ class Part:
     items: Sequence[Row] | Sequence[Document]
     hash: str = ""  # of everything that its rows are made of; "" where the train parts' say it
     noun: str = "rows"  # what its items are
+    rows_hash: str = ""  # of a held-out set's rows as they are laid out: equal hash, equal rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,11 @@ class Corpus:
     def hash(self) -> str:
         """Of the first mixture and what is held out: equal hash, equal rows."""
         return self.identity({}).hash
+
+    @property
+    def held_out_hash(self) -> str:
+        """Of what is held out alone, as it is laid out: equal hash, equal rows."""
+        return hash_of([[part.name, part.rows_hash] for part in self.held_out])
 
     def identity(self, evaluations: Mapping[str, str]) -> DataIdentity:
         """What identifies it, with what evaluations on it depend on besides."""

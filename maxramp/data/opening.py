@@ -106,13 +106,14 @@ def _lay_out(
     separate = data.use_dpo or (data.packing and data.separate_documents)
     if data.packing:
         lay_out = packing.LAYOUTS[data.grain_packing_type]
+    how = [length, separate, data.packing and data.grain_packing_type]
     if lay_out is packing.concat_then_split:
         lay_out = functools.partial(lay_out, separate=separate)
 
     def make_rows(part: Part, counted: np.ndarray) -> Part:
         rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
-        digest = hashlib.blake2b(part.hash.encode() + counted.tobytes(), digest_size=8)
-        return Part(part.name, part.weight, rows, digest.hexdigest())
+        digest = hashlib.blake2b(part.hash.encode() + counted.tobytes(), digest_size=8).hexdigest()
+        return Part(part.name, part.weight, rows, digest, rows_hash=hash_of([digest, *how]))
 
     counts = [count_documents(part) for part in sources.train]
     documents = np.concatenate(counts)

@@ -87,13 +87,17 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
     for name, of in evaluated.items():
         chosen = list(itertools.islice(others, len(of)))
         digest = hash_of([length, [part.hash for part in chosen]])
-        held_out.append(Part(name, 1.0, Chain([part.items for part in chosen]), digest, noun))
+        held_out.append(_hold_out(name, chosen, length, digest))
     if not held_out:  # the end of every part of the first mixture
         counts = [len(part.items) for part in parts]
         fractions = [keys.eval_fraction * (part.weight > 0) for part in parts]
         cuts = [n - round(n * fraction) for n, fraction in zip(counts, fractions, strict=True)]
-        ends = [part.items[cut:] for part, cut in zip(parts, cuts, strict=True)]
-        held_out = [Part("", 1.0, Chain(ends), noun=noun)]
+        ends = [
+            dataclasses.replace(part, items=part.items[cut:])
+            for part, cut in zip(parts, cuts, strict=True)
+            if part.weight
+        ]
+        held_out = [_hold_out("", ends, length)]
         parts = [
             dataclasses.replace(part, items=part.items[:cut])
             for part, cut in zip(parts, cuts, strict=True)
@@ -104,8 +108,19 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
     note, path = "", keys.tokenizer_path
     if path and not (tokenizer or has_tokenizer):
         note = f"; tokenizer_path={path} is not used, the files hold tokens"
-    packed = any(getattr(part.items, "separate", False) for part in opened)
+    packed = any(map(_is_separate, opened))
     return Sources(parts, held_out, note, packed)
+
+
+def _hold_out(name: str, parts: Sequence[Part], length: int, digest: str = "") -> Part:
+    """A held-out set of the items of several parts; documents are laid out later."""
+    items = Chain([part.items for part in parts])
+    rows = [[part.hash, len(part.items), _is_separate(part)] for part in parts]
+    return Part(name, 1.0, items, digest, parts[0].noun, hash_of([length, rows]))
+
+
+def _is_separate(part: Part) -> bool:
+    return getattr(part.items, "separate", False)
 
 
 def _open_synthetic(keys: DataKeys) -> Sources:
@@ -115,8 +130,9 @@ def _open_synthetic(keys: DataKeys) -> Sources:
     note = "; random tokens"
     if keys.tokenizer_path:
         note += f"; tokenizer_path={keys.tokenizer_path} is not used"
-    part = Part("synthetic", 1.0, train, f"{seed}, {sizes}")
-    return Sources([part], [Part("", 1.0, held_out)], note)
+    digest = f"{seed}, {sizes}"
+    part = Part("synthetic", 1.0, train, digest)
+    return Sources([part], [Part("", 1.0, held_out, rows_hash=digest)], note)
 
 
 def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[str, list[_Entry]]]:

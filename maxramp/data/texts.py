@@ -9,7 +9,7 @@ import sysconfig
 import numpy as np
 
 from maxramp.commandline import count
-from maxramp.data.corpus import Part, Sources
+from maxramp.data.corpus import Part, Sources, hash_of
 from maxramp.data.files.records import UTF16, is_utf16
 from maxramp.data.keys import DataKeys
 from maxramp.data.rows import StreamRows
@@ -36,9 +36,13 @@ def open_texts(keys: DataKeys) -> Sources:
                 f"row takes max_target_length + 1 = {length + 1}; give more text or shorter "
                 f"rows{remedy}"
             )
-    digest = hashlib.blake2b(tokens.data, digest_size=8).hexdigest()
     note = f"; {count(len(files), 'file')}, {len(tokens) / 1e6:.1f} MB"
-    return Sources([Part(name, 1.0, train, digest)], [Part("", 1.0, held_out)], note)
+    evaluated = Part("", 1.0, held_out, rows_hash=hash_of([_hash(tokens[cut:]), length]))
+    return Sources([Part(name, 1.0, train, _hash(tokens))], [evaluated], note)
+
+
+def _hash(tokens: np.ndarray) -> str:
+    return hashlib.blake2b(tokens.data, digest_size=8).hexdigest()
 
 
 def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:

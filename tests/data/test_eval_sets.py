@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from conftest import BASE, TINY, make_config, run
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
+from test_formats import write_megatron
 
+from maxramp import train
 from maxramp.data.corpus import Sources
 from maxramp.data.opening import open_rows
 from maxramp.data.sources import open_sources
@@ -53,6 +55,55 @@ def test_each_set_has_its_rows_and_training_keeps_all(files):
     renamed = f"eval_sets={{code: {files}/wiki.jsonl, wiki: {files}/code.jsonl}}"
     renamed = make_config(*keys(files, renamed))
     assert open_rows(renamed.data, renamed.reading, True).hash != corpus.hash
+
+
+GRAIN = ("dataset_type=grain", "grain_train_files={}/train.jsonl")
+DOCUMENTS = (*GRAIN, "eval_fraction=0.5", "max_target_length=32")
+OWN = (*GRAIN, "grain_eval_files={}/wiki.jsonl", "max_target_length=32")
+TEXT = ("dataset_type=text", "text_files={}/train.jsonl", "eval_fraction=0.5")
+TEXT += ("max_target_length=16",)
+SYNTHETIC = ("dataset_type=synthetic",)
+STREAM = (*GRAIN, "grain_train_files={}/set", "max_target_length=8", "eval_fraction=0.5")
+
+
+@pytest.mark.parametrize(
+    "given, changed, same",
+    [
+        (TEXT, "eval_fraction=0.3", False),
+        (TEXT, "max_target_length=17", False),
+        (SYNTHETIC, "data_shuffle_seed=7", False),
+        (DOCUMENTS, "eval_fraction=0.3", False),
+        (DOCUMENTS, "max_target_length=33", False),
+        (DOCUMENTS, "grain_packing_type=best_fit", False),
+        (DOCUMENTS, "separate_documents=False", False),
+        (DOCUMENTS, "packing=False", False),
+        (DOCUMENTS, "data_shuffle_seed=7", True),
+        (OWN, "packing=False", False),
+        (OWN, "grain_eval_files={}/code.jsonl", False),
+        (OWN, "grain_train_files={}/code.jsonl", True),
+        (OWN, "grain_train_files={0}/code.jsonl,1;{0}/train.jsonl,2", True),
+        (OWN, "eval_fraction=0.3", True),
+        (STREAM, "eval_fraction=0.3", False),
+        (STREAM, "max_target_length=9", False),
+        (STREAM, "separate_documents=False", False),
+        (STREAM, "packing=False", True),
+        (STREAM, "grain_train_files={}/train.jsonl", False),
+        ((*STREAM, "grain_eval_files={}/set"), "separate_documents=False", False),
+        ((*STREAM, "grain_eval_files={}/set"), "grain_train_files={}/other", True),
+    ],
+)
+def test_evaluations_of_the_same_rows_compare(files, given, changed, same):
+    """Their hash is that of the held-out rows alone, as they are laid out."""
+    for name, token in (("set", 1), ("other", 2)):
+        write_megatron(files / name, [[[token] * 5]] * 30)
+
+    def find(*more):
+        filled = (x.format(files) for x in more)
+        config = make_config("enable_data_shuffling=True", *filled)
+        corpus = open_rows(config.data, config.reading, True)
+        return train._evaluations(config, corpus)["eval"]
+
+    assert (find(*given) == find(*given, changed)) is same
 
 
 @pytest.mark.parametrize(

@@ -138,11 +138,11 @@ def test_evaluations_compare_by_prompts_and_rewards(tmp_path, monkeypatch):
     rewards, with their source, to what a number of an evaluation is of."""
     monkeypatch.chdir(tmp_path)
 
-    def hashes(*keys, text="", source="def f(p, a, t): return [0.0] * len(a)"):
+    def hashes(*keys, text="", source="def f(p, a, t): return [0.0] * len(a)", trained=10):
         (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1="}\n' + text)
         (tmp_path / "own_rewards.py").write_text(source)
         config = load([RL, "rewards=[own_rewards:f]", "load_parameters_path=x", *keys], "grpo")
-        prompts = {"prompt_file": Sums(10, 0)}
+        prompts = {"prompt_file": Sums(trained, 0)}
         prompts["eval_prompt_file"] = FilePrompts("held_out.jsonl", None)
         corpus = grpo._corpus(prompts)
         return corpus.hash, grpo._evaluation(config, corpus)
@@ -156,6 +156,8 @@ def test_evaluations_compare_by_prompts_and_rewards(tmp_path, monkeypatch):
         hashes("rollout_seed=9"),
     ):
         assert changed[0] == first[0] and changed[1] != first[1]
+    others = hashes(trained=11)
+    assert others[0] != first[0] and others[1] == first[1]
 
 
 def test_prompts_that_are_chats(tmp_path):
