@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import steps_in
 from maxramp.commandline import print_note
+from maxramp.config.keys import Config
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, set_aside
@@ -27,7 +28,6 @@ from maxramp.model.adapters import (
 )
 from maxramp.model.decoder import Decoder
 from maxramp.model.order import order_by_layer
-from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 
@@ -35,9 +35,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _STALE = ".stale"  # of an export of a state that the run no longer has
 
 
-def export_run(
-    run: Place, mesh: MeshKeys, pause: Callable[[], None], say: Callable[[str], None]
-) -> None:
+def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], None]) -> None:
     """Exports a finished run to exported/STEP of its folder, once.
 
     A run that saved no state, as the one it continues was finished, exports nothing. An export of
@@ -45,12 +43,13 @@ def export_run(
     process; `say` prints a line, on the first.
     """
     pause()
+    run, mesh, base = config.run.folder, config.mesh, config.checkpoints.load_parameters_path
     if not agreement.decide_on_first(lambda: bool(steps_in(run / "checkpoints"))):
         return
-    sizes = [
-        f"{name}={size}" for group in ("ici", "dcn") for name, size in mesh.group(group).items()
-    ]
-    opened = open_model(str(run), sizes)
+    given = mesh.group("ici") | mesh.group("dcn")
+    if config.model.lora_rank:  # the base may have moved since the checkpoint
+        given["load_parameters_path"] = base
+    opened = open_model(str(run), [f"{name}={value}" for name, value in given.items()])
     to = run / "exported" / opened.path.rpartition("/")[2]
     if agreement.decide_on_first(lambda: _is_made(to, opened)):
         return

@@ -59,9 +59,9 @@ def run(
     try:
         with start(load(notes.append), notes, preemption) as begun:
             try:
-                status, keys = work(begun), begun.config.run
-                if status == 0 and keys.export_huggingface:
-                    export_run(keys.folder, begun.config.mesh, begun.pause, begun.say)
+                status, config = work(begun), begun.config
+                if status == 0 and config.run.export_huggingface:
+                    export_run(config, begun.pause, begun.say)
                 return status
             except Stopped:
                 begun.say("stopped by a signal; start again to continue")
