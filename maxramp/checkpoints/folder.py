@@ -64,6 +64,8 @@ class Checkpoint:
     # the numbers of the evaluations after its last step, by the names of metrics.jsonl
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
     saved: str = ""  # what no other save has: the name of this state
+    # of the checkpoints that the run began with, their `saved` by the keys that give them
+    first: dict[str, str] = dataclasses.field(default_factory=dict)
     # the evaluations that were due after its last step and did not come (`EvalKeys.due`)
     owes: list[str] = dataclasses.field(default_factory=list)
 

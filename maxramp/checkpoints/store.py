@@ -59,6 +59,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         # A fingerprint of the weights that the run stays near to, "" for none, that every
         # checkpoint keeps.
         self.reference = ""
+        # As in `Checkpoint`.
+        self.first: dict[str, str] = {}
         # What the run trained before the schedule of this job, which every checkpoint keeps.
         self.history: list[dict[str, Any]] = []
         self._is_first = jax.process_index() == 0
@@ -190,6 +192,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             evaluations=dict(self._data.evaluations),
             evaluation=_finite(evaluation),
             saved=secrets.token_hex(8),
+            first=self.first,
             owes=list(owes),
         )
         self._saves.begin(step, self._writer(checkpoint, state, prepare))

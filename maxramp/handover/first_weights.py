@@ -1,11 +1,13 @@
 """The weights that a run begins with: which they are, fixed at its first start."""
 
+import contextlib
+
 from maxramp.checkpoints import folder
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.weights import Weights, open_weights
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
-from maxramp.files.place import place
+from maxramp.files.place import Place, place
 from maxramp.huggingface import folder as released
 from maxramp.processes import agreement
 
@@ -38,33 +40,62 @@ def open_first_weights(config: Config) -> Weights | None:
     return open_weights(config.values[key], key) if config.values[key] else None
 
 
-def pin_first_weights(config: Config) -> Config:
-    """The configuration with the checkpoint that a run begins with, where the keys give a folder.
+def find_first_weights(config: Config) -> dict[str, str]:
+    """The weights that a run begins with, by the keys that give them: paths of one checkpoint each,
+    or of a Hugging Face folder.
 
-    That is the folder's newest at the first start and the same one at every restart: a run's first
-    weights do not move when the run that they are of trains on. All processes take that of the
-    first, before anything that takes long.
+    Of another run's folder that is the newest at the first start and the same one at every restart,
+    also where that run has moved: a run's first weights do not change when the run that they are of
+    trains on.
     """
+    given = {name: config.values[name] for name in _KEYS if config.values[name]}
+    position = folder.newest(config.run.folder / "checkpoints")[0] if given else None
+    return {name: _find(name, path, position) for name, path in given.items()}
 
-    def find(name: str, position: Checkpoint | None) -> str:
-        given, before = config.values[name], position.config[name] if position else ""
-        path, began = place(given).absolute(), place(before).absolute()
-        if before and path in (began, began.parent / folder.BEST, *began.parents[:2]):
-            return before
-        if name == _KEYS[0] and released.find(name, given):
-            return given
-        try:
-            found = folder.find(path)
-        except ConfigError as error:
-            raise ConfigError(f"{name}={given}: {error}") from None
-        moved = found.with_name(began.name)  # with the other run
-        return str(moved if found != path and folder.is_committed(moved) else found)
 
-    def find_all() -> dict[str, str]:
-        given = [name for name in _KEYS if config.values[name]]
-        position = folder.newest(config.run.folder / "checkpoints")[0] if given else None
-        return {name: find(name, position) for name in given}
+def _find(name: str, given: str, position: Checkpoint | None) -> str:
+    before, state = (position.config[name], position.first.get(name)) if position else ("", "")
+    path, began = place(given).absolute(), place(before).absolute()
+    if before and path in (began, began.parent / folder.BEST, *began.parents[:2]):
+        return before
+    if name == _KEYS[0] and released.find(name, given):
+        return given
+    try:
+        found = folder.find(path)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={given}: {error}") from None
+    moved = found.with_name(began.name)  # with the other run
+    return str(moved if found != path and state and _state_at(moved) == state else found)
 
-    pinned = agreement.decide_on_first(find_all)
+
+def _state_at(path: Place) -> str:
+    """The name of the state that a checkpoint holds; "" where none can be read."""
+    with contextlib.suppress(ConfigError):
+        return folder.read(path).saved if folder.is_committed(path) else ""
+    return ""
+
+
+def states_of_first_weights(config: Config, position: Checkpoint | None) -> dict[str, str]:
+    """What `Checkpoint.first` keeps of a configuration with pinned weights.
+
+    Args:
+      config: with the weights that `pin_first_weights` chose.
+      position: the run's own newest checkpoint; what it began with may be gone by now.
+    """
+    given = {name: config.values[name] for name in _KEYS if config.values[name]}
+    return {
+        name: position.first.get(name, "")
+        if position and position.config[name] == path
+        else _state_at(place(path))
+        for name, path in given.items()
+    }
+
+
+def pin_first_weights(config: Config) -> Config:
+    """The configuration with the paths of `find_first_weights`.
+
+    All processes take those of the first, before anything that takes long.
+    """
+    pinned = agreement.decide_on_first(lambda: find_first_weights(config))
     moved = any(config.values[name] != path for name, path in pinned.items())
     return config.replace(**pinned) if moved else config

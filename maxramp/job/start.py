@@ -29,6 +29,7 @@ from maxramp.handover.first_weights import (
     key_of_first_weights,
     open_first_weights,
     pin_first_weights,
+    states_of_first_weights,
 )
 from maxramp.model.adapters import has_adapters, without_adapters
 from maxramp.model.decoder import Decoder
@@ -147,6 +148,9 @@ class Start:
             checkpoints.values = config.values
         changed = checkpoints.changes_since(position) if position else ""
         goes_on = checkpoints.newest is not None
+        checkpoints.first = agreement.decide_on_first(
+            lambda: states_of_first_weights(config, position if goes_on else None)
+        )
         if not goes_on:  # what an earlier start kept, which left no checkpoint, binds nobody
 
             def keep() -> None:

@@ -12,11 +12,11 @@ from conftest import ROOT, TINY, command, environment, run
 from preference_pairs import write_tokenizer
 
 from maxramp import grpo
-from maxramp.checkpoints.folder import Checkpoint, commit
+from maxramp.checkpoints.folder import Checkpoint, commit, read
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.handover.first_weights import pin_first_weights
+from maxramp.handover.first_weights import pin_first_weights, states_of_first_weights
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.rl.prompts import FilePrompts, Sums, check_enough, open_prompts
 from maxramp.run.metrics import read_records
@@ -217,10 +217,10 @@ def test_a_prompt_that_leaves_no_room(tmp_path):
             open_prompts(config.rollout, bytes_, config.model)
 
 
-def checkpoint(run, step, **config):
+def checkpoint(run, step, saved="", first=None, **config):
     path = run / "checkpoints" / str(step)
     path.mkdir(parents=True)
-    commit(Checkpoint(path, step, step, [], "", config, {}))
+    commit(Checkpoint(path, step, step, [], "", config, {}, saved=saved, first=first or {}))
     return path
 
 
@@ -230,9 +230,12 @@ def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     gone no other takes its place."""
     other, run = tmp_path / "other", tmp_path / "run"
     config = load([RL, f"{key}={other}", f"base_output_directory={tmp_path}", "run_name=run"])
-    first = checkpoint(other, 100)
+    first = checkpoint(other, 100, "a")
     assert pin_first_weights(config).values[key] == str(first)
-    checkpoint(run, 5, **{key: f"/once/was/here/{first.name}"})
+    names = states_of_first_weights(config.replace(**{key: str(first)}), None)
+    position = checkpoint(run, 5, "b", names, **{key: f"/once/was/here/{first.name}"})
+    gone = config.replace(**{key: f"/once/was/here/{first.name}"})
+    assert states_of_first_weights(gone, read(position)) == names
     newest = checkpoint(other, 300)
     settled = pin_first_weights(config)
     assert settled.values[key] == str(first)
@@ -240,10 +243,14 @@ def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     assert pin_first_weights(given).values[key] == str(newest)
     shutil.rmtree(first)
     assert pin_first_weights(config).values[key] == str(newest)
-    checkpoint(run, 6, **{key: str(first)})
+    checkpoint(run, 6, "e", names, **{key: str(first)})
     for place in (other, other / "checkpoints", other / "checkpoints" / "best", first):
         given = config.replace(**{key: str(place)})
         assert pin_first_weights(given).values[key] == str(first)
+    checkpoint(tmp_path / "third", 100, "c")  # of another run, under the same number
+    newest = checkpoint(tmp_path / "third", 200, "d")
+    given = config.replace(**{key: str(tmp_path / "third")})
+    assert pin_first_weights(given).values[key] == str(newest)
 
 
 def test_weights_that_are_missing_come_with_the_command_that_makes_them(tmp_path, capsys):
