@@ -27,7 +27,11 @@ from maxramp.config.load import load
 from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
-from maxramp.handover.first_weights import check_first_weights, key_of_first_weights
+from maxramp.handover.first_weights import (
+    check_first_weights,
+    find_first_weights,
+    key_of_first_weights,
+)
 from maxramp.handover.opening import PromptTokenizer, open_model, open_with_keys
 from maxramp.job import start
 from maxramp.job.loop import train
@@ -93,11 +97,15 @@ def _refuse(config: Config) -> None:
 
 
 def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
-    """The configuration with the sizes that its first weights have and the tokenizer they know."""
+    """The configuration with the sizes that its first weights have and the tokenizer they know.
+
+    They are the pinned ones: their run may have trained on, with other keys.
+    """
     key = key_of_first_weights(config)
     path = config.values[key]
     try:
-        there = open_model(path, []).config.values
+        config = config.replace(**find_first_weights(config))
+        there = open_model(config.values[key], []).config.values
     except ConfigError as error:
         if config.rollout.prompt_file:
             raise

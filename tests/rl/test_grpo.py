@@ -20,6 +20,7 @@ from maxramp.handover.first_weights import pin_first_weights, states_of_first_we
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.rl.prompts import FilePrompts, Sums, check_enough, open_prompts
 from maxramp.run.metrics import read_records
+from maxramp.stage import SIGHT_KEYS
 
 RL = str(ROOT / "configs" / "post_train" / "rl.yml")
 SUMS = str(ROOT / "configs" / "pre_train" / "sums.yml")
@@ -217,10 +218,11 @@ def test_a_prompt_that_leaves_no_room(tmp_path):
             open_prompts(config.rollout, bytes_, config.model)
 
 
-def checkpoint(run, step, saved="", first=None, **config):
+def checkpoint(run, step, saved="", first=None, stages=(), **config):
     path = run / "checkpoints" / str(step)
     path.mkdir(parents=True)
-    commit(Checkpoint(path, step, step, [], "", config, {}, saved=saved, first=first or {}))
+    of = dict(saved=saved, first=first or {})
+    commit(Checkpoint(path, step, step, list(stages), "", config, {}, **of))
     return path
 
 
@@ -251,6 +253,22 @@ def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     newest = checkpoint(tmp_path / "third", 200, "d")
     given = config.replace(**{key: str(tmp_path / "third")})
     assert pin_first_weights(given).values[key] == str(newest)
+
+
+def test_keys_are_those_of_the_weights_it_begins_with(tmp_path):
+    """Whatever keys the run that they are of has trained on with."""
+    other, run = tmp_path / "other", tmp_path / "run"
+    config = load([RL, f"load_parameters_path={other}", f"base_output_directory={run.parent}"])
+    config = config.replace(run_name=run.name)
+    there = load([SUMS]).values
+    stage = {"first_step": 0, **{name: there[name] for name in SIGHT_KEYS}}
+    first = checkpoint(other, 4, stages=[stage], **there)
+    checkpoint(run, 5, load_parameters_path=str(first))
+    later = stage | {"rope_max_timescale": 500000}
+    checkpoint(other, 8, stages=[later], **there | {"rope_max_timescale": 500000})
+    taken = grpo._take_keys(config, len).values
+    assert taken["rope_max_timescale"] == there["rope_max_timescale"]
+    assert taken["load_parameters_path"] == str(first)
 
 
 def test_weights_that_are_missing_come_with_the_command_that_makes_them(tmp_path, capsys):
