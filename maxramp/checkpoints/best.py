@@ -1,7 +1,8 @@
 """The best checkpoint of a run so far, by a number of its evaluations: `checkpoint_best`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from maxramp.errors import ConfigError
 
@@ -23,8 +24,10 @@ class Best:
         self, step: int, evaluation: Mapping[str, float], evaluations: Mapping[str, str]
     ) -> None:
         """Notes a complete checkpoint (arguments as in `Checkpoint`)."""
-        score, kind = self._score(evaluation), self._name.partition("_")[0]
-        if math.isfinite(score) and evaluations.get(kind) == self._evaluations.get(kind):
+        score = self._score(evaluation)
+        kind = {self._name.partition("_")[0]}
+        known = select_kinds(self._evaluations, kind)
+        if math.isfinite(score) and select_kinds(evaluations, kind) == known:
             self._scores = self._scores | {step: score}
 
     @property
@@ -57,3 +60,8 @@ class Best:
             return ""
         value = self._scores[self.step] * (-1 if self._way == "lowest" else 1)
         return f"checkpoint {self.step} has the {self._how}, {value:.4f}"
+
+
+def select_kinds(numbers: Mapping[str, Any], kinds: Collection[str]) -> dict[str, Any]:
+    """What is known of evaluations of these kinds, the first words of the names."""
+    return {name: x for name, x in numbers.items() if name.partition("_")[0] in kinds}

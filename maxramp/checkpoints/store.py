@@ -20,7 +20,7 @@ import jax
 
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.best import Best
+from maxramp.checkpoints.best import Best, select_kinds
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.resume import changes_since, seen_mixtures
@@ -55,7 +55,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._keys, self._folder, self._warn = keys, folder.absolute(), warn
         self._saves = Saves(self._folder, keys, warn)
         self._data, self.values = data, values
-        self.best = Best(keys.checkpoint_best, data.evaluations)
+        # As in `DataIdentity`; of DPO, "eval_reference" comes when the reference is known.
+        self.evaluations = dict(data.evaluations)
+        self.best = Best(keys.checkpoint_best, self.evaluations)
         # A fingerprint of the weights that the run stays near to, "" for none, that every
         # checkpoint keeps.
         self.reference = ""
@@ -189,7 +191,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             history=self.history,
             parts=list(self._data.parts),
             mixtures=seen_mixtures(self._data.mixtures, consumed_samples),
-            evaluations=dict(self._data.evaluations),
+            evaluations=dict(self.evaluations),
             evaluation=_finite(evaluation),
             saved=secrets.token_hex(8),
             first=self.first,
@@ -214,8 +216,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             there = folder_lib.read(self._folder / str(step))
             numbers = there.evaluation | _finite(evaluation)
             kinds = {name.partition("_")[0] for name in evaluation}
-            of_today = {k: x for k, x in self._data.evaluations.items() if k in kinds}
-            evaluations = there.evaluations | of_today
+            evaluations = there.evaluations | select_kinds(self.evaluations, kinds)
             whole = dataclasses.replace(there, evaluation=numbers, evaluations=evaluations, owes=[])
             try:
                 prepare()()

@@ -96,6 +96,7 @@ def add_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
             )
     else:
         job.checkpoints.reference = so_far
+    job.checkpoints.evaluations["eval_reference"] = job.checkpoints.reference
     known = map(WithReference, sequences, np.split(done_N2, ends[:-1]))
     found = tuple(map(lambda part, items: dataclasses.replace(part, items=items), parts, known))
     count_of_train = len(corpus.train)

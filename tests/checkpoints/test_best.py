@@ -34,6 +34,16 @@ def write(folder, how="lowest eval_loss", of="data", **values):
     return place(folder / "checkpoints")
 
 
+def test_a_number_under_another_reference_does_not_compare():
+    """Nor does one from before a run had a reference; tasks do not depend on it."""
+    today = {"eval": "rows", "eval_reference": "b", "task": "t"}
+    for name, expected in (("eval_loss", 3), ("task_sums_acc", 1)):
+        best = Best(f"lowest {name}", today)
+        for step, reference in enumerate(({}, {"eval_reference": "a"}, {"eval_reference": "b"}), 1):
+            best.add(step, {name: step}, {"eval": "rows", "task": "t", **reference})
+        assert best.step == expected
+
+
 @pytest.mark.parametrize(
     "how, losses, expected",
     [

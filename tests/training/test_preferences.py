@@ -202,6 +202,8 @@ def test_a_run(first):
     assert last["eval_pairs"] == 5 and 0 < last["eval_rewards/accuracies"] <= 1
     lines = (folder / "whole/reference.jsonl").read_text().splitlines()
     assert [json.loads(line)["row"] for line in lines[1:]] == list(range(24))
+    saved = json.loads((folder / "whole/checkpoints/4/checkpoint.json").read_text())
+    assert saved["evaluations"]["eval_reference"] == json.loads(lines[0])["reference"]
 
 
 @pytest.mark.slow
