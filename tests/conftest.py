@@ -205,7 +205,7 @@ def run(
     *arguments: str,
     devices: int = 1,
     module: str = "train",
-    timeout: float = 240,
+    timeout: float = 480,
     optimized: bool = False,
 ):
     """Runs a maxramp command to its end, forked; returns its status and text output."""
