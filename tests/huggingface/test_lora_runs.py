@@ -100,6 +100,7 @@ def test_adapters_of_a_run_that_trains_on(tmp_path):
     names = [{p.name: p.read_bytes() for p in of.iterdir()} for of in (exported, tmp_path / "of-4")]
     assert names[0] == names[1]
     shutil.rmtree(tmp_path / "l/exported")
-    done = run(*lora, "steps=6", f"load_parameters_path={tmp_path / 'moved'}")
+    again = (str(tmp_path / "moved/config.yml"), *lora[1:], "steps=6")
+    done = run(*again, f"load_parameters_path={tmp_path / 'moved'}")
     assert done.returncode == 0, done.stderr
     assert {p.name: p.read_bytes() for p in exported.iterdir()} == names[0]
