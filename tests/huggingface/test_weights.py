@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import json
 import os
-import signal
 
 import jax
 import ml_dtypes
@@ -377,7 +376,11 @@ def test_an_export_begins_anew_once_there_is_room(tmp_path, monkeypatch):
         with pytest.raises(TrainingError, match="out: cannot be written: .*make room"):
             write(out, config, model)
         assert os.listdir(out) == []
-        full.setattr(os, "fsync", lambda _: os.kill(os.getpid(), signal.SIGINT))
+
+        def interrupt(_):
+            raise KeyboardInterrupt
+
+        full.setattr(os, "fsync", interrupt)
         with pytest.raises(KeyboardInterrupt):
             write(out, config, model)
     assert [name.startswith("..source.json.") for name in os.listdir(out)] == [True]
