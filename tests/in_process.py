@@ -21,7 +21,7 @@ def run_here(
     environment: Mapping[str, str] | None = None,
     cpu_seconds: float | None = None,
 ) -> subprocess.CompletedProcess:
-    """What `conftest.run` returns of a command that sees so many of this process's devices.
+    """What `conftest.run` returns of a command that sees this many of this process's devices.
 
     The command hears no signals, and its module does not run as `__main__`: there it only loads the
     configuration once more, before the imports that take a second.

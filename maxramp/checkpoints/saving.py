@@ -28,7 +28,7 @@ class Saves:
         Args:
           folder: of the checkpoints.
           keys: after how many minutes the next save is due, and how many may fail in a row.
-          warn: takes a line about what went wrong and is no reason to stop.
+          warn: takes a line about a fault that need not end the run.
         """
         self._folder, self._keys, self._warn = folder, keys, warn
         self.newest: int | None = None  # the step of the newest that is whole

@@ -50,7 +50,7 @@ class Checkpoints(contextlib.AbstractContextManager):
           folder: of the checkpoints; every process of the job sees it.
           data: what identifies the data.
           values: of all keys, resolved; every checkpoint keeps them.
-          warn: takes a line about what went wrong and is no reason to stop.
+          warn: takes a line about a fault that need not end the run.
         """
         self._keys, self._folder, self._warn = keys, folder.absolute(), warn
         self._saves = Saves(self._folder, keys, warn)

@@ -22,7 +22,7 @@ def open_texts(keys: DataKeys) -> Sources:
     length = keys.max_target_length
     files, name = _find_files(keys.text_files)
     tokens = _read_documents(files)
-    # Documents stand in an order that is random but the same everywhere, so the tail of the stream
+    # The order of documents is random but the same everywhere, so the tail of the stream
     # is a fair sample; of a single file it is the file's end.
     cut = len(tokens) - round(len(tokens) * keys.eval_fraction)
     train, held_out = StreamRows(tokens[:cut], length), StreamRows(tokens[cut:], length)

@@ -191,7 +191,7 @@ class Mirror(Disk):
         """
         Args:
           folder: in the storage.
-          warn: takes a line about what went wrong and is no reason to stop.
+          warn: takes a line about a fault that need not end the run.
           claim: of the process that writes the run's own files, and first takes over what is
             there; the others have none, and send what they add.
         """

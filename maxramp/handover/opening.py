@@ -206,7 +206,7 @@ class ReleasedModel(Opened):
 
     def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
         if not self.config.data.tokenizer_path:
-            _ = self.origin.data_keys  # raises: there is none that can be read
+            _ = self.origin.data_keys  # raises what is wrong with the folder's tokenizer
         return self._data.type_of_tokenizer, self._data.tokenizer_path, self._data.mark_keys
 
 

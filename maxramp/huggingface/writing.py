@@ -128,8 +128,9 @@ def check_free(folder: Place) -> None:
 
 
 def made_of(folder: Place) -> dict[str, Any] | None:
-    """What a folder is made of: `source` of `write`, or nothing of one of another origin; None
-    where there is no whole folder.
+    """What a folder was made of, the `source` given to `write`.
+
+    Empty for a folder that something else wrote; None for one that is not there or not whole.
     """
     with _refusing(folder):
         if not is_whole(folder):

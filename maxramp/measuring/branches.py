@@ -212,7 +212,7 @@ class Experiment:
         """Writes SIZE.yml; returns what maxramp.train takes."""
         path = self._folder / f"{size}.yml"
         keys = inherited_keys(self._config, self._first) | self._keys_of_branch(size)
-        keys |= find_unmade(CHOICES, keys, keys)  # such as of a later phase of the run
+        keys |= find_unmade(CHOICES, keys, keys)  # those of a later phase, for example
         write_whole(path, dump_config(Config.from_values(keys)).encode())
         line = [str(path), *self._keys]
         load(line, "train", note=lambda note: None)

@@ -55,8 +55,10 @@ def all_to_all(x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
 def permute(
     x: jax.Array, axis: str, links: Sequence[tuple[int, int]], behind: jax.Array | None = None
 ) -> jax.Array:
-    """x of another device along `axis`, by links (from, to), and zeros without one; `behind` as of
-    `psum`."""
+    """The x of the device that a link (from, to) along `axis` leads here from; zeros without one.
+
+    `behind` is as in `psum`.
+    """
     return jax.lax.ppermute(_wait_for_first(x, behind), axis, links)
 
 

@@ -415,7 +415,7 @@ class RampupBatchManager:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The stages and the length of the run, as they stand in plan.json."""
+        """The stages and the length of the run, as plan.json has them."""
         return {
             "stages": [stage.to_json() for stage in self.stages],
             "total_steps": self.total_steps,

@@ -144,7 +144,7 @@ class _Worker:
 @workers_lib.lead_group()
 def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
     """A worker's life: imports the functions, then answers until nobody asks."""
-    console.outlive_readers()  # what functions print is no reason to end
+    console.outlive_readers()  # what functions print does not end them
     workers_lib.stay_with_parent()
     os.register_at_fork(after_in_child=pipe.close)  # the end of this process is its end
     # The devices are the trainer's. Its own module may have imported JAX here, which reads the

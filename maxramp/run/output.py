@@ -244,7 +244,7 @@ class Output:
         self._display.say(line)
 
     def warn(self, line: str) -> None:
-        """Says on stderr what went wrong and is no reason to stop."""
+        """Warns on stderr of a fault that need not end the run."""
         print(f"warning: {' '.join(line.splitlines())}", file=sys.stderr, flush=True)
 
     def say_start(

@@ -104,7 +104,7 @@ class WandbWriter:
     ):
         """The run's folder keeps the id, and wandb's own files come to lie in it.
 
-        `warn` takes a line about what went wrong and is no reason to stop. A ConfigError says that
+        `warn` takes a line about a fault that need not end the run. A ConfigError says that
         the package is missing, or takes no run.
         """
         self._warn, self._failed = warn, False
@@ -138,7 +138,7 @@ class WandbWriter:
         numbers = {tag_of(name): value for name, value in numbers_of(record).items()}
         try:
             self._run.log(numbers, step=record["step"])
-        except Exception as error:  # a service that died is no reason to end a run
+        except Exception as error:  # a service that died does not end a run
             if not self._failed:
                 self._failed = True
                 self._warn(f"wandb takes no more numbers: {error}")
