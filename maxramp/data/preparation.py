@@ -231,7 +231,7 @@ def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
             _count(len(documents), sum(map(len, documents)), 0)
         record = writer.finish()
         if beside:
-            beside.finish()
+            record["targets_index"] = beside.finish()["index"]
             record |= {name: noted[name] for name in (MARKED, UNANSWERED, "targets")}
     record |= {"hash": f"{digest:032x}", "source": shard.source, "bad": bad}
     place.write_whole(_job.work / f"{shard.name}.json", json.dumps(record).encode())

@@ -238,9 +238,9 @@ class Job(Start):
     @property
     def known_reference(self) -> str:
         """The hash of the weights that the run adapts or stays near to so far; "" = any."""
-        config, position = self.config, self.span.position
+        position = self.span.position
         # A run that begins with a state takes its weights, and not those that these stayed near to.
-        is_own = position and str(position.path) != config.values[key_of_first_weights(config)]
+        is_own = position and position.path.parent.parent == self.config.run.folder.absolute()
         return position.reference if is_own else ""
 
     def _bind(self, weights: Decoder) -> Decoder:

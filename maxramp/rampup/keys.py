@@ -210,6 +210,14 @@ class BatchKeys(CurveKeys, ShapeKeys):
             return -(-self.total_tokens // self.max_target_length)
         return self.total_samples
 
+    @property
+    def unit_of_token_thresholds(self) -> str:
+        """The key that makes thresholds after the first count tokens; "" where none does."""
+        if self.phases and self.phases_unit == "tokens":
+            return "phases_unit"
+        pairs = self.step_batch_size_schedule.count(":")
+        return "step_batch_size_unit" if pairs > 1 and self.step_batch_size_unit == "tokens" else ""
+
     def samples_in_batches_of(self, batch: int) -> int:
         """The samples of a run of known length whose steps all train on `batch` rows."""
         return -(-self.samples_of_run // batch) * batch

@@ -237,8 +237,15 @@ class RampupBatchManager:
         self.history, self.shown_length = list(start.history), keys.shown_length
         # How many tokens more the samples before were than as many of today.
         length = keys.max_target_length
-        longer = ((s["max_target_length"] - length, s["samples"]) for s in self.history)
+        longer = [(s["max_target_length"] - length, s["samples"]) for s in self.history]
         self._more_tokens = sum(more * samples for more, samples in longer)
+        if any(more for more, _ in longer) and (unit := keys.unit_of_token_thresholds):
+            before = sorted({s["max_target_length"] for s in self.history} - {length})
+            raise ConfigError(
+                f"{unit}=tokens: the run has trained rows of {', '.join(map(str, before))} tokens, "
+                f"and thresholds in tokens are those of rows of max_target_length={length}; give "
+                f"them in samples ({unit}=samples), or max_target_length as it was"
+            )
         if keys.total_tokens != -1:
             rest = keys.total_tokens - self._more_tokens
             keys = dataclasses.replace(keys, total_tokens=max(1, rest))

@@ -126,17 +126,25 @@ def _make_sets(f: pathlib.Path) -> None:
     (f / "tiny.jsonl").write_text('{"text": "a"}\n')
     for name, source in (("good", "good.jsonl"), ("tiny", "tiny.jsonl")):
         assert prepare.main([str(f / source), "--output", str(f / f"set_{name}")]) == 0
-    for name in ["torn", "version", "lost", "short", "dtype", "unfinished"]:
+    for name in ["torn", "version", "lost", "short", "dtype", "exchanged", "unfinished"]:
         shutil.copytree(f / "set_good", f / f"set_{name}")
     (f / "set_unfinished" / "manifest.json").unlink()
     (f / "set_lost" / "shard-00000.bin").unlink()
     shard = f / "set_short" / "shard-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
-    for name, old, new in (("torn", '"dtype"', ""), ("version", '"version": 3', '"version": 7')):
+    for name, old, new in (("torn", '"dtype"', ""), ("version", '"version": 4', '"version": 7')):
         path = f / f"set_{name}" / "manifest.json"
         path.write_text(path.read_text().replace(old, new, 1))
     index = f / "set_dtype" / "shard-00000.idx"
     index.write_bytes(patched(index.read_bytes(), 17, b"\x03"))
+    # As many tokens in as many documents, but the second takes one from the first.
+    index = f / "set_exchanged" / "shard-00000.idx"
+    data = index.read_bytes()
+    documents = int.from_bytes(data[18:26], "little")
+    sizes = np.frombuffer(data, "<i4", documents, 34).copy()
+    sizes[:2] += [-1, 1]
+    starts = (np.cumsum(sizes, dtype="<i8") - sizes) * 2
+    index.write_bytes(data[:34] + sizes.tobytes() + starts.tobytes() + data[34 + 12 * documents :])
 
 
 def grain(files: str, *names: str, **more: str) -> tuple[list[str], tuple[str, ...]]:
@@ -272,6 +280,9 @@ CASES = {
     ),
     "lost shard": grain("{f}/set_lost", "{f}/set_lost/shard-00000.bin", "cannot be read"),
     "short shard": grain("{f}/set_short", "{f}/set_short/shard-00000.bin", "bytes", "torn"),
+    "another index": grain(
+        "{f}/set_exchanged", "shard-00000.idx is not the one that was prepared", "prepare the set"
+    ),
     "shard of another dtype": grain("{f}/set_dtype", "shard-00000.bin", "int16", "uint16"),
     "ids above the vocabulary": grain(
         "{f}/set_good", "{f}/set_good", "257", "vocab_size=256", "320", vocab_size="256"

@@ -25,7 +25,7 @@ from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.plan import print_plan
 from maxramp.planning.plan import estimate, make_plan
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.rampup.schedule import RampupBatchManager, Start
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
 from maxramp.training.ahead import Ahead
@@ -504,7 +504,7 @@ def test_random_changes_keep_the_clock():
         step, sample = rng.randrange(1000), rng.randrange(5000)
         ramp_batch = [8 * rng.randint(1, 3), 8, rng.randint(1, 6000)]
         keys = {"rampup_batch_size": ramp_batch, "global_batch_size": 64, "devices_per_node": 8}
-        ramp = RampupBatchManager(keys, first_step=step, first_sample=sample)
+        ramp = RampupBatchManager(keys, start=Start(first_step=step, first_sample=sample))
         assert ramp.stages[0].first_step == step and ramp.stages[0].first_sample == sample
         for k in range(step, step + 40):
             stage = ramp.stage_at_step(k)

@@ -8,6 +8,7 @@ from conftest import BASE, TINY, make_config, run
 
 from maxramp.checkpoints.folder import Checkpoint, commit, read
 from maxramp.checkpoints.resume import length_by_epochs, rate_change, start_of
+from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 
@@ -146,6 +147,25 @@ def test_tokens_are_those_that_were_trained():
     assert ramp.tokens(80) == 80 * 32 and ramp.tokens(88) == 80 * 32 + 8 * 64
     assert (ramp.total_samples, ramp.to_json()["total_tokens"]) == (160, 7680)
     assert ramp.shown_length == "total_tokens=7680"
+
+
+@pytest.mark.parametrize(
+    "key, thresholds",
+    [
+        ("phases_unit", ["global_batch_size=8", "phases.4096.global_batch_size=16"]),
+        ("step_batch_size_unit", ["step_batch_size_schedule=0:8 4096:16"]),
+    ],
+)
+def test_thresholds_in_tokens_are_of_rows_of_one_length(key, thresholds):
+    """In samples they say where they lie."""
+    keys = ("total_samples=800", "steps=-1", "eval_interval=-1")
+    position = standing(10, 80, *keys, *thresholds, "max_target_length=32")
+    with pytest.raises(ConfigError, match=f"{key}=tokens: .* rows of 32 tokens.*{key}=samples"):
+        taken_up(position, *keys, *thresholds, "max_target_length=64")
+    now = [text.replace("4096", "128") for text in thresholds]
+    ramp, _ = taken_up(position, *keys, *now, f"{key}=samples", "max_target_length=64")
+    stages = [(stage.first_sample, stage.global_batch_size) for stage in ramp.stages]
+    assert stages == [(80, 8), (128, 16)]
 
 
 @pytest.mark.parametrize(

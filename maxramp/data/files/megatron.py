@@ -10,6 +10,7 @@ import array
 import bisect
 import contextlib
 import functools
+import hashlib
 import itertools
 import os
 import struct
@@ -239,20 +240,23 @@ class MegatronWriter(contextlib.AbstractContextManager):
         self.num_tokens += len(tokens)
 
     def finish(self) -> dict[str, Any]:
-        """Gives both files their names; returns their counts."""
+        """Gives both files their names; returns their counts, and the hash of the index."""
         sizes = np.asarray(self._sizes, "<i4")
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
         borders = np.arange(len(sizes) + 1, dtype="<i8")
         code = next(code for code, name in _DTYPES.items() if np.dtype(name) == self._dtype)
+        parts = _HEADER.pack(_MAGIC, code, len(sizes), len(borders)), sizes, pointers, borders
+        digest = hashlib.blake2b(digest_size=8)
         with open(self._temporary_path("idx"), "wb") as index:
-            index.write(_HEADER.pack(_MAGIC, code, len(sizes), len(borders)))
-            for field in (sizes, pointers, borders):
-                index.write(field.data)
+            for part in map(memoryview, parts):
+                index.write(part)
+                digest.update(part)
             for file, suffix in ((self._data, "bin"), (index, "idx")):
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(self._temporary_path(suffix), f"{self._path}.{suffix}")
-        return {"documents": len(sizes), "tokens": self.num_tokens, "max_token": self.max_token}
+        counts = {"documents": len(sizes), "tokens": self.num_tokens, "max_token": self.max_token}
+        return counts | {"index": digest.hexdigest()}
 
     def _temporary_path(self, suffix: str) -> str:
         return f"{self._path}.{suffix}.{os.getpid()}.tmp"  # no other process writes to it

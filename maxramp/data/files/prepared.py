@@ -2,12 +2,13 @@
 
 manifest.json: format, version, source (a hash of the inputs and how they were read), tokenizer
 (null where the input was tokens), dtype, documents, tokens, max_token, hash (of all tokens and
-document lengths, in order), and for each shard its name, documents, tokens, max_token and hash.
+document lengths, in order), and for each shard its name, documents, tokens, max_token, hash, and
+index (a hash of the .idx: which tokens make a document).
 
 A set of chats has `chats` too: the keys and the hash of the template that made it (made_by), how
 many of its tokens are targets, and how many chats are left out, why. Beside the tokens of a shard
 are those of SHARD.targets, a byte for each token: 1 for a target, 2 where the second chat of a pair
-begins. A chat that is left out for the marks in its messages is an empty document.
+begins; targets_index is a hash of their .idx. A chat that is left out for the marks in its messages is an empty document.
 """
 
 import concurrent.futures
@@ -24,7 +25,7 @@ from maxramp.data.rows import MARKED, Document
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 
-FORMAT, VERSION, NAME = "maxramp prepared tokens", 3, "manifest.json"
+FORMAT, VERSION, NAME = "maxramp prepared tokens", 4, "manifest.json"
 TARGETS = ".targets"  # what the files beside a shard's tokens are called, behind its name
 _TARGET, _BEGINS = 1, 2
 
@@ -131,17 +132,18 @@ def vocab_size_for(manifest: dict[str, Any]) -> int:
 def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[ChatShard]]:
     """The manifest of a prepared set, and its files in order.
 
-    Of each file only its size and its header are read.
+    Of tokens only the size is read; an index is read whole, as it says which rows there are.
     """
     manifest = read_manifest(folder)
 
     def open_shard(shard: dict[str, Any]) -> MegatronFile | ChatShard:
-        tokens = open_file(shard, shard["name"], manifest["dtype"])
+        tokens = open_file(shard, shard["name"], manifest["dtype"], shard["index"])
         if "chats" not in manifest:
             return tokens
-        return ChatShard(tokens, open_file(shard, f"{shard['name']}{TARGETS}", "uint8"))
+        name = f"{shard['name']}{TARGETS}"
+        return ChatShard(tokens, open_file(shard, name, "uint8", shard["targets_index"]))
 
-    def open_file(shard: dict[str, Any], name: str, dtype: str) -> MegatronFile:
+    def open_file(shard: dict[str, Any], name: str, dtype: str, index: str) -> MegatronFile:
         path, wanted_dtype = posixpath.join(folder, name), np.dtype(dtype).newbyteorder("<")
         file = MegatronFile(path)
         there = file.dtype, len(file), storage.size_of(file.data_path)
@@ -150,6 +152,11 @@ def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[Cha
             says = "{1} documents of {0} in {2} bytes".format
             raise ConfigError(
                 f"{path}.bin and .idx hold {says(*there)}, but {NAME} says {says(*wanted)}: torn; "
+                "prepare the set again"
+            )
+        if (found := hashlib.blake2b(file.index, digest_size=8).hexdigest()) != index:
+            raise ConfigError(
+                f"{path}.idx is not the one that was prepared (hash {found}, {NAME} says {index}); "
                 "prepare the set again"
             )
         return file
