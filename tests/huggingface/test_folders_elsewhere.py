@@ -27,6 +27,9 @@ def assert_equal(folder, other):
     assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize(
+    "storage", ["s3", pytest.param("gs", marks=pytest.mark.long)], indirect=True
+)
 def test_a_storage(storage, tmp_path):
     """What is read there, trained from there, and written there."""
     folder = write_folder(tmp_path / "in", "qwen2.5", files=3, dtype="bfloat16")

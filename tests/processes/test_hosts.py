@@ -348,7 +348,7 @@ def test_losses_are_the_same_bits_on_as_many_devices(data, tmp_path, cache_dir, 
     A single process adds up in another order, since Gloo's collectives are for several. What
     travelling rows do to the bits is shown in test_relay as well.
     """
-    clipped = ("gradient_clipping_threshold=0.1", NOISE, "total_samples=144")  # two stages
+    clipped = ("gradient_clipping_threshold=0.1", NOISE, "total_samples=72")
     shape = shape | {"optimized": True}
     alone = train(data, tmp_path, cache_dir, "alone", 1, 8, *clipped, **shape)
     assert min(norms(alone)) > 0.1

@@ -8,7 +8,7 @@ from conftest import ROOT, environment
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", (1, 2))
+@pytest.mark.parametrize("seed", (1, pytest.param(2, marks=pytest.mark.long)))
 def test_what_holds_of_every_run(tmp_path, seed):
     pytest.importorskip("transformers")
     cases = f"--seed={seed} --count=5 --tries=0 --folder={tmp_path}".split()
