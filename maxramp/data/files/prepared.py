@@ -8,7 +8,8 @@ index (a hash of the .idx: which tokens make a document).
 A set of chats has `chats` too: the keys and the hash of the template that made it (made_by), how
 many of its tokens are targets, and how many chats are left out, why. Beside the tokens of a shard
 are those of SHARD.targets, a byte for each token: 1 for a target, 2 where the second chat of a pair
-begins; targets_index is a hash of their .idx. A chat that is left out for the marks in its messages is an empty document.
+begins; targets_index is a hash of their .idx. A chat that is left out for the marks in its messages
+is an empty document.
 """
 
 import concurrent.futures
