@@ -29,7 +29,7 @@ from maxramp.processes.ending import run
 def main(arguments: list[str]) -> int:
     """Runs a command line; returns the exit status."""
     parser = Parser(__doc__)
-    parser.add_argument("run", metavar="RUN", help="a model")
+    parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, or a Hugging Face folder")
     text = "where to write it"
     parser.add_argument("--to", metavar="FOLDER", type=place, required=True, help=text)
     merge = "write the whole model, adapters added to it, where RUN trained adapters"

@@ -178,7 +178,8 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
         return None
     if tokenizer.type != "huggingface" and not opened.origin:
         print_note(
-            f"tokenizer_type={tokenizer.type}: transformers does not have it; the folder has none"
+            f"tokenizer_type={tokenizer.type}: transformers has no such tokenizer, so the "
+            "folder has none"
         )
     return tokenizer if tokenizer.type == "huggingface" else None
 

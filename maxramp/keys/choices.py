@@ -79,4 +79,5 @@ def _explain(condition: str, values: Mapping[str, Any], name: str) -> str:
     key, _ = next(_parts(condition))
     made = condition.replace("|", " or ")
     here = values[key] if values[key] != "" else '""'
-    return f"is read only with {made}, and {key}={here} here; give {made}, or leave {name} out"
+    give = f"{key} above {here}" if made == key and type(here) is int else made
+    return f"is read only with {made}, and {key}={here} here; give {give}, or leave {name} out"

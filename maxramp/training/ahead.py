@@ -7,6 +7,7 @@ background thread does it, in the order of use, which is the same on every host.
 
 import collections
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -17,6 +18,8 @@ from jax.sharding import Mesh
 from maxramp.errors import StepError, reason_of
 from maxramp.parallel import heap
 from maxramp.training.device_memory import GIB, compiled_bytes
+
+_SILENT = 3.0  # seconds of waiting for a compiler that pass without a line
 
 
 class Ahead:
@@ -36,6 +39,7 @@ class Ahead:
         self._failure: StepError | None = None
         self._waiting: dict[Hashable, tuple] = {}  # not yet lowered
         self._compiled: dict[Hashable, concurrent.futures.Future] = {}  # or being compiled
+        self._names: dict[Hashable, str] = {}  # of those
         self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
         self._compiler = concurrent.futures.ThreadPoolExecutor(1, "compile")
 
@@ -66,7 +70,12 @@ class Ahead:
         start = time.perf_counter()
         while key in self._waiting:
             self._lower_next()
-        return self._compiled[key].result(), time.perf_counter() - start
+        compiled = self._compiled[key]
+        with contextlib.suppress(TimeoutError):
+            compiled.exception(_SILENT)
+        if not compiled.done():
+            self.say(f"wait     {self._names[key]}: is being compiled")
+        return compiled.result(), time.perf_counter() - start
 
     def lower(self) -> None:
         """Lowers one program more, or prepares the memory of one: what to do between two steps."""
@@ -95,6 +104,7 @@ class Ahead:
         key = next(iter(self._waiting))
         name, mesh, lower = self._waiting.pop(key)
         with jax.set_mesh(mesh):
+            self._names[key] = name
             self._compiled[key] = self._compiler.submit(self._compile, name, lower())
 
     def _compile(self, name: str, lowered: Any) -> Any:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -17,6 +18,7 @@ from maxramp.errors import TrainingError
 from maxramp.parallel.compiler import compiler_options
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
+from maxramp.training import ahead as ahead_lib
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
@@ -212,6 +214,27 @@ def make_programs(config, mesh, ramp, stages, say, on_failure):
         programs.add(stage)
     ahead.lower()
     return programs, ahead
+
+
+def test_who_waits_long_learns_for_what(monkeypatch):
+    """In one line; a short wait has none."""
+    monkeypatch.setattr(ahead_lib, "_SILENT", 0.2)
+    lowered, said = jax.jit(lambda x: x + 1).lower(0.0), []
+
+    class Slow:
+        def compile(self):
+            time.sleep(0.4)
+            return lowered.compile()
+
+    ahead = Ahead(0, said.append, lambda: None)
+    for name, lower in (("quick", lambda: lowered), ("slow", Slow)):
+        ahead.announce(name, name, make_mesh(make_config()), lower)
+        assert ahead.get(name)[0](1.0) == 2
+    assert [line.split()[:2] for line in said] == [
+        ["ready", "quick:"],
+        ["wait", "slow:"],
+        ["ready", "slow:"],
+    ]
 
 
 def test_equal_shapes_are_one_program_and_passed_stages_none():
