@@ -82,9 +82,8 @@ def test_the_table_names_keys_and_values_that_exist():
         ),
         (
             "lora_alpha=32",
-            "lora_alpha=32.0 is read only with lora_rank, and lora_rank=0 here; give lora_rank above 0"
-            ", or "
-            "leave lora_alpha out",
+            "lora_alpha=32.0 is read only with lora_rank, and lora_rank=0 here; give lora_rank "
+            "above 0, or leave lora_alpha out",
         ),
         (
             "gradient_accumulation_steps=2 global_batch_size=8",
