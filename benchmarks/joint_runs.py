@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import signal
 import sys
@@ -167,6 +168,8 @@ class Runs:
     case: Case
     world: World
     folder: pathlib.Path
+    # a storage keeps what an earlier case left in it
+    remote: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
 
     def arguments(self, name: str, shape: Shape, notation: str = "", **keys: Any) -> list[str]:
         """The command line of a run."""
@@ -175,7 +178,7 @@ class Runs:
         scheme = self.case.has("storage")
         output = str(self.folder)
         if scheme != "disk":
-            output = f"{self.world.storage(scheme).address}/{self.folder.name}"
+            output = f"{self.world.storage(scheme).address}/{self.remote}"
         given |= {"base_output_directory": output, "run_name": name}
         return [BASE, *(f"{k}={v}" for k, v in given.items()), f"jax_cache_dir={self.world.cache}"]
 
@@ -207,9 +210,7 @@ class Runs:
         client.invalidate_cache()
         shutil.rmtree(self.folder / name, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
-            client.get(
-                f"{path}/{self.folder.name}/{name}/", f"{self.folder / name}/", recursive=True
-            )
+            client.get(f"{path}/{self.remote}/{name}/", f"{self.folder / name}/", recursive=True)
 
     def _judge(self, name: str, ended: list[tuple[str, str, int]], moment: str) -> None:
         statuses = [status for _, _, status in ended]
