@@ -14,6 +14,7 @@ from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, reason_of
+from maxramp.files import storage
 from maxramp.files.place import Place, set_aside
 from maxramp.handover.opening import Opened, open_model
 from maxramp.huggingface import adapter, config_json, writing
@@ -125,6 +126,7 @@ def export(
     vocab_size, known = keys.vocab_size, tokenizer.vocab_size if tokenizer else 0
     if came_in:  # rows that only the mesh asked for
         vocab_size = min(vocab_size, max(came_in["vocab_size"], known))
+    beside |= _template_of(opened)
     values = config_json.config_of(keys, came_in, dtype) | {"vocab_size": vocab_size} | marks
     beside["config.json"] = _json(values)
     if marks:
@@ -145,6 +147,7 @@ def _export_adapters(
     keys, beside = opened.config.model, dict(opened.origin.side_files if opened.origin else {})
     for name in ("config.json", "generation_config.json"):
         beside.pop(name, None)
+    beside |= _template_of(opened)
     layers = opened.config.optimizer.trainable_layers
     beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers)
     form = writing.Format(
@@ -182,6 +185,18 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
             "folder has none"
         )
     return tokenizer if tokenizer.type == "huggingface" else None
+
+
+def _template_of(opened: Opened) -> dict[str, bytes]:
+    """The template that chats were trained with, where their tokenizer has none."""
+    if not (path := opened.config.data.chat_template):
+        return {}
+    try:
+        has_own = opened.tokenizer().tokenizer.chat_template
+        return {} if has_own else {"chat_template.jinja": storage.read_bytes(path)}
+    except ConfigError as error:
+        print_note(f"chat_template={path}: {error}; none is written but what the model came with")
+        return {}
 
 
 def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:

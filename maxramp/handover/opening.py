@@ -53,6 +53,7 @@ _OPEN = (
     *(field.name for section in (BackendKeys, MeshKeys) for field in dataclasses.fields(section)),
     *("dtype", "attention", "max_target_length"),
     *("tokenizer_type", "tokenizer_path", *MARK_KEYS),
+    *("chat_template", "chat_template_date", "chat_template_switches"),
 )
 _TOKENIZER = {"tokenizer_type", "tokenizer_path"}
 _CONSTANT = {

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import BASE, run
-from preference_pairs import write_tokenizer
+from preference_pairs import write_pairs, write_tokenizer
 from small_models import CONFIGS, write_file, write_folder
 
 from maxramp.config.load import load
@@ -329,3 +329,32 @@ def test_adapters_of_no_model(tmp_path):
     config.rename(tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="has adapter_model.safetensors and no adapter_config"):
         open_model(str(tmp_path / "adapter"), [])
+
+
+@pytest.mark.slow
+def test_the_template_of_a_run_is_handed_over(tmp_path):
+    """Where its tokenizer has none: with the whole model, with adapters, and given to generate."""
+    size = write_tokenizer(tmp_path)
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = said.pop("chat_template")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    model = write_folder(tmp_path / "model", "qwen3", vocab_size=-(-size // 8) * 8)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).rename(model / name)
+    file = tmp_path / "chats.jinja"
+    file.write_text(template)
+    chat = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "yes " * 30}]
+    write_pairs(tmp_path / "chats.jsonl", [{"messages": chat}] * 40)
+    keys = ("use_sft=True", "dataset_type=grain", f"grain_train_files={tmp_path / 'chats.jsonl'}")
+    keys += (f"chat_template={file}", "export_huggingface=True", "packing=False")
+    for name, more in (("whole", ()), ("adapters", ("lora_rank=2",))):
+        done = run(*given(tmp_path, name, *keys, *more))
+        assert done.returncode == 0, done.stderr
+        exported = tmp_path / name / "exported" / "4"
+        assert (exported / "chat_template.jinja").read_text() == template
+        chatting = open_model(str(exported), []).tokenizer()
+        assert chatting.chat(chat[:1]).endswith("a?<|im_end|><|im_start|>assistant\n")
+    ask = (str(model), "--chat", "--prompt", "a?", "--max_new_tokens", "2")
+    lacks = run(*ask, module="generate")
+    assert lacks.returncode == 2 and "give chat_template=FILE" in lacks.stderr
+    assert run(*ask, f"chat_template={file}", module="generate").returncode == 0
