@@ -16,10 +16,10 @@ from maxramp.keys.base import CONFIGS
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command, by their whole names; what is wrong is one line, a ConfigError.
+    """The options of a command, by their whole names; errors are a line, a ConfigError.
 
-    The docstring of the command's module is the help: what it does, its usage, and what else there
-    is to know, with blank lines between them.
+    The docstring of the command's module is the help: its purpose, its usage and more, with blank
+    lines between them.
     """
 
     def __init__(self, doc: str):
@@ -37,7 +37,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-keys", action="version", version=keys, help=text)
 
     def error(self, message: str) -> NoReturn:
-        """Raises what is wrong."""
         what, colon, words = message.partition("unrecognized arguments: ")
         if colon and not what:
             words = [word for word in words.split(" ") if word.startswith("-")]
@@ -62,9 +61,9 @@ def parse_config(doc: str, arguments: Sequence[str]) -> list[str]:
 
 
 def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
-    """Makes a command's `main` of a function of its arguments that returns the exit status.
+    """Makes a command's `main` of a function that returns the exit status, and reports its error.
 
-    It takes them from the process's own command line by default. An error is reported in one line.
+    The arguments are those of the process's own command line by default.
     """
 
     @functools.wraps(work)
@@ -83,7 +82,6 @@ def print_note(line: str) -> None:
 
 
 def print_progress(line: str) -> None:
-    """Prints the progress of something that takes minutes, on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -94,14 +92,12 @@ class Throttle:
         self._say, self._said = say, time.monotonic()
 
     def __call__(self, line: str) -> None:
-        """Says a line if the last one is long enough ago."""
         if time.monotonic() - self._said >= 30:
             self._said = time.monotonic()
             self._say(line)
 
 
 def shell_quote(words: Iterable[Any]) -> str:
-    """Words as a shell reads them back."""
     return shlex.join(map(str, words))
 
 
@@ -127,7 +123,7 @@ def amount(number: float) -> str:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:
-    """Prints rows of cells as a table that fits the terminal, if there is one.
+    """Prints a table that fits the terminal, if there is one.
 
     A narrow terminal goes without `expendable` columns, the first of them first. Returns the heads
     of those that were left out.

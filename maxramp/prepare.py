@@ -90,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         given = _parser().parse_intermixed_args(arguments)
@@ -147,7 +146,6 @@ def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKe
 
 
 def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
-    """Prepares the inputs `names` into `given.output`."""
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
     files = preparation.open_inputs(names, keys)

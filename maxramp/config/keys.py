@@ -56,7 +56,6 @@ class Config:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """The sections of the values of all keys, each checked alone."""
         values = types.MappingProxyType(dict(values))
         sections = cls.sections()
         return cls(
@@ -65,15 +64,11 @@ class Config:
 
     @classmethod
     def sections(cls) -> dict[str, type[Keys]]:
-        """The class of every section by its name."""
         return {field.name: field.type for field in fields(cls) if field.name != "values"}
 
     @classmethod
     def unread_by(cls, program: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys that are given for other programs that train, with their defaults.
-
-        They change nothing in a run of this one; nor those about a run of any of them.
-        """
+        """The given keys that only other programs that train read, with their defaults."""
         sections = cls.sections()
         ours = OF_ONE_PROGRAM.get(program, sections)
         others = {*itertools.chain(*OF_ONE_PROGRAM.values())} - {*ours}
@@ -85,7 +80,6 @@ class Config:
         }
 
     def check(self) -> None:
-        """Checks the relations between keys that need no devices."""
         refuse(relations.broken(self))
         notations.check(self.batch)
         for phase in self.batch.phase_list[1:]:
@@ -100,5 +94,4 @@ class Config:
         return Recipe(self.model, self.objective, self.optimizer)
 
     def replace(self, **values: Any) -> Self:
-        """The same with other values of some keys."""
         return self.from_values({**self.values, **values})

@@ -50,10 +50,8 @@ _STAYS_NEAR = "lora_rank", "use_dpo"  # beside a state, they take the weights th
 
 
 def choose(values: MutableMapping[str, Any], given: Given) -> None:
-    """Takes what a file or command line gives, in the place of other ways to say the same.
-
-    Keys that choose another way are unset, and keys of choices that are made no longer go back to
-    their defaults.
+    """Takes what a file or command line gives, in the place of other ways to say the same: keys of
+    another way are unset, and keys of choices that are unmade go back to their defaults.
     """
     before = dict(values)
     values.update(given.values)
@@ -87,7 +85,6 @@ def without_demo(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
 
 
 def no_batch() -> dict[str, Any]:
-    """The keys that give a batch and the length of a run, where none of them does."""
     alone = itertools.chain(*RAMP_CHOICES.values())
     unset = {name: base.unset(name) for way in (*_NOTATIONS, *_LENGTHS) for name in way}
     return {name: base.base()[name] for name in alone} | unset | {"phases": {}}
@@ -96,17 +93,10 @@ def no_batch() -> dict[str, Any]:
 def load(
     arguments: Sequence[str], program: str = "plan", note: Callable[[str], None] = print_note
 ) -> Config:
-    """Reads CONFIG.yml and key=value arguments.
+    """Reads CONFIG.yml and key=value arguments, checked as far as it can be without devices.
 
-    Args:
-      arguments: CONFIG.yml and key=value.
-      program: the module's name. One that trains refuses a config for another, says what it does
-        not read, and leaves that at its default.
-      note: takes a line about what became of another trainer's keys; prints it by default.
-
-    Returns:
-      The configuration, checked as far as it can be without devices: `config.resolve` fills in what
-      they decide.
+    A `program` that trains refuses a config for another, says what it does not read, and leaves
+    that at its default. `note` takes a line about what became of another trainer's keys.
     """
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
@@ -151,9 +141,8 @@ def load(
 
 
 def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
-    """What the folder of a released model gives: sizes, and its tokenizer where text is encoded.
-
-    A run that has begun has a copy of what the folder says, for when that is gone.
+    """Sizes of a released model, and its tokenizer where text is encoded. A run that has begun has
+    a copy, for when the folder is gone.
     """
     given = {name: one for one in (*files, command_line) for name in one.values}
     value = {name: one.values[name] for name, one in given.items()}
@@ -201,12 +190,9 @@ def _why_no_model(path: Place) -> str:
 
 
 def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
-    """Reads a config file, the files that it is based on, and key=value arguments.
+    """The files that give something else than base.yml, the base first, and the command line last.
 
     Keys of other trainers (`peers`) become ours, are left out or are refused.
-
-    Returns:
-      The files that give something else than base.yml, the base first, and the command line last.
     """
     layers = [
         *((f"{file}: ", list(flatten(values.items()))) for file, values in _chain(path)),
@@ -268,7 +254,7 @@ def _split(argument: str) -> tuple[str, Any]:
 
 
 def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
-    """The files of a base_config chain, the base first. Paths are relative to the naming file."""
+    """The base first. Paths are relative to the naming file."""
     path = place(named)
     if above and not is_object_storage(named):
         path = above[-1].parent / os.path.expanduser(named)
@@ -289,7 +275,6 @@ def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as a config file that gives it again, in the order of base.yml."""
     ordered = {name: config.values[name] for name in base.base()}
     # The sizes are written out: naming their file again would let it override them.
     ordered["model_name"] = "default"

@@ -1,7 +1,4 @@
-"""Hugging Face's hub: files of models, and data sets by name with random access.
-
-Both come from the local cache, or else are fetched into it.
-"""
+"""Hugging Face's hub through its local cache: models' files, data sets with random access."""
 
 import functools
 import os
@@ -18,16 +15,15 @@ _FILE = re.compile(r".*\.(json|model|tiktoken)", re.IGNORECASE)
 
 
 def is_name(path: str) -> bool:
-    """Whether a path is not on this machine and has the form of a name, organization/model."""
+    """Whether a path is not on this machine and has the form organization/model."""
     return bool(_NAME.fullmatch(path)) and not (_FILE.fullmatch(path) or os.path.lexists(path))
 
 
 @functools.cache
 def fetch(key: str, name: str, file: str, required: bool = True) -> str:
-    """The local path of a file of a model; what the cache holds is not looked for on the hub.
+    """The local path of a model's file; "" where it is missing and not `required`.
 
-    `key` is named in errors, `name` is organization/model. A file that is not `required` may be
-    missing: "".
+    Files in the cache are not looked for on the hub. `key` is named in errors.
     """
 
     def ask(hub: Any) -> str:
@@ -43,7 +39,7 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
 
 @functools.cache
 def fetch_model(key: str, name: str) -> str:
-    """The local folder of a model's safetensors, config and tokenizer; of the cache, if there."""
+    """The local folder of a model's safetensors, config and tokenizer."""
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
     def ask(hub: Any) -> str:
@@ -54,7 +50,7 @@ def fetch_model(key: str, name: str) -> str:
 
 
 def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> str:
-    """What the cache or the hub answers; `wanted` are the arguments of `hf download`."""
+    """What the cache or else the hub answers; `wanted` are the arguments of `hf download`."""
     name, _, file = wanted.partition(" ")
     what = f"{key}={name}: no such file or folder here; a model of that name on Hugging Face"
     hub = optional("huggingface_hub", "huggingface_hub", what, "hub")
@@ -97,12 +93,11 @@ class HubSet(RecordFile):
 
     @property
     def num_bytes(self) -> int:
-        """Of all records, nominally."""
+        """Nominal."""
         return len(self) * _RECORD
 
     @property
     def stamp(self) -> tuple[Any, ...]:
-        """What changes when the data set does."""
         return self.path, len(self), self._table._fingerprint, self.column
 
     def __len__(self) -> int:

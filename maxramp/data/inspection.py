@@ -29,7 +29,7 @@ _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
 
 def inspect(folder: str, keys: DataKeys) -> None:
-    """Prints what a prepared set holds, with some documents and rows, as training has them."""
+    """Prints what a prepared set holds, and some documents and rows as training reads them."""
     manifest, files = prepared.open_set(folder)
     used, tokenizer = manifest["tokenizer"], None
     if used:
@@ -67,9 +67,9 @@ def inspect(folder: str, keys: DataKeys) -> None:
 
 
 def inspect_chats(files: str, keys: DataKeys) -> None:
-    """Prints some chats or pairs as the template makes them, what is to be learnt in brackets.
+    """Prints some chats or pairs as the template renders them, targets in brackets.
 
-    `files` are as `grain_train_files` names them.
+    `files` has the form of `grain_train_files`.
     """
     whole = {"grain_train_files": files, "eval_interval": -1, "eval_fraction": 0.0}
     no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
@@ -83,7 +83,6 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
 
 
 def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
-    """The pieces of a text, and whether each is one of its spans."""
     at = 0
     for begin, end in spans:
         yield from ((text[at:begin], False), (text[begin:end], True))
@@ -92,7 +91,7 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, boo
 
 
 def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
-    """The texts of a prepared chat or pair, in pieces, and whether each is a target."""
+    """The texts of a chat or pair, in pieces, and whether each is a target."""
     for first, last in itertools.pairwise((*document.begins, len(document.tokens))):
         is_target, tokens = document.is_target[first:last], document.tokens[first:last]
         ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
@@ -124,12 +123,11 @@ def _show_chat(
 
 
 def _visible(text: str) -> str:
-    """A text with the escapes of control characters, which a terminal obeys or drops."""
+    """Escapes control characters, which a terminal obeys or drops."""
     return text.translate(_ESCAPES)
 
 
 def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:
-    """The documents of a row, a line each."""
     tokens, predicted, begins = batch.tokens[0], batch.targets[0], np.array([0])
     if batch.segments is not None:
         begins = np.unique(batch.segments[0], return_index=True)[1]
@@ -144,11 +142,9 @@ def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:
 
 
 def _spread(total: int, most: int) -> list[int]:
-    """Numbers from all over the first `total`."""
     return np.unique(np.linspace(0, total - 1, min(total, most)).astype(int)).tolist()
 
 
 def _preview(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """The text of ids, as far as it is shown."""
     text = repr(tokenizer.decode(ids[:_TOKENS])) if tokenizer else " ".join(map(str, ids[:16]))
     return f"{text}{'...' if len(ids) > (_TOKENS if tokenizer else 16) else ''}"

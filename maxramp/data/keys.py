@@ -73,12 +73,11 @@ class DataKeys(ChatKeys):
 
     @property
     def mark_keys(self) -> dict[str, bool]:
-        """The keys that say which marks documents get."""
         return {name: getattr(self, name) for name in MARK_KEYS}
 
     @property
     def type_of_tokenizer(self) -> str:
-        """`tokenizer_type` as given, or what the name of the tokenizer's file says."""
+        """`tokenizer_type` as given, or by the name of the tokenizer's file."""
         kind, path = self.tokenizer_type, self.tokenizer_path
         if kind or not path or self.dataset_type == "synthetic":  # which uses none, and says so
             return kind or "bytes"
@@ -125,20 +124,21 @@ class EvalKeys(Keys):
     evaluate_tasks_include_path: str
 
     def tasks_are_due(self, before: int, consumed: int, is_last: bool) -> bool:
-        """Whether to evaluate tasks after a step: the first that reaches a multiple of the interval
-        in samples (`before` it, and `consumed` after it), or the run's last."""
+        """Whether a step from sample `before` to `consumed` is the first to reach a multiple of the
+        interval, or the run's last.
+        """
         interval = self.evaluate_tasks_interval
         reached = interval > 0 and consumed // interval > before // interval
         return bool(self.evaluate_tasks) and (reached or is_last)
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether to evaluate after `step` steps of a run."""
         interval = self.eval_interval
         return interval > 0 and (step % interval == 0 or step == total_steps)
 
     def due(self, step: int, before: int, consumed: int, total_steps: int) -> list[str]:
-        """What to evaluate on after `step` steps of a run, of which the last consumed samples from
-        `before` on: HELD_OUT, TASKS."""
+        """What to evaluate after `step` steps: HELD_OUT, TASKS. The last step consumed samples
+        [before, consumed).
+        """
         tasks = self.tasks_are_due(before, consumed, step == total_steps)
         return [HELD_OUT] * self.is_due(step, total_steps) + [TASKS] * tasks
 

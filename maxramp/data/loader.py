@@ -61,11 +61,10 @@ class Loader:
         self._placed = self._place_next()
 
     def cuts(self, stages: Sequence[Stage]) -> Iterator[str]:
-        """Lines about what is lost where stages cut samples into shorter rows."""
         return pieces.lines(self._rows, stages)
 
     def batch(self, step: int) -> tuple[Batch, float]:
-        """The rows of `step` and the seconds waited for them; steps are asked for in order."""
+        """The rows of `step` and the seconds waited for them; ask for steps in order."""
         self._check_enough()
         self._shared_ramp.publish(self._ramp)
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
@@ -92,10 +91,7 @@ class Loader:
         return list(self._held_out)
 
     def eval_batches(self, stage: Stage, keys: EvalKeys, held_out: str = "") -> Iterator[Batch]:
-        """The batches of one evaluation in a stage, as from `batch` with A = 1.
-
-        Together they hold every row of a held-out set once, or the first eval_samples of them.
-        """
+        """As from `batch` with A = 1: all of a held-out set once, or the first eval_samples."""
         expansion = self.expansion
         spec = stage.spec.single_pass(keys.rows(expansion.mesh.size))
         abstract = expansion.abstract_batch(spec)
@@ -107,7 +103,6 @@ class Loader:
                 yield expansion.place(local, abstract)
 
     def close(self) -> None:
-        """Stops reading ahead."""
         self._shared_ramp.close()
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
@@ -123,7 +118,6 @@ class Loader:
 
 
 def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
-    """Refuses a run that needs more rows than its data has, and says what would do."""
     keys, there, needed, beyond = ramp.keys, len(rows), ramp.total_samples, 0
     if ramp.rungs:  # the last step begins before the run's samples are consumed, with any rung
         beyond = ramp.rungs[-1].global_batch_size - 1

@@ -1,8 +1,8 @@
 """The rows of a run: its sources opened, their documents counted and laid out.
 
-Called on every process of a job, whether it reads or not: those that do not read learn the sizes
-from those that do. What is wrong in one process ends all of them with the same line, before
-anything is trained.
+Every process of a job calls this, whether it reads or not: those that do not read learn the sizes
+from those that do. An error in one process ends all of them with the same line, before anything
+is trained.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def open_rows(
     Args:
       data, reading: of a resolved config.
       reads: whether this process opens the data. The others get rows with a number only.
-      beat: called on every process whenever more of the documents' lengths are to be counted.
+      beat: called on every process whenever more lengths are to be counted.
       later: (first row, grain_train_files) of the phases that change the mixture. A part is the
         same in all mixtures that name it.
 
@@ -101,7 +101,6 @@ def _shares(weights: Iterable[tuple[str, float]]) -> str:
 def _lay_out(
     data: DataKeys, sources: Sources, count_documents: Callable[[Part], np.ndarray]
 ) -> tuple[Sources, str]:
-    """Rows of all documents, counted as by `_Counts`, and a description of them."""
     length, lay_out = data.max_target_length, packing.one_per_row
     separate = data.use_dpo or (data.packing and data.separate_documents)
     if data.packing:
@@ -154,7 +153,8 @@ def _held_out_key(data: DataKeys, name: str) -> str:
 
 class _Counts:
     """Element n: what the layout of the n-th block of documents depends on, int32 [documents, 4]:
-    tokens, targets among them, the number in LEFT_OUT, and a hash of it all."""
+    tokens, targets among them, the number in LEFT_OUT, and a hash of it all.
+    """
 
     def __init__(self, documents: Sequence[Document]):
         self._documents = documents
@@ -186,9 +186,8 @@ def _count(
     readers: list[int],
     beat: Callable[[], None],
 ) -> np.ndarray:
-    """Counts the tokens of all documents (`_Counts`); each reading process counts a part of them.
-
-    Works in rounds, so that every process learns that the others get on, or that one has failed.
+    """Works in rounds, so that every process learns that the others proceed, or that one has
+    failed.
     """
     nothing = np.empty((0, 4), np.int32)
     if not len(documents):

@@ -9,8 +9,7 @@ Glossary
   group        the devices that hold the same rows of a micro batch: equal parts of it, in order
   share        the groups whose rows a process reads; no other row is read
 
-Shapes: A gradient accumulation steps, B rows of a micro batch, R those of them that a process
-reads.
+Shapes: A gradient accumulation steps, B rows of a micro batch, R those that a process reads.
 """
 
 import bisect
@@ -45,10 +44,8 @@ class Interleaving:
     """
 
     def __init__(self, weights: Sequence[float]):
-        """
-        Args:
-          weights: of the parts, relative to each other, taken as the decimals they are written as.
-            Where their period would exceed 100,000 items, shares are rounded to that fraction.
+        """`weights` are relative, taken as the decimals they are written as. Where their period
+        would exceed 100,000 items, shares are rounded to that fraction.
         """
         self._shares = _whole_shares(weights)
         period = sum(self._shares)
@@ -73,7 +70,6 @@ class Interleaving:
         return part, period * self._shares[part] + self._ranks[place]
 
     def count(self, items: int) -> list[int]:
-        """How many of the first `items` of the mixture come from each part."""
         periods, rest = divmod(items, len(self._picks))
         return [
             periods * share + bisect.bisect_left(places, rest)
@@ -81,7 +77,7 @@ class Interleaving:
         ]
 
     def length(self, available: Sequence[int]) -> tuple[int, int]:
-        """Items of the mixture until a part with this many is used up, and which part that is."""
+        """Items until a part with this many is used up, and which part that is."""
         ends = []
         for part, (count, share) in enumerate(zip(available, self._shares, strict=True)):
             periods, rest = divmod(count, share)
@@ -90,7 +86,6 @@ class Interleaving:
 
 
 def _whole_shares(weights: Sequence[float]) -> list[int]:
-    """The smallest integers in the proportion of the weights."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     denominators = ((weight / total).denominator for weight in exact)
@@ -130,12 +125,9 @@ class RunRows:
         seed: int | None,
         later: Sequence[tuple[int, Sequence[float]]] = (),
     ):
-        """
-        Args:
-          parts: with `name`, `weight` and `items`; each is used `num_epoch` times at most.
-          num_epoch: see there.
-          seed: of the order; None = in the order of the data.
-          later: other weights of the parts, each from a row on; 0 = the part has no rows there.
+        """`parts` have `name`, `weight` and `items`, each used at most `num_epoch` times. Without a
+        seed the order is the data's. `later` are other weights, each from a row on; 0 = no rows
+        there.
         """
         self._parts, self._seed = parts, seed
         self._stretches: list[_Stretch] = []
@@ -156,7 +148,7 @@ class RunRows:
         return used
 
     def length(self, num_epoch: int) -> tuple[int, str]:
-        """Rows until a part was used so often, and the name of that part."""
+        """Rows until a part was used `num_epoch` times, and the name of that part."""
         ends = [stretch.first for stretch in self._stretches[1:]] + [math.inf]
         for stretch, end in zip(self._stretches, ends, strict=True):
             left = [len(self._parts[p].items) * num_epoch - stretch.used[p] for p in stretch.parts]
@@ -195,15 +187,12 @@ class Share:
         return groups, slots.reshape(self.places.shape)
 
     def rows(self, spec: StageSpec) -> list[int]:
-        """Which rows of a micro batch are read."""
         size = spec.rows // spec.ranks
         return [row for g in self._groups(spec)[0] for row in range(g * size, (g + 1) * size)]
 
     def read(self, row: Callable[[int], Row], spec: StageSpec) -> Batch:
-        """This process's part of a batch, whose rows `row` gives by their places in it.
-
-        Returns:
-          Arrays [A, R, ...], or with a factor above 1 [factor, A, devices x rows of a group, ...].
+        """This process's part of a batch, [A, R, ...]; `row` gives a row by its place in the batch.
+        With a factor above 1 it is [factor, A, devices x rows of a group, ...].
         """
         A, B = spec.accumulation, spec.rows
         places = [a * B + place for a in range(A) for place in self.rows(spec)]

@@ -1,12 +1,12 @@
 """Documents -> rows of fixed length, laid out once, so that every row has random access.
 
-From the documents' lengths follows which pieces of which documents make row i; the pieces are read
-when the row is asked for. So rows depend on no host count, and a restart needs no state.
+The documents' lengths decide which pieces of which documents make row i; they are read when the row
+is asked for. So rows do not depend on the number of hosts, and a restart needs no state.
 
 A row of S = max_target_length + 1 tokens predicts all of its tokens but the first. A piece starts
 with a document, or repeats the last token of the piece before it, so that every token of a document
 but its first is predicted once. A document of fewer than two tokens predicts nothing and is left
-out. What is left of a row is padding.
+out. The rest of a row is padding.
 """
 
 import dataclasses
@@ -31,7 +31,6 @@ class RowLayout:
     def from_pieces(
         cls, document: np.ndarray, start: np.ndarray, size: np.ndarray, row: np.ndarray
     ) -> "RowLayout":
-        """Pieces in any order, with the row of each."""
         order = np.argsort(row, kind="stable")
         rows = int(row.max()) + 1 if len(row) else 0
         first = np.searchsorted(row[order], np.arange(rows + 1))
@@ -70,13 +69,10 @@ class PackedRows:
 
 
 def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -> RowLayout:
-    """The documents one after another, cut into rows; no padding but for what predicts nothing.
+    """The documents one after another, cut into rows of T = `length`; padding only at the end.
 
-    Args:
-      lengths: tokens of every document.
-      length: T, tokens that a row predicts.
-      separate: whether a document's first token is not a target; else rows are one text, and each
-        begins with the last token of the row before.
+    `separate`: a document's first token is not a target. Else rows are one text, and each begins
+    with the last token of the row before.
     """
     document, lengths = _select_predicting(lengths)
     end = np.cumsum(lengths)
@@ -130,7 +126,6 @@ def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
 
 
 def _select_predicting(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers and lengths of the documents that predict something."""
     document = np.flatnonzero(lengths >= 2)
     return document, lengths[document].astype(np.int64)
 

@@ -1,8 +1,8 @@
-"""Documents -> a prepared set, on all cores, in a way that may be killed at any moment.
+"""Documents -> a prepared set, on all cores; it may be killed at any moment and continued.
 
 Glossary
   maker    a process that makes shards, one after another: it reads, and writes in order
-  batch    documents encoded together, by one of a maker's threads; tokenizers let others run
+  batch    documents encoded together, by one of a maker's threads; tokenizers release the lock
 """
 
 import collections
@@ -64,10 +64,9 @@ _AHEAD = 2  # batches that wait for each thread
 def make(
     work: Preparation, workers: int, allowed: int, show: Callable[[int, int, int], None]
 ) -> dict[str, Any]:
-    """Makes the shards that are not there, and the manifest.
+    """Makes the missing shards and the manifest; returns the manifest.
 
     Args:
-      work: what is to be made.
       workers: processes and threads at work.
       allowed: bad records, at most.
       show: called several times a second with the documents and tokens made, and the bytes read.
@@ -97,7 +96,6 @@ def _refuse(bad: str, allowed: int) -> None:
 
 
 def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
-    """Writes the list of bad records and the manifest of shards that are all there."""
     done = work.finished_shards()
     bad = [one for shard in work.shards for one in done[shard.name].pop("bad")]
     shards = [{"name": shard.name, **done[shard.name]} for shard in work.shards]
@@ -153,7 +151,6 @@ def _run(
     counted: Sequence[int],
     show: Callable[[int, int, int], None],
 ) -> None:
-    """Calls `task` in processes, for everything that is given, until all is done or one fails."""
     # Documents, tokens and bytes of the pieces that are read; whether the workers are to leave; and
     # bad records.
     context = multiprocessing.get_context("spawn")
@@ -207,7 +204,6 @@ def _count(documents: int, tokens: int, size: int, bad: int = 0) -> int:
 
 
 def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
-    """Makes a shard without those of its good documents, by their numbers, that are left out."""
     digest, bad, noted = 0, [], collections.Counter()
     path = str(_job.staging_folder / shard.name)
     with contextlib.ExitStack() as closing:
@@ -238,7 +234,6 @@ def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
 
 
 def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[list[Record]]:
-    """The good documents of a shard; notes the bad ones in `bad`."""
     skipped, number = set(left_out.tolist()), -1
     for file, start, stop, size in shard.pieces:
         batch, held = [], 0
@@ -264,7 +259,6 @@ def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[li
 
 
 def _encode(batch: list[Any]) -> tuple[list[Any], list[np.ndarray], int]:
-    """Documents, their tokens and a hash, of chats also of what are targets."""
     if _job.encoder:
         documents = [chat.tokens for chat in batch]
         both = [np.concatenate([chat.tokens, prepared.targets_of(chat)]) for chat in batch]
@@ -296,7 +290,6 @@ def _hash_shard(shard: Shard) -> None:
 
 
 def _read(file: RecordFile, start: int, stop: int) -> Iterator[Record | BadRecord]:
-    """The records of a piece; a read that fails names the file."""
     try:
         yield from file.read(start, stop)
     except OSError as error:
@@ -323,7 +316,6 @@ _BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
 
 
 def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
-    """The files that globs and paths name, in order, and the set of the hub that the keys name."""
     (column,) = keys.train_data_columns
     tokens = not keys.tokenize_train_data
     column = WHOLE if keys.reads_chats else column
@@ -348,7 +340,7 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
 def open_tokenizer(
     bpe_size: int | None, keys: DataKeys, inputs: Sequence[RecordFile]
 ) -> Tokenizer | None:
-    """The tokenizer that the keys name; None where one is trained, or the inputs hold tokens."""
+    """None where one is to be trained, or the inputs hold tokens."""
     kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
     tokens, flag = inputs[0].tokens, f"--train_bpe {bpe_size}"
     named = flag if training else f"tokenizer_path={path}" if path else ""
@@ -374,7 +366,7 @@ def train_bpe(
     allowed: int,
     say: Callable[[str], None],
 ) -> Tokenizer:
-    """A BPE of `size` ids in `file`, trained now or by an earlier start, without bad records."""
+    """Trained now or by an earlier start, without bad records."""
     if file.exists():
         say(f"tokenizer  {file} is there from an earlier start")
     else:

@@ -1,12 +1,11 @@
 """What a prepared set is made of, decided before anything is read, and the folder it is made in.
 
-The inputs are cut into pieces and pieces joined to shards before anything is read, always in the
-same way. A shard is one task: its files get their names when they are whole, and last of all comes
-SHARD.json with what it was made from. A later start keeps the shards whose SHARD.json says what it
-would make itself, and makes the others.
+Inputs are cut into pieces and pieces joined to shards, always in the same way. A shard is one task:
+its files get their names when they are complete, and last comes SHARD.json with what it was made
+from. A later start keeps the shards whose SHARD.json says what it would make.
 
-All of that is in a folder of ours, DIR/.preparing: what belongs to the set in .preparing/set, from
-where it moves to DIR when it is whole, the manifest last.
+All of that is in DIR/.preparing: the set's files in .preparing/set, from where they move to DIR
+when the set is complete, the manifest last.
 """
 
 import contextlib
@@ -40,7 +39,6 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Bytes of its pieces."""
         return sum(size for *_, size in self.pieces)
 
 
@@ -56,20 +54,16 @@ class Preparation:
 
     @property
     def staging_folder(self) -> pathlib.Path:
-        """The folder of the set's files until it is whole."""
         return self.work / "set"
 
     @property
     def dtype(self) -> str:
-        """Of the tokens."""
         return "uint16" if self.tokenizer and self.tokenizer.vocab_size <= 2**16 else "int32"
 
     def hashes_of(self, shard: Shard) -> pathlib.Path:
-        """The file of the hashes of a shard's documents."""
         return self.work / f"{shard.source}.hashes"
 
     def finished_shards(self) -> dict[str, dict[str, Any]]:
-        """The counts, hashes and bad records of the shards that are whole, by name."""
         done = {}
         for shard in self.shards:
             with contextlib.suppress(FileNotFoundError):
@@ -79,7 +73,6 @@ class Preparation:
         return done
 
     def remove_others(self) -> None:
-        """Removes shards of other inputs or options and half-written files of earlier starts."""
         done = self.finished_shards()
         self.staging_folder.mkdir(exist_ok=True)
         # SHARD.json first
@@ -91,7 +84,7 @@ class Preparation:
 def plan(
     inputs: Sequence[RecordFile], tokenizer: str, shard_size: int, deduplicate: bool
 ) -> tuple[Shard, ...]:
-    """The shards of a set: about `shard_size` bytes of input each, the same at every start."""
+    """About `shard_size` bytes of input each, the same at every start."""
     groups, held = [[]], 0
     for file in inputs:
         stamp = file.stamp
@@ -117,10 +110,7 @@ def source_of(shards: Sequence[Shard]) -> str:
 
 
 def bpe_name(size: int, inputs: Sequence[RecordFile]) -> str:
-    """What identifies a BPE that is trained here: its size, and the names of what it is trained on.
-
-    An input that was mended between two starts keeps its name, and so the tokenizer is kept.
-    """
+    """An input that was repaired between two starts keeps its name, so the tokenizer is kept."""
     names = [(os.path.basename(file.data_path), file.column) for file in inputs]
     return f"bpe-{_hash(size, names)}"
 
@@ -131,7 +121,7 @@ def _hash(*values: Any) -> str:
 
 @contextlib.contextmanager
 def sole_writer(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives DIR/.preparing, kept from other preparations until this process ends at the latest."""
+    """Gives DIR/.preparing, locked against other preparations until this process ends."""
     work = output / _WORK
     with contextlib.ExitStack() as closing:
         try:
@@ -160,7 +150,6 @@ def sole_writer(output: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def publish(work: pathlib.Path) -> None:
-    """Moves the files of a set to their folder, if it is whole."""
     made = work / "set"
     if prepared.is_prepared(str(made)):
         for path in sorted(made.iterdir(), key=lambda path: path.name == prepared.NAME):

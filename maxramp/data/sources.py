@@ -1,4 +1,4 @@
-"""The keys of the data -> its sources: rows or documents, with what they are hashed by.
+"""The data keys -> sources: rows or documents, with what they are hashed by.
 
 A mixture is `glob,weight;glob,weight`: of grain_train_files, grain_eval_files and eval_sets.
 """
@@ -49,7 +49,6 @@ class _Entry:
 
     @property
     def are_documents(self) -> bool:
-        """Whether it holds documents, and not rows or a stream of tokens."""
         if self.kind == "prepared":
             return self.are_chats
         are_rows = self.kind == "arrayrecord" and self.files[0].tokens
@@ -57,17 +56,12 @@ class _Entry:
 
     @property
     def are_chats(self) -> bool:
-        """Whether it is of prepared sets of chats."""
         return any("chats" in manifest for manifest in self.sets.values())
 
 
 def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
-    """Opens the rows or documents that the keys name.
-
-    Args:
-      keys: what is trained on and held out.
-      later: values of grain_train_files after the first. A part is the same in all that name it.
-        Nothing is held out of parts that the first does not have.
+    """`later` are values of grain_train_files after the first. A part is the same in all that name
+    it. Nothing is held out of parts that the first does not have.
     """
     if keys.dataset_type == "text":
         return open_texts(keys)
@@ -113,7 +107,6 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
 
 
 def _hold_out(name: str, parts: Sequence[Part], length: int, digest: str = "") -> Part:
-    """A held-out set of the items of several parts; documents are laid out later."""
     items = Chain([part.items for part in parts])
     rows = [[part.hash, len(part.items), _is_separate(part)] for part in parts]
     return Part(name, 1.0, items, digest, parts[0].noun, hash_of([length, rows]))
@@ -136,7 +129,6 @@ def _open_synthetic(keys: DataKeys) -> Sources:
 
 
 def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
-    """The entries of all mixtures, and those of every held-out set by its name."""
     train_key, eval_key = _NAMES[keys.dataset_type]
     train = _find_entries(keys, train_key, getattr(keys, train_key))
     others = [_find_entries(keys, train_key, value) for value in later]
@@ -152,7 +144,6 @@ def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[
 
 
 def _find_entries(keys: DataKeys, name: str, value: str) -> list[_Entry]:
-    """The entries that the value of a key names."""
     (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
     column = WHOLE if keys.reads_chats else column  # a chat's messages may be in several
     found = []
@@ -172,7 +163,7 @@ def _find_entries(keys: DataKeys, name: str, value: str) -> list[_Entry]:
 
 
 def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
-    """(glob, weight) of every entry of "glob,weight;glob,weight"; a single one needs no weight."""
+    """(glob, weight) of every entry; a single one needs no weight."""
     entries = value.split(";")
     parsed = []
     for entry in entries:
@@ -203,16 +194,10 @@ def escape_path(key: str, path: str) -> str:
 
 
 def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
-    """What a path, glob or URL stands for.
+    """The format and, in order, the files that a path, glob or URL (`pattern`) stands for.
 
-    Args:
-      key: the key that it is the value of, for messages.
-      pattern: the path, glob or URL; of Megatron's files also their common name.
-      file_type: a format, or "" for what the names say.
-
-    Returns:
-      The format, and its files in order: folders of prepared sets, of Megatron's files the names
-      without .bin and .idx.
+    Prepared sets are folders, Megatron's files the names without .bin and .idx. `key` is named in
+    errors; an empty `file_type` goes by the files' names.
     """
     paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
     if not paths:
@@ -248,7 +233,6 @@ def _open_entry(
     tokenizer: Tokenizer | None,
     encoder: ChatEncoder | None,
 ) -> Part:
-    """All items of an entry, with the hash of what is in its files."""
     files, length, size = entry.files, keys.max_target_length, keys.vocab_size
     if not entry.sets:
         for file in files:
@@ -280,7 +264,8 @@ def _open_entry(
 
 def _hash_files(files: Sequence[RecordFile], items: Sequence[Any], made_by: str) -> str:
     """A hash of the number of items, the bytes of the files, where documents begin in them, and of
-    evenly spaced items: reading terabytes would take hours."""
+    evenly spaced items: reading terabytes would take hours.
+    """
     text = f"{len(items)} {sum(file.num_bytes for file in files)}{made_by}"
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     for file in files:
@@ -294,7 +279,7 @@ def _hash_files(files: Sequence[RecordFile], items: Sequence[Any], made_by: str)
 
 
 def _check_names(key: str, names: Sequence[str]) -> None:
-    """Refuses two entries of one name: where the mixture changes, names identify parts."""
+    """Where the mixture changes, names identify parts."""
     refuse(
         (
             names.count(name) > 1,
@@ -306,7 +291,7 @@ def _check_names(key: str, names: Sequence[str]) -> None:
 
 
 def _check_kinds(keys: DataKeys, entries: list[_Entry]) -> str:
-    """Refuses entries of two kinds, or of another than the keys read; returns a noun for items."""
+    """Returns a noun for the entries' items."""
     for entry in entries:
         if keys.reads_chats and not entry.are_documents:
             raise ConfigError(
@@ -327,7 +312,6 @@ def _check_kinds(keys: DataKeys, entries: list[_Entry]) -> str:
 
 
 def _check_counts(keys: DataKeys, train: list[Part], held_out: list[Part]) -> None:
-    """Refuses parts with nothing left to train on, and evaluations on nothing."""
     for part in train:
         if not len(part.items):
             raise ConfigError(
@@ -347,7 +331,6 @@ def _check_counts(keys: DataKeys, train: list[Part], held_out: list[Part]) -> No
 
 
 def _check_made_by(folder: str, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuses a prepared set of chats that other keys made than those of the run."""
     for name, value in there.items():
         if value == here[name]:
             continue
@@ -363,11 +346,7 @@ def _check_made_by(folder: str, there: dict[str, Any], here: dict[str, Any]) -> 
 
 
 def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
-    """Refuses prepared sets of another vocabulary, or with another tokenizer than the keys name.
-
-    Returns:
-      Whether a set has a tokenizer.
-    """
+    """Returns whether a set has a tokenizer."""
     sets = [one for entry in entries for one in entry.sets.items()]
     known = [(folder, manifest["tokenizer"]) for folder, manifest in sets if manifest["tokenizer"]]
     for folder, tokenizer in known:
@@ -409,7 +388,6 @@ def _open_tokenizer(keys: DataKeys) -> Tokenizer:
 
 
 def _describe_tokenizer(tokenizer: dict[str, Any]) -> str:
-    """A manifest's tokenizer, for a person."""
     marks = "".join(f" {name}={tokenizer[name]}" for name in MARK_KEYS)
     size = f"{tokenizer['vocab_size']:,} ids"
     return f"{tokenizer['type']} of {size}{marks} (hash {tokenizer['hash']})"

@@ -35,8 +35,6 @@ _WORDS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A tokenizer of some library."""
-
     vocab_size: int  # one more than the largest id
     begin: int | None
     end: int | None
@@ -147,8 +145,7 @@ class Tokenizer:
     """Encodes documents. Its model is read when first needed and stays in its process."""
 
     type: str  # one of TYPES
-    # Its file, or for huggingface the folder of tokenizer.json, or the name of a model on Hugging
-    # Face; bytes have none.
+    # Its file, or for huggingface the folder of tokenizer.json or a name on the hub; bytes have none.
     path: str
     add_bos: bool  # whether a document begins with a mark
     add_eos: bool  # and ends with one
@@ -165,13 +162,13 @@ class Tokenizer:
         ]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a text that names marks itself, int32 [n], and which of its characters each
-        stands for, [n, 2]; none are put around it. Of type huggingface only."""
+        """Ids int32 [n] of a text that names marks itself, and the characters [n, 2] that each
+        stands for; no marks are added. Of type huggingface only.
+        """
         ids, offsets = self._model.encode_with_offsets(text)
         return np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
         return self._model.decode([int(i) for i in ids])
 
     @property
@@ -187,7 +184,6 @@ class Tokenizer:
         return hashlib.blake2b(data + marks, digest_size=8).hexdigest()
 
     def describe(self) -> str:
-        """What it is, in one line for a person."""
         marks = [name for name, value in self.mark_keys.items() if value]
         return (
             f"{self.type}{f' {self.file}' if self.file else ''}: {self.vocab_size:,} ids"
@@ -196,7 +192,6 @@ class Tokenizer:
 
     @property
     def file(self) -> str:
-        """The file that holds the model; "" if none does."""
         path = os.path.expanduser(self.path) if self.type != "bytes" else ""
         if hub.is_name(path):
             file = hub.fetch("tokenizer_path", path, TYPES[self.type][1])
@@ -207,7 +202,6 @@ class Tokenizer:
         return os.path.join(path, "tokenizer.json") if is_folder else path
 
     def files(self) -> dict[str, bytes]:
-        """The files that it consists of, by the names that they have in a folder of it."""
         name = TYPES[self.type][1]
         files = {name: storage.read_bytes(self.file)} if name else {}
         if self.type == "huggingface" and storage.exists(marks := _marks_file(self.file)):
@@ -215,29 +209,25 @@ class Tokenizer:
         return files
 
     def copy_to(self, folder: pathlib.Path) -> str:
-        """Puts the tokenizer's files into a folder; returns the name of its own there."""
+        """Returns the name of the tokenizer's own file in the folder."""
         for name, data in self.files().items():
             place.write_whole(folder / name, data)
         return TYPES[self.type][1]
 
     @property
     def begin(self) -> int | None:
-        """The id of the mark that a document can begin with."""
         return self._model.begin
 
     @property
     def end(self) -> int | None:
-        """The id of the mark that a document can end with."""
         return self._model.end
 
     @property
     def mark_keys(self) -> dict[str, bool]:
-        """MARK_KEYS with their values."""
         return {name: getattr(self, name) for name in MARK_KEYS}
 
     @property
     def special(self) -> Sequence[str]:
-        """The texts of its marks (special tokens)."""
         return self._model.special
 
     @property
@@ -249,7 +239,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The template that lies beside its file, or in what describes it; "" if there is none.
+        """The template beside its file, or in its config; "" if there is none.
 
         Where chats with tools have one of their own, it is both, each for its chats.
         """
@@ -267,7 +257,6 @@ class Tokenizer:
 
     @property
     def _config(self) -> dict[str, Any]:
-        """What the file beside it says of a tokenizer of type huggingface."""
         marks = _marks_file(self.file)
         known = self.type == "huggingface" and storage.exists(marks)
         return json.loads(storage.read_bytes(marks)) if known else {}

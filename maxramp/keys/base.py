@@ -35,18 +35,16 @@ _MOST_WHOLE = 12  # keys with their values, in one line
 
 @functools.cache
 def base() -> Mapping[str, Any]:
-    """Every key with its default."""
     return types.MappingProxyType(read_yaml(CONFIGS / "base.yml"))
 
 
 @functools.cache
 def other_names() -> dict[str, str]:
-    """What other libraries call our keys."""
     return read_yaml(pathlib.Path(__file__).with_name("other_names.yml"))
 
 
 def unset(name: str) -> Any:
-    """What a key is where it is not given: by its type, False, "", -1 or None."""
+    """The value of a key that is not given: by its type, False, "", -1 or None."""
     value = base()[name]
     if isinstance(value, bool):
         return False
@@ -56,7 +54,6 @@ def unset(name: str) -> Any:
 
 
 def may_be_unset(name: str) -> bool:
-    """Whether None is a value of a key."""
     return name in _OPTIONAL or name in _OPTIONAL_TEXT or base()[name] == ""
 
 
@@ -92,7 +89,6 @@ def cast_value(given: str, value: Any, name: str) -> Any:
 
 
 def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys") -> str:
-    """What is wrong with keys that do not exist, in one line."""
     meant = [nearest_key(name) for _, name in found]
     if len(found) == 1:
         hint = f"did you mean {meant[0]}? " if meant[0] else ""
@@ -105,13 +101,13 @@ def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys"
 
 
 def show_key(name: str, value: Any) -> str:
-    """A key as it was given, KEY=VALUE, of a long value the beginning."""
+    """KEY=VALUE as given, a long value cut."""
     text = str(value)
     return f"{name}={text if len(text) <= 60 else f'{text[:57]}...'}"
 
 
 def shorten(given: list[str]) -> list[str]:
-    """Keys as they were given, FILE: KEY=VALUE; of many the last ones by their names alone."""
+    """FILE: KEY=VALUE; of many the last ones by their names alone."""
     rest = [part.partition("=")[0].rpartition(": ")[2] for part in given[_MOST_WHOLE:]]
     return [*given[:_MOST_WHOLE], *rest]
 
@@ -119,8 +115,8 @@ def shorten(given: list[str]) -> list[str]:
 def nearest_key(name: str) -> str | None:
     """The key that somebody who wrote `name` meant; None where none is close enough to say so.
 
-    Most names of the keys share words, so a few equal letters prove nothing: word by word the name
-    has to be the key's, but for a slip in each, and only words at the end may be missing.
+    Most names share words, so a few equal letters prove nothing: word by word the name has to be
+    the key's, but for a slip in each, and only words at the end may be missing.
     """
     if name in other_names():
         return other_names()[name]

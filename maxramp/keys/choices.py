@@ -24,13 +24,8 @@ def refuse_unread(
 ) -> None:
     """Refuses keys that are given although nothing reads them, as their choice is not made.
 
-    A value that is base.yml's default does not count as given.
-
-    Args:
-      choices: the table.
-      given: the keys that somebody has given.
-      phases: the values of all keys, first those that these keys are given with and then what later
-        phases make of them: a choice may be made in any.
+    A value that is base.yml's default does not count as given. `phases` are the values of all keys,
+    first and then with what each later phase changes: a choice may be made in any.
     """
     values, default = phases[0], base()
     for condition, names in choices.items():
@@ -45,7 +40,7 @@ def refuse_unread(
 def find_unmade(
     choices: Choices, given: Collection[str], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The keys of all choices that some keys have unmade, with their defaults."""
+    """The keys of all choices that some given keys have unmade, with their defaults."""
     return {
         name: base()[name]
         for condition, names in choices.items()
@@ -55,7 +50,6 @@ def find_unmade(
 
 
 def is_made(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether a condition holds for the values of all keys."""
     found = any(_holds(key, wanted, values[key]) for key, wanted in _parts(condition))
     return found != condition.startswith(_WITHOUT)
 

@@ -70,12 +70,11 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dump(values: dict[str, Any]) -> str:
-    """A config file that `read_yaml` reads back as `values`."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def parse(text: str) -> Any:
-    """What a YAML text says; raises yaml.YAMLError whatever is wrong with it."""
+    """Raises yaml.YAMLError whatever is wrong with the text."""
     try:
         return yaml.load(text, _Loader)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -85,7 +84,6 @@ def parse(text: str) -> Any:
 
 
 def read_yaml(path: pathlib.Path) -> dict[str, Any]:
-    """The keys and values of a config file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

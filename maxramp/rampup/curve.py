@@ -1,8 +1,6 @@
-"""The curve of the learning rate as data: where it rises and where it falls.
+"""The curve of the learning rate as data: where it rises and where it falls. Imports no JAX.
 
 `training/learning_rate.py` evaluates it on arrays, `ladder` asks where it reaches a height.
-
-This module imports no jax.
 """
 
 import dataclasses
@@ -17,7 +15,7 @@ from maxramp.rampup.keys import CurveKeys
 class Curve:
     """From 0 up to the peak, on at the peak, and down to `final` of it where `total` ends.
 
-    All lengths are in samples, or all in steps: whole multiples of `quantum`, the length of one
+    Lengths are all in samples, or all in steps: whole multiples of `quantum`, the length of one
     batch. A phase of n samples moves from its first to its last value over n - quantum of them, as
     a batch has one learning rate, that of its first sample.
     """
@@ -31,8 +29,6 @@ class Curve:
 
     @classmethod
     def from_keys(cls, keys: CurveKeys, total: int, quantum: int) -> Self:
-        """The curve of some keys over this many samples or steps."""
-
         part = functools.partial(_part, float(total), quantum)
         warmup = part(keys.warmup_steps_fraction)
         decay, style = total - warmup, "cosine"
@@ -46,10 +42,8 @@ class Curve:
         return _part(self.total, self.quantum, fraction)
 
     def falls_to(self, height: float) -> float:
-        """The sample, not a whole number, at which the fall reaches a height.
-
-        Args:
-          height: as a fraction of the peak; above `final`, at most 1.
+        """The sample, not a whole number, at which the fall reaches a fraction of the peak above
+        `final`.
         """
         left = (height - self.final) / (1 - self.final)
         done = math.acos(2 * left - 1) / math.pi if self.style == "cosine" else 1 - left

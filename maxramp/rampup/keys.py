@@ -1,7 +1,5 @@
-"""The batch keys: what describes a batch, its ramp, the nodes it runs on, and the run's length; and
-the keys of the learning rate's curve, which a ramp may follow (`ladder`).
-
-This module imports no jax.
+"""The batch keys: a batch, its ramp, its nodes, the run's length; and the keys of the learning
+rate's curve, which a ramp may follow (`ladder`). Imports no JAX.
 """
 
 import bisect
@@ -115,8 +113,8 @@ class BatchKeys(CurveKeys, ShapeKeys):
     def read(cls, config: Any) -> Self:
         """The batch keys of a mapping, or of any object that has some of them as attributes.
 
-        What is left out has base.yml's default, but for the ramp and the length of the run, which
-        count as not given; so does None.
+        Keys left out or None have base.yml's default, but for the ramp and the length of the run,
+        which count as not given.
         """
         if isinstance(config, cls):
             return config
@@ -164,7 +162,6 @@ class BatchKeys(CurveKeys, ShapeKeys):
     def refuse_unread(
         self, choices: Choices, given: Collection[str], values: Mapping[str, Any]
     ) -> None:
-        """Refuses keys that are given for choices which are not made, in a phase or a later one."""
         held = [{**values, **phase.values} for phase in self.phase_list]
         for number, phase in enumerate(self.phase_list):
             with phase.name_errors():
@@ -172,20 +169,16 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @functools.cached_property
     def phase_list(self) -> tuple[phases.Phase[Self], ...]:
-        """What `phases` makes of these keys, the first from sample 0 on."""
         return phases.make_phases(self)
 
     def phase_at(self, sample: int) -> phases.Phase[Self]:
-        """The phase of the threshold at `sample`."""
         first = operator.attrgetter("first_sample")
         return self.phase_list[max(0, bisect.bisect_right(self.phase_list, sample, key=first) - 1)]
 
     def keys_at(self, sample: int) -> Self:
-        """These keys with the values that hold from the threshold at `sample` on."""
         return self.phase_at(sample).keys
 
     def changing(self, name: str) -> list[phases.Phase[Self]]:
-        """The phases that give a key."""
         return [phase for phase in self.phase_list if name in phase.given]
 
     def mesh_at(self, num_devices: int, sample: int) -> MeshKeys | None:
@@ -194,7 +187,6 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @property
     def is_open(self) -> bool:
-        """Whether the length of the run is left to the data."""
         return not self.shown_length
 
     @property
@@ -219,17 +211,15 @@ class BatchKeys(CurveKeys, ShapeKeys):
         return "step_batch_size_unit" if pairs > 1 and self.step_batch_size_unit == "tokens" else ""
 
     def samples_in_batches_of(self, batch: int) -> int:
-        """The samples of a run of known length whose steps all train on `batch` rows."""
+        """Of a run of known length whose steps all train on `batch` rows."""
         return -(-self.samples_of_run // batch) * batch
 
     @property
     def nodes(self) -> int:
-        """Nodes that the keys describe, at least one."""
         return max(1, self.num_nodes)
 
     @property
     def num_devices(self) -> int:
-        """Devices that the keys describe."""
         if self.devices_per_node < 1:
             raise ConfigError(
                 f"devices_per_node={self.devices_per_node} leaves the number of devices open; give "
@@ -239,7 +229,6 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
 
 def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
-    """The values of a mapping by our keys."""
     found, unknown = {}, []
     for name, value in config.items():
         if taken := peers.translate(str(name), value):

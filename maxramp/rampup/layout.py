@@ -7,7 +7,7 @@ Glossary
   node-time   nodes * time, both of a step or a stage; time is counted in passes of the largest
               micro batch (`pass_price`)
 
-This module imports no jax.
+Imports no JAX.
 """
 
 import dataclasses
@@ -85,7 +85,6 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
 
 
 def uneven(keys: BatchKeys, threshold: Threshold, num_devices: int | None) -> Layout:
-    """A batch that divides over no devices, on those of a job or on all nodes: for its refusal."""
     devices = num_devices or keys.num_devices
     nodes = -(-num_devices // keys.devices_per_node) if num_devices else keys.nodes
     passes = threshold.accumulation or 1
@@ -170,13 +169,10 @@ def schedule_nodes(
 ) -> list[Layout | None]:
     """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best.
 
-    Args:
-      steps: how many the run takes of each stage; 0 where it ends before.
-      meshes: `best` and `nemo` take no number of devices without a mesh.
-      restart_passes: how long a change of nodes takes, in passes of the largest micro batch.
-
-    Returns:
-      A layout per stage; None where no number of nodes divides its batch.
+    Returns None for a stage whose batch divides over no number of nodes. `steps` are those that the
+    run takes of each stage; 0 where it ends before. `best` and `nemo` take no number of devices
+    without a mesh. `restart_passes` is the time of a change of nodes, in passes of the largest
+    micro batch.
     """
     nodes, devices = keys.nodes, keys.num_devices
     if keys.node_schedule == "nemo":
@@ -194,7 +190,6 @@ def schedule_nodes(
 def _layouts(
     keys: BatchKeys, threshold: Threshold, nodes: Iterable[int], meshes: Meshes
 ) -> Iterator[Layout]:
-    """The layouts of a batch on those numbers of nodes that have one."""
     for number in nodes:
         layout = spread(keys, threshold, number, number * keys.devices_per_node)
         if layout and meshes(layout.devices, threshold.first_sample):
@@ -250,8 +245,8 @@ def _nemo_schedule(
     """NeMo's rule, from the largest batch down.
 
     The final size gets all nodes. A smaller one gets the largest number, up to that of the next
-    larger one, that gives whole micro batches to every rank. Numbers of which the model's mesh
-    cannot be made are passed over.
+    larger one, that gives whole micro batches to every rank; numbers without a mesh are passed
+    over.
     """
     most, chosen = keys.nodes, []
     for threshold in reversed(thresholds):

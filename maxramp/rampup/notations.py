@@ -1,10 +1,8 @@
-"""Three notations for one ramp, a rule that makes one, phases and a constant batch: keys ->
-thresholds.
+"""Keys -> thresholds: three notations for a ramp, a policy, phases and a constant batch.
 
 A threshold says: from `first_sample` consumed samples on, a step has this global batch size. Where
-the notation also says how that batch is split over devices, the threshold carries it.
-
-This module imports no jax.
+the notation also says how that batch is split over devices, the threshold carries it. Imports no
+JAX.
 """
 
 import dataclasses
@@ -37,7 +35,7 @@ class Threshold:
 
 
 def thresholds(keys: BatchKeys) -> list[Threshold]:
-    """The thresholds of the notation that is used and of the phases, the first at sample 0."""
+    """Of the notation that is used and of the phases, the first at sample 0."""
     check(keys)
     found, ends = [], [phase.first_sample for phase in keys.phase_list[1:]]
     for phase, end in zip(keys.phase_list, [*ends, math.inf], strict=True):
@@ -75,7 +73,6 @@ def check(keys: BatchKeys) -> None:
 
 
 def _check(keys: BatchKeys) -> None:
-    """Checks what holds in one phase."""
     refuse(_check_notations(keys))
     _ = keys.rows_of_sample  # raises where a row is not part of a sample
     if keys.enable_rampup_batch_size:
@@ -89,7 +86,6 @@ def _check(keys: BatchKeys) -> None:
 
 
 def _shown_ramps(keys: BatchKeys) -> list[str]:
-    """The keys that give a ramp, with their values."""
     given = {
         "enable_rampup_batch_size=True": keys.enable_rampup_batch_size,
         f"rampup_batch_size={keys.rampup_batch_size}": keys.rampup_batch_size is not None,
@@ -158,8 +154,7 @@ def _check_rise(
     start_name: str,
     constant: str,
 ) -> Relations:
-    """A ramp rises from its start to its end, a key and its value, in whole increments; an error
-    shows its three numbers as `given`."""
+    """A ramp rises from its start to its `end`, in whole increments; errors show `given`."""
     start, increment, samples = numbers
     name, final = end
     rise, without = final - start, f"lower the start, or {constant}"
@@ -265,7 +260,6 @@ def _nemo(keys: BatchKeys) -> list[Threshold]:
 
 
 def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
-    """(samples, global batch) pairs of a step_batch_size_schedule, checked."""
     key = "step_batch_size_schedule"
     pairs: list[tuple[int, int]] = []
     tokens = keys.step_batch_size_unit == "tokens"

@@ -76,7 +76,6 @@ class Phase(Generic[KeysT]):
     keys: KeysT  # with these values
 
     def __str__(self) -> str:
-        """As an error names it."""
         return f"{_NAME}.{self.name}"
 
     @contextlib.contextmanager
@@ -91,10 +90,8 @@ class Phase(Generic[KeysT]):
 def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, Any]]:
     """Keys with all phases in one mapping, and what phase 0 gives beside it.
 
-    Args:
-      pairs: as a file or a command line gives them: `phases`, which replaces those before, and
-        `phases.252M.KEY`, which is put into them.
-      before: the phases that the files below give.
+    `pairs` are as a file or a command line gives them: `phases`, which replaces `before` (that of
+    the files below), and `phases.252M.KEY`, which is put into them.
     """
     found, is_given = before, False
     for name, value in pairs:
@@ -146,7 +143,6 @@ def _check_key(threshold: str, key: str, value: Any) -> None:
 
 
 def make_phases(keys: KeysT) -> tuple[Phase[KeysT], ...]:
-    """The phases of batch keys, the first one from sample 0 on."""
     values = {field.name: getattr(keys, field.name) for field in dataclasses.fields(keys)}
     values[_NAME] = {}
     found = [Phase("0", 0, {}, {}, dataclasses.replace(keys, phases={}))]

@@ -82,9 +82,7 @@ def layouts(
 ) -> list[Layout | None]:
     """How the batch of every stretch lies on its devices; None where it does not divide.
 
-    Args:
-      stretches: of the walk, and those that are `undecided_rungs`.
-      num_devices: of one job; None = on the nodes that `node_schedule` gives each.
+    Without `num_devices` (of one job), on the nodes that `node_schedule` gives each.
     """
     if num_devices:
         nodes = -(-num_devices // keys.devices_per_node)
@@ -104,7 +102,6 @@ def layouts(
 def _spread_over_nodes(
     keys: BatchKeys, stretches: Sequence[Stretch], meshes: Meshes, restart_passes: float
 ) -> list[Layout | None]:
-    """The layout of every stretch of a walk on the nodes that `node_schedule` gives it."""
     thresholds = [one.threshold for one in stretches]
     steps = [_steps_of_run(keys, one) for one in stretches]
     return layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
@@ -114,7 +111,6 @@ _LONG = 10**6  # steps that the last stretch of a run without a length is planne
 
 
 def _steps_of_run(keys: BatchKeys, stretch: Stretch) -> int:
-    """Those of a stretch's steps that come before the end of the run."""
     left = _LONG if stretch.steps is None else stretch.steps
     if keys.steps != -1:
         left = keys.steps - stretch.first_step
@@ -149,7 +145,6 @@ class Stage:
         meshes: Meshes,
         fields: Fields,
     ) -> "Stage":
-        """The steps of a stretch, as its batch lies on the devices of a mesh."""
         size, steps = stretch.threshold.global_batch_size, stretch.steps
         accumulation = placed.gradient_accumulation_steps
         mesh = meshes(placed.devices, stretch.threshold.first_sample)
@@ -170,7 +165,6 @@ class Stage:
         return self.spec.rows
 
     def to_json(self) -> dict[str, Any]:
-        """The stage as it stands in plan.json."""
         size = plain_number(self.per_device_batch_size)
         found = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
         found |= {"max_target_length": self.spec.tokens}
@@ -181,8 +175,8 @@ class Stage:
 class Start(NamedTuple):
     """Where a schedule is taken up.
 
-    A run whose batch keys changed at a restart has steps and stages behind it that the keys of
-    today would have made otherwise.
+    A run whose batch keys changed at a restart has steps and stages behind it that today's keys
+    would have made otherwise.
     """
 
     first_step: int = 0
@@ -196,15 +190,11 @@ class Start(NamedTuple):
 class RampupBatchManager:
     """The stages of a run and its length.
 
-    The list may grow at its end, and only there; everything else is derived from it. A ramp that
-    is decided while it runs says with `settle` how far it is fixed; `add` lets it grow after that.
+    The list may grow at its end, and only there; everything else is derived from it. A ramp that is
+    decided while it runs says with `settle` how far it is fixed; `add` lets it grow after that.
 
-    Attributes:
-      keys: the batch keys.
-      thresholds: of the stages.
-      stages: in order.
-      rungs: under rampup_policy=noise, the stages that are still to be decided: as they will lie on
-        the devices, from step -1 on.
+    Under rampup_policy=noise `rungs` are the stages still to be decided, as they will lie on the
+    devices, from step -1 on.
     """
 
     def __init__(
@@ -217,19 +207,16 @@ class RampupBatchManager:
         fields: Fields = text_fields,
         restart_passes: float = 0.0,
     ):
-        """
-        Args:
-          config: a mapping of batch keys (`BatchKeys`), or any object that has them as
-            attributes; a configuration of MaxText's is one.
-          num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
-            `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
-            not depend on it where `devices_per_node` is given.
-          start: where the schedule is taken up; None = at the beginning.
-          meshes: None where the model has none on this many devices: `node_schedule` does not take
-            them. By default, what these keys give.
-          fields: the arrays of a batch.
-          restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
-            for `node_schedule` (`PassCost`).
+        """Args:
+        config: a mapping of batch keys (`BatchKeys`), or any object that has them as attributes; a
+          configuration of MaxText's is one.
+        num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
+          `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
+          not depend on it where `devices_per_node` is given.
+        meshes: None where the model has none on this many devices: `node_schedule` does not take
+          them. By default, what these keys give.
+        restart_passes: how long a change of nodes takes, in passes of the largest micro batch, for
+          `node_schedule` (`PassCost`).
         """
         keys, start = BatchKeys.read(config), start or Start()
         if keys.devices_per_node < 1 and num_devices:
@@ -272,10 +259,7 @@ class RampupBatchManager:
         """Fixes the stages of steps 0 .. step-1, so that their batches may be read.
 
         Call it, like `add`, in the main thread, on every process before the same step and with the
-        same arguments.
-
-        Raises:
-          ValueError: more steps than these are settled already.
+        same arguments. A ValueError says that more steps than these are settled already.
         """
         if step < (self._settled or 0):
             raise ValueError(f"{self._settled} steps are settled, more than {step}")
@@ -290,11 +274,9 @@ class RampupBatchManager:
     def add(self, stage: Stage) -> None:
         """Ends the last stage where `stage` begins; the new stage has no end.
 
-        The loader and the loop look the stage of a step up here, so they need no notice.
-
-        Raises:
-          ValueError: it begins before the last stage or a settled step does, or its index or first
-            sample does not follow from the stages before it.
+        A ValueError says that it begins before the last stage or a settled step does, or that its
+        index or first sample does not follow. The loader and the loop look a step's stage up here,
+        so they need no notice.
         """
         last, first = self.stages[-1], stage.first_step
         expected = last.index + 1, self.samples_before(first)
@@ -313,7 +295,7 @@ class RampupBatchManager:
         self.stages.append(stage)
 
     def grow(self, first_step: int) -> Stage:
-        """Takes the next of `rungs`, from a step on, as `add` does; returns the new stage."""
+        """Takes the next of `rungs`, from a step on, as `add` does."""
         sample = self.samples_before(first_step)
         stage = dataclasses.replace(self.rungs[0], first_step=first_step, first_sample=sample)
         self.add(stage)
@@ -322,7 +304,6 @@ class RampupBatchManager:
         return stage
 
     def stage_at_step(self, step: int) -> Stage:
-        """The stage of 0-based optimizer step `step`."""
         return self._last_begun("first_step", step)
 
     def stage_at_sample(self, sample: int) -> Stage:
@@ -337,16 +318,12 @@ class RampupBatchManager:
         return self.stages[begun - 1]
 
     def samples_before(self, step: int) -> int:
-        """Samples consumed by steps 0 .. step-1.
-
-        Step k trains on rows [samples_before(k), samples_before(k + 1)).
-        """
+        """Step k trains on rows [samples_before(k), samples_before(k + 1))."""
         stage = self.stage_at_step(step)
         return stage.first_sample + (step - stage.first_step) * stage.global_batch_size
 
     def batch_before(self, step: int) -> tuple[int, int]:
-        """The global batch size of step - 1, which may lie in the history, and the samples that are
-        consumed after it."""
+        """The size of step - 1, which may lie in the history, and the samples after it."""
         for stage in self.history:
             if stage["first_step"] < step <= stage["first_step"] + stage["steps"]:
                 size = stage["global_batch_size"]
@@ -359,12 +336,11 @@ class RampupBatchManager:
         return stage.first_step + (sample - stage.first_sample) // stage.global_batch_size
 
     def stages_between(self, first_step: int, last_step: int) -> list[Stage]:
-        """The stages of steps first_step .. last_step - 1."""
+        """Of steps first_step .. last_step - 1."""
         first = self.stage_at_step(first_step).index - self.stages[0].index
         return [stage for stage in self.stages[first:] if stage.first_step < last_step]
 
     def run_steps(self, stage: Stage) -> int:
-        """Steps of a stage before the end of the run."""
         end = self.total_steps
         if stage.steps is not None:
             end = min(end, stage.first_step + stage.steps)
@@ -387,7 +363,6 @@ class RampupBatchManager:
 
     @property
     def total_samples(self) -> int:
-        """Samples of the whole run: those of its steps, each whole."""
         return self.samples_before(self.total_steps)
 
     @property
@@ -422,7 +397,6 @@ class RampupBatchManager:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The stages and the length of the run, as plan.json has them."""
         return {
             "stages": [stage.to_json() for stage in self.stages],
             "total_steps": self.total_steps,
@@ -432,7 +406,6 @@ class RampupBatchManager:
         }
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Refuses stages that cannot be split over their devices."""
         for stage in stages:
             if stage.index in self._refusals:
                 raise self._refusals[stage.index]

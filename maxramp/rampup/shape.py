@@ -70,19 +70,16 @@ class ShapeKeys(MeshKeys, SightKeys):
         return sample // row
 
     def mesh_on(self, num_devices: int) -> MeshKeys | None:
-        """The mesh on this many devices; None if they make none."""
         with contextlib.suppress(ConfigError):
             return self.resolve(num_devices)
 
     @property
     def sight(self) -> SightKeys:
-        """Those of these keys by which tokens see."""
         return SightKeys.from_values(vars(self))
 
     def spec(
         self, accumulation: int, rows: int, mesh: MeshKeys | None, fields: Fields
     ) -> StageSpec:
-        """What a stage of these keys is, on a mesh and with the arrays that its batches have."""
         return StageSpec(
             accumulation,
             rows,

@@ -1,8 +1,8 @@
 """A tokenizer's chat template: the text of a chat, and where its answers lie in it.
 
-Templates are Jinja, and code of others: they run in a sandbox, with what transformers gives them.
-An answer begins behind the text that asks for one (`add_generation_prompt`) and ends with the mark
-that ends a turn, which belongs to it. Where a template has {% generation %} blocks, these say it.
+Templates are other people's Jinja: they run in a sandbox, with what transformers gives them. An
+answer begins behind the text that asks for one (`add_generation_prompt`) and ends with the mark
+that ends a turn, which belongs to it; {% generation %} blocks decide where a template has them.
 """
 
 import dataclasses
@@ -38,13 +38,8 @@ class ChatTemplate:
         date: datetime.date,
         switches: Mapping[str, Any],
     ):
-        """
-        Args:
-          source: Jinja.
-          marks: the special tokens of the tokenizer, which no message may hold.
-          named: some of them by name, such as eos_token.
-          date: what it takes for today.
-          switches: other variables, such as enable_thinking.
+        """`marks` are the tokenizer's special tokens, which no message may hold; `named` some of
+        them by name, such as eos_token; `switches` other variables, such as enable_thinking.
         """
         self._made_of = source, marks, named, date, switches
         self._named, self._date, self._switches = dict(named), date, dict(switches)
@@ -62,19 +57,15 @@ class ChatTemplate:
         return type(self), self._made_of  # what Jinja compiles cannot travel to another process
 
     def mark_in(self, text: str) -> str:
-        """A mark of the tokenizer that a text names; "" if there is none."""
         found = self._marks.search(text) if self._has_marks else None
         return found[0] if found else ""
 
     def render(self, chat: Chat, count: int | None = None, ask: bool = False) -> str:
-        """The text of a chat's first `count` messages, or of all of them.
-
-        `ask`: the text continues up to where an answer begins.
-        """
+        """The text of the first `count` messages, or of all; `ask` adds what asks for an answer."""
         return self._render(chat, count, ask).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text of a chat, and where each answer lies in it, its end mark included."""
+        """The text of a chat, and where each answer lies in it, end mark included."""
         wanted = sum(message["role"] == ANSWERS for message in chat.messages)
         text = self._render(chat, None, False)
         if self._has_blocks:
@@ -93,9 +84,10 @@ class ChatTemplate:
         return text, spans
 
     def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
-        """Answers behind what asks for one, or behind the longest beginning of it that is there as
-        often as answers are, and not before them: some templates go on with a thought that old
-        answers have lost. No message can feign it, as it begins with a mark."""
+        """Answers behind what asks for one, or behind its longest beginning that stands there as
+        often as answers do, and not before them: some templates add a thought that old answers have
+        lost. No message can imitate it, as it begins with a mark.
+        """
         first = _first_answer(chat)
         count = first or 1  # many templates look at the first message
         before, asked = self._render(chat, count, False), self._render(chat, count, True)
@@ -134,7 +126,7 @@ class ChatTemplate:
         return spans
 
     def _end_mark(self, chat: Chat) -> str:
-        """The last of the marks right behind an answer in the place of the first one."""
+        """The last of the marks right behind a placeholder for the first answer."""
         before = chat.messages[: _first_answer(chat)]
         said = [*before, {"role": ANSWERS, "content": _ANSWER}]
         text = self._render(dataclasses.replace(chat, messages=said), None, False)
@@ -156,7 +148,6 @@ class ChatTemplate:
             raise BadRecord(f"the chat template refuses it ({_reason(error)})") from None
 
     def _environment(self) -> Any:
-        """What transformers gives templates; without a clock."""
         from jinja2 import ext, nodes, sandbox
         from jinja2.exceptions import TemplateError
 
@@ -195,14 +186,11 @@ def _first_answer(chat: Chat) -> int:
 
 
 def _end(text: str, at: int, mark: str) -> int:
-    """Where the answer ends that begins at a place: behind the mark that ends turns, or with the
-    text."""
     end = text.find(mark, at) if mark else -1
     return end + len(mark) if end >= 0 else len(text)
 
 
 def _find_blocks(marked: str) -> tuple[list[Span], str]:
-    """Where the blocks lie in a text, and the text without their marks."""
     spans, parts, at = [], [], 0
     for part in re.split(f"({_BEGIN}|{_END})", marked):
         if part == _BEGIN:

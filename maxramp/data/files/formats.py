@@ -57,7 +57,6 @@ class ArrayRecordFile(RecordFile):
         return self._validate(data if value is None else value)
 
     def _feature(self, data: bytes) -> Any:
-        """The column of a tf.train.Example; None if the record is none."""
         if not data.startswith(b"\n"):
             return None
         example = _example_message()()
@@ -144,7 +143,6 @@ SUFFIXES = {
 
 
 def detect(path: str) -> str:
-    """The format that a file's name stands for."""
     for name, suffixes in SUFFIXES.items():
         if path.lower().endswith(suffixes):
             return name
@@ -164,18 +162,16 @@ class TextFile(RecordFile):
 
 
 class JsonLines(RecordFile):
-    """A JSON object a line; blank lines are none. Compressed files are read by streams."""
+    """A JSON object a line; blank lines do not count. Compressed files are read as streams."""
 
     unit = "byte"
 
     def split(self, size: int) -> list[Piece]:
-        """Ranges of bytes; a compressed file is one."""
         total = storage.size_of(self.path)
         step = total if self._compression else size
         return [(a, min(a + step, total), min(step, total - a)) for a in range(0, total, step or 1)]
 
     def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
-        """The lines that begin in bytes [start, stop); of a compressed file, all."""
         with self._reading() as file:
             position = start
             if start:  # a line that begins before `start` belongs to the piece before
@@ -194,11 +190,9 @@ class JsonLines(RecordFile):
         return self._parse(data[int(starts[index]) : int(starts[index + 1])].tobytes())
 
     def where(self, index: int) -> str:
-        """The file and the number of the line, from 1 on."""
         return self.where_place(int(self._index[1][index]))
 
     def where_place(self, place: int) -> str:
-        """The same of the line at a byte; it is counted, which only errors need."""
         count = 1
         with self._reading() as file:
             while place > 0 and (block := file.read(min(place, 1 << 20))):
@@ -211,7 +205,6 @@ class JsonLines(RecordFile):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[BinaryIO]:
-        """The file as it was before it was compressed; what goes wrong with it names it."""
         file = storage.open_binary(self.path)
         if self._compression == "gzip":
             file = gzip.GzipFile(fileobj=file)
@@ -242,7 +235,7 @@ class JsonLines(RecordFile):
     def _index(self) -> tuple[Any, np.ndarray]:
         """The bytes of the file, and where its lines that are not blank begin (and the last ends).
 
-        What is compressed or far away is brought to a temporary file first.
+        A compressed or remote file is first brought to a temporary one.
         """
         if self._compression or storage.is_remote(self.path):
             with tempfile.TemporaryFile() as copy, self._reading() as file:
@@ -285,7 +278,7 @@ _recent_lock = threading.Lock()
 
 
 def _cached_column(key: Any, read: Callable[[], Any]) -> Any:
-    """The column of a key, read if it is not among those used last, of up to _MOST_KEPT bytes."""
+    """A key's column, from a cache of those used last, up to _MOST_KEPT bytes."""
     with _recent_lock:
         there = key in _recent
         _recent[key] = _recent.pop(key) if there else read()
@@ -296,10 +289,9 @@ def _cached_column(key: Any, read: Callable[[], Any]) -> Any:
 
 
 class ParquetFile(RecordFile):
-    """The rows of one column. A row group is read whole, and the last of them are kept."""
+    """The rows of one column. Row groups are read whole, and the last ones kept."""
 
     def split(self, size: int) -> list[Piece]:
-        """Ranges of row groups."""
         pieces, start, held = [], 0, 0
         for index in range(self._metadata.num_row_groups):
             held += self._metadata.row_group(index).total_byte_size
@@ -309,7 +301,6 @@ class ParquetFile(RecordFile):
         return pieces
 
     def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
-        """The rows of row groups [start, stop)."""
         index = int(self._starts[start])
         with self._open(self._metadata) as file:
             batches = file.iter_batches(1024, list(range(start, stop)), self._columns)
@@ -336,7 +327,6 @@ class ParquetFile(RecordFile):
         return None if self.column == WHOLE else [self.column]
 
     def _select_column(self, table: Any) -> Any:
-        """What a table or batch of the columns holds, by record."""
         return table.to_struct_array() if self.column == WHOLE else table.column(0)
 
     def _value(self, scalar: Any) -> Record:
