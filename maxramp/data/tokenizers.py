@@ -145,7 +145,7 @@ class Tokenizer:
     """Encodes documents. Its model is read when first needed and stays in its process."""
 
     type: str  # one of TYPES
-    # Its file, or for huggingface the folder of tokenizer.json or a name on the hub; bytes have none.
+    # Its file, or of huggingface the folder of tokenizer.json or a name on the hub; bytes have none
     path: str
     add_bos: bool  # whether a document begins with a mark
     add_eos: bool  # and ends with one
