@@ -24,12 +24,8 @@ from maxramp.rampup.shape import ShapeKeys
 
 # Each of them makes a batch.
 _SIZES = (
-    "per_device_batch_size",
-    "global_batch_size",
-    "global_batch_tokens",
-    "rampup_batch_size",
-    "step_batch_size_schedule",
-    "rampup_ladder",
+    *("per_device_batch_size", "global_batch_size", "global_batch_tokens", "rampup_batch_size"),
+    *("step_batch_size_schedule", "rampup_ladder"),
 )
 _GLOBAL_SIZES = (
     "rampup_batch_size or step_batch_size_schedule or rampup_policy or global_batch_size or "
@@ -118,19 +114,15 @@ class BatchKeys(CurveKeys, ShapeKeys):
         """
         if isinstance(config, cls):
             return config
-        names = [field.name for field in dataclasses.fields(cls)]
         is_mapping = isinstance(config, Mapping | ml_collections.ConfigDict)
-        if is_mapping:
-            found = _from_mapping(config)
-        else:
-            found = {}
-            for name in names:
-                # MaxText's own configuration raises a ValueError for what it does not have.
-                with contextlib.suppress(AttributeError, KeyError, ValueError):
-                    found[name] = getattr(config, name)
+        found = _from_mapping(config) if is_mapping else {}
+        for name in () if is_mapping else cls.names():
+            # MaxText's own configuration raises a ValueError for what it does not have.
+            with contextlib.suppress(AttributeError, KeyError, ValueError):
+                found[name] = getattr(config, name)
         given = {
             name: base.cast_value(f"{name}={found[name]}", _plain(found[name]), name)
-            for name in names
+            for name in cls.names()
             if found.get(name) is not None
         }
         if all(given.get(name) in (None, "", -1) for name in _SIZES):
@@ -183,7 +175,8 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     def mesh_at(self, num_devices: int, sample: int) -> MeshKeys | None:
         """The mesh on this many devices from the sample on; None if they make none."""
-        return self.keys_at(sample).mesh_on(num_devices)
+        with contextlib.suppress(ConfigError):
+            return self.keys_at(sample).resolve(num_devices)
 
     @property
     def is_open(self) -> bool:
@@ -211,7 +204,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
         return "step_batch_size_unit" if pairs > 1 and self.step_batch_size_unit == "tokens" else ""
 
     def samples_in_batches_of(self, batch: int) -> int:
-        """Of a run of known length whose steps all train on `batch` rows."""
+        """Samples of a run of known length whose steps all train on `batch` rows."""
         return -(-self.samples_of_run // batch) * batch
 
     @property

@@ -1,4 +1,4 @@
-"""How a global batch lies on devices: the split into passes, and how many nodes to take.
+"""How a global batch lies on devices: the split into passes, and how many nodes. Imports no JAX.
 
 Glossary
   rank        the devices that together hold one row: model_parallel_size devices
@@ -6,8 +6,6 @@ Glossary
   split       rows of a rank = micro batch (rows per rank in one pass) * accumulation (passes)
   node-time   nodes * time, both of a step or a stage; time is counted in passes of the largest
               micro batch (`pass_price`)
-
-Imports no JAX.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Relations, refuse
 from maxramp.rampup import ladder
-from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.keys import MAXTEXT_RAMP, BatchKeys
 from maxramp.rampup.numbers import exact, parse_count, show
 from maxramp.rampup.phases import WARMUP, Phase
 
@@ -86,12 +86,11 @@ def _check(keys: BatchKeys) -> None:
 
 
 def _shown_ramps(keys: BatchKeys) -> list[str]:
+    schedule = keys.step_batch_size_schedule
     given = {
         "enable_rampup_batch_size=True": keys.enable_rampup_batch_size,
         f"rampup_batch_size={keys.rampup_batch_size}": keys.rampup_batch_size is not None,
-        f'step_batch_size_schedule="{keys.step_batch_size_schedule}"': (
-            keys.step_batch_size_schedule
-        ),
+        f'step_batch_size_schedule="{schedule}"': schedule,
         f"rampup_policy={keys.rampup_policy}": keys.rampup_policy,
     }
     return [shown for shown, is_given in given.items() if is_given]
@@ -173,19 +172,11 @@ def _check_rise(
     )
 
 
-# --- MaxText -------------------------------------------------------------------------------------
-
-
 def _check_maxtext(keys: BatchKeys) -> Relations:
-    names = (
-        "per_device_batch_size_start",
-        "per_device_batch_size_increment",
-        "global_rampup_samples",
-    )
-    numbers = [exact(getattr(keys, name)) for name in names]
-    given = [f"{name}={show(number)}" for name, number in zip(names, numbers, strict=True)]
+    numbers = [exact(getattr(keys, name)) for name in MAXTEXT_RAMP]
+    given = [f"{name}={show(number)}" for name, number in zip(MAXTEXT_RAMP, numbers, strict=True)]
     final = "per_device_batch_size", exact(keys.per_device_batch_size)
-    return _check_rise(numbers, given, final, names[0], "set enable_rampup_batch_size=False")
+    return _check_rise(numbers, given, final, MAXTEXT_RAMP[0], "set enable_rampup_batch_size=False")
 
 
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
@@ -217,9 +208,6 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
         found.append(Threshold(first_sample, batch, size, accumulation))
         first_sample += math.ceil(share / batch) * batch
     return found
-
-
-# --- NeMo ----------------------------------------------------------------------------------------
 
 
 def _check_nemo(keys: BatchKeys) -> Relations:
@@ -254,9 +242,6 @@ def _nemo(keys: BatchKeys) -> list[Threshold]:
         Threshold(-(-i * samples // increments), start + i * increment)
         for i in range(increments + 1)
     ]
-
-
-# --- Megatron's list -----------------------------------------------------------------------------
 
 
 def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
@@ -299,9 +284,6 @@ def _limit_stages(increments: int, key: str) -> int:
             f"{key} makes {increments + 1} stages, more than {_MOST_STAGES}; use a larger increment"
         )
     return increments
-
-
-# --- Words for errors ----------------------------------------------------------------------------
 
 
 def _divisors(rise: Fraction) -> str:

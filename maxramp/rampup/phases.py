@@ -6,9 +6,7 @@
       2.87T: {global_batch_tokens: 16777216, row_length: 8192}
 
 A key keeps its value until a later phase gives it another. Phase 0 is the keys themselves: what it
-gives is taken as if it stood beside `phases`.
-
-This module imports no jax.
+gives is taken as if it stood beside `phases`. Imports no JAX.
 """
 
 import contextlib
@@ -30,18 +28,9 @@ MESH_KEYS = tuple(f"ici_{axis.key}_parallelism" for axis in TABLE if "layers" no
 MIXTURE = "grain_train_files"
 WARMUP = "warmup_steps_fraction"
 KEYS = (
-    "global_batch_size",
-    "global_batch_tokens",
-    "per_device_batch_size",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "row_length",
-    "remat_policy",
-    "learning_rate",
-    WARMUP,
-    *MESH_KEYS,
-    *SIGHT_KEYS,
-    MIXTURE,
+    *("global_batch_size", "global_batch_tokens", "per_device_batch_size", "micro_batch_size"),
+    *("gradient_accumulation_steps", "row_length", "remat_policy", "learning_rate", WARMUP),
+    *(*MESH_KEYS, *SIGHT_KEYS, MIXTURE),
 )
 # Why it cannot change others that ask for it.
 _REFUSED = {

@@ -13,9 +13,7 @@ Glossary
 Every notation becomes a list of thresholds (`notations`), and one `walk` over the thresholds gives
 the stages: a step uses the batch size of the last threshold that is not above the samples consumed
 before it. How a batch lies on the devices is `layout`'s. All questions are then answered from the
-list in closed form, for any step, in any order.
-
-This module imports no jax.
+list in closed form, for any step, in any order. Imports no JAX.
 """
 
 import bisect
@@ -32,7 +30,7 @@ from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import Layout
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import plain_number
-from maxramp.rampup.shape import Meshes, ShapeKeys
+from maxramp.rampup.shape import Meshes
 from maxramp.stage import Fields, StageSpec, text_fields
 
 
@@ -87,24 +85,17 @@ def layouts(
     if num_devices:
         nodes = -(-num_devices // keys.devices_per_node)
         return [layout.spread(keys, one.threshold, nodes, num_devices) for one in stretches]
-    if keys.rampup_policy != "noise":
-        return _spread_over_nodes(keys, stretches, meshes, restart_passes)
-    # The nodes of a size do not depend on when it will be decided.
-    decided = [Threshold(*pair) for pair in ladder.plan_rungs(keys)]
-    expected = list(walk(notations.thresholds(keys) + decided, 0, 0))
-    sizes = [one.threshold.global_batch_size for one in expected]
-    by_size = dict(
-        zip(sizes, _spread_over_nodes(keys, expected, meshes, restart_passes), strict=True)
-    )
+    expected, is_open = stretches, keys.rampup_policy == "noise"
+    if is_open:  # the nodes of a size do not depend on when it will be decided
+        decided = [Threshold(*pair) for pair in ladder.plan_rungs(keys)]
+        expected = list(walk(notations.thresholds(keys) + decided, 0, 0))
+    thresholds = [one.threshold for one in expected]
+    steps = [_steps_of_run(keys, one) for one in expected]
+    found = layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
+    if not is_open:
+        return found
+    by_size = dict(zip((one.global_batch_size for one in thresholds), found, strict=True))
     return [by_size[one.threshold.global_batch_size] for one in stretches]
-
-
-def _spread_over_nodes(
-    keys: BatchKeys, stretches: Sequence[Stretch], meshes: Meshes, restart_passes: float
-) -> list[Layout | None]:
-    thresholds = [one.threshold for one in stretches]
-    steps = [_steps_of_run(keys, one) for one in stretches]
-    return layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
 
 
 _LONG = 10**6  # steps that the last stretch of a run without a length is planned with
@@ -134,30 +125,6 @@ class Stage:
     nodes: int
     devices: int
     spec: StageSpec
-
-    @classmethod
-    def from_stretch(
-        cls,
-        index: int,
-        stretch: Stretch,
-        placed: Layout,
-        keys: ShapeKeys,
-        meshes: Meshes,
-        fields: Fields,
-    ) -> "Stage":
-        size, steps = stretch.threshold.global_batch_size, stretch.steps
-        accumulation = placed.gradient_accumulation_steps
-        mesh = meshes(placed.devices, stretch.threshold.first_sample)
-        return cls(
-            index=index,
-            first_step=stretch.first_step,
-            steps=steps,
-            first_sample=stretch.first_sample,
-            samples=None if steps is None else steps * size,
-            global_batch_size=size,
-            spec=keys.spec(accumulation, size // accumulation, mesh, fields),
-            **vars(placed),
-        )
 
     @property
     def micro_batch_size(self) -> int:
@@ -195,6 +162,17 @@ class RampupBatchManager:
 
     Under rampup_policy=noise `rungs` are the stages still to be decided, as they will lie on the
     devices, from step -1 on.
+
+    Args:
+      config: a mapping of batch keys (`BatchKeys`), or any object with them as attributes, such as
+        a configuration of MaxText's.
+      num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
+        `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do not
+        depend on it where `devices_per_node` is given.
+      meshes: None where the model has none on this many devices: `node_schedule` does not take
+        them. By default, what these keys give.
+      restart_passes: how long a change of nodes takes, in passes of the largest micro batch
+        (`PassCost`), for `node_schedule`.
     """
 
     def __init__(
@@ -207,17 +185,6 @@ class RampupBatchManager:
         fields: Fields = text_fields,
         restart_passes: float = 0.0,
     ):
-        """Args:
-        config: a mapping of batch keys (`BatchKeys`), or any object that has them as attributes; a
-          configuration of MaxText's is one.
-        num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
-          `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
-          not depend on it where `devices_per_node` is given.
-        meshes: None where the model has none on this many devices: `node_schedule` does not take
-          them. By default, what these keys give.
-        restart_passes: how long a change of nodes takes, in passes of the largest micro batch, for
-          `node_schedule` (`PassCost`).
-        """
         keys, start = BatchKeys.read(config), start or Start()
         if keys.devices_per_node < 1 and num_devices:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
@@ -245,13 +212,27 @@ class RampupBatchManager:
         self._refusals: dict[int, ConfigError] = {}
         stages: list[Stage] = []
         pairs = zip(stretches, found, strict=True)
-        for index, (stretch, placed) in enumerate(pairs, start.first_index):
+        for index, ((threshold, first_step, first_sample, steps), placed) in enumerate(
+            pairs, start.first_index
+        ):
             if placed is None:
-                size = stretch.threshold
-                self._refusals[index] = layout.refusal(keys, index, size, num_devices)
-                placed = layout.uneven(keys, size, num_devices)
-            held = keys.keys_at(stretch.threshold.first_sample)
-            stages.append(Stage.from_stretch(index, stretch, placed, held, meshes, fields))
+                self._refusals[index] = layout.refusal(keys, index, threshold, num_devices)
+                placed = layout.uneven(keys, threshold, num_devices)
+            size, passes = threshold.global_batch_size, placed.gradient_accumulation_steps
+            mesh = meshes(placed.devices, threshold.first_sample)
+            held = keys.keys_at(threshold.first_sample)
+            stages.append(
+                Stage(
+                    index=index,
+                    first_step=first_step,
+                    steps=steps,
+                    first_sample=first_sample,
+                    samples=None if steps is None else steps * size,
+                    global_batch_size=size,
+                    spec=held.spec(passes, size // passes, mesh, fields),
+                    **vars(placed),
+                )
+            )
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
         self._settled = 0 if self.rungs else None  # all is decided
 

@@ -1,6 +1,5 @@
 """The keys that give a step its shape, but for its rows. Imports no JAX."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -69,10 +68,6 @@ class ShapeKeys(MeshKeys, SightKeys):
             )
         return sample // row
 
-    def mesh_on(self, num_devices: int) -> MeshKeys | None:
-        with contextlib.suppress(ConfigError):
-            return self.resolve(num_devices)
-
     @property
     def sight(self) -> SightKeys:
         return SightKeys.from_values(vars(self))
@@ -80,14 +75,6 @@ class ShapeKeys(MeshKeys, SightKeys):
     def spec(
         self, accumulation: int, rows: int, mesh: MeshKeys | None, fields: Fields
     ) -> StageSpec:
-        return StageSpec(
-            accumulation,
-            rows,
-            self.max_target_length,
-            fields(self.max_target_length),
-            mesh,
-            self.remat_policy,
-            self.num_pipeline_microbatches,
-            self.sight,
-            self.rows_of_sample,
-        )
+        tokens, held = self.max_target_length, (self.remat_policy, self.num_pipeline_microbatches)
+        shape = accumulation, rows, tokens, fields(tokens)
+        return StageSpec(*shape, mesh, *held, self.sight, self.rows_of_sample)
