@@ -52,11 +52,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return bool(of_device) or isinstance(error, MemoryError) or "std::bad_alloc" in text
 
 
+def one_line(error: Exception, most: int = 200) -> str:
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def reason_of(error: Exception) -> str:
     """An error of the system or a library in one line; with a remedy if memory ran out."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = " ".join(str(error).split())[:300] or type(error).__name__
+    text = one_line(error, 300)
     if not is_out_of_memory(error):
         return text
     what = re.sub("^(RESOURCE_EXHAUSTED: )?(out of memory )?", "", text, flags=re.IGNORECASE)

@@ -46,7 +46,7 @@ class Sources:
     def from_summary(cls, summary: list[Any]) -> "Sources":
         *parts, note, packed = summary
         parts = [
-            [dataclasses.replace(part, items=range(part.items)) for part in (Part(*x) for x in of)]
+            [dataclasses.replace(x, items=range(x.items)) for x in (Part(*x) for x in of)]
             for of in parts
         ]
         return cls(*parts, note, packed)

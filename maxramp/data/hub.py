@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maxramp.data.files.records import WHOLE, Record, RecordFile, without_nulls
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, one_line
 from maxramp.files.storage import allow_many_files, optional
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -58,7 +58,7 @@ def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> st
     try:
         return ask(hub)
     except errors.HFValidationError as error:
-        why = f"no name of a model on Hugging Face ({_reason(error)})"
+        why = f"no name of a model on Hugging Face ({one_line(error)})"
     except errors.LocalEntryNotFoundError:
         why = "the cache of Hugging Face does not hold it, and the hub is out of reach"
     except errors.GatedRepoError:
@@ -66,18 +66,14 @@ def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> st
     except errors.EntryNotFoundError as error:
         if not required:
             return ""
-        why = f"the model on Hugging Face has no such file ({_reason(error)})"
+        why = f"the model on Hugging Face has no such file ({one_line(error)})"
     except Exception as error:  # of the client, of the network, of the disk
-        why = f"cannot be fetched, with HF_TOKEN if the model needs it ({_reason(error)})"
+        why = f"cannot be fetched, with HF_TOKEN if the model needs it ({one_line(error)})"
     what = f"{file} of the model" if file else "the model"
     raise ConfigError(
         f"{key}={name}: no such file or folder here; {what} of that name on Hugging Face: {why}; "
         f"fetch it where there is a network (hf download {wanted}), or give a path"
     )
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 _RECORD = 1024  # bytes that a record counts as: those of a table depend on who wrote it
@@ -118,7 +114,7 @@ class HubSet(RecordFile):
         except Exception as error:  # of the client, of the network, of the set's own script
             raise ConfigError(
                 f"hf_path={path} hf_name={name} (split {split}): neither the cache of datasets nor "
-                f"the hub gives it ({_reason(error)}); load it once where there is a network, or "
+                f"the hub gives it ({one_line(error)}); load it once where there is a network, or "
                 "give files to grain_train_files"
             ) from None
         if self.column == WHOLE:

@@ -12,7 +12,7 @@ import numpy as np
 from absl import flags
 
 from maxramp.data.keys import ReadingKeys
-from maxramp.errors import ConfigError, TrainingError
+from maxramp.errors import ConfigError, TrainingError, one_line
 from maxramp.processes.workers import stay_with_parent
 from maxramp.rampup.schedule import RampupBatchManager
 
@@ -111,10 +111,8 @@ class ReadAhead(Iterator[Any]):
         except (ConfigError, TrainingError) as error:
             raise type(error)(str(error)) from None  # without what Grain adds to it
         except Exception as error:  # whatever a file, a library or a worker died of
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise TrainingError(
-                f"{self._elements} {self._next} could not be read: {reason}"
-            ) from None
+            what = f"{self._elements} {self._next} could not be read: {one_line(error, 300)}"
+            raise TrainingError(what) from None
         self._next += 1
         # A copy, since what workers share is not freed while a device array lies on it.
         return jax.tree.map(np.copy, element) if self._shared else element

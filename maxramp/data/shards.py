@@ -10,7 +10,6 @@ when the set is complete, the manifest last.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxramp.data.chats.chats import ChatEncoder
+from maxramp.data.corpus import hash_of
 from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
@@ -75,8 +75,10 @@ class Preparation:
     def remove_others(self) -> None:
         done = self.finished_shards()
         self.staging_folder.mkdir(exist_ok=True)
-        # SHARD.json first
-        for path in [*self.work.glob("shard-*"), *self.staging_folder.iterdir()]:
+        for path in [
+            *self.work.glob("shard-*"),
+            *self.staging_folder.iterdir(),
+        ]:  # SHARD.json first
             if path.stem.removesuffix(prepared.TARGETS) not in done:
                 path.unlink()
 
@@ -96,9 +98,10 @@ def plan(
             held += size
     shards = []
     for group in filter(None, groups):
-        source = _hash(prepared.VERSION, tokenizer, [(stamp, piece[1:]) for piece, stamp in group])
+        stamps = [(stamp, piece[1:]) for piece, stamp in group]
+        source = hash_of((prepared.VERSION, tokenizer, stamps))
         if deduplicate:  # what a shard leaves out follows from all before it
-            source = _hash(shards[-1].source if shards else "deduplicated", source)
+            source = hash_of((shards[-1].source if shards else "deduplicated", source))
         pieces = tuple(piece for piece, _ in group)
         shards.append(Shard(f"shard-{len(shards):05d}", pieces, source))
     return tuple(shards)
@@ -106,17 +109,13 @@ def plan(
 
 def source_of(shards: Sequence[Shard]) -> str:
     """Hash of everything that decides a set."""
-    return _hash(*(shard.source for shard in shards))
+    return hash_of(tuple(shard.source for shard in shards))
 
 
 def bpe_name(size: int, inputs: Sequence[RecordFile]) -> str:
     """An input that was repaired between two starts keeps its name, so the tokenizer is kept."""
     names = [(os.path.basename(file.data_path), file.column) for file in inputs]
-    return f"bpe-{_hash(size, names)}"
-
-
-def _hash(*values: Any) -> str:
-    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
+    return f"bpe-{hash_of((size, names))}"
 
 
 @contextlib.contextmanager

@@ -70,11 +70,9 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
     train, evaluated = _find_all(keys, later)
     entries = [*train, *itertools.chain(*evaluated.values())]
     noun, has_tokenizer = _check_kinds(keys, entries), _check_sets(keys, entries)
-    tokenizer = encoder = None
-    if noun != "rows" and keys.tokenize_train_data:
-        tokenizer = _open_tokenizer(keys)
-    if keys.reads_chats:
-        encoder = ChatEncoder(tokenizer, keys)
+    encodes = noun != "rows" and keys.tokenize_train_data
+    tokenizer = _open_tokenizer(keys) if encodes else None
+    encoder = ChatEncoder(tokenizer, keys) if keys.reads_chats else None
     opened = [_open_entry(keys, entry, noun, tokenizer, encoder) for entry in entries]
     parts, others = opened[: len(train)], iter(opened[len(train) :])
     held_out, length = [], keys.max_target_length
@@ -83,22 +81,15 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
         digest = hash_of([length, [part.hash for part in chosen]])
         held_out.append(_hold_out(name, chosen, length, digest))
     if not held_out:  # the end of every part of the first mixture
-        counts = [len(part.items) for part in parts]
-        fractions = [keys.eval_fraction * (part.weight > 0) for part in parts]
-        cuts = [n - round(n * fraction) for n, fraction in zip(counts, fractions, strict=True)]
-        ends = [
-            dataclasses.replace(part, items=part.items[cut:])
-            for part, cut in zip(parts, cuts, strict=True)
-            if part.weight
-        ]
+        ends = []
+        for i, part in enumerate(parts):
+            if part.weight:
+                cut = len(part.items) - round(len(part.items) * keys.eval_fraction)
+                ends.append(dataclasses.replace(part, items=part.items[cut:]))
+                parts[i] = dataclasses.replace(part, items=part.items[:cut])
         held_out = [_hold_out("", ends, length)]
-        parts = [
-            dataclasses.replace(part, items=part.items[:cut])
-            for part, cut in zip(parts, cuts, strict=True)
-        ]
     _check_counts(keys, parts, held_out)
-    hashes = (hash_of([length, len(part.items), part.hash]) for part in parts)
-    parts = [dataclasses.replace(part, hash=x) for part, x in zip(parts, hashes, strict=True)]
+    parts = [dataclasses.replace(x, hash=hash_of([length, len(x.items), x.hash])) for x in parts]
     note, path = "", keys.tokenizer_path
     if path and not (tokenizer or has_tokenizer):
         note = f"; tokenizer_path={path} is not used, the files hold tokens"
@@ -124,8 +115,8 @@ def _open_synthetic(keys: DataKeys) -> Sources:
     if keys.tokenizer_path:
         note += f"; tokenizer_path={keys.tokenizer_path} is not used"
     digest = f"{seed}, {sizes}"
-    part = Part("synthetic", 1.0, train, digest)
-    return Sources([part], [Part("", 1.0, held_out, rows_hash=digest)], note)
+    evaluated = Part("", 1.0, held_out, rows_hash=digest)
+    return Sources([Part("synthetic", 1.0, train, digest)], [evaluated], note)
 
 
 def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
@@ -152,13 +143,13 @@ def _find_entries(keys: DataKeys, name: str, value: str) -> list[_Entry]:
         return [_Entry(file.path, 1.0, "hf", [file])]
     for pattern, weight in parse_mixture(name, value):
         kind, paths = find_files(name, pattern, keys.grain_file_type)
+        sets = {}
         if kind == "prepared":
             manifests, files = zip(*map(prepared.open_set, paths), strict=True)
-            sets = dict(zip(paths, manifests, strict=True))
-            found.append(_Entry(pattern, weight, kind, list(itertools.chain(*files)), sets))
+            sets, files = dict(zip(paths, manifests, strict=True)), list(itertools.chain(*files))
         else:
             files = [formats.READERS[kind](path, column, tokens) for path in paths]
-            found.append(_Entry(pattern, weight, kind, files))
+        found.append(_Entry(pattern, weight, kind, files, sets))
     return found
 
 
@@ -234,9 +225,8 @@ def _open_entry(
     encoder: ChatEncoder | None,
 ) -> Part:
     files, length, size = entry.files, keys.max_target_length, keys.vocab_size
-    if not entry.sets:
-        for file in files:
-            file.check()
+    for file in () if entry.sets else files:
+        file.check()
     if encoder:
         for folder, manifest in entry.sets.items():
             _check_made_by(folder, manifest["chats"]["made_by"], encoder.made_by)

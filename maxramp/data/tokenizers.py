@@ -14,7 +14,7 @@ import numpy as np
 
 from maxramp.data import hub
 from maxramp.data.keys import MARK_KEYS
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, one_line
 from maxramp.files import place, storage
 from maxramp.files.storage import optional
 
@@ -46,15 +46,11 @@ class _Model:
 
 
 def _open_bytes(file: str, split: bool) -> _Model:
-    names = {BEGIN: b"<s>", END: b"</s>"}
+    shown = {i: bytes([i]) for i in range(256)} | {BEGIN: b"<s>", END: b"</s>"}
     return _Model(
-        vocab_size=END + 1,
-        begin=BEGIN,
-        end=END,
+        *(len(shown), BEGIN, END),
         encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
-        decode=lambda ids: b"".join(names.get(i) or bytes([i]) for i in ids).decode(
-            errors="replace"
-        ),
+        decode=lambda ids: b"".join(map(shown.__getitem__, ids)).decode(errors="replace"),
     )
 
 
@@ -267,10 +263,8 @@ class Tokenizer:
         for key, mark in (("add_bos", begin), ("add_eos", end)):
             if getattr(self, key) and mark is None:
                 raise ConfigError(f"{key}=True, but {self.file} has no such mark; use {key}=False")
-        return (
-            np.asarray([begin] * self.add_bos, np.int32),
-            np.asarray([end] * self.add_eos, np.int32),
-        )
+        marks = [begin] * self.add_bos, [end] * self.add_eos
+        return tuple(np.asarray(mark, np.int32) for mark in marks)
 
     @functools.cached_property
     def _model(self) -> _Model:
@@ -284,10 +278,8 @@ class Tokenizer:
         except ConfigError:
             raise
         except Exception as error:  # each library has its own
-            what = " ".join(str(error).split())[:120]
-            raise ConfigError(
-                f"tokenizer_path={self.path}: is not a {self.type} tokenizer ({what})"
-            ) from None
+            what = f"is not a {self.type} tokenizer ({one_line(error, 120)})"
+            raise ConfigError(f"tokenizer_path={self.path}: {what}") from None
 
     def __reduce__(self):
         return Tokenizer, (self.type, self.path, *self.mark_keys.values())

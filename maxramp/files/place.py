@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from typing import IO, Any, Self
 
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, one_line
 from maxramp.files import storage
 from maxramp.keys.section import is_object_storage
 
@@ -67,7 +67,8 @@ class ObjectPath(pathlib.PurePosixPath):
 
     resolve = absolute
 
-    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None: ...
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None: ...  # nothing to make
+
     def is_dir(self) -> bool:
         return self._look_up_kind() == "directory"
 
@@ -120,8 +121,7 @@ _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
 def failure(error: Exception, path: ObjectPath) -> OSError:
     if number := _NUMBERS.get(type(error)):
         return OSError(number, os.strerror(number), str(path))
-    text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-    return OSError(errno.EIO, text or type(error).__name__, str(path))
+    return OSError(errno.EIO, getattr(error, "strerror", None) or one_line(error), str(path))
 
 
 Place = pathlib.Path | ObjectPath

@@ -7,7 +7,6 @@ that ends a turn, which belongs to it; {% generation %} blocks decide where a te
 
 import dataclasses
 import datetime
-import hashlib
 import json
 import os
 import re
@@ -15,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxramp.data.chats.messages import ANSWERS, Chat
+from maxramp.data.corpus import hash_of
 from maxramp.data.files.records import BadRecord
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, one_line
 from maxramp.files.storage import optional
 
 # Around the text of a {% generation %} block while it is rendered, and in the place of an answer:
@@ -49,9 +49,8 @@ class ChatTemplate:
         try:
             self._template = self._environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template is not valid ({_reason(error)})") from None
-        described = repr((source, sorted(named.items()), str(date), sorted(switches.items())))
-        self.hash = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+            raise ConfigError(f"the chat template is not valid ({one_line(error)})") from None
+        self.hash = hash_of((source, sorted(named.items()), str(date), sorted(switches.items())))
 
     def __reduce__(self) -> Any:
         return type(self), self._made_of  # what Jinja compiles cannot travel to another process
@@ -67,15 +66,13 @@ class ChatTemplate:
     def answers(self, chat: Chat) -> tuple[str, list[Span]]:
         """The text of a chat, and where each answer lies in it, end mark included."""
         wanted = sum(message["role"] == ANSWERS for message in chat.messages)
-        text = self._render(chat, None, False)
+        text, spans = self._render(chat, None, False), []
         if self._has_blocks:
             spans, text = _find_blocks(text)
         elif wanted:
             mark = self._end_mark(chat)
             spans = self._find_by_headers(chat, text, wanted, mark)
             spans = spans or self._find_by_prefixes(chat, text, mark)
-        else:
-            spans = []
         if len(spans) != wanted:
             raise BadRecord(
                 f"the chat template shows {len(spans)} of its {wanted} answers where they can be "
@@ -135,17 +132,13 @@ class ChatTemplate:
         return self._marks.findall(found[0])[-1] if found else ""
 
     def _render(self, chat: Chat, count: int | None, ask: bool) -> str:
-        messages = chat.messages[:count]
+        given = {"messages": chat.messages[:count], "tools": chat.tools, "documents": None}
         try:
             return self._template.render(
-                **{**self._named, **self._switches},
-                messages=messages,
-                tools=chat.tools,
-                documents=None,
-                add_generation_prompt=ask,
+                **{**self._named, **self._switches}, **given, add_generation_prompt=ask
             )
         except Exception as error:  # a template is a program
-            raise BadRecord(f"the chat template refuses it ({_reason(error)})") from None
+            raise BadRecord(f"the chat template refuses it ({one_line(error)})") from None
 
     def _environment(self) -> Any:
         from jinja2 import ext, nodes, sandbox
@@ -201,7 +194,3 @@ def _find_blocks(marked: str) -> tuple[list[Span], str]:
             parts.append(part)
             at += len(part)
     return spans, "".join(parts)
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

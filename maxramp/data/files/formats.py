@@ -29,7 +29,7 @@ from maxramp.data.files.records import (
     utf8_error,
     without_nulls,
 )
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, one_line
 from maxramp.files import storage
 from maxramp.files.storage import optional
 
@@ -361,7 +361,7 @@ class ParquetFile(RecordFile):
         try:
             return reading()
         except (OSError, ValueError) as error:  # Arrow's own are among them
-            what = " ".join(str(error).split())[:150]
+            what = one_line(error, 150)
             raise ConfigError(f"{self.path}: is torn or not a Parquet file ({what})") from None
 
 
