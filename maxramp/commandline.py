@@ -16,10 +16,8 @@ from maxramp.keys.base import CONFIGS
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command, by their whole names; errors are a line, a ConfigError.
-
-    The docstring of the command's module is the help: its purpose, its usage and more, with blank
-    lines between them.
+    """The options of a command, by their whole names; errors are a ConfigError's line. The help is
+    the docstring of the command's module: purpose, usage and more, with blank lines between them.
     """
 
     def __init__(self, doc: str):
@@ -56,15 +54,11 @@ def config_parser(doc: str) -> Parser:
 
 
 def parse_config(doc: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command that has no options of its own."""
     return config_parser(doc).parse_intermixed_args(arguments).arguments
 
 
 def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
-    """Makes a command's `main` of a function that returns the exit status, and reports its error.
-
-    The arguments are those of the process's own command line by default.
-    """
+    """Makes a command's `main` of a function that returns the exit status; reports its error."""
 
     @functools.wraps(work)
     def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,10 +117,8 @@ def amount(number: float) -> str:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:
-    """Prints a table that fits the terminal, if there is one.
-
-    A narrow terminal goes without `expendable` columns, the first of them first. Returns the heads
-    of those that were left out.
+    """Prints a table; in a narrow terminal without `expendable` columns, the first of them first.
+    Returns the heads of those that were left out.
     """
     from rich.console import Console
     from rich.measure import Measurement

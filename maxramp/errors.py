@@ -72,9 +72,8 @@ def reason_of(error: Exception) -> str:
 
 
 def report(error: Exception) -> int:
-    """Prints an error in one line on stderr; returns the exit status that goes with it.
-
-    Errors whose text does not say what is wrong are raised: a person needs the traceback.
+    """Prints an error in one line on stderr; returns the exit status that goes with it. Errors
+    whose text does not say what is wrong are raised: a person needs the traceback.
     """
     if isinstance(error, ConfigError | TrainingError):
         text = str(error).strip()

@@ -199,7 +199,6 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
 
 
 def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: DataKeys) -> None:
-    """Prints what was left out of a set, and the command that trains on it."""
     for kind, what, see in (
         ("bad_records", "bad record", f", listed in {output / preparation.LIST}"),
         ("duplicates", "document", " that an earlier one equals"),

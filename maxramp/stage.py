@@ -80,7 +80,6 @@ class StageSpec:
 
     @property
     def rows_multiple(self) -> int:
-        """What a rank's rows of a pass are a multiple of."""
         return max(1, self.pipeline_microbatches // self.mesh.pipeline_stages)
 
     @property

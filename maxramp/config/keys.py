@@ -90,7 +90,6 @@ class Config:
 
     @property
     def recipe(self) -> Recipe:
-        """What a train state and its step are made from."""
         return Recipe(self.model, self.objective, self.optimizer)
 
     def replace(self, **values: Any) -> Self:

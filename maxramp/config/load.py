@@ -50,8 +50,8 @@ _STAYS_NEAR = "lora_rank", "use_dpo"  # beside a state, they take the weights th
 
 
 def choose(values: MutableMapping[str, Any], given: Given) -> None:
-    """Takes what a file or command line gives, in the place of other ways to say the same: keys of
-    another way are unset, and keys of choices that are unmade go back to their defaults.
+    """Takes what a file or command line gives: keys of other ways to say the same are unset, and
+    keys of choices that are unmade go back to their defaults.
     """
     before = dict(values)
     values.update(given.values)
@@ -93,10 +93,9 @@ def no_batch() -> dict[str, Any]:
 def load(
     arguments: Sequence[str], program: str = "plan", note: Callable[[str], None] = print_note
 ) -> Config:
-    """Reads CONFIG.yml and key=value arguments, checked as far as it can be without devices.
-
-    A `program` that trains refuses a config for another, says what it does not read, and leaves
-    that at its default. `note` takes a line about what became of another trainer's keys.
+    """Reads CONFIG.yml and key=value arguments, checked as far as it can be without devices. A
+    `program` that trains refuses a config for another, says what it does not read, and leaves that
+    at its default.
     """
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
@@ -141,9 +140,7 @@ def load(
 
 
 def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
-    """Sizes of a released model, and its tokenizer where text is encoded. A run that has begun has
-    a copy, for when the folder is gone.
-    """
+    """A released model's sizes, and its tokenizer where text is encoded. A run has a copy."""
     given = {name: one for one in (*files, command_line) for name in one.values}
     value = {name: one.values[name] for name, one in given.items()}
     path = value.get("load_parameters_path")
@@ -191,7 +188,6 @@ def _why_no_model(path: Place) -> str:
 
 def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
     """The files that give something else than base.yml, the base first, and the command line last.
-
     Keys of other trainers (`peers`) become ours, are left out or are refused.
     """
     layers = [

@@ -18,11 +18,9 @@ from maxramp.rampup.shape import Meshes
 
 
 def resolve(config: Config, num_devices: int, num_slices: int | None, num_processes: int) -> Config:
-    """Fills in what the devices decide and checks what depends on them.
-
-    `num_slices` are groups of devices joined by the slow network (TPU slices; 1 elsewhere); None
-    takes the keys' own. The result leaves no key open: every -1 and "" that stands for something
-    known is replaced by it.
+    """Fills in what the devices decide, so that no key is left open, and checks what depends on
+    them. `num_slices` are groups of devices joined by the slow network (TPU slices; 1 elsewhere);
+    None takes the keys' own.
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
@@ -174,8 +172,8 @@ def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
 
 
 def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
-    """Every shard has to be of equal size. The batches of stages are checked when it is known which
-    of them will run.
+    """Every shard has to be of equal size. The stages that will run are checked when they are
+    known.
     """
     sizes, ranks = mesh.sizes, mesh.ranks
     eval_size = config.evaluation.eval_per_device_batch_size

@@ -11,9 +11,8 @@ from maxramp.data.rows import Document
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """An entry of a mixture, or a held-out set: rows, or documents that become rows.
-
-    Items are read on access. In a process that reads nothing a range of their length stands in.
+    """An entry of a mixture, or a held-out set: rows, or documents that become rows. Items are read
+    on access; in a process that reads nothing a range stands in for them.
     """
 
     name: str  # "" of the only held-out set
@@ -83,7 +82,6 @@ class Corpus:
 
     @property
     def hash(self) -> str:
-        """Of the first mixture and the held-out sets: equal hash, equal rows."""
         return self.identity({}).hash
 
     @property

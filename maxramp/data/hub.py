@@ -21,9 +21,8 @@ def is_name(path: str) -> bool:
 
 @functools.cache
 def fetch(key: str, name: str, file: str, required: bool = True) -> str:
-    """The local path of a model's file; "" where it is missing and not `required`.
-
-    Files in the cache are not looked for on the hub. `key` is named in errors.
+    """The local path of a model's file; "" where it is missing and not `required`. Files in the
+    cache are not looked for on the hub.
     """
 
     def ask(hub: Any) -> str:
@@ -39,7 +38,6 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
 
 @functools.cache
 def fetch_model(key: str, name: str) -> str:
-    """The local folder of a model's safetensors, config and tokenizer."""
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
     def ask(hub: Any) -> str:
@@ -89,7 +87,6 @@ class HubSet(RecordFile):
 
     @property
     def num_bytes(self) -> int:
-        """Nominal."""
         return len(self) * _RECORD
 
     @property

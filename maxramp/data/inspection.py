@@ -29,7 +29,6 @@ _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
 
 def inspect(folder: str, keys: DataKeys) -> None:
-    """Prints what a prepared set holds, and some documents and rows as training reads them."""
     manifest, files = prepared.open_set(folder)
     used, tokenizer = manifest["tokenizer"], None
     if used:
@@ -67,10 +66,7 @@ def inspect(folder: str, keys: DataKeys) -> None:
 
 
 def inspect_chats(files: str, keys: DataKeys) -> None:
-    """Prints some chats or pairs as the template renders them, targets in brackets.
-
-    `files` has the form of `grain_train_files`.
-    """
+    """`files` has the form of `grain_train_files`."""
     whole = {"grain_train_files": files, "eval_interval": -1, "eval_fraction": 0.0}
     no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
     sources = open_sources(dataclasses.replace(keys, **whole, **no_model))
@@ -91,7 +87,6 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, boo
 
 
 def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
-    """The texts of a chat or pair, in pieces, and whether each is a target."""
     for first, last in itertools.pairwise((*document.begins, len(document.tokens))):
         is_target, tokens = document.is_target[first:last], document.tokens[first:last]
         ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]

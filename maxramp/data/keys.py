@@ -124,9 +124,7 @@ class EvalKeys(Keys):
     evaluate_tasks_include_path: str
 
     def tasks_are_due(self, before: int, consumed: int, is_last: bool) -> bool:
-        """Whether a step from sample `before` to `consumed` is the first to reach a multiple of the
-        interval, or the run's last.
-        """
+        """Whether the step over samples [before, consumed) reaches a multiple, or is the last."""
         interval = self.evaluate_tasks_interval
         reached = interval > 0 and consumed // interval > before // interval
         return bool(self.evaluate_tasks) and (reached or is_last)
@@ -136,9 +134,7 @@ class EvalKeys(Keys):
         return interval > 0 and (step % interval == 0 or step == total_steps)
 
     def due(self, step: int, before: int, consumed: int, total_steps: int) -> list[str]:
-        """What to evaluate after `step` steps: HELD_OUT, TASKS. The last step consumed samples
-        [before, consumed).
-        """
+        """What to evaluate after `step` steps, the last over samples [before, consumed)."""
         tasks = self.tasks_are_due(before, consumed, step == total_steps)
         return [HELD_OUT] * self.is_due(step, total_steps) + [TASKS] * tasks
 

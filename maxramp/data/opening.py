@@ -1,8 +1,7 @@
 """The rows of a run: its sources opened, their documents counted and laid out.
 
-Every process of a job calls this, whether it reads or not: those that do not read learn the sizes
-from those that do. An error in one process ends all of them with the same line, before anything
-is trained.
+Every process of a job calls this; those that do not read learn the sizes from those that do. An
+error in one ends all with the same line, before anything is trained.
 """
 
 import contextlib
@@ -40,18 +39,14 @@ def open_rows(
 ) -> Corpus:
     """Opens the rows that the keys name; called by all processes of the job.
 
-    Documents are laid out in rows by their lengths, which takes a pass over the data. The reading
-    processes share it.
+    Documents are laid out in rows by their lengths, which takes a pass that the reading processes
+    share. A TrainingError says on every process that one could not read a document.
 
     Args:
-      data, reading: of a resolved config.
       reads: whether this process opens the data. The others get rows with a number only.
       beat: called on every process whenever more lengths are to be counted.
       later: (first row, grain_train_files) of the phases that change the mixture. A part is the
         same in all mixtures that name it.
-
-    Raises:
-      TrainingError: on every process, that a document could not be read on one of them.
     """
     values = [value for _, value in later]
     opened = raise_everywhere(lambda: open_sources(data, values) if reads else None)
@@ -152,8 +147,8 @@ def _held_out_key(data: DataKeys, name: str) -> str:
 
 
 class _Counts:
-    """Element n: what the layout of the n-th block of documents depends on, int32 [documents, 4]:
-    tokens, targets among them, the number in LEFT_OUT, and a hash of it all.
+    """Element n: of the n-th block, int32 [documents, 4]: tokens, targets among them, the number in
+    LEFT_OUT, and a hash of it all.
     """
 
     def __init__(self, documents: Sequence[Document]):
@@ -186,9 +181,7 @@ def _count(
     readers: list[int],
     beat: Callable[[], None],
 ) -> np.ndarray:
-    """Works in rounds, so that every process learns that the others proceed, or that one has
-    failed.
-    """
+    """Works in rounds, so that every process learns whether the others proceed."""
     nothing = np.empty((0, 4), np.int32)
     if not len(documents):
         return nothing

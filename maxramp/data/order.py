@@ -44,8 +44,8 @@ class Interleaving:
     """
 
     def __init__(self, weights: Sequence[float]):
-        """`weights` are relative, taken as the decimals they are written as. Where their period
-        would exceed 100,000 items, shares are rounded to that fraction.
+        """`weights` count as the decimals they are written as; where their period would exceed
+        100,000 items, shares are rounded to that fraction.
         """
         self._shares = _whole_shares(weights)
         period = sum(self._shares)
@@ -64,7 +64,6 @@ class Interleaving:
         self._places = [[n for n in range(period) if picks[n] == p] for p in range(len(weights))]
 
     def locate(self, item: int) -> tuple[int, int]:
-        """(part, item of the part) of an item of the mixture."""
         period, place = divmod(item, len(self._picks))
         part = self._picks[place]
         return part, period * self._shares[part] + self._ranks[place]
@@ -125,9 +124,8 @@ class RunRows:
         seed: int | None,
         later: Sequence[tuple[int, Sequence[float]]] = (),
     ):
-        """`parts` have `name`, `weight` and `items`, each used at most `num_epoch` times. Without a
-        seed the order is the data's. `later` are other weights, each from a row on; 0 = no rows
-        there.
+        """`parts` have `name`, `weight` and `items`. Without a seed the order is the data's.
+        `later` are other weights, each from a row on; 0 = no rows there.
         """
         self._parts, self._seed = parts, seed
         self._stretches: list[_Stretch] = []
@@ -191,8 +189,8 @@ class Share:
         return [row for g in self._groups(spec)[0] for row in range(g * size, (g + 1) * size)]
 
     def read(self, row: Callable[[int], Row], spec: StageSpec) -> Batch:
-        """This process's part of a batch, [A, R, ...]; `row` gives a row by its place in the batch.
-        With a factor above 1 it is [factor, A, devices x rows of a group, ...].
+        """This process's part of a batch: [A, R, ...], or with a factor above 1 [factor, A, devices
+        x rows of a group, ...]. `row` gives a row by its place in the batch.
         """
         A, B = spec.accumulation, spec.rows
         places = [a * B + place for a in range(A) for place in self.rows(spec)]
@@ -232,7 +230,7 @@ class EvalBatches:
     """Element n: what this process reads of evaluation batch n; past the last row is padding."""
 
     def __init__(self, rows: Sequence[Row], spec: StageSpec, share: Share, most: int = -1):
-        """Of the first `most` rows, whatever the size of a batch; -1 = of all."""
+        """Of the first `most` rows; -1 = of all."""
         self._rows, self._spec, self._share = rows, spec, share
         self._count = len(rows) if most == -1 else min(most, len(rows))
         self._padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))

@@ -44,7 +44,6 @@ class PackedRows:
     def __init__(
         self, documents: Sequence[Document], layout: RowLayout, length: int, separate: bool
     ):
-        """A row predicts `length` tokens; `separate`: its pieces do not see each other."""
         self._documents, self._layout, self._length = documents, layout, length
         self._separate = separate
         self.num_tokens = int(layout.size.sum())
@@ -70,9 +69,7 @@ class PackedRows:
 
 def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -> RowLayout:
     """The documents one after another, cut into rows of T = `length`; padding only at the end.
-
-    `separate`: a document's first token is not a target. Else rows are one text, and each begins
-    with the last token of the row before.
+    Unless `separate`, rows are one text, and each begins with the last token of the row before.
     """
     document, lengths = _select_predicting(lengths)
     end = np.cumsum(lengths)
@@ -96,11 +93,10 @@ def one_per_row(lengths: np.ndarray, length: int) -> RowLayout:
 
 
 def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
-    """Cuts only documents longer than a row.
+    """Cuts only documents longer than a row; rows are in the order of their first document.
 
     Each piece, the longest first, goes to the row with the least room that still takes it (best-fit
-    decreasing; Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830). Rows
-    are in the order of their first document.
+    decreasing; Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830).
     """
     document, start, size = _cut(lengths, length)
     row = np.empty(len(document), np.int64)

@@ -13,7 +13,6 @@ _SAMPLES = 64  # that are looked at, of each length of rows
 
 
 def lines(rows: Sequence[Row], stages: Sequence[Stage]) -> Iterator[str]:
-    """A line for every row length into which the stages of a job cut their samples."""
     told: set[int] = set()
     for stage in stages:
         length, count = stage.spec.row_length, stage.spec.rows_of_sample
@@ -31,8 +30,8 @@ def lines(rows: Sequence[Row], stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
-    """Documents in some rows, those that are cut into rows of `length`, rows without a target. A
-    row that is read as one text is one document.
+    """Documents (a row read as one text is one), those cut into rows of `length`, and rows without
+    a target.
     """
     tokens = len(rows[0].tokens) - 1
     batch = stack(rows, text_fields(tokens, separate=True))

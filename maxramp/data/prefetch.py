@@ -19,7 +19,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 
 class SharedRamp:
     """The ramp as far as it is settled; asking for a later step waits. Grain's worker processes get
-    a proxy when they start, which asks this object.
+    a proxy that asks this object.
     """
 
     def __init__(self, ramp: RampupBatchManager):
@@ -80,10 +80,9 @@ class ReadAhead(Iterator[Any]):
         element_bytes: int,
         workers: int,
     ):
-        """`elements` are picklable, and their text says what one is; `element_bytes` is of the
-        largest. Reads grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead,
-        whichever is less. `workers` are processes, which take seconds to start; 0 = threads of this
-        process.
+        """The text of `elements` says what one is; `element_bytes` is of the largest. Reads
+        grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead, whichever is less.
+        `workers` are processes, which take seconds to start; 0 = threads of this process.
         """
         self._elements, self._next, self._shared = elements, first, workers > 0
         bound = int(reading.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)

@@ -1,8 +1,6 @@
-"""Documents -> a prepared set, on all cores; it may be killed at any moment and continued.
-
-Glossary
-  maker    a process that makes shards, one after another: it reads, and writes in order
-  batch    documents encoded together, by one of a maker's threads; tokenizers release the lock
+"""Documents -> a prepared set, on all cores; it may be killed at any moment and continued. Each
+maker is a process that makes shards, one after another; its threads encode batches of documents, as
+tokenizers release the lock.
 """
 
 import collections
@@ -40,7 +38,6 @@ _SIZE = 16  # bytes of a hash
 
 
 def hash_of(record: Record) -> bytes:
-    """16 bytes that stand for a text, or for the ids of a document."""
     data = record.encode() if isinstance(record, str) else record.tobytes()
     return hashlib.blake2b(data, digest_size=_SIZE).digest()
 
@@ -64,12 +61,8 @@ _AHEAD = 2  # batches that wait for each thread
 def make(
     work: Preparation, workers: int, allowed: int, show: Callable[[int, int, int], None]
 ) -> dict[str, Any]:
-    """Makes the missing shards and the manifest; returns the manifest.
-
-    Args:
-      workers: processes and threads at work.
-      allowed: bad records, at most.
-      show: called several times a second with the documents and tokens made, and the bytes read.
+    """Makes the missing shards and the manifest; returns the manifest. At most `allowed` records
+    are bad. `show` gets the documents and tokens made and the bytes read, several times a second.
     """
     work.remove_others()
     done = work.finished_shards()

@@ -38,9 +38,9 @@ class Expansion:
     """Which processes read which rows (`reads`, `share`), and how rows get to the others."""
 
     def __init__(self, mesh: Mesh, expansion_factor_real_data: float):
-        """`mesh` is over the devices of all processes; stages have the same devices. The factor is
-        a whole number, or below 1 for a run that continues on 1/factor times as many devices: rows
-        are found by number, so there is nothing to do.
+        """Stages have the devices of `mesh`. The factor is a whole number, or below 1 for a run
+        that continues on 1/factor times as many devices: rows are found by number, so nothing is to
+        do.
         """
         self.mesh = mesh
         process_of_place = _process_of_place(mesh)
@@ -82,7 +82,6 @@ class Expansion:
         return reshape_mesh(self.mesh, spec.mesh)
 
     def abstract_batch(self, spec: StageSpec) -> Batch:
-        """Of what `gather` takes."""
         leading, lies = (spec.accumulation, spec.rows), BATCH_ABT
         if self.factor > 1:
             rows = spec.rows * spec.mesh.model_parallel_size

@@ -57,8 +57,8 @@ class StreamRows(Items):
     def __init__(
         self, tokens: Any, length: int, vocab_size: int | None = None, separate: bool = False
     ):
-        """`tokens` is an array or a TokenStream; without a `vocab_size` ids are not checked;
-        `separate`: rows say where documents begin (TokenStream only).
+        """`tokens` is an array, or a TokenStream, whose rows may be `separate` (say where documents
+        begin); without a `vocab_size` ids are not checked.
         """
         super().__init__(max(0, (len(tokens) - 1) // length))
         self._tokens, self._length, self._vocab_size = tokens, length, vocab_size

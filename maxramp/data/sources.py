@@ -61,7 +61,7 @@ class _Entry:
 
 def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
     """`later` are values of grain_train_files after the first. A part is the same in all that name
-    it. Nothing is held out of parts that the first does not have.
+    it; nothing is held out of parts that the first does not have.
     """
     if keys.dataset_type == "text":
         return open_texts(keys)
@@ -185,10 +185,8 @@ def escape_path(key: str, path: str) -> str:
 
 
 def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
-    """The format and, in order, the files that a path, glob or URL (`pattern`) stands for.
-
-    Prepared sets are folders, Megatron's files the names without .bin and .idx. `key` is named in
-    errors; an empty `file_type` goes by the files' names.
+    """The format and, in order, the files that a path, glob or URL (`pattern`) stands for: of
+    prepared sets the folders, of Megatron's files the names without .bin and .idx.
     """
     paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
     if not paths:
@@ -253,9 +251,7 @@ def _open_entry(
 
 
 def _hash_files(files: Sequence[RecordFile], items: Sequence[Any], made_by: str) -> str:
-    """A hash of the number of items, the bytes of the files, where documents begin in them, and of
-    evenly spaced items: reading terabytes would take hours.
-    """
+    """Of the sizes, where documents begin, and of evenly spaced items: all would take hours."""
     text = f"{len(items)} {sum(file.num_bytes for file in files)}{made_by}"
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     for file in files:

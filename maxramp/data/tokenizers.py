@@ -158,8 +158,8 @@ class Tokenizer:
         ]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [n] of a text that names marks itself, and the characters [n, 2] that each
-        stands for; no marks are added. Of type huggingface only.
+        """Ids int32 [n] of a text that names marks itself, and the characters [n, 2] of each; of
+        type huggingface only.
         """
         ids, offsets = self._model.encode_with_offsets(text)
         return np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
@@ -228,16 +228,14 @@ class Tokenizer:
 
     @property
     def named_marks(self) -> dict[str, str]:
-        """Marks by the names that chat templates know, such as eos_token."""
         named = {name: self._config.get(name) for name in _NAMED}
         texts = {n: x["content"] if isinstance(x, dict) else x for n, x in named.items()}
         return {name: text for name, text in texts.items() if text}
 
     @property
     def chat_template(self) -> str:
-        """The template beside its file, or in its config; "" if there is none.
-
-        Where chats with tools have one of their own, it is both, each for its chats.
+        """The template beside its file, or in its config; "" if there is none. Where chats with
+        tools have one of their own, it is both, each for its chats.
         """
         beside = os.path.join(os.path.dirname(self.file), "chat_template.jinja")
         if self.type == "huggingface" and storage.exists(beside):

@@ -27,9 +27,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class ObjectPath(pathlib.PurePosixPath):
-    """An address in an object storage, with the part of pathlib.Path that such a storage has.
-
-    All its errors are OSErrors, as on a disk.
+    """An address in an object storage, with the part of pathlib.Path that such a storage has. All
+    its errors are OSErrors, as on a disk.
     """
 
     kind = ""  # where a listing has just told it
@@ -40,7 +39,6 @@ class ObjectPath(pathlib.PurePosixPath):
     __fspath__ = __str__
 
     def ask(self, operation: str, *arguments: Any, **options: Any) -> Any:
-        """The client's answer to an operation of fsspec on this address."""
         client = storage.store_of(self.parts[0][:-1])
         try:
             return getattr(client, operation)(str(self), *arguments, **options)
@@ -141,9 +139,8 @@ def is_near(path: Place) -> bool:
 
 
 def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
-    """Bytes of every file in a folder, however deep, by its name below the folder.
-
-    On a disk, of those `names` alone where they are given, also behind links.
+    """Bytes of every file in a folder, however deep, by its name below the folder. On a disk, of
+    those `names` alone where they are given, also behind links.
     """
     if isinstance(folder, ObjectPath):
         start = len("/".join((*folder.parts[1:], "")))
@@ -158,10 +155,8 @@ def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
 
 
 def write_whole(path: Place, data: bytes) -> None:
-    """Writes a file at once: after a kill it is the old one or the new one, never a part.
-
-    Several processes may write the same file; the last one's stays. An OSError names the file, as a
-    failed write itself does not.
+    """Writes a file at once: after a kill it is the old one or the new one, never a part. Of
+    several processes the last one's stays. An OSError names the file, as a failed write does not.
     """
     if isinstance(path, ObjectPath):
         path.write_bytes(data)
@@ -181,12 +176,10 @@ def write_whole(path: Place, data: bytes) -> None:
 
 
 def is_unfinished(path: Place) -> bool:
-    """Whether a kill left this file behind in `write_whole`."""
     return path.name.startswith(".") and path.name.endswith(_UNFINISHED)
 
 
 def make_folder(path: Place) -> None:
-    """Makes an empty folder; in an object storage, an object that names it."""
     if isinstance(path, ObjectPath):
         (path / MARK).write_bytes(b"")
     else:
@@ -226,7 +219,6 @@ def set_aside(folder: Place, suffix: str) -> Place:
 
 def lock(file: IO) -> str:
     """Locks an open file until it is closed or the process ends; a BlockingIOError if it is locked.
-
     Returns a warning if the file system has no locks, so that nothing is locked, else "".
     """
     try:

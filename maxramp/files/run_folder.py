@@ -46,8 +46,8 @@ class Claim:
     """A run's claim to its folder, until `release` or the end of the process."""
 
     def __init__(self, path: ObjectPath, owner: str):
-        """Waits where its owner may have been killed on another machine. A BlockingIOError names
-        another `owner` that holds it.
+        """Waits where its owner may have been killed on another machine; a BlockingIOError names
+        another.
         """
         self._path, self._renewed, self._lost = path, 0.0, ""
         # No two writes are alike, as an ETag is made from the content.
@@ -132,7 +132,6 @@ class Appending:
         self._unwritten: collections.deque[bytes] = collections.deque()
 
     def append(self, record: bytes) -> None:
-        """Hands a record to the file system, or keeps it."""
         self._unwritten.append(record)
         with contextlib.suppress(OSError):  # `flush` says so
             self.flush()
@@ -171,7 +170,6 @@ class Disk:
 
     def flush(self) -> Callable[[], None]:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.
-
         Returns what waits, in another thread than the loop's, until they are in the run's folder.
         """
         for file in self.growing:
@@ -183,8 +181,8 @@ class Mirror(Disk):
     """A run's folder in an object storage, for one process, which writes its files `here`."""
 
     def __init__(self, folder: ObjectPath, warn: Callable[[str], None], claim: Claim | None):
-        """The process with a `claim` writes the run's own files, and first fetches those that are
-        there; the others only send what they add. `warn` takes faults that need not end the run.
+        """The process with a `claim` writes the run's own files, and first fetches those of earlier
+        starts; the others only send what they add. `warn` takes faults that need not end the run.
         """
         self._folder, self._warn, self._claim = folder, warn, claim
         super().__init__(pathlib.Path(tempfile.mkdtemp(prefix="maxramp-mirror-"), folder.name))
@@ -200,7 +198,7 @@ class Mirror(Disk):
             self._claim.check()
 
     def publish(self) -> None:
-        """An OSError says that the storage has not taken everything, which is tried again later; a
+        """An OSError says that something is still to be sent, which is tried again later; a
         TrainingError, that another run has taken the folder.
         """
         with self._sending:
@@ -254,9 +252,7 @@ class Mirror(Disk):
             return error
 
     def _send(self) -> None:
-        """Also removes there what the run has removed here, but not what a cleaner of the system's
-        temporary folder has.
-        """
+        """Removes there what the run has removed here, but not what a cleaner of /tmp has."""
         kept = self.here / (_RECORDS if _RECORDS in self._sent else "")
         if not kept.exists():
             raise FileNotFoundError(errno.ENOENT, "removed under the run", str(kept))

@@ -28,9 +28,8 @@ def optional(module: str, package: str, purpose: str, extra: str = "data") -> Mo
 
 
 def allow_many_files() -> None:
-    """Lets this process and its children hold as many files open as the system permits.
-
-    Programs start with 1,024 on most systems, for the sake of select(2), which nothing here uses.
+    """Lets this process and its children hold as many files open as the system permits. Most start
+    with 1,024, for the sake of select(2), which nothing here uses.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -79,9 +78,8 @@ def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
 
 
 def find(pattern: str) -> list[str]:
-    """Files and folders that a path, glob or URL with a glob matches, sorted.
-
-    This process and its children may from then on hold all of them open.
+    """Files and folders that a path, glob or URL with a glob matches, sorted. This process and its
+    children may from then on hold all of them open.
     """
     allow_many_files()
     return _ask(

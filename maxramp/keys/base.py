@@ -113,10 +113,9 @@ def shorten(given: list[str]) -> list[str]:
 
 
 def nearest_key(name: str) -> str | None:
-    """The key that somebody who wrote `name` meant; None where none is close enough to say so.
-
-    Most names share words, so a few equal letters prove nothing: word by word the name has to be
-    the key's, but for a slip in each, and only words at the end may be missing.
+    """The key that somebody who wrote `name` meant; None where none is close enough to say so. Most
+    names share words: word by word the name has to be the key's, but for a slip in each, and only
+    words at the end may be missing.
     """
     if name in other_names():
         return other_names()[name]

@@ -22,10 +22,8 @@ _WITHOUT = "without "
 def refuse_unread(
     choices: Choices, given: Collection[str], phases: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuses keys that are given although nothing reads them, as their choice is not made.
-
-    A value that is base.yml's default does not count as given. `phases` are the values of all keys,
-    first and then with what each later phase changes: a choice may be made in any.
+    """A value that is base.yml's default does not count as given. `phases` are the values of all
+    keys, first and then with what each later phase changes: a choice may be made in any.
     """
     values, default = phases[0], base()
     for condition, names in choices.items():

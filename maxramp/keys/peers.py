@@ -23,10 +23,8 @@ _NOT_GIVEN = (None, "", "none", "None")
 
 
 def translate(name: str, value: Any) -> tuple[str, Any] | None:
-    """Our key and value for another trainer's.
-
-    None for a name that is not theirs, for a renamed one whose null leaves it out, and for a value
-    that means something else there.
+    """None for a name that is not theirs, for a renamed one whose null leaves it out, and for a
+    value that means something else there.
     """
     key = RENAMED.get(name, name)
     if key not in base() or (key != name and value is None and not may_be_unset(key)):
@@ -37,9 +35,7 @@ def translate(name: str, value: Any) -> tuple[str, Any] | None:
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """What is wrong with a key that is not ours: "" where training does not depend on it; None
-    where no trainer that we know has it.
-    """
+    """What is wrong with a key: "" where nothing depends on it; None where none has it."""
     why = f"is {_DERIVED[name]} there; give that number" if name in _DERIVED else None
     owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
     for refused in () if why else _TABLE["refused"]:
@@ -54,10 +50,8 @@ def refusal(name: str, value: Any) -> str | None:
 
 
 def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of other keys than ours on which training does not depend.
-
-    `foreign` is (as given, value) of all keys that are not ours; `layers` all keys that each file
-    and the command line give, the base first.
+    """The names of other keys than ours on which training does not depend. `foreign` is (as given,
+    value) by name; `layers` are the keys of each file and the command line, the base first.
     """
     refused, unknown, ignored = collections.defaultdict(list), [], []
     for name, (given, value) in foreign.items():

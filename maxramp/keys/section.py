@@ -75,9 +75,8 @@ def path_or_storage() -> Any:
 
 
 def is_object_storage(path: str) -> bool:
-    """Whether a path is an address in an object storage that runs can be kept in.
-
-    To a storage . and .. are names like any other, and some of its clients resolve them: so none.
+    """Whether runs can be kept there. To a storage . and .. are names like any other, and some of
+    its clients resolve them: so none.
     """
     return re.match(r"(gs|s3)://[^/]", path) is not None and not {".", ".."} & {*path.split("/")}
 
@@ -114,7 +113,6 @@ def named_texts() -> Any:
 
 
 def uint32(least: int = 0) -> Any:
-    """An integer of 32 bits, such as a seed."""
     text = f"must be {least} or more and below 2^32 = {2**32}"
     return limit(lambda value: least <= value < 2**32, text)
 
@@ -138,7 +136,6 @@ class Keys:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """Checks each value alone."""
         of_section = {field: values[field.name] for field in dataclasses.fields(cls)}
         refuse(
             (True, f"{field.name}={value} {text.replace('KEY', field.name)}")

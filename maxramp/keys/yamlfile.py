@@ -11,9 +11,8 @@ from maxramp.errors import ConfigError
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml's is ten times as fast
-    """Constructs no objects and refuses duplicate keys.
-
-    3e-4 is a number, 1e6 and 150_001 are integers, 010 is ten; dates and 1:30 are text.
+    """Constructs no objects and refuses duplicate keys. 3e-4 is a number, 1e6 and 150_001 are
+    integers, 010 is ten; dates and 1:30 are text.
     """
 
 

@@ -82,8 +82,8 @@ class Policy:
         return Decision(first, begins, size, self._below[size], step, "noise", bound)
 
     def settled_after(self, ramp: RampupBatchManager, step: int) -> int:
-        """How many steps of the run no later decision than the one after `step` steps changes:
-        those up to the next decision and its delay.
+        """How many steps no later decision changes than the one after `step` steps: those up to the
+        next decision and its delay.
         """
         done = ramp.samples_before(max(ramp.stages[0].first_step, step))
         following = (done // self.period + 1) * self.period
@@ -137,7 +137,6 @@ def check_decisions(
     first: int | None = None,
     source: str = "decisions.json",
 ) -> list[tuple[int, int]]:
-    """What was decided before, checked against the ladder of today."""
     sizes = [first or keys.rampup_ladder[0], *(size for _, size in recorded)]
     if recorded and sizes != list(keys.rampup_ladder[: len(sizes)]):
         raise ConfigError(

@@ -1,6 +1,5 @@
-"""The curve of the learning rate as data: where it rises and where it falls. Imports no JAX.
-
-`training/learning_rate.py` evaluates it on arrays, `ladder` asks where it reaches a height.
+"""The learning rate's curve as data, for `training.learning_rate` on arrays and `ladder`, which
+asks where it reaches a height. Imports no JAX.
 """
 
 import dataclasses
@@ -38,13 +37,10 @@ class Curve:
         return cls(float(total), quantum, warmup, decay, style, final)
 
     def part(self, fraction: float) -> float:
-        """The length of a fraction of the curve, in whole batches."""
         return _part(self.total, self.quantum, fraction)
 
     def falls_to(self, height: float) -> float:
-        """The sample, not a whole number, at which the fall reaches a fraction of the peak above
-        `final`.
-        """
+        """Where the fall reaches a fraction of the peak above `final`; not a whole sample."""
         left = (height - self.final) / (1 - self.final)
         done = math.acos(2 * left - 1) / math.pi if self.style == "cosine" else 1 - left
         return self.total - self.decay + done * max(0.0, self.decay - self.quantum)

@@ -107,10 +107,8 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @classmethod
     def read(cls, config: Any) -> Self:
-        """The batch keys of a mapping, or of any object that has some of them as attributes.
-
-        Keys left out or None have base.yml's default, but for the ramp and the length of the run,
-        which count as not given.
+        """The batch keys of a mapping, or of any object that has some of them as attributes. Keys
+        left out or None have base.yml's default, but the ramp and the length count as not given.
         """
         if isinstance(config, cls):
             return config
@@ -140,7 +138,6 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """The section, with the global batch in samples."""
         tokens, sample = values["global_batch_tokens"], values["max_target_length"]
         if tokens > 0:
             if tokens % sample:

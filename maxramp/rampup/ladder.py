@@ -38,11 +38,9 @@ def rungs(keys: BatchKeys) -> list[Rung]:
 
 
 def plan_rungs(keys: BatchKeys) -> list[tuple[int, int]]:
-    """(from which sample on, global batch size) of a plan without measurements.
-
-    Empty under other policies than noise. A rung with a latest sample is expected in the middle of
-    its two; the others share the samples from their earliest to the run's end. A rung that comes
-    too late begins after that end.
+    """(from which sample on, global batch size) of a plan without measurements; of other policies
+    empty. A rung with a latest sample is expected in the middle of its two; the others share the
+    samples from their earliest to the run's end. A rung that comes too late begins after that end.
     """
     found: list[tuple[int, int]] = []
     if keys.rampup_policy != "noise":

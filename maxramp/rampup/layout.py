@@ -58,9 +58,8 @@ def _rows_per_rank_limit(keys: BatchKeys, rows_per_device: Fraction | None) -> i
 
 
 def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> Layout | None:
-    """The largest micro batch up to the limit that divides; None where no split does.
-
-    The split that a notation asks for by itself is taken as it is where it makes the batch.
+    """The largest micro batch up to the limit that divides; None where no split does. The split
+    that a notation asks for is taken as it is where it makes the batch.
     """
     keys, batch = keys.keys_at(threshold.first_sample), threshold.global_batch_size
     asked = threshold.accumulation
@@ -149,10 +148,8 @@ def refusal(
 
 
 def pass_price(keys: BatchKeys, rows_per_device: Fraction) -> Fraction:
-    """What a pass with this many rows per device takes, in passes of the largest micro batch.
-
-    Linear in the rows with a fixed part, planned_pass_overhead rows' worth: the one reason why
-    small micro batches cost more per row, and so why fewer nodes are cheaper for a small batch.
+    """What a pass takes, in passes of the largest micro batch: linear in the rows, with a fixed
+    part of planned_pass_overhead rows. It alone makes fewer nodes cheaper for a small batch.
     """
     overhead = exact(keys.planned_pass_overhead)
     return (rows_per_device + overhead) / (rows_per_device_limit(keys) + overhead)
@@ -165,12 +162,10 @@ def schedule_nodes(
     meshes: Meshes,
     restart_passes: float,
 ) -> list[Layout | None]:
-    """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best.
-
-    Returns None for a stage whose batch divides over no number of nodes. `steps` are those that the
-    run takes of each stage; 0 where it ends before. `best` and `nemo` take no number of devices
-    without a mesh. `restart_passes` is the time of a change of nodes, in passes of the largest
-    micro batch.
+    """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best; None where
+    its batch divides over no number of them. `steps` are those that the run takes of each stage.
+    `best` and `nemo` take no number of devices without a mesh. `restart_passes` is the time of a
+    change of nodes, in passes of the largest micro batch.
     """
     nodes, devices = keys.nodes, keys.num_devices
     if keys.node_schedule == "nemo":
@@ -198,7 +193,6 @@ def _cheapest(
     keys: BatchKeys, options: Sequence[list[Layout]], steps: Sequence[int], restart_passes: float
 ) -> list[Layout | None]:
     """The cheapest choice of a layout for every stage, by dynamic programming over (stage, nodes).
-
     Nodes shrink only where the stages cannot run otherwise. Then the node-time of the run decides,
     in which every change of nodes costs all nodes a restart. It is weighted so that twice the nodes
     may take node_time_tolerance more of it: of near-equal choices the shortest run is taken.
@@ -240,11 +234,9 @@ def _cheapest(
 def _nemo_schedule(
     keys: BatchKeys, thresholds: Sequence[Threshold], meshes: Meshes
 ) -> list[Layout | None]:
-    """NeMo's rule, from the largest batch down.
-
-    The final size gets all nodes. A smaller one gets the largest number, up to that of the next
-    larger one, that gives whole micro batches to every rank; numbers without a mesh are passed
-    over.
+    """NeMo's rule, from the largest batch down: the final size gets all nodes, a smaller one the
+    largest number, up to that of the next larger one, that gives whole micro batches to every rank.
+    Numbers without a mesh are passed over.
     """
     most, chosen = keys.nodes, []
     for threshold in reversed(thresholds):

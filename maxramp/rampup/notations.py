@@ -1,7 +1,4 @@
-"""Keys -> thresholds: three notations for a ramp, a policy, phases and a constant batch.
-
-A threshold says: from `first_sample` consumed samples on, a step has this global batch size. Where
-the notation also says how that batch is split over devices, the threshold carries it. Imports no
+"""Keys -> thresholds: three notations for a ramp, a policy, phases and a constant batch. Imports no
 JAX.
 """
 
@@ -22,8 +19,7 @@ from maxramp.rampup.phases import WARMUP, Phase
 
 @dataclasses.dataclass(frozen=True)
 class Threshold:
-    """From `first_sample` on, steps train on `global_batch_size` rows.
-
+    """From `first_sample` consumed samples on, steps train on `global_batch_size` rows.
     `rows_per_device` is the most that a device may hold in one pass (None: the configured most),
     `accumulation` the passes that the notation asks for (None: what the split needs).
     """
@@ -65,7 +61,6 @@ def _read_notation(keys: BatchKeys) -> list[Threshold]:
 
 
 def check(keys: BatchKeys) -> None:
-    """Checks how the keys give the batch, as far as no devices have to be known."""
     for phase in keys.phase_list:
         with phase.name_errors():
             refuse(_check_phase(keys, phase))
@@ -180,10 +175,9 @@ def _check_maxtext(keys: BatchKeys) -> Relations:
 
 
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
-    """MaxText's notation, and a constant batch, which is a ramp of no increments.
-
-    samples_per_increment = global_rampup_samples / increments; a stage lasts the smallest number of
-    steps whose samples reach samples_per_increment, and the next stage counts from zero.
+    """MaxText's notation, and a constant batch, which is a ramp of no increments. A stage lasts the
+    smallest number of steps whose samples reach global_rampup_samples / increments, and the next
+    stage counts from zero.
     """
     final, devices = exact(keys.per_device_batch_size), keys.num_devices
     sizes, share = [final], Fraction(0)
@@ -229,9 +223,7 @@ def _check_nemo(keys: BatchKeys) -> Relations:
 
 
 def _nemo(keys: BatchKeys) -> list[Threshold]:
-    """NeMo's notation.
-
-    While consumed < samples, the size of a step is start + floor(consumed / share) * increment,
+    """While consumed < samples, the size of a step is start + floor(consumed / share) * increment,
     with share = samples / increments; from then on it is the final size.
     """
     start, increment, samples = keys.rampup_batch_size

@@ -77,10 +77,8 @@ class Phase(Generic[KeysT]):
 
 
 def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, Any]]:
-    """Keys with all phases in one mapping, and what phase 0 gives beside it.
-
-    `pairs` are as a file or a command line gives them: `phases`, which replaces `before` (that of
-    the files below), and `phases.252M.KEY`, which is put into them.
+    """Keys with all phases in one mapping, and what phase 0 gives beside it. `pairs` are as given:
+    `phases`, which replaces `before`, and `phases.252M.KEY`, which is put into them.
     """
     found, is_given = before, False
     for name, value in pairs:

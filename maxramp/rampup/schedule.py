@@ -44,10 +44,8 @@ class Stretch(NamedTuple):
 
 
 def walk(thresholds: Sequence[Threshold], step: int, sample: int) -> Iterator[Stretch]:
-    """The stretches of thresholds, from a step and a sample on.
-
-    Each ends with the first step that reaches the next threshold. A threshold that is passed within
-    a step of the stretch before gives none.
+    """The stretches of thresholds, from a step and a sample on. Each ends with the first step that
+    reaches the next threshold; one that is passed within a step of the stretch before gives none.
     """
     ends = [threshold.first_sample for threshold in thresholds[1:]]
     for threshold, end in zip(thresholds, [*ends, None], strict=True):
@@ -78,9 +76,8 @@ def layouts(
     meshes: Meshes,
     restart_passes: float,
 ) -> list[Layout | None]:
-    """How the batch of every stretch lies on its devices; None where it does not divide.
-
-    Without `num_devices` (of one job), on the nodes that `node_schedule` gives each.
+    """None where a batch does not divide. Without `num_devices` (of one job), on the nodes that
+    `node_schedule` gives each.
     """
     if num_devices:
         nodes = -(-num_devices // keys.devices_per_node)
@@ -140,10 +137,8 @@ class Stage:
 
 
 class Start(NamedTuple):
-    """Where a schedule is taken up.
-
-    A run whose batch keys changed at a restart has steps and stages behind it that today's keys
-    would have made otherwise.
+    """Where a schedule is taken up: a run whose batch keys changed at a restart has steps and
+    stages behind it that today's keys would have made otherwise.
     """
 
     first_step: int = 0
@@ -237,10 +232,9 @@ class RampupBatchManager:
         self._settled = 0 if self.rungs else None  # all is decided
 
     def settle(self, step: int) -> None:
-        """Fixes the stages of steps 0 .. step-1, so that their batches may be read.
-
-        Call it, like `add`, in the main thread, on every process before the same step and with the
-        same arguments. A ValueError says that more steps than these are settled already.
+        """Fixes the stages of steps 0 .. step-1, so that their batches may be read. Call it, like
+        `add`, in the main thread, on every process before the same step and with the same
+        arguments.
         """
         if step < (self._settled or 0):
             raise ValueError(f"{self._settled} steps are settled, more than {step}")
@@ -253,11 +247,8 @@ class RampupBatchManager:
         return total if self._settled is None else min(self._settled, total)
 
     def add(self, stage: Stage) -> None:
-        """Ends the last stage where `stage` begins; the new stage has no end.
-
-        A ValueError says that it begins before the last stage or a settled step does, or that its
-        index or first sample does not follow. The loader and the loop look a step's stage up here,
-        so they need no notice.
+        """Ends the last stage where `stage` begins, which has no end. The loader and the loop look
+        a step's stage up here, so they need no notice.
         """
         last, first = self.stages[-1], stage.first_step
         expected = last.index + 1, self.samples_before(first)
@@ -288,7 +279,6 @@ class RampupBatchManager:
         return self._last_begun("first_step", step)
 
     def stage_at_sample(self, sample: int) -> Stage:
-        """The stage of the step that trains on row `sample` of the run (0-based)."""
         return self._last_begun("first_sample", sample)
 
     def _last_begun(self, name: str, value: int) -> Stage:
@@ -317,7 +307,6 @@ class RampupBatchManager:
         return stage.first_step + (sample - stage.first_sample) // stage.global_batch_size
 
     def stages_between(self, first_step: int, last_step: int) -> list[Stage]:
-        """Of steps first_step .. last_step - 1."""
         first = self.stage_at_step(first_step).index - self.stages[0].index
         return [stage for stage in self.stages[first:] if stage.first_step < last_step]
 
@@ -329,7 +318,6 @@ class RampupBatchManager:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: `steps`, or those that reach total_samples or total_tokens."""
         if self.keys.steps != -1:
             return self.keys.steps
         samples = self.keys.samples_of_run
@@ -358,7 +346,6 @@ class RampupBatchManager:
 
     @property
     def warnings(self) -> list[str]:
-        """In a line each: that the run ends before its ramp does, or continues after its curve."""
         end, final, keys = self.total_steps, self.stages[-1], self.keys
         length, found = self.shown_length, []
         if self.stages[0].first_step < end <= final.first_step:

@@ -24,7 +24,7 @@ class ShapeKeys(MeshKeys, SightKeys):
 
     @property
     def open_pipeline(self) -> str:
-        """The key that leaves the pipeline's stages open, with its value; empty where none does."""
+        """The key that leaves the pipeline's stages open, with its value; "" where none does."""
         names = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
         return next((f"{name}=-1" for name in names if getattr(self, name) == -1), "")
 

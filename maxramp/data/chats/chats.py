@@ -28,10 +28,8 @@ MADE_BY = (
 
 
 class ChatEncoder:
-    """Makes tokens of records, and marks the targets among them.
-
-    A pair of chats is one document: the chat with the chosen answer, then that with the other one.
-    The tokens of these last answers are its targets.
+    """Makes tokens of records, and marks the targets among them. A pair of chats is one document,
+    the chosen one first; the tokens of their last answers are its targets.
     """
 
     def __init__(self, tokenizer: Tokenizer, keys: ChatKeys):
@@ -41,7 +39,6 @@ class ChatEncoder:
         self.made_by["template"] = self._template.hash
 
     def encode(self, record: Mapping[str, Any]) -> Document:
-        """All tokens of a chat or a pair; `fit_to_row` cuts them to a row."""
         chats = self._read(record)
         if any([self._is_marked(chat) for chat in chats]):
             return Document(_NONE, left_out=MARKED)
@@ -111,7 +108,6 @@ class Chats(Chain):
 
 
 def fit_to_row(document: Document, length: float, cut: bool) -> Document:
-    """What a row that predicts `length` tokens takes of a chat or a pair."""
     tokens, is_target, left_out, begins = document
     if left_out:
         return document

@@ -77,10 +77,8 @@ def read(record: Mapping[str, Any]) -> Chat:
 
 
 def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
-    """The chosen chat and the rejected one, which differ in the last message alone.
-
-    `chosen` and `rejected` are messages or texts. Texts, and messages that begin with an answer,
-    continue `prompt`; other messages are whole chats.
+    """The chosen chat and the rejected one, which differ in the last message alone. Texts, and
+    messages that begin with an answer, continue `prompt`; other messages are whole chats.
     """
     there = {name: value for name, value in record.items() if value is not None}
     if not all(name in there for name in PAIR):

@@ -38,8 +38,8 @@ class ChatTemplate:
         date: datetime.date,
         switches: Mapping[str, Any],
     ):
-        """`marks` are the tokenizer's special tokens, which no message may hold; `named` some of
-        them by name, such as eos_token; `switches` other variables, such as enable_thinking.
+        """`named` are some of the `marks` by name, such as eos_token; `switches` other variables,
+        such as enable_thinking. No message may hold a mark.
         """
         self._made_of = source, marks, named, date, switches
         self._named, self._date, self._switches = dict(named), date, dict(switches)
@@ -81,8 +81,8 @@ class ChatTemplate:
         return text, spans
 
     def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
-        """Answers behind what asks for one, or behind its longest beginning that stands there as
-        often as answers do, and not before them: some templates add a thought that old answers have
+        """Answers behind what asks for one, or behind its longest beginning that is there as often
+        as answers are, and not before them: some templates add a thought that old answers have
         lost. No message can imitate it, as it begins with a mark.
         """
         first = _first_answer(chat)

@@ -233,9 +233,8 @@ class JsonLines(RecordFile):
 
     @functools.cached_property
     def _index(self) -> tuple[Any, np.ndarray]:
-        """The bytes of the file, and where its lines that are not blank begin (and the last ends).
-
-        A compressed or remote file is first brought to a temporary one.
+        """The bytes of the file, of which a compressed or remote one is first copied here, and
+        where its lines that are not blank begin (and the last ends).
         """
         if self._compression or storage.is_remote(self.path):
             with tempfile.TemporaryFile() as copy, self._reading() as file:
@@ -278,7 +277,7 @@ _recent_lock = threading.Lock()
 
 
 def _cached_column(key: Any, read: Callable[[], Any]) -> Any:
-    """A key's column, from a cache of those used last, up to _MOST_KEPT bytes."""
+    """From those used last, up to _MOST_KEPT bytes."""
     with _recent_lock:
         there = key in _recent
         _recent[key] = _recent.pop(key) if there else read()

@@ -67,10 +67,9 @@ class MegatronFile(RecordFile):
         return f"{self.path}.bin: document {document}, token {position}"
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents begin in tokens [start, stop) of the stream: int64, ascending.
-
-        An empty document begins where the next one does. The index is read on access (by bisect:
-        numpy would copy what is not aligned), so a row costs the same among a billion documents.
+        """Where documents begin in tokens [start, stop): int64, ascending; an empty one where the
+        next does. The index is read on access (by bisect: numpy would copy what is not aligned), so
+        a row costs the same among a billion documents.
         """
         size = self.dtype.itemsize
         first, last = (bisect.bisect_left(self._pointers, at * size) for at in (start, stop))
@@ -185,7 +184,7 @@ class TokenStream:
         return self._starts[-1]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[MegatronFile, int, int, int]]:
-        """Tokens [start, stop) by file: the file, its tokens [first, last), where it begins."""
+        """By file: the file, its tokens [first, last), where it begins."""
         index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             offset, end = self._starts[index], min(stop, self._starts[index + 1])

@@ -36,14 +36,11 @@ class RecordFile(abc.ABC):
     unit = "record"  # what a place in the file counts
 
     def __init__(self, path: str, column: str, tokens: bool):
-        """`path` may be one of fsspec's; `column` is the field that holds the document, where
-        records have fields, or WHOLE; `tokens`: it holds token ids, not text.
-        """
+        """`path` may be one of fsspec's; `column` is the field of the document, or WHOLE."""
         self.path, self.column, self.tokens = path, column, tokens
         self._make: Callable[[Any], Any] = lambda record: record
 
     def with_maker(self, make: Callable[[Any], Any]) -> Self:
-        """The same file, whose records are what `make` makes of whole ones."""
         other = copy.copy(self)
         other._make = make
         return other
@@ -92,11 +89,11 @@ class RecordFile(abc.ABC):
 
     @abc.abstractmethod
     def _record(self, index: int) -> Record: ...
+
     def where(self, index: int) -> str:
         return f"{self.path}: record {index}"
 
     def where_place(self, place: int) -> str:
-        """By the place of a BadRecord that `read` gave."""
         return self.where(place)
 
     def __reduce__(self):
