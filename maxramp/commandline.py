@@ -40,9 +40,8 @@ class Parser(argparse.ArgumentParser):
             words = [word for word in words.split(" ") if word.startswith("-")]
             shown = ", ".join(f'"{word}"' for word in words)
             message = f"{shown}: no such option; a key is given as key=value, without dashes"
-        raise ConfigError(
-            f"{message} (--help lists the options, --help-keys the keys of key=value)"
-        )
+        message += " (--help lists the options, --help-keys the keys of key=value)"
+        raise ConfigError(message)
 
 
 def config_parser(doc: str) -> Parser:
@@ -120,33 +119,24 @@ def print_table(
     """Prints a table; in a narrow terminal without `expendable` columns, the first of them first.
     Returns the heads of those that were left out.
     """
+    from rich import box
     from rich.console import Console
     from rich.measure import Measurement
+    from rich.table import Table
 
-    rows, left_out = list(rows), []
-    width = shutil.get_terminal_size((_ANY_WIDTH, 0)).columns
+    rows, left_out, any_width = list(rows), [], 10_000
+    width = shutil.get_terminal_size((any_width, 0)).columns
     console = Console(highlight=False, width=width)
-    unlimited = console.options.update(max_width=_ANY_WIDTH)
+    unlimited = console.options.update(max_width=any_width)
     for name in (*expendable, None):
-        table = _table(columns, rows, left_out)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        shown = [column not in left_out for column in columns]
+        for column in itertools.compress(columns, shown):
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*itertools.compress(row, shown))
         if name is None or Measurement.get(console, unlimited, table).maximum <= width:
             break
         left_out.append(name)
     console.print(table)
     return left_out
-
-
-_ANY_WIDTH = 10_000
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[str]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    shown = [name not in left_out for name in columns]
-    for name in itertools.compress(columns, shown):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*itertools.compress(row, shown))
-    return table

@@ -30,7 +30,6 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
         expansion_factor_real_data=1.0 if factor == -1 else factor,
         mu_dtype=_dtype_of_means(config),
         tokenizer_type=config.data.type_of_tokenizer,
-        **_adaptive(config),
         **_scaling(config),
         **_nodes(config.batch, num_devices, num_processes),
         **dataclasses.asdict(mesh),
@@ -74,24 +73,16 @@ def _dtype_of_means(config: Config) -> str:
     return "float32" if config.model.lora_rank else config.model.weight_dtype
 
 
-def _adaptive(config: Config) -> dict[str, Any]:
-    if config.batch.rampup_policy != "noise":
-        return {}
-    period = ladder.period(config.batch)
-    return {"log_gradient_noise_scale": True, "rampup_decision_samples": period}
-
-
-def _scaling(config: Config) -> dict[str, str]:
-    """How the learning rate follows the batch; a policy asks for the root, from where it begins."""
-    by_policy = {
-        "batch_size_lr_scaling": ("none", "sqrt"),
-        "batch_size_lr_reference": ("final", "initial"),
-    }
-    return {
-        name: choices[bool(config.batch.rampup_policy)]
-        for name, choices in by_policy.items()
-        if getattr(config.learning_rate, name) == "auto"
-    }
+def _scaling(config: Config) -> dict[str, Any]:
+    """A policy asks for the root of the batch, from where it begins, and measured noise."""
+    policy, rate = config.batch.rampup_policy, config.learning_rate
+    how, from_where = ("sqrt", "initial") if policy else ("none", "final")
+    found = {"batch_size_lr_scaling": how, "batch_size_lr_reference": from_where}
+    found = {name: value for name, value in found.items() if getattr(rate, name) == "auto"}
+    if policy == "noise":
+        found |= {"log_gradient_noise_scale": True}
+        found |= {"rampup_decision_samples": ladder.period(config.batch)}
+    return found
 
 
 def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, Any]:

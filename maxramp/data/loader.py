@@ -44,17 +44,11 @@ class Loader:
         self._held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
         self._shared_ramp = SharedRamp(ramp)
         steps = ramp.total_steps
-        largest = max(
-            ramp.stages_between(first_step, steps) + ramp.rungs,
-            key=lambda stage: stage.global_batch_size,
-        )
-        self._batches = self._read_ahead(
-            StepBatches(rows, steps, self._shared_ramp, expansion.share),
-            first_step,
-            steps,
-            largest=expansion.abstract_batch(largest.spec),
-            workers=reading.grain_worker_count,
-        )
+        stages = ramp.stages_between(first_step, steps) + ramp.rungs
+        largest = max(stages, key=lambda stage: stage.global_batch_size)
+        batches = StepBatches(rows, steps, self._shared_ramp, expansion.share)
+        abstract, workers = expansion.abstract_batch(largest.spec), reading.grain_worker_count
+        self._batches = self._read_ahead(batches, first_step, steps, abstract, workers)
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
         self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
         self._next_step = first_step
@@ -97,7 +91,7 @@ class Loader:
         abstract = expansion.abstract_batch(spec)
         rows, share = self._held_out[held_out], expansion.share
         batches = EvalBatches(rows, spec, share, keys.eval_samples)
-        ahead = self._read_ahead(batches, 0, len(batches), largest=abstract, workers=0)
+        ahead = self._read_ahead(batches, 0, len(batches), abstract, workers=0)
         with contextlib.closing(ahead):
             for local in ahead:
                 yield expansion.place(local, abstract)

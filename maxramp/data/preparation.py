@@ -15,6 +15,7 @@ import pathlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION
 from typing import Any
 
 import numpy as np
@@ -144,8 +145,7 @@ def _run(
     counted: Sequence[int],
     show: Callable[[int, int, int], None],
 ) -> None:
-    # Documents, tokens and bytes of the pieces that are read; whether the workers are to leave; and
-    # bad records.
+    """Counts documents, tokens and bytes read; whether the workers are to leave; bad records."""
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", list(counted))
     mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
@@ -156,9 +156,7 @@ def _run(
             with delay_signals():
                 pending = {pool.submit(task, *one) for one in given}
             while pending:
-                finished, pending = concurrent.futures.wait(
-                    pending, 0.2, concurrent.futures.FIRST_EXCEPTION
-                )
+                finished, pending = concurrent.futures.wait(pending, 0.2, FIRST_EXCEPTION)
                 show(*mine[:3])
                 for future in finished:
                     future.result()
@@ -177,10 +175,8 @@ def _run(
             pool.shutdown(cancel_futures=True)
 
 
-# --- In a maker ----------------------------------------------------------------------------------
-
-
 def _start_worker(*given: Any) -> None:
+    """Of a maker, like all that follows down to `_read`."""
     global _job, _counts, _allowed, _threads
     _job, _counts, _allowed, _threads = given
     stay_with_parent()
@@ -200,12 +196,10 @@ def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
     digest, bad, noted = 0, [], collections.Counter()
     path = str(_job.staging_folder / shard.name)
     with contextlib.ExitStack() as closing:
-        writer = closing.enter_context(MegatronWriter(path, np.dtype(_job.dtype)))
-        beside = (
-            MegatronWriter(f"{path}{prepared.TARGETS}", np.dtype("u1")) if _job.encoder else None
-        )
-        if beside:
-            closing.enter_context(beside)
+        writer, beside = closing.enter_context(MegatronWriter(path, np.dtype(_job.dtype))), None
+        if _job.encoder:
+            targets = MegatronWriter(f"{path}{prepared.TARGETS}", np.dtype("u1"))
+            beside = closing.enter_context(targets)
         encoded = _encode_ahead(_batches(shard, left_out, bad))
         closing.callback(encoded.close)
         for batch, documents, value in encoded:

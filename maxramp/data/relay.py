@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.order import Share
-from maxramp.keys.section import refuse
+from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import reshape_mesh
 from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
@@ -51,20 +51,16 @@ class Expansion:
         processes = len(places)
         possible = [str(n) for n in range(1, processes + 1) if processes % n == 0]
         sizes, given = sorted({*map(len, places.values())}), f"expansion_factor_real_data={factor}"
-        refuse(
-            [
-                (
-                    processes % factor,
-                    f"{given}: one of that many processes reads for the others, but this job has "
-                    f"{processes}; use {' or '.join(possible)}",
-                ),
-                (
-                    factor > 1 and len(sizes) > 1,
-                    f"{given}: the processes of this job have {sizes} devices, and rows go from "
-                    "device to device; use 1, or processes of equal size",
-                ),
-            ]
-        )
+        if processes % factor:
+            raise ConfigError(
+                f"{given}: one of that many processes reads for the others, but this job has "
+                f"{processes}; use {' or '.join(possible)}"
+            )
+        if factor > 1 and len(sizes) > 1:
+            raise ConfigError(
+                f"{given}: the processes of this job have {sizes} devices, and rows go from device "
+                "to device; use 1, or processes of equal size"
+            )
         self.factor = factor
         readers = [p for p in sorted(places) if p % factor == 0]
         self._moves = [

@@ -75,10 +75,8 @@ class Preparation:
     def remove_others(self) -> None:
         done = self.finished_shards()
         self.staging_folder.mkdir(exist_ok=True)
-        for path in [
-            *self.work.glob("shard-*"),
-            *self.staging_folder.iterdir(),
-        ]:  # SHARD.json first
+        # SHARD.json first
+        for path in [*self.work.glob("shard-*"), *self.staging_folder.iterdir()]:
             if path.stem.removesuffix(prepared.TARGETS) not in done:
                 path.unlink()
 
@@ -137,9 +135,8 @@ def sole_writer(output: pathlib.Path) -> Iterator[pathlib.Path]:
         except BlockingIOError:
             raise ConfigError(f"--output {output}: another process is preparing it; wait") from None
         except OSError as error:
-            raise ConfigError(
-                f"--output {output}: cannot write there: {error.strerror or error}"
-            ) from None
+            why = error.strerror or error
+            raise ConfigError(f"--output {output}: cannot write there: {why}") from None
         try:
             publish(work)  # where an earlier start was killed just before
             yield work

@@ -63,9 +63,7 @@ def _open_huggingface(file: str, split: bool) -> _Model:
         if hasattr(model.model, name):
             setattr(model.model, name, None)
     model.encode_special_tokens = split
-    beside = _marks_file(file)
-    named = json.loads(storage.read_bytes(beside)) if storage.exists(beside) else {}
-    marks = []
+    named, marks = _read_config(file), []
     for key, names in (("bos_token", _BEGIN_NAMES), ("eos_token", _END_NAMES)):
         token = named.get(key)
         token = token["content"] if isinstance(token, dict) else token
@@ -75,8 +73,8 @@ def _open_huggingface(file: str, split: bool) -> _Model:
     for i, token in named.get("added_tokens_decoder", {}).items():
         if model.token_to_id(token["content"]) != int(i):  # transformers would add it
             raise ConfigError(
-                f"{beside}: {token['content']} is {i}, and {file} has no such token; save it again "
-                "with transformers' save_pretrained"
+                f"{_marks_file(file)}: {token['content']} is {i}, and {file} has no such token; "
+                "save it again with transformers' save_pretrained"
             )
     encode = functools.partial(model.encode_batch_fast, add_special_tokens=False)
 
@@ -99,6 +97,11 @@ def _open_huggingface(file: str, split: bool) -> _Model:
 
 def _marks_file(file: str) -> str:
     return os.path.join(os.path.dirname(file), _MARKS)
+
+
+def _read_config(file: str) -> dict[str, Any]:
+    beside = _marks_file(file)
+    return json.loads(storage.read_bytes(beside)) if storage.exists(beside) else {}
 
 
 def _open_sentencepiece(file: str, split: bool) -> _Model:
@@ -251,9 +254,7 @@ class Tokenizer:
 
     @property
     def _config(self) -> dict[str, Any]:
-        marks = _marks_file(self.file)
-        known = self.type == "huggingface" and storage.exists(marks)
-        return json.loads(storage.read_bytes(marks)) if known else {}
+        return _read_config(self.file) if self.type == "huggingface" else {}
 
     @functools.cached_property
     def _marks(self) -> tuple[np.ndarray, np.ndarray]:

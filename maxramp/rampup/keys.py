@@ -124,9 +124,9 @@ class BatchKeys(CurveKeys, ShapeKeys):
             if found.get(name) is not None
         }
         if all(given.get(name) in (None, "", -1) for name in _SIZES):
+            sizes = ", ".join(_SIZES)
             raise ConfigError(
-                f"no batch size is given; give one of {', '.join(_SIZES)} (configs/base.yml "
-                "describes them)"
+                f"no batch size is given; give one of {sizes} (configs/base.yml describes them)"
             )
         left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
         # Without a row's length, Megatron takes thresholds for samples: a row is one token.

@@ -33,6 +33,9 @@ class Layout:
     gradient_accumulation_steps: int
 
 
+Layouts = list[Layout | None]  # of stages; None where a batch does not divide
+
+
 def rows_per_device_limit(config: Any) -> Fraction:
     """The most rows that a device may hold in one pass."""
     keys = BatchKeys.read(config)
@@ -96,12 +99,9 @@ def refusal(
     keys = phase.keys
     batch, size = threshold.global_batch_size, threshold.rows_per_device
     parallel, multiple = keys.model_parallel_size, keys.rows_multiple
-    shares = ""
-    if multiple > 1:
-        shares = (
-            f" in multiples of {multiple} rows (num_pipeline_microbatches="
-            f"{keys.num_pipeline_microbatches} / {keys.pipeline_stages} stages)"
-        )
+    micro = f"num_pipeline_microbatches={keys.num_pipeline_microbatches}"
+    shares = f" in multiples of {multiple} rows ({micro} / {keys.pipeline_stages} stages)"
+    shares = shares if multiple > 1 else ""
     of_phase = f" ({phase})" if phase.first_sample else ""
     stage = f"stage {index}{of_phase} with a global batch of {batch}"
     rows = _rows_per_rank_limit(keys, size)
@@ -142,8 +142,7 @@ def refusal(
     units = [n * (rows if keys.node_schedule == "nemo" and not fixed else multiple) for n in ranks]
     return ConfigError(
         f"{stage} does not divide over {over}; the nearest sizes that do are "
-        f"{nearest_multiples(batch, *units)}, as do "
-        f"multiples of {min(units)}, or use {other}"
+        f"{nearest_multiples(batch, *units)}, as do multiples of {min(units)}, or use {other}"
     )
 
 
@@ -161,7 +160,7 @@ def schedule_nodes(
     steps: Sequence[int],
     meshes: Meshes,
     restart_passes: float,
-) -> list[Layout | None]:
+) -> Layouts:
     """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best; None where
     its batch divides over no number of them. `steps` are those that the run takes of each stage.
     `best` and `nemo` take no number of devices without a mesh. `restart_passes` is the time of a
@@ -191,7 +190,7 @@ def _layouts(
 
 def _cheapest(
     keys: BatchKeys, options: Sequence[list[Layout]], steps: Sequence[int], restart_passes: float
-) -> list[Layout | None]:
+) -> Layouts:
     """The cheapest choice of a layout for every stage, by dynamic programming over (stage, nodes).
     Nodes shrink only where the stages cannot run otherwise. Then the node-time of the run decides,
     in which every change of nodes costs all nodes a restart. It is weighted so that twice the nodes
@@ -231,9 +230,7 @@ def _cheapest(
     return chosen[::-1]
 
 
-def _nemo_schedule(
-    keys: BatchKeys, thresholds: Sequence[Threshold], meshes: Meshes
-) -> list[Layout | None]:
+def _nemo_schedule(keys: BatchKeys, thresholds: Sequence[Threshold], meshes: Meshes) -> Layouts:
     """NeMo's rule, from the largest batch down: the final size gets all nodes, a smaller one the
     largest number, up to that of the next larger one, that gives whole micro batches to every rank.
     Numbers without a mesh are passed over.
@@ -241,9 +238,8 @@ def _nemo_schedule(
     most, chosen = keys.nodes, []
     for threshold in reversed(thresholds):
         held = keys.keys_at(threshold.first_sample)
-        whole = Fraction(
-            _rows_per_rank_limit(held, threshold.rows_per_device), held.model_parallel_size
-        )
+        rows = _rows_per_rank_limit(held, threshold.rows_per_device)
+        whole = Fraction(rows, held.model_parallel_size)
         found = _layouts(keys, threshold, range(most, 0, -1), meshes)
         layout = next((one for one in found if one.per_device_batch_size == whole), None)
         most = layout.nodes if layout else most

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from maxramp.errors import ConfigError
 from maxramp.rampup import ladder, layout, notations
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.layout import Layout
+from maxramp.rampup.layout import Layouts
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.shape import Meshes
@@ -63,10 +63,8 @@ def undecided_rungs(keys: BatchKeys, thresholds: Sequence[Threshold]) -> list[St
     """The rungs above the last threshold, under rampup_policy=noise, from step -1 on."""
     if keys.rampup_policy != "noise":
         return []
-    last = thresholds[-1].global_batch_size
-    return [
-        Stretch(Threshold(-1, size), -1, -1, None) for size in keys.rampup_ladder if size > last
-    ]
+    sizes = [n for n in keys.rampup_ladder if n > thresholds[-1].global_batch_size]
+    return [Stretch(Threshold(-1, size), -1, -1, None) for size in sizes]
 
 
 def layouts(
@@ -75,7 +73,7 @@ def layouts(
     num_devices: int | None,
     meshes: Meshes,
     restart_passes: float,
-) -> list[Layout | None]:
+) -> Layouts:
     """None where a batch does not divide. Without `num_devices` (of one job), on the nodes that
     `node_schedule` gives each.
     """

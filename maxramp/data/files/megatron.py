@@ -22,7 +22,6 @@ import numpy as np
 from maxramp.data.files.records import RecordFile
 from maxramp.errors import ConfigError
 from maxramp.files import storage
-from maxramp.keys.section import refuse
 
 _MAGIC = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)
 _HEADER = struct.Struct("<17sBQQ")
@@ -108,24 +107,19 @@ class MegatronFile(RecordFile):
                 )
             end = int(ends[-1])
         borders = self._borders
-        run = (
-            len(borders) and borders[0] == 0 and borders[-1] == n and (np.diff(borders) >= 0).all()
-        )
-        refuse(
-            [
-                (
-                    end != total,
-                    f"{self.data_path}: has {total} bytes, but its index names {end // itemsize} "
-                    f"tokens of {itemsize}; one of them is torn: make them again",
-                ),
-                (
-                    not run,
-                    f"{self.path}.idx: its document borders do not run from 0 to its {n} "
-                    "sequences; make it again",
-                ),
-                (not total, f"{self.data_path}: holds no tokens; leave it out"),
-            ]
-        )
+        if end != total:
+            raise ConfigError(
+                f"{self.data_path}: has {total} bytes, but its index names {end // itemsize} "
+                f"tokens of {itemsize}; one of them is torn: make them again"
+            )
+        ends = [*borders[:1], *borders[-1:]]
+        if ends != [0, n] or (np.diff(borders) < 0).any():
+            raise ConfigError(
+                f"{self.path}.idx: its document borders do not run from 0 to its {n} sequences; "
+                "make it again"
+            )
+        if not total:
+            raise ConfigError(f"{self.data_path}: holds no tokens; leave it out")
 
     @functools.cached_property
     def _data(self) -> Any:
