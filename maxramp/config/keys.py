@@ -57,10 +57,7 @@ class Config:
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
         values = types.MappingProxyType(dict(values))
-        sections = cls.sections()
-        return cls(
-            values, **{name: section.from_values(values) for name, section in sections.items()}
-        )
+        return cls(values, **{n: s.from_values(values) for n, s in cls.sections().items()})
 
     @classmethod
     def sections(cls) -> dict[str, type[Keys]]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
-import ml_collections
 import yaml
 
 from maxramp.checkpoints import folder as checkpoints
@@ -35,9 +34,10 @@ class Given:
     is_foreign: bool = False  # a file of another trainer, which lists all that it has
 
 
+_RAMP = "enable_rampup_batch_size"
 # Ways to say something: of each, the keys that choose it.
 _NOTATIONS = (
-    ("enable_rampup_batch_size",),  # MaxText's
+    (_RAMP,),  # MaxText's
     ("rampup_batch_size", "global_batch_size", "global_batch_tokens"),  # NeMo's
     ("step_batch_size_schedule",),  # Megatron's
     ("rampup_policy",),
@@ -76,14 +76,6 @@ def choose(values: MutableMapping[str, Any], given: Given) -> None:
     values.update({name: default for name, default in left.items() if name not in given.values})
 
 
-def without_demo(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """Makes a batch constant that is given without a ramp: base.yml's ramp is the demo's alone."""
-    key = "enable_rampup_batch_size"
-    if "per_device_batch_size" in given and not {key, *MAXTEXT_RAMP} & given:
-        return values | {key: False}
-    return values
-
-
 def no_batch() -> dict[str, Any]:
     alone = itertools.chain(*RAMP_CHOICES.values())
     unset = {name: base.unset(name) for way in (*_NOTATIONS, *_LENGTHS) for name in way}
@@ -114,21 +106,23 @@ def load(
                 f"there are default, hf (the sizes of load_parameters_path), {there}"
             )
         files += read(str(path), (), note)[:-1]
-    values = ml_collections.ConfigDict(dict(base.base()), type_safe=False, convert_dict=False)
+    merged = dict(base.base())
     for given in (*files, command_line):
-        choose(values, given)
+        choose(merged, given)
     if program in PROGRAMS:
-        if values.program not in ("", program):
+        if (other := merged["program"]) not in ("", program):
             raise ConfigError(
-                f"program={values.program}: this config is for maxramp.{values.program}; run that, "
-                f"or give program={program}"
+                f"program={other}: this config is for maxramp.{other}; run that, or give "
+                f"program={program}"
             )
-        values.program = program
-    merged = without_demo(values.to_dict(), names)
-    unread = Config.unread_by(values.program, merged)
+        merged["program"] = program
+    # A batch that is given without a ramp is constant: base.yml's ramp is the demo's alone.
+    if "per_device_batch_size" in names and not {_RAMP, *MAXTEXT_RAMP} & names:
+        merged[_RAMP] = False
+    unread = Config.unread_by(merged["program"], merged)
     if unread:
         shown = ", ".join(base.shorten([f"{name}={merged[name]}" for name in unread]))
-        note(f"maxramp.{values.program} does not read {shown}")
+        note(f"maxramp.{merged['program']} does not read {shown}")
     merged |= unread
     own = {name for one in (*files, command_line) if not one.is_foreign for name in one.values}
     idle = find_unmade(CHOICES, merged, merged)

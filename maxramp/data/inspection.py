@@ -24,6 +24,7 @@ from maxramp.stage import text_fields
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
 _TOKENS = 64  # of each document or piece that are shown
+# Of control characters, which a terminal obeys or drops.
 _ESCAPES = {n: repr(chr(n))[1:-1] for n in range(160) if chr(n) not in "\n\t" and not 31 < n < 127}
 _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
@@ -112,14 +113,9 @@ def _show_chat(
             console.print(Text(f"{PAIR[number]}:", "bold"))
         shown = Text()
         for text, is_learnt in pieces:
-            text = _visible(text)
+            text = text.translate(_ESCAPES)
             shown.append(*((f"[{text}]", "bold green") if is_learnt else (text,)))
         console.print(shown, soft_wrap=True)
-
-
-def _visible(text: str) -> str:
-    """Escapes control characters, which a terminal obeys or drops."""
-    return text.translate(_ESCAPES)
 
 
 def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:

@@ -132,18 +132,14 @@ class RunRows:
         used = [0] * len(parts)
         for first, weights in [(0, [part.weight for part in parts]), *later]:
             if self._stretches:
-                used = self._used_before(first)
+                last, used = self._stretches[-1], [*used]
+                counts = last.mixture.count(first - last.first)
+                for part, count in zip(last.parts, counts, strict=True):
+                    used[part] += count
             there = [number for number, weight in enumerate(weights) if weight]
             mixture = Interleaving([weights[number] for number in there])
             self._stretches.append(_Stretch(first, there, mixture, used))
         self._length, _ = self.length(num_epoch)
-
-    def _used_before(self, row: int) -> list[int]:
-        last = self._stretches[-1]
-        used = [*last.used]
-        for part, count in zip(last.parts, last.mixture.count(row - last.first), strict=True):
-            used[part] += count
-        return used
 
     def length(self, num_epoch: int) -> tuple[int, str]:
         """Rows until a part was used `num_epoch` times, and the name of that part."""

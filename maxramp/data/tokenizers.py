@@ -154,11 +154,8 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int32, with its marks."""
-        begin, end = self._marks
-        return [
-            np.concatenate([begin, np.asarray(ids, np.int32), end])
-            for ids in self._model.encode(list(texts))
-        ]
+        (begin, end), encoded = self._marks, self._model.encode(list(texts))
+        return [np.concatenate([begin, np.asarray(ids, np.int32), end]) for ids in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 [n] of a text that names marks itself, and the characters [n, 2] of each; of

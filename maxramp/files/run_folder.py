@@ -305,11 +305,8 @@ def this_process() -> dict[str, Any]:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return {}
-    return {
-        "machine": f"{boot} {namespace}",
-        "pid": os.getpid(),
-        "started": _start_time(os.getpid()),
-    }
+    pid = os.getpid()
+    return {"machine": f"{boot} {namespace}", "pid": pid, "started": _start_time(pid)}
 
 
 def is_gone(process: Any) -> bool:

@@ -124,9 +124,7 @@ def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
     if signal <= 0 or variance <= 0:
         return 0.0
     # Of the quotient, relative: each step's share of what it is off by in both parts.
-    residuals = [
-        share * (v / variance - s / signal) for share, (s, v) in zip(shares, pairs, strict=True)
-    ]
+    residuals = [w * (v / variance - s / signal) for w, (s, v) in zip(shares, pairs, strict=True)]
     error = math.sqrt(count / (count - 1) * math.fsum(r * r for r in residuals))
     return factor * variance / signal * weight / targets * math.exp(-_Z * error)
 

@@ -31,10 +31,8 @@ _GLOBAL_SIZES = (
     "rampup_batch_size or step_batch_size_schedule or rampup_policy or global_batch_size or "
     "global_batch_tokens"
 )
-MAXTEXT_RAMP = (
-    *("per_device_batch_size_start", "per_device_batch_size_increment"),
-    "global_rampup_samples",
-)
+_PER_DEVICE = ("per_device_batch_size_start", "per_device_batch_size_increment")
+MAXTEXT_RAMP = (*_PER_DEVICE, "global_rampup_samples")
 # What is read only where other keys have some value.
 RAMP_CHOICES: Choices = {
     f"without {_GLOBAL_SIZES}": (*MAXTEXT_RAMP, "gradient_accumulation_steps"),

@@ -184,9 +184,7 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
     if keys.enable_rampup_batch_size:
         start = exact(keys.per_device_batch_size_start)
         increment = exact(keys.per_device_batch_size_increment)
-        increments = _limit_stages(
-            int((final - start) / increment), "per_device_batch_size_increment"
-        )
+        increments = _limit_stages(int((final - start) / increment), MAXTEXT_RAMP[1])
         sizes = [start + i * increment for i in range(increments + 1)]
         share = Fraction(keys.global_rampup_samples, increments)
     found, first_sample = [], 0
@@ -230,10 +228,8 @@ def _nemo(keys: BatchKeys) -> list[Threshold]:
     increments = (keys.global_batch_size - start) // increment
     _limit_stages(increments, "rampup_batch_size")
     # consumed is whole, so it reaches i * samples / increments when it reaches the next integer.
-    return [
-        Threshold(-(-i * samples // increments), start + i * increment)
-        for i in range(increments + 1)
-    ]
+    sizes = (start + i * increment for i in range(increments + 1))
+    return [Threshold(-(-i * samples // increments), size) for i, size in enumerate(sizes)]
 
 
 def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:

@@ -129,10 +129,8 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
         raise ConfigError(
             f"tokenizer_path={tokenizer.path} has no chat template; give chat_template=FILE"
         )
-    switches = {
-        name: parse(value)
-        for name, _, value in (text.partition("=") for text in keys.chat_template_switches)
-    }
+    pairs = (text.partition("=") for text in keys.chat_template_switches)
+    switches = {name: parse(value) for name, _, value in pairs}
     date = datetime.date.fromisoformat(keys.chat_template_date)
     return ChatTemplate(source, tokenizer.special, tokenizer.named_marks, date, switches)
 
