@@ -9,16 +9,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from maxramp.data import pieces
-from maxramp.data.batch import Batch
+from maxramp.data.batch import Batch, stack
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead, SharedRamp
 from maxramp.data.relay import Expansion
+from maxramp.data.row import PADDING, Row
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.stage import text_fields
+
+_SAMPLES = 64  # of each row length that cuts samples, in which losses are counted
 
 
 class Loader:
@@ -55,7 +59,21 @@ class Loader:
         self._placed = self._place_next()
 
     def cuts(self, stages: Sequence[Stage]) -> Iterator[str]:
-        return pieces.lines(self._rows, stages)
+        """A line for every row length into which stages cut their samples: what is lost there."""
+        lengths: dict[int, Stage] = {}
+        for stage in stages:
+            lengths.setdefault(stage.spec.row_length, stage)
+        for length, stage in lengths.items():
+            first, count = stage.first_sample, stage.spec.rows_of_sample
+            if count == 1:
+                continue
+            numbers = range(first, min(first + _SAMPLES, len(self._rows)))
+            documents, cut, empty = count_losses([self._rows[n] for n in numbers], length)
+            yield (
+                f"stage {stage.index} cuts samples of {stage.spec.tokens} tokens into {count} rows "
+                f"of {length}: of its first {len(numbers)} samples, {cut:,} of {documents:,} "
+                f"documents are cut, and {empty:,} of {count * len(numbers):,} rows have no target"
+            )
 
     def batch(self, step: int) -> tuple[Batch, float]:
         """The rows of `step` and the seconds waited for them; ask for steps in order."""
@@ -109,6 +127,20 @@ class Loader:
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(largest))
         size //= jax.process_count()
         return ReadAhead(batches, first, last, self._reading, size, workers)
+
+
+def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
+    """Documents (a row read as one text is one), those cut into rows of `length`, and rows without
+    a target.
+    """
+    tokens = len(rows[0].tokens) - 1
+    batch = stack(rows, text_fields(tokens, separate=True))
+    segments_NT = np.where(batch.tokens == PADDING, PADDING, batch.segments)
+    before, behind = segments_NT[:, length - 1 : -1 : length], segments_NT[:, length::length]
+    documents = [{*of_row} - {PADDING} for of_row in segments_NT]
+    cut = [{*b[(b == a) & (b != PADDING)]} for b, a in zip(before, behind, strict=True)]
+    has_target = (batch.targets.reshape(len(rows), -1, length) != PADDING).any(-1)
+    return sum(map(len, documents)), sum(map(len, cut)), int((~has_target).sum())
 
 
 def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
