@@ -4,7 +4,7 @@ The bound of one key stands beside it, in its section; the keys of a choice in `
 checks what depends on devices, `rampup.notations` what a ramp's notation asks for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from maxramp.checkpoints.keys import CheckpointKeys
@@ -257,19 +257,13 @@ def _check_together(config: Any) -> Relations:
     )
 
 
-_RELATIONS: dict[str, Callable[[Any], Relations]] = {
-    "batch": _check_batch,
-    "mesh": _check_mesh,
-    "model": _check_model,
-    "data": _check_data,
-    "optimizer": _check_optimizer,
-    "checkpoints": _check_checkpoints,
-    "run": _check_run,
-    "rollout": _check_rollout,
-}
-
-
 def broken(config: Any) -> Relations:
-    for name, check in _RELATIONS.items():
-        yield from check(getattr(config, name))
+    yield from _check_batch(config.batch)
+    yield from _check_mesh(config.mesh)
+    yield from _check_model(config.model)
+    yield from _check_data(config.data)
+    yield from _check_optimizer(config.optimizer)
+    yield from _check_checkpoints(config.checkpoints)
+    yield from _check_run(config.run)
+    yield from _check_rollout(config.rollout)
     yield from _check_together(config)

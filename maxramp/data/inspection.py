@@ -26,6 +26,7 @@ _DOCUMENTS, _ROWS = 5, 3  # that are shown
 _TOKENS = 64  # of each document or piece that are shown
 # Of control characters, which a terminal obeys or drops.
 _ESCAPES = {n: repr(chr(n))[1:-1] for n in range(160) if chr(n) not in "\n\t" and not 31 < n < 127}
+Pieces = Iterable[tuple[str, bool]]  # of a text, and whether each is a target
 _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
 
@@ -79,7 +80,7 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
         _show_chat(console, index, part.items[index], texts, keys.use_dpo)
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
     at = 0
     for begin, end in spans:
         yield from ((text[at:begin], False), (text[begin:end], True))
@@ -87,7 +88,7 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, boo
     yield text[at:], False
 
 
-def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
+def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[Pieces]:
     for first, last in itertools.pairwise((*document.begins, len(document.tokens))):
         is_target, tokens = document.is_target[first:last], document.tokens[first:last]
         ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
@@ -98,11 +99,7 @@ def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[list[tuple[str
 
 
 def _show_chat(
-    console: Console,
-    index: int,
-    document: Document,
-    texts: Iterable[Iterable[tuple[str, bool]]],
-    is_pair: bool,
+    console: Console, index: int, document: Document, texts: Iterable[Pieces], is_pair: bool
 ) -> None:
     targets = 0 if document.is_target is None else int(document.is_target[1:].sum())
     note = f"{len(document.tokens)} tokens, {count(targets, 'target')}"

@@ -7,16 +7,8 @@ from collections.abc import Mapping, Sequence
 from maxramp.data import hub
 from maxramp.data.chats.keys import ChatKeys
 from maxramp.errors import ConfigError
-from maxramp.keys.section import (
-    Keys,
-    below_one,
-    limit,
-    minimum,
-    named_texts,
-    one_of,
-    positive_or_open,
-    uint32,
-)
+from maxramp.keys import section
+from maxramp.keys.section import Keys, limit, minimum, one_of, positive_or_open, uint32
 from maxramp.rampup.numbers import exact
 from maxramp.stage import Fields, pair_fields, text_fields
 
@@ -40,7 +32,7 @@ class DataKeys(ChatKeys):
     hf_name: str
     train_split: str
     hf_eval_split: str
-    eval_sets: Mapping[str, str] = named_texts()
+    eval_sets: Mapping[str, str] = section.named_texts()
     train_data_columns: Sequence[str] = limit(
         lambda value: len(value) == 1 and isinstance(value[0], str),
         "must be one name, such as [text]",
@@ -52,7 +44,7 @@ class DataKeys(ChatKeys):
     add_eos: bool
     split_special_tokens: bool
     vocab_size: int
-    eval_fraction: float = below_one()
+    eval_fraction: float = section.below_one()
     eval_interval: int
     max_target_length: int
     packing: bool

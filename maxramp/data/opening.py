@@ -26,6 +26,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys.section import refuse
 from maxramp.processes.agreement import all_gather_json, raise_everywhere
 
+Beat = Callable[[], None]
 _BLOCK = 256  # documents whose lengths are counted together
 _ROUND = 4096  # blocks that a process counts between two words with the others
 
@@ -34,7 +35,7 @@ def open_rows(
     data: DataKeys,
     reading: ReadingKeys,
     reads: bool,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = lambda: None,
     later: Sequence[tuple[int, str]] = (),
 ) -> Corpus:
     """Opens the rows that the keys name; called by all processes of the job.
@@ -176,10 +177,7 @@ def _measure(document: Document) -> tuple[int, int, int, int]:
 
 
 def _count(
-    reading: ReadingKeys,
-    documents: Sequence[Document],
-    readers: list[int],
-    beat: Callable[[], None],
+    reading: ReadingKeys, documents: Sequence[Document], readers: list[int], beat: Beat
 ) -> np.ndarray:
     """Works in rounds, so that every process learns whether the others proceed."""
     nothing = np.empty((0, 4), np.int32)

@@ -1,13 +1,9 @@
 """Which rows a step trains on: pure functions of the row's number, with random access.
 
-Glossary
-  part         one entry of a mixture: its rows and its share of the rows of the run
-  row r of the run
-               what sample r is, for every batch size, host count and restart
-  step k       trains on rows [samples_before(k), samples_before(k + 1)), in order; row r of the
-               step is row r % B of micro batch r // B (B = micro batch size)
-  group        the devices that hold the same rows of a micro batch: equal parts of it, in order
-  share        the groups whose rows a process reads; no other row is read
+Row r of the run is what sample r is, for every batch size, host count and restart. Step k trains on
+rows [samples_before(k), samples_before(k + 1)), in order; row r of the step is row r % B of micro
+batch r // B. A group is the devices that hold the same rows of a micro batch: equal parts of it, in
+order. A share is the groups whose rows a process reads; it reads no other row.
 
 Shapes: A gradient accumulation steps, B rows of a micro batch, R those that a process reads.
 """

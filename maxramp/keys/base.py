@@ -19,12 +19,8 @@ CONFIGS = next(
 
 # Keys that may be unset, and their type where they are set.
 _OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
-_OPTIONAL = {
-    "max_num_checkpoints_to_keep": int,
-    "rampup_batch_size": list,
-    "learning_rate": float,
-    "muon_consistent_rms": float,
-}
+_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list}
+_OPTIONAL |= {"learning_rate": float, "muon_consistent_rms": float}
 
 _MAPPINGS = {  # keys that are one, as an error says it
     "phases": "a mapping of mappings, such as {252M: {global_batch_size: 512}}",

@@ -1,11 +1,8 @@
 """How a global batch lies on devices: the split into passes, and how many nodes. Imports no JAX.
 
-Glossary
-  rank        the devices that together hold one row: model_parallel_size devices
-  multiple    of which the rows of a rank in one pass are: its share of a pipeline's micro batches
-  split       rows of a rank = micro batch (rows per rank in one pass) * accumulation (passes)
-  node-time   nodes * time, both of a step or a stage; time is counted in passes of the largest
-              micro batch (`pass_price`)
+The rows of a rank are its micro batch (rows in one pass, in multiples of its share of a pipeline's
+micro batches) times the accumulation (passes). Node-time is nodes * time, of a step or a stage,
+with time in passes of the largest micro batch (`pass_price`).
 """
 
 import dataclasses

@@ -1,19 +1,10 @@
-"""The batch-size schedule as data: a short list of stages.
-
-Glossary
-  sample      one row of `max_target_length` tokens
-  step        one optimizer update; step k is 0-based, "n steps done" means steps 0 .. n-1
-  micro batch the rows of one forward and backward pass over all devices:
-              per_device_batch_size * devices
-  global batch size
-              the rows of one step: micro batch * gradient_accumulation_steps
-  threshold   the number of samples from which on a global batch size holds
-  stage       a run of steps with one batch shape
+"""The batch-size schedule as data: a short list of stages, with the words of docs/architecture.md.
+Imports no JAX.
 
 Every notation becomes a list of thresholds (`notations`), and one `walk` over the thresholds gives
 the stages: a step uses the batch size of the last threshold that is not above the samples consumed
 before it. How a batch lies on the devices is `layout`'s. All questions are then answered from the
-list in closed form, for any step, in any order. Imports no JAX.
+list in closed form, for any step, in any order.
 """
 
 import bisect

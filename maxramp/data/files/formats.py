@@ -15,20 +15,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from maxramp.data.files import records
 from maxramp.data.files.megatron import MegatronFile
-from maxramp.data.files.records import (
-    UTF16,
-    WHOLE,
-    BadRecord,
-    Piece,
-    Record,
-    RecordFile,
-    attempt,
-    describe,
-    is_utf16,
-    utf8_error,
-    without_nulls,
-)
+from maxramp.data.files.records import WHOLE, BadRecord, Piece, Record, RecordFile
 from maxramp.errors import ConfigError, one_line
 from maxramp.files import storage
 from maxramp.files.storage import optional
@@ -179,7 +168,7 @@ class JsonLines(RecordFile):
                 position += len(self._line(file)) - 1
             while (self._compression or position < stop) and (line := self._line(file)):
                 if not line.isspace():
-                    yield attempt(position, self._parse, line)
+                    yield records.attempt(position, self._parse, line)
                 position += len(line)
 
     def __len__(self) -> int:
@@ -251,12 +240,12 @@ class JsonLines(RecordFile):
         return data, np.append(np.delete(starts[:-1], blank), len(data))
 
     def _parse(self, line: bytes) -> Record:
-        if is_utf16(line):
-            raise BadRecord(UTF16)
+        if records.is_utf16(line):
+            raise BadRecord(records.UTF16)
         try:
             record = json.loads(line)
         except UnicodeDecodeError as error:
-            raise utf8_error(error) from None
+            raise records.utf8_error(error) from None
         except (ValueError, RecursionError) as error:
             what = getattr(error, "msg", None) or str(error)
             is_part = line.strip() == b"{" or line.lstrip().startswith(b"[")
@@ -264,7 +253,7 @@ class JsonLines(RecordFile):
             raise BadRecord(f"is not JSON ({what}); {hint}") from None
         if not isinstance(record, dict):
             hint = f"; {_LINES}" if isinstance(record, list) else ""
-            raise BadRecord(f"is not a JSON object but {describe(record)}{hint}")
+            raise BadRecord(f"is not a JSON object but {records.describe(record)}{hint}")
         if self.column == WHOLE:
             return self._validate(record)
         if self.column not in record:
@@ -305,7 +294,7 @@ class ParquetFile(RecordFile):
             batches = file.iter_batches(1024, list(range(start, stop)), self._columns)
             while batch := self._call_arrow(lambda: next(batches, None)):
                 for scalar in self._select_column(batch):
-                    yield attempt(index, self._value, scalar)
+                    yield records.attempt(index, self._value, scalar)
                     index += 1
 
     def __len__(self) -> int:
@@ -332,10 +321,10 @@ class ParquetFile(RecordFile):
         try:
             value = scalar.as_py(maps_as_pydicts="strict")
         except UnicodeDecodeError as error:  # Arrow reads strings without looking at them
-            raise utf8_error(error) from None
+            raise records.utf8_error(error) from None
         except KeyError as error:  # a map that has a key twice
             raise BadRecord(f"cannot be read ({error.args[0]})") from None
-        return self._validate(without_nulls(value) if self.column == WHOLE else value)
+        return self._validate(records.without_nulls(value) if self.column == WHOLE else value)
 
     def _open(self, metadata: Any = None) -> Any:
         parquet = optional("pyarrow.parquet", "pyarrow", self.path)
