@@ -142,7 +142,7 @@ class RampupBatchManager:
     """The stages of a run and its length.
 
     The list may grow at its end, and only there; everything else is derived from it. A ramp that is
-    decided while it runs says with `settle` how far it is fixed; `add` lets it grow after that.
+    decided while it runs says with `settle` how far it is fixed; `grow` adds to it after that.
 
     Under rampup_policy=noise `rungs` are the stages still to be decided, as they will lie on the
     devices, from step -1 on.
@@ -222,7 +222,7 @@ class RampupBatchManager:
 
     def settle(self, step: int) -> None:
         """Fixes the stages of steps 0 .. step-1, so that their batches may be read. Call it, like
-        `add`, in the main thread, on every process before the same step and with the same
+        `grow`, in the main thread, on every process before the same step and with the same
         arguments.
         """
         if step < (self._settled or 0):
@@ -235,32 +235,20 @@ class RampupBatchManager:
         total = self.total_steps
         return total if self._settled is None else min(self._settled, total)
 
-    def add(self, stage: Stage) -> None:
-        """Ends the last stage where `stage` begins, which has no end. The loader and the loop look
-        a step's stage up here, so they need no notice.
-        """
-        last, first = self.stages[-1], stage.first_step
-        expected = last.index + 1, self.samples_before(first)
-        if first <= last.first_step or first < self.settled_steps:
-            raise ValueError(
-                f"a stage from step {first} on: {self.settled_steps} steps are settled, and the "
-                f"last stage begins at step {last.first_step}"
-            )
-        if (stage.index, stage.first_sample) != expected or stage.steps is not None:
-            raise ValueError(
-                f"{stage} does not follow from the stages before it: its index and first sample "
-                f"are {expected}, and it has no end"
-            )
-        samples = stage.first_sample - last.first_sample
-        self.stages[-1] = dataclasses.replace(last, steps=first - last.first_step, samples=samples)
-        self.stages.append(stage)
-
     def grow(self, first_step: int) -> Stage:
-        """Takes the next of `rungs`, from a step on, as `add` does."""
-        sample = self.samples_before(first_step)
+        """Ends the last stage at a step, where the next of `rungs` begins. The loader and the loop
+        look a step's stage up here, so they need no notice.
+        """
+        last, sample = self.stages[-1], self.samples_before(first_step)
+        if first_step <= last.first_step or first_step < self.settled_steps:
+            raise ValueError(
+                f"a stage from step {first_step} on: {self.settled_steps} steps are settled, and "
+                f"the last stage begins at step {last.first_step}"
+            )
+        steps, samples = first_step - last.first_step, sample - last.first_sample
+        last = dataclasses.replace(last, steps=steps, samples=samples)
         stage = dataclasses.replace(self.rungs[0], first_step=first_step, first_sample=sample)
-        self.add(stage)
-        self.rungs = self.rungs[1:]
+        self.stages[-1:], self.rungs = [last, stage], self.rungs[1:]
         self.thresholds = [*self.thresholds, Threshold(sample, stage.global_batch_size)]
         return stage
 
