@@ -71,17 +71,12 @@ def cast_value(given: str, value: Any, name: str) -> Any:
         if kind is int and abs(value) >= 2**63:
             raise ConfigError(f"{given} must be below 2^63")
         return value
-    wanted = {
-        bool: "True or False",
-        int: "an integer",
-        float: "a number",
-        str: "text (in a file, quote it)",
-        list: "a list such as [a, b]",
-        dict: _MAPPINGS.get(name, "a mapping"),
-    }[kind]
+    wanted = {bool: "True or False", int: "an integer", float: "a number"}
+    wanted |= {str: "text (in a file, quote it)", list: "a list such as [a, b]"}
+    wanted |= {dict: _MAPPINGS.get(name, "a mapping")}
     found = {bool: "a bool", int: "an integer", float: "a fraction", str: "text", list: "a list"}
     found |= {dict: "a mapping", type(None): "nothing"}
-    raise ConfigError(f"{given} must be {wanted}, not {found.get(type(value), type(value))}")
+    raise ConfigError(f"{given} must be {wanted[kind]}, not {found.get(type(value), type(value))}")
 
 
 def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys") -> str:
@@ -89,10 +84,8 @@ def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys"
     if len(found) == 1:
         hint = f"did you mean {meant[0]}? " if meant[0] else ""
         return f"{found[0][0]} is not a known key; {hint}{list_of_keys} lists every key"
-    lines = [
-        given + (f" (did you mean {key}?)" if key else "")
-        for (given, _), key in zip(found, meant, strict=True)
-    ]
+    hints = [f" (did you mean {key}?)" if key else "" for key in meant]
+    lines = [given + hint for (given, _), hint in zip(found, hints, strict=True)]
     return f"{', '.join(shorten(lines))} are not known keys; {list_of_keys} lists every key"
 
 

@@ -45,14 +45,11 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
         key = loader.construct_object(key_node, deep=True)
         if type(key) in (int, float) and isinstance(value_node, yaml.MappingNode):
             key = key_node.value  # the threshold of a phase, as written
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(
-                problem=f"key {key!r} is not a name", problem_mark=key_node.start_mark
-            )
-        if key in found:
-            raise yaml.constructor.ConstructorError(
-                problem=f'the key "{key}" stands twice; keep one', problem_mark=key_node.start_mark
-            )
+        wrong = "" if isinstance(key, str) else f"key {key!r} is not a name"
+        if not wrong and key in found:
+            wrong = f'the key "{key}" stands twice; keep one'
+        if wrong:
+            raise yaml.constructor.ConstructorError(problem=wrong, problem_mark=key_node.start_mark)
         found[key] = loader.construct_object(value_node, deep=True)
     return found
 

@@ -3,7 +3,6 @@ asks where it reaches a height. Imports no JAX.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Self
 
@@ -28,23 +27,18 @@ class Curve:
 
     @classmethod
     def from_keys(cls, keys: CurveKeys, total: int, quantum: int) -> Self:
-        part = functools.partial(_part, float(total), quantum)
-        warmup = part(keys.warmup_steps_fraction)
-        decay, style = total - warmup, "cosine"
+        curve = cls(float(total), quantum, 0.0, 0.0, "cosine", keys.learning_rate_final_fraction)
+        warmup = curve.part(keys.warmup_steps_fraction)
+        decay, style = curve.total - warmup, curve.style
         if keys.lr_schedule_type == "wsd":
-            decay, style = part(keys.wsd_decay_steps_fraction), keys.wsd_decay_style
-        final = keys.learning_rate_final_fraction
-        return cls(float(total), quantum, warmup, decay, style, final)
+            decay, style = curve.part(keys.wsd_decay_steps_fraction), keys.wsd_decay_style
+        return dataclasses.replace(curve, warmup=warmup, decay=decay, style=style)
 
     def part(self, fraction: float) -> float:
-        return _part(self.total, self.quantum, fraction)
+        return float(math.floor(self.total / self.quantum * fraction) * self.quantum)
 
     def falls_to(self, height: float) -> float:
         """Where the fall reaches a fraction of the peak above `final`; not a whole sample."""
         left = (height - self.final) / (1 - self.final)
         done = math.acos(2 * left - 1) / math.pi if self.style == "cosine" else 1 - left
         return self.total - self.decay + done * max(0.0, self.decay - self.quantum)
-
-
-def _part(total: float, quantum: int, fraction: float) -> float:
-    return float(math.floor(total / quantum * fraction) * quantum)

@@ -43,8 +43,9 @@ class ChatTemplate:
         """
         self._made_of = source, marks, named, date, switches
         self._named, self._date, self._switches = dict(named), date, dict(switches)
-        self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
-        self._has_marks, self._has_blocks = bool(marks), bool(_BLOCKS.search(source))
+        escaped = map(re.escape, sorted(marks, key=len, reverse=True))
+        self._marks = re.compile("|".join(escaped) or "(?!)")  # which matches nothing
+        self._has_blocks = bool(_BLOCKS.search(source))
         jinja2 = optional("jinja2", "jinja2", "a chat template")
         try:
             self._template = self._environment().from_string(source)
@@ -56,7 +57,7 @@ class ChatTemplate:
         return type(self), self._made_of  # what Jinja compiles cannot travel to another process
 
     def mark_in(self, text: str) -> str:
-        found = self._marks.search(text) if self._has_marks else None
+        found = self._marks.search(text)
         return found[0] if found else ""
 
     def render(self, chat: Chat, count: int | None = None, ask: bool = False) -> str:
@@ -88,9 +89,8 @@ class ChatTemplate:
         first = _first_answer(chat)
         count = first or 1  # many templates look at the first message
         before, asked = self._render(chat, count, False), self._render(chat, count, True)
-        marks = self._marks.finditer(asked) if self._has_marks else ()
         same = len(os.path.commonprefix([before, asked]))  # some end whole chats with a mark
-        start = next((match for match in marks if match.end() > same), None)
+        start = next((one for one in self._marks.finditer(asked) if one.end() > same), None)
         if not start or start.start() > same:
             return []
         header = asked[start.start() :]
@@ -127,8 +127,7 @@ class ChatTemplate:
         before = chat.messages[: _first_answer(chat)]
         said = [*before, {"role": ANSWERS, "content": _ANSWER}]
         text = self._render(dataclasses.replace(chat, messages=said), None, False)
-        marks = f"(?:{self._marks.pattern})+"
-        found = re.search(marks, text[text.rfind(_ANSWER) :]) if self._has_marks else None
+        found = re.search(f"(?:{self._marks.pattern})+", text[text.rfind(_ANSWER) :])
         return self._marks.findall(found[0])[-1] if found else ""
 
     def _render(self, chat: Chat, count: int | None, ask: bool) -> str:
