@@ -81,7 +81,7 @@ def print_progress(line: str) -> None:
 class Throttle:
     """Reports the progress of something that takes minutes, every 30 seconds."""
 
-    def __init__(self, say: Callable[[str], None] = print_progress):
+    def __init__(self, say: Callable[[str], None]):
         self._say, self._said = say, time.monotonic()
 
     def __call__(self, line: str) -> None:

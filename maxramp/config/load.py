@@ -34,6 +34,7 @@ class Given:
     is_foreign: bool = False  # a file of another trainer, which lists all that it has
 
 
+Note = Callable[[str], None]  # takes a line about what became of another trainer's keys
 _RAMP = "enable_rampup_batch_size"
 # Ways to say something: of each, the keys that choose it.
 _NOTATIONS = (
@@ -82,9 +83,7 @@ def no_batch() -> dict[str, Any]:
     return {name: base.base()[name] for name in alone} | unset | {"phases": {}}
 
 
-def load(
-    arguments: Sequence[str], program: str = "plan", note: Callable[[str], None] = print_note
-) -> Config:
+def load(arguments: Sequence[str], program: str = "plan", note: Note = print_note) -> Config:
     """Reads CONFIG.yml and key=value arguments, checked as far as it can be without devices. A
     `program` that trains refuses a config for another, says what it does not read, and leaves that
     at its default.
@@ -180,7 +179,7 @@ def _why_no_model(path: Place) -> str:
     return f" is a run, and model_name=hf takes a model; give its export, {newest}"
 
 
-def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
+def read(path: str, arguments: Sequence[str], note: Note) -> list[Given]:
     """The files that give something else than base.yml, the base first, and the command line last.
     Keys of other trainers (`peers`) become ours, are left out or are refused.
     """

@@ -76,11 +76,8 @@ def make(
         _run(work, workers, allowed, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
         left_out = find_duplicates([work.hashes_of(shard) for shard in work.shards])
     there = sum(shard.size for shard in work.shards if shard.name in done)
-    tasks = [
-        (shard, numbers)
-        for shard, numbers in zip(work.shards, left_out, strict=True)
-        if shard.name not in done
-    ]
+    both = zip(work.shards, left_out, strict=True)
+    tasks = [(shard, numbers) for shard, numbers in both if shard.name not in done]
     _run(work, workers, allowed, _make_shard, tasks, [0, 0, there, 0, len(bad)], show)
     return _finish(work, sum(map(len, left_out)))
 

@@ -1,8 +1,8 @@
-"""Sequences of rows and of documents.
+"""Sequences of rows and of documents. Those from files have `where(i)`, which names file and
+record.
 
 A row is T = `max_target_length` tokens and the one after them, which the last predicts: row i of a
-stream is its tokens [i * T, i * T + T]. Items from files have `where(i)`, which names the file and
-the record.
+stream is its tokens [i * T, i * T + T].
 """
 
 import copy

@@ -1,11 +1,9 @@
 """What a prepared set is made of, decided before anything is read, and the folder it is made in.
 
-Inputs are cut into pieces and pieces joined to shards, always in the same way. A shard is one task:
-its files get their names when they are complete, and last comes SHARD.json with what it was made
-from. A later start keeps the shards whose SHARD.json says what it would make.
-
-All of that is in DIR/.preparing: the set's files in .preparing/set, from where they move to DIR
-when the set is complete, the manifest last.
+Inputs are cut into pieces and pieces joined to shards, always in the same way. A shard's files get
+their names when they are complete, and last comes SHARD.json with what it was made from; a later
+start keeps the shards that it would make so itself. All of that is in DIR/.preparing; the set moves
+from its folder `set` to DIR when it is complete, the manifest last.
 """
 
 import contextlib

@@ -2,12 +2,12 @@
 
 An object cannot be appended to, and a storage may be away for an hour. So a run's small files
 (metrics, event files, plan, pictures) are written to a local folder, and a thread sends those that
-have changed: every now and then, and before a checkpoint counts.
+have changed, now and then and before a checkpoint counts.
 
 Nor has a storage locks. A claim is an object that is written only as its writer last saw it (by its
 generation on Google's storage, its ETag on S3), so of two that want it one gets it. Its owner
 rewrites it every few seconds. A run that finds it unchanged for some time takes it over, and the
-owner, if it still runs, learns so at its next write. No clocks of two machines are compared. A
+owner, if it still runs, learns so at its next write. No clocks of two machines are compared; a
 claim names its process, so its own machine can tell whether that has ended.
 """
 

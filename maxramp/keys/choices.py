@@ -16,12 +16,11 @@ from maxramp.errors import ConfigError
 from maxramp.keys.base import base, unset
 
 Choices = Mapping[str, tuple[str, ...]]  # condition -> keys; all conditions of a key have to hold
+Values = Mapping[str, Any]  # of all keys
 _WITHOUT = "without "
 
 
-def refuse_unread(
-    choices: Choices, given: Collection[str], phases: Sequence[Mapping[str, Any]]
-) -> None:
+def refuse_unread(choices: Choices, given: Collection[str], phases: Sequence[Values]) -> None:
     """A value that is base.yml's default does not count as given. `phases` are the values of all
     keys, first and then with what each later phase changes: a choice may be made in any.
     """
@@ -35,9 +34,7 @@ def refuse_unread(
             raise ConfigError(f"{name}={values[name]} {_explain(condition, values, name)}")
 
 
-def find_unmade(
-    choices: Choices, given: Collection[str], values: Mapping[str, Any]
-) -> dict[str, Any]:
+def find_unmade(choices: Choices, given: Collection[str], values: Values) -> dict[str, Any]:
     """The keys of all choices that some given keys have unmade, with their defaults."""
     return {
         name: base()[name]
@@ -47,7 +44,7 @@ def find_unmade(
     }
 
 
-def is_made(condition: str, values: Mapping[str, Any]) -> bool:
+def is_made(condition: str, values: Values) -> bool:
     found = any(_holds(key, wanted, values[key]) for key, wanted in _parts(condition))
     return found != condition.startswith(_WITHOUT)
 
@@ -64,7 +61,7 @@ def _holds(key: str, wanted: str, value: Any) -> bool:
     return bool(value) and value != unset(key)
 
 
-def _explain(condition: str, values: Mapping[str, Any], name: str) -> str:
+def _explain(condition: str, values: Values, name: str) -> str:
     if condition.startswith(_WITHOUT):
         key = next(key for key, wanted in _parts(condition) if _holds(key, wanted, values[key]))
         return f"is not read with {key}={values[key]}; leave one of them out"

@@ -15,7 +15,7 @@ import ml_collections
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
-from maxramp.keys.choices import Choices, refuse_unread
+from maxramp.keys.choices import Choices, Values, refuse_unread
 from maxramp.keys.section import Keys, above_zero, fraction, minimum, one_of, positive_or_open
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import phases
@@ -146,9 +146,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
             values = {**values, "global_batch_size": tokens // sample}
         return super().from_values(values)
 
-    def refuse_unread(
-        self, choices: Choices, given: Collection[str], values: Mapping[str, Any]
-    ) -> None:
+    def refuse_unread(self, choices: Choices, given: Collection[str], values: Values) -> None:
         held = [{**values, **phase.values} for phase in self.phase_list]
         for number, phase in enumerate(self.phase_list):
             with phase.name_errors():

@@ -72,9 +72,7 @@ class ShapeKeys(MeshKeys, SightKeys):
     def sight(self) -> SightKeys:
         return SightKeys.from_values(vars(self))
 
-    def spec(
-        self, accumulation: int, rows: int, mesh: MeshKeys | None, fields: Fields
-    ) -> StageSpec:
+    def spec(self, passes: int, rows: int, mesh: MeshKeys | None, fields: Fields) -> StageSpec:
         tokens, held = self.max_target_length, (self.remat_policy, self.num_pipeline_microbatches)
-        shape = accumulation, rows, tokens, fields(tokens)
+        shape = passes, rows, tokens, fields(tokens)
         return StageSpec(*shape, mesh, *held, self.sight, self.rows_of_sample)

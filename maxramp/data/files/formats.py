@@ -302,13 +302,14 @@ class ParquetFile(RecordFile):
 
     def _record(self, index: int) -> Record:
         group = int(np.searchsorted(self._starts, index, "right")) - 1
-        column = _cached_column((self.path, self.column, group), lambda: self._column(group))
-        return self._value(column[index - int(self._starts[group])])
 
-    def _column(self, group: int) -> Any:
-        with self._open(self._metadata) as file:
-            read = functools.partial(file.read_row_group, group, self._columns)
-            return self._call_arrow(lambda: self._select_column(read()))
+        def read() -> Any:
+            with self._open(self._metadata) as file:
+                whole = functools.partial(file.read_row_group, group, self._columns)
+                return self._call_arrow(lambda: self._select_column(whole()))
+
+        column = _cached_column((self.path, self.column, group), read)
+        return self._value(column[index - int(self._starts[group])])
 
     @property
     def _columns(self) -> list[str] | None:
