@@ -35,7 +35,7 @@ def translate(name: str, value: Any) -> tuple[str, Any] | None:
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """What is wrong with a key: "" where nothing depends on it; None where none has it."""
+    """What is wrong with a key: "" where nothing depends on it; None where no trainer has it."""
     why = f"is {_DERIVED[name]} there; give that number" if name in _DERIVED else None
     owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
     for refused in () if why else _TABLE["refused"]:
