@@ -16,10 +16,8 @@ from maxramp.keys.base import CONFIGS
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of a command, by their whole names; what is wrong is one line, a ConfigError.
-
-    The docstring of the command's module is the help: what it does, its usage, and what else there
-    is to know, with blank lines between them.
+    """The options of a command, by their whole names; errors are a ConfigError's line. The help is
+    the docstring of the command's module: purpose, usage and more, with blank lines between them.
     """
 
     def __init__(self, doc: str):
@@ -37,15 +35,13 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--help-keys", action="version", version=keys, help=text)
 
     def error(self, message: str) -> NoReturn:
-        """Raises what is wrong."""
         what, colon, words = message.partition("unrecognized arguments: ")
         if colon and not what:
             words = [word for word in words.split(" ") if word.startswith("-")]
             shown = ", ".join(f'"{word}"' for word in words)
             message = f"{shown}: no such option; a key is given as key=value, without dashes"
-        raise ConfigError(
-            f"{message} (--help lists the options, --help-keys the keys of key=value)"
-        )
+        message += " (--help lists the options, --help-keys the keys of key=value)"
+        raise ConfigError(message)
 
 
 def config_parser(doc: str) -> Parser:
@@ -57,15 +53,11 @@ def config_parser(doc: str) -> Parser:
 
 
 def parse_config(doc: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command that has no options of its own."""
     return config_parser(doc).parse_intermixed_args(arguments).arguments
 
 
 def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
-    """Makes a command's `main` of a function of its arguments that returns the exit status.
-
-    It takes them from the process's own command line by default. An error is reported in one line.
-    """
+    """Makes a command's `main` of a function that returns the exit status; reports its error."""
 
     @functools.wraps(work)
     def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,25 +75,22 @@ def print_note(line: str) -> None:
 
 
 def print_progress(line: str) -> None:
-    """Prints the progress of something that takes minutes, on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 class Throttle:
     """Reports the progress of something that takes minutes, every 30 seconds."""
 
-    def __init__(self, say: Callable[[str], None] = print_progress):
+    def __init__(self, say: Callable[[str], None]):
         self._say, self._said = say, time.monotonic()
 
     def __call__(self, line: str) -> None:
-        """Says a line if the last one is long enough ago."""
         if time.monotonic() - self._said >= 30:
             self._said = time.monotonic()
             self._say(line)
 
 
 def shell_quote(words: Iterable[Any]) -> str:
-    """Words as a shell reads them back."""
     return shlex.join(map(str, words))
 
 
@@ -127,38 +116,27 @@ def amount(number: float) -> str:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:
-    """Prints rows of cells as a table that fits the terminal, if there is one.
-
-    A narrow terminal goes without `expendable` columns, the first of them first. Returns the heads
-    of those that were left out.
+    """Prints a table; in a narrow terminal without `expendable` columns, the first of them first.
+    Returns the heads of those that were left out.
     """
+    from rich import box
     from rich.console import Console
     from rich.measure import Measurement
+    from rich.table import Table
 
-    rows, left_out = list(rows), []
-    width = shutil.get_terminal_size((_ANY_WIDTH, 0)).columns
+    rows, left_out, any_width = list(rows), [], 10_000
+    width = shutil.get_terminal_size((any_width, 0)).columns
     console = Console(highlight=False, width=width)
-    unlimited = console.options.update(max_width=_ANY_WIDTH)
+    unlimited = console.options.update(max_width=any_width)
     for name in (*expendable, None):
-        table = _table(columns, rows, left_out)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        shown = [column not in left_out for column in columns]
+        for column in itertools.compress(columns, shown):
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*itertools.compress(row, shown))
         if name is None or Measurement.get(console, unlimited, table).maximum <= width:
             break
         left_out.append(name)
     console.print(table)
     return left_out
-
-
-_ANY_WIDTH = 10_000
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[str]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    shown = [name not in left_out for name in columns]
-    for name in itertools.compress(columns, shown):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*itertools.compress(row, shown))
-    return table

@@ -39,26 +39,28 @@ class PeerLostError(TrainingError):
 
 
 class Stopped(Exception):
-    """Somebody asks for the end: every process gives up what it does, at the same point of it."""
+    """Somebody asks for the end: every process stops at the same point of what it does."""
 
 
 def install(extra: str) -> str:
-    """The line that installs what an extra of ours brings."""
     return f"python -m pip install -e '.[{extra}]'"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had too little memory, whatever library noticed it."""
     text = str(error)
     of_device = "RESOURCE_EXHAUSTED" in text and re.search("memory|allocat", text, re.IGNORECASE)
     return bool(of_device) or isinstance(error, MemoryError) or "std::bad_alloc" in text
 
 
+def one_line(error: Exception, most: int = 200) -> str:
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def reason_of(error: Exception) -> str:
-    """The error of the system or a library in one line; with a remedy if memory ran out."""
+    """An error of the system or a library in one line; with a remedy if memory ran out."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    text = " ".join(str(error).split())[:300] or type(error).__name__
+    text = one_line(error, 300)
     if not is_out_of_memory(error):
         return text
     what = re.sub("^(RESOURCE_EXHAUSTED: )?(out of memory )?", "", text, flags=re.IGNORECASE)
@@ -70,9 +72,8 @@ def reason_of(error: Exception) -> str:
 
 
 def report(error: Exception) -> int:
-    """Prints an error in one line on stderr; returns the exit status that goes with it.
-
-    One that does not say in itself what is wrong is raised: a person needs its traceback.
+    """Prints an error in one line on stderr; returns the exit status that goes with it. Errors
+    whose text does not say what is wrong are raised: a person needs the traceback.
     """
     if isinstance(error, ConfigError | TrainingError):
         text = str(error).strip()

@@ -49,23 +49,15 @@ from maxramp.keys.base import CONFIGS, base
 from maxramp.keys.section import is_address, refuse
 
 KEYS = (
-    "tokenizer_type",
-    "tokenizer_path",
-    *MARK_KEYS,
-    "train_data_columns",
-    "tokenize_train_data",
-    "grain_file_type",
-    "hf_path",
-    "hf_name",
-    "train_split",
+    *("tokenizer_type", "tokenizer_path", *MARK_KEYS, "train_data_columns", "tokenize_train_data"),
+    *("grain_file_type", "hf_path", "hf_name", "train_split"),
     # Of chats; which of them fit into a row is for the run to say.
-    *(field.name for field in dataclasses.fields(ChatKeys) if field.name != "long_chats"),
+    *(name for name in ChatKeys.names() if name != "long_chats"),
 )
 INSPECTION_KEYS = (
     *("max_target_length", "separate_documents", "tokenizer_path", "grain_file_type"),
-    *(field.name for field in dataclasses.fields(ChatKeys)),
+    *ChatKeys.names(),
 )
-
 
 _say = functools.partial(print, flush=True)
 
@@ -90,7 +82,6 @@ def _parser() -> argparse.ArgumentParser:
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         given = _parser().parse_intermixed_args(arguments)
@@ -147,7 +138,6 @@ def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKe
 
 
 def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
-    """Prepares the inputs `names` into `given.output`."""
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
     files = preparation.open_inputs(names, keys)
@@ -163,20 +153,16 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
         if prepared.is_prepared(str(output)):
             manifest = prepared.read_manifest(str(output))
             lacks = manifest.get("bad_records", 0)
-            refuse(
-                [
-                    (
-                        manifest["source"] != shards.source_of(planned),
-                        f"--output {given.output} holds a set of other inputs, or read in another "
-                        "way; give another folder, or remove it",
-                    ),
-                    (
-                        lacks > given.max_bad_records,
-                        f"--output {given.output} is prepared already and leaves out "
-                        f"{count(lacks, 'bad record')}, which --max_bad_records {lacks} allows",
-                    ),
-                ]
-            )
+            if manifest["source"] != shards.source_of(planned):
+                raise ConfigError(
+                    f"--output {given.output} holds a set of other inputs, or read in another way; "
+                    "give another folder, or remove it"
+                )
+            if lacks > given.max_bad_records:
+                raise ConfigError(
+                    f"--output {given.output} is prepared already and leaves out "
+                    f"{count(lacks, 'bad record')}, which --max_bad_records {lacks} allows"
+                )
             _say(f"{output} is prepared already")
         else:
             if trained:
@@ -201,7 +187,6 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
 
 
 def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: DataKeys) -> None:
-    """Prints what was left out of a set, and the command that trains on it."""
     for kind, what, see in (
         ("bad_records", "bad record", f", listed in {output / preparation.LIST}"),
         ("duplicates", "document", " that an earlier one equals"),
@@ -216,8 +201,8 @@ def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: Data
     sizes = f"vocab_size={prepared.vocab_size_for(manifest)}"
     if keys.reads_chats:
         config = f"configs/post_train/{'dpo' if keys.use_dpo else 'sft'}.yml run_name={name}"
-        own = {field.name: getattr(keys, field.name) for field in dataclasses.fields(ChatKeys)}
-        own = [f"{n}={x}" for n, x in own.items() if n[:4] != "use_" and x != base()[n]]
+        own = {name: getattr(keys, name) for name in ChatKeys.names() if name[:4] != "use_"}
+        own = [f"{name}={value}" for name, value in own.items() if value != base()[name]]
         sizes = shlex.join(["load_parameters_path=MODEL", *own])
     _say(f"train      python -m maxramp.train {config} grain_train_files={entry} {sizes}")
 

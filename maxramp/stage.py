@@ -1,9 +1,7 @@
 """What a stage is: the shape of its steps, the mesh they run on, how their passes are computed,
-what their tokens see.
+what their tokens see. Imports no JAX.
 
 Shapes: A gradient accumulation steps, B samples of a pass over all devices, T tokens of a sample.
-
-This module imports no jax.
 """
 
 import dataclasses
@@ -26,15 +24,13 @@ Fields = Callable[[int], tuple[Field, ...]]  # the arrays of a batch by T
 
 
 def text_fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:
-    """The arrays of a batch of text, of T tokens a row; `separate` where rows hold several
-    documents, which do not see each other.
-    """
+    """Of T tokens a row; `separate` where rows hold several documents, apart from each other."""
     names = ("tokens", "targets", "segments")[: 3 if separate else 2]
     return *(Field(name, "int32", (tokens,)) for name in names), Field("hashes", "uint32", (2,))
 
 
 def pair_fields(tokens: int) -> tuple[Field, ...]:
-    """The arrays of a batch of pairs, of T tokens for both chats of one, which are two segments."""
+    """Of T tokens for both chats of a pair, which are two segments."""
     return *text_fields(tokens, separate=True), Field("reference_log_probs", "float32", (2,))
 
 
@@ -80,12 +76,10 @@ class StageSpec:
 
     @property
     def samples(self) -> int:
-        """Samples of a step."""
         return self.accumulation * self.rows
 
     @property
     def rows_multiple(self) -> int:
-        """What a rank's rows of a pass are a multiple of."""
         return max(1, self.pipeline_microbatches // self.mesh.pipeline_stages)
 
     @property
@@ -94,7 +88,6 @@ class StageSpec:
         return self.mesh.ranks
 
     def resize(self, accumulation: int, rows: int) -> Self:
-        """The same in other passes."""
         return dataclasses.replace(self, accumulation=accumulation, rows=rows)
 
     def single_pass(self, rows: int) -> Self:

@@ -1,7 +1,7 @@
 """The table of choices: which keys are read only where others have some value.
 
-Not in it are keys that say how a service works which is switched off, such as eval_samples with
-eval_interval=-1: they change nothing that is trained, and nobody waits for what they make.
+Keys of a service that is switched off are not in it, such as eval_samples with eval_interval=-1:
+they change nothing that is trained, and nobody waits for their output.
 """
 
 from maxramp.keys.choices import Choices

@@ -56,24 +56,16 @@ class Config:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """The sections of the values of all keys, each checked alone."""
         values = types.MappingProxyType(dict(values))
-        sections = cls.sections()
-        return cls(
-            values, **{name: section.from_values(values) for name, section in sections.items()}
-        )
+        return cls(values, **{n: s.from_values(values) for n, s in cls.sections().items()})
 
     @classmethod
     def sections(cls) -> dict[str, type[Keys]]:
-        """The class of every section by its name."""
         return {field.name: field.type for field in fields(cls) if field.name != "values"}
 
     @classmethod
     def unread_by(cls, program: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys that are given for other programs that train, with their defaults.
-
-        They change nothing in a run of this one; nor those about a run of any of them.
-        """
+        """The given keys that only other programs that train read, with their defaults."""
         sections = cls.sections()
         ours = OF_ONE_PROGRAM.get(program, sections)
         others = {*itertools.chain(*OF_ONE_PROGRAM.values())} - {*ours}
@@ -85,7 +77,6 @@ class Config:
         }
 
     def check(self) -> None:
-        """Checks the relations between keys that need no devices."""
         refuse(relations.broken(self))
         notations.check(self.batch)
         for phase in self.batch.phase_list[1:]:
@@ -96,9 +87,7 @@ class Config:
 
     @property
     def recipe(self) -> Recipe:
-        """What a train state and its step are made from."""
         return Recipe(self.model, self.objective, self.optimizer)
 
     def replace(self, **values: Any) -> Self:
-        """The same with other values of some keys."""
         return self.from_values({**self.values, **values})

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
-import ml_collections
 import yaml
 
 from maxramp.checkpoints import folder as checkpoints
@@ -35,9 +34,11 @@ class Given:
     is_foreign: bool = False  # a file of another trainer, which lists all that it has
 
 
+Note = Callable[[str], None]  # takes a line about what became of another trainer's keys
+_RAMP = "enable_rampup_batch_size"
 # Ways to say something: of each, the keys that choose it.
 _NOTATIONS = (
-    ("enable_rampup_batch_size",),  # MaxText's
+    (_RAMP,),  # MaxText's
     ("rampup_batch_size", "global_batch_size", "global_batch_tokens"),  # NeMo's
     ("step_batch_size_schedule",),  # Megatron's
     ("rampup_policy",),
@@ -50,10 +51,8 @@ _STAYS_NEAR = "lora_rank", "use_dpo"  # beside a state, they take the weights th
 
 
 def choose(values: MutableMapping[str, Any], given: Given) -> None:
-    """Takes what a file or command line gives, in the place of other ways to say the same.
-
-    Keys that choose another way are unset, and keys of choices that are made no longer go back to
-    their defaults.
+    """Takes what a file or command line gives: keys of other ways to say the same are unset, and
+    keys of choices that are unmade go back to their defaults.
     """
     before = dict(values)
     values.update(given.values)
@@ -78,35 +77,16 @@ def choose(values: MutableMapping[str, Any], given: Given) -> None:
     values.update({name: default for name, default in left.items() if name not in given.values})
 
 
-def without_demo(values: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """Makes a batch constant that is given without a ramp: base.yml's ramp is the demo's alone."""
-    key = "enable_rampup_batch_size"
-    if "per_device_batch_size" in given and not {key, *MAXTEXT_RAMP} & given:
-        return values | {key: False}
-    return values
-
-
 def no_batch() -> dict[str, Any]:
-    """The keys that give a batch and the length of a run, where none of them does."""
     alone = itertools.chain(*RAMP_CHOICES.values())
     unset = {name: base.unset(name) for way in (*_NOTATIONS, *_LENGTHS) for name in way}
     return {name: base.base()[name] for name in alone} | unset | {"phases": {}}
 
 
-def load(
-    arguments: Sequence[str], program: str = "plan", note: Callable[[str], None] = print_note
-) -> Config:
-    """Reads CONFIG.yml and key=value arguments.
-
-    Args:
-      arguments: CONFIG.yml and key=value.
-      program: the module's name. One that trains refuses a config for another, says what it does
-        not read, and leaves that at its default.
-      note: takes a line about what became of another trainer's keys; prints it by default.
-
-    Returns:
-      The configuration, checked as far as it can be without devices: `config.resolve` fills in what
-      they decide.
+def load(arguments: Sequence[str], program: str = "plan", note: Note = print_note) -> Config:
+    """Reads CONFIG.yml and key=value arguments, checked as far as it can be without devices. A
+    `program` that trains refuses a config for another, says what it does not read, and leaves that
+    at its default.
     """
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
@@ -125,21 +105,23 @@ def load(
                 f"there are default, hf (the sizes of load_parameters_path), {there}"
             )
         files += read(str(path), (), note)[:-1]
-    values = ml_collections.ConfigDict(dict(base.base()), type_safe=False, convert_dict=False)
+    merged = dict(base.base())
     for given in (*files, command_line):
-        choose(values, given)
+        choose(merged, given)
     if program in PROGRAMS:
-        if values.program not in ("", program):
+        if (other := merged["program"]) not in ("", program):
             raise ConfigError(
-                f"program={values.program}: this config is for maxramp.{values.program}; run that, "
-                f"or give program={program}"
+                f"program={other}: this config is for maxramp.{other}; run that, or give "
+                f"program={program}"
             )
-        values.program = program
-    merged = without_demo(values.to_dict(), names)
-    unread = Config.unread_by(values.program, merged)
+        merged["program"] = program
+    # A batch that is given without a ramp is constant: base.yml's ramp is the demo's alone.
+    if "per_device_batch_size" in names and not {_RAMP, *MAXTEXT_RAMP} & names:
+        merged[_RAMP] = False
+    unread = Config.unread_by(merged["program"], merged)
     if unread:
         shown = ", ".join(base.shorten([f"{name}={merged[name]}" for name in unread]))
-        note(f"maxramp.{values.program} does not read {shown}")
+        note(f"maxramp.{merged['program']} does not read {shown}")
     merged |= unread
     own = {name for one in (*files, command_line) if not one.is_foreign for name in one.values}
     idle = find_unmade(CHOICES, merged, merged)
@@ -151,10 +133,7 @@ def load(
 
 
 def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
-    """What the folder of a released model gives: sizes, and its tokenizer where text is encoded.
-
-    A run that has begun has a copy of what the folder says, for when that is gone.
-    """
+    """A released model's sizes, and its tokenizer where text is encoded. A run has a copy."""
     given = {name: one for one in (*files, command_line) for name in one.values}
     value = {name: one.values[name] for name, one in given.items()}
     path = value.get("load_parameters_path")
@@ -200,13 +179,9 @@ def _why_no_model(path: Place) -> str:
     return f" is a run, and model_name=hf takes a model; give its export, {newest}"
 
 
-def read(path: str, arguments: Sequence[str], note: Callable[[str], None]) -> list[Given]:
-    """Reads a config file, the files that it is based on, and key=value arguments.
-
+def read(path: str, arguments: Sequence[str], note: Note) -> list[Given]:
+    """The files that give something else than base.yml, the base first, and the command line last.
     Keys of other trainers (`peers`) become ours, are left out or are refused.
-
-    Returns:
-      The files that give something else than base.yml, the base first, and the command line last.
     """
     layers = [
         *((f"{file}: ", list(flatten(values.items()))) for file, values in _chain(path)),
@@ -268,7 +243,7 @@ def _split(argument: str) -> tuple[str, Any]:
 
 
 def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
-    """The files of a base_config chain, the base first. Paths are relative to the naming file."""
+    """The base first. Paths are relative to the naming file."""
     path = place(named)
     if above and not is_object_storage(named):
         path = above[-1].parent / os.path.expanduser(named)
@@ -289,7 +264,6 @@ def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as a config file that gives it again, in the order of base.yml."""
     ordered = {name: config.values[name] for name in base.base()}
     # The sizes are written out: naming their file again would let it override them.
     ordered["model_name"] = "default"

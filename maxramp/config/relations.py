@@ -1,11 +1,10 @@
 """What keys must not be together.
 
-The bound of one key alone stands beside it, in its section; which keys are read only with a choice,
-in `choices`. `resolve` checks what depends on the devices, `rampup.notations` what a ramp's
-notation asks for.
+The bound of one key stands beside it, in its section; the keys of a choice in `choices`. `resolve`
+checks what depends on devices, `rampup.notations` what a ramp's notation asks for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from maxramp.checkpoints.keys import CheckpointKeys
@@ -107,7 +106,6 @@ def _check_data(keys: DataKeys) -> Relations:
 
 
 def _check_chats(keys: DataKeys) -> Relations:
-    """Relations of a configuration that reads chats; none for another."""
     if not (asked := keys.reads_chats):
         return
     yield (
@@ -151,7 +149,6 @@ def _check_checkpoints(keys: CheckpointKeys) -> Relations:
 
 
 def _check_best(keys: CheckpointKeys, evaluation: EvalKeys, sets: Mapping[str, str]) -> Relations:
-    """Whether the run has the number that its best checkpoint is chosen by."""
     how, name = f"checkpoint_best={keys.checkpoint_best}", keys.checkpoint_best.partition(" ")[2]
     yield (
         name and not name.startswith(("eval_", "task_")),
@@ -260,20 +257,13 @@ def _check_together(config: Any) -> Relations:
     )
 
 
-_RELATIONS: dict[str, Callable[[Any], Relations]] = {
-    "batch": _check_batch,
-    "mesh": _check_mesh,
-    "model": _check_model,
-    "data": _check_data,
-    "optimizer": _check_optimizer,
-    "checkpoints": _check_checkpoints,
-    "run": _check_run,
-    "rollout": _check_rollout,
-}
-
-
 def broken(config: Any) -> Relations:
-    """The relations of a `Config`."""
-    for name, check in _RELATIONS.items():
-        yield from check(getattr(config, name))
+    yield from _check_batch(config.batch)
+    yield from _check_mesh(config.mesh)
+    yield from _check_model(config.model)
+    yield from _check_data(config.data)
+    yield from _check_optimizer(config.optimizer)
+    yield from _check_checkpoints(config.checkpoints)
+    yield from _check_run(config.run)
+    yield from _check_rollout(config.rollout)
     yield from _check_together(config)

@@ -18,18 +18,9 @@ from maxramp.rampup.shape import Meshes
 
 
 def resolve(config: Config, num_devices: int, num_slices: int | None, num_processes: int) -> Config:
-    """Fills in what the devices decide and checks what depends on them.
-
-    Args:
-      config: from `load`.
-      num_devices: devices of the whole job.
-      num_slices: groups of devices joined by the slow network (TPU slices; 1 elsewhere); None =
-        those that the keys give.
-      num_processes: processes of the job.
-
-    Returns:
-      A config in which no key is left open: every -1 and "" that stands for something known is
-      replaced by it.
+    """Fills in what the devices decide, so that no key is left open, and checks what depends on
+    them. `num_slices` are groups of devices joined by the slow network (TPU slices; 1 elsewhere);
+    None takes the keys' own.
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
@@ -39,7 +30,6 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
         expansion_factor_real_data=1.0 if factor == -1 else factor,
         mu_dtype=_dtype_of_means(config),
         tokenizer_type=config.data.type_of_tokenizer,
-        **_adaptive(config),
         **_scaling(config),
         **_nodes(config.batch, num_devices, num_processes),
         **dataclasses.asdict(mesh),
@@ -61,7 +51,7 @@ def resolve_planned(config: Config, num_devices: int) -> Config:
 
 
 def meshes_of(config: Config) -> Meshes:
-    """The meshes of a loaded config; None on this many devices that it does not resolve."""
+    """The meshes of a loaded config; None on numbers of devices that it does not resolve for."""
 
     @functools.cache
     def batch_keys(num_devices: int) -> BatchKeys | None:
@@ -83,25 +73,16 @@ def _dtype_of_means(config: Config) -> str:
     return "float32" if config.model.lora_rank else config.model.weight_dtype
 
 
-def _adaptive(config: Config) -> dict[str, Any]:
-    """What a ramp needs that is decided while it runs."""
-    if config.batch.rampup_policy != "noise":
-        return {}
-    period = ladder.period(config.batch)
-    return {"log_gradient_noise_scale": True, "rampup_decision_samples": period}
-
-
-def _scaling(config: Config) -> dict[str, str]:
-    """How the learning rate follows the batch; a policy asks for the root, from where it begins."""
-    by_policy = {
-        "batch_size_lr_scaling": ("none", "sqrt"),
-        "batch_size_lr_reference": ("final", "initial"),
-    }
-    return {
-        name: choices[bool(config.batch.rampup_policy)]
-        for name, choices in by_policy.items()
-        if getattr(config.learning_rate, name) == "auto"
-    }
+def _scaling(config: Config) -> dict[str, Any]:
+    """A policy asks for the root of the batch, from where it begins, and measured noise."""
+    policy, rate = config.batch.rampup_policy, config.learning_rate
+    how, from_where = ("sqrt", "initial") if policy else ("none", "final")
+    found = {"batch_size_lr_scaling": how, "batch_size_lr_reference": from_where}
+    found = {name: value for name, value in found.items() if getattr(rate, name) == "auto"}
+    if policy == "noise":
+        found |= {"log_gradient_noise_scale": True}
+        found |= {"rampup_decision_samples": ladder.period(config.batch)}
+    return found
 
 
 def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, Any]:
@@ -114,7 +95,6 @@ def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, A
 
 
 def _pipeline(config: Config) -> dict[str, int]:
-    """How many micro batches go through the pipeline, and how it cuts the layers."""
     batch, model = config.batch, config.model
     stages, layers = batch.pipeline_stages, model.base_num_decoder_layers
     per_stage, repeats = model.num_layers_per_pipeline_stage, model.num_pipeline_repeats
@@ -155,7 +135,6 @@ def _pipeline(config: Config) -> dict[str, int]:
 def _phases(
     keys: BatchKeys, first: MeshKeys, num_devices: int, num_slices: int | None
 ) -> dict[str, dict[str, Any]]:
-    """The phases, with the sizes of the meshes that they change."""
     found, before = {}, first.group("ici")
     # Of the slices' axes the outermost, data, leaves the devices in order.
     between = [f"{n}={x}" for n, x in [*first.group("dcn").items()][1:] if x > 1]
@@ -175,10 +154,7 @@ def _phases(
 
 
 def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
-    """Rows of a device in an evaluation: as in a pass, in rows that the mesh of every phase takes.
-
-    Of a pass alone where no phase changes the mesh.
-    """
+    """As in a pass, where a phase changes the mesh in rows that the mesh of every phase takes."""
     rows, held = layout.whole_rows_per_device(keys), [phase.keys for phase in keys.phase_list]
     multiples = [Fraction(of.rows_multiple, of.model_parallel_size) for of in held]
     denominator = math.lcm(*(multiple.denominator for multiple in multiples))
@@ -187,9 +163,8 @@ def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
 
 
 def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
-    """Rows over the batch axes, weights over fsdp and tensor: every shard is of equal size.
-
-    The batches of the stages are checked when it is known which of them will run.
+    """Every shard has to be of equal size. The stages that will run are checked when they are
+    known.
     """
     sizes, ranks = mesh.sizes, mesh.ranks
     eval_size = config.evaluation.eval_per_device_batch_size

@@ -1,7 +1,5 @@
-"""The batch that a step trains on: tokens, what each predicts, hashes.
-
-Shapes: A gradient accumulation steps, B rows of a micro batch, N rows, T tokens of a row, S = T + 1
-with the one after them.
+"""The batch of a step: tokens, what each predicts, hashes. Shapes: A gradient accumulation steps, B
+rows of a micro batch, N rows, T tokens of a row, S = T + 1 with the one after them.
 """
 
 import dataclasses
@@ -25,10 +23,8 @@ _BLOCK = 1 << 16  # tokens that are hashed together: they stay in a core's cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Arrays [A, B, ...] of a step, [B, ...] of a micro batch.
-
-    One that is None is in no program. Most have T numbers a row; what stands at a token is about
-    the one that it predicts.
+    """Arrays [A, B, ...] of a step, [B, ...] of a micro batch; None is in no program. Most have T
+    numbers a row; the number at a token is about the token that it predicts.
     """
 
     tokens: _Array  # int32 ids; PADDING (-1) is not a token
@@ -45,14 +41,12 @@ class Batch:
 
     @property
     def token_positions(self) -> Positions:
-        """The positions of the tokens in their documents, and their segments."""
         return Positions(self.segments, self.positions)
 
 
 def abstract_batch(
     fields: Sequence[Field], leading: tuple[int, ...], sharding: NamedSharding
 ) -> Batch:
-    """Shapes, dtypes and shardings of a batch, whose leading axes are mostly A and B."""
     return Batch(
         **{
             name: jax.ShapeDtypeStruct((*leading, *suffix), dtype, sharding=sharding)
@@ -64,10 +58,8 @@ def abstract_batch(
 def stack(
     rows: Sequence[Row], fields: Sequence[Field], places: Sequence[int] | None = None
 ) -> Batch:
-    """The batch [N, ...] of rows, with the arrays of `fields`.
-
-    A token that begins a document is not a target of the document before it. `places` are those of
-    the rows in their step; None = from 0 on.
+    """The batch [N, ...] of rows at their `places` in the step (None: from 0 on). A token that
+    begins a document is not a target of the document before it.
     """
     tokens_NS, segments_NT = np.stack([row.tokens for row in rows]), None
     N, S = tokens_NS.shape
@@ -98,17 +90,12 @@ def stack(
 
 
 def hash_rows(tokens_NS: np.ndarray, places: tuple[int, ...]) -> np.ndarray:
-    """What each row adds to the fingerprint of its step: uint32 [N, 2], high and low word.
+    """Each row's part of the step's fingerprint: uint32 [N, 2], high and low word.
 
     The fingerprint is an order-sensitive 64-bit hash. Token t at position i of the step's rows,
     read in order, adds mix(mix(i + c) ^ t) to each word, modulo 2^32; mix is the finalizer of
-    MurmurHash3 and c the word's constant. A sum, so that rows add up to the same whatever devices
-    hold them; positions are those in the step, so that the split into micro batches does not show
-    either.
-
-    Args:
-      tokens_NS: ids, of a document's first token 2^30 more where documents are apart.
-      places: of the rows in the step.
+    MurmurHash3, c the word's constant. A sum of positions in the step depends neither on the
+    devices nor on micro batches. Where documents are apart, 2^30 is added to the first id of each.
     """
     N, S = tokens_NS.shape
     mixed_N2S, hashes_N2 = _mixed_positions(places, S), np.empty((N, 2), np.uint32)
@@ -125,7 +112,6 @@ def hash_rows(tokens_NS: np.ndarray, places: tuple[int, ...]) -> np.ndarray:
 
 @functools.lru_cache(2)  # all steps of a stage ask for the same; those of two are read at once
 def _mixed_positions(places: tuple[int, ...], length: int) -> np.ndarray:
-    """mix(i + c) of every token of rows at these places: uint32 [N, 2, S]."""
     constants_21 = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)[:, None]
     positions_NS = np.array(places)[:, None] * length + np.arange(length)
     mixed_N2S = positions_NS.astype(np.uint32)[:, None] + constants_21
@@ -133,7 +119,7 @@ def _mixed_positions(places: tuple[int, ...], length: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray, shifted: np.ndarray) -> np.ndarray:
-    """The finalizer of MurmurHash3, in place, with room for what it shifts."""
+    """The finalizer of MurmurHash3, in place."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x ^= np.right_shift(x, np.uint32(shift), out=shifted)
         x *= np.uint32(factor)

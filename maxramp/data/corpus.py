@@ -1,4 +1,4 @@
-"""What a run trains on and is evaluated on: sources, and the rows that are made of them."""
+"""What a run trains on and is evaluated on: sources, and the rows made of them."""
 
 import dataclasses
 import hashlib
@@ -11,10 +11,8 @@ from maxramp.data.rows import Document
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """An entry of a mixture, or a held-out set: rows, or documents that become rows.
-
-    Items are read when they are asked for, and the same whoever asks. A process that reads nothing
-    has a range in their place, which has a length.
+    """An entry of a mixture, or a held-out set: rows, or documents that become rows. Items are read
+    on access; in a process that reads nothing a range stands in for them.
     """
 
     name: str  # "" of the only held-out set
@@ -27,7 +25,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What the keys of the data name, opened: all rows, or all documents."""
+    """What the data keys name, opened: all rows, or all documents."""
 
     train: Sequence[Part]
     held_out: Sequence[Part]  # without items where nothing is held out
@@ -36,7 +34,7 @@ class Sources:
 
     @property
     def summary(self) -> list[Any]:
-        """All of it as JSON, the items by their number: what a process that reads nothing needs."""
+        """As JSON, with the number of items: what a process that reads nothing needs."""
         parts = [
             [dataclasses.astuple(dataclasses.replace(x, items=len(x.items))) for x in parts]
             for parts in (self.train, self.held_out)
@@ -45,17 +43,15 @@ class Sources:
 
     @classmethod
     def from_summary(cls, summary: list[Any]) -> "Sources":
-        """The sources of a process that reads nothing."""
         *parts, note, packed = summary
         parts = [
-            [dataclasses.replace(part, items=range(part.items)) for part in (Part(*x) for x in of)]
+            [dataclasses.replace(x, items=range(x.items)) for x in (Part(*x) for x in of)]
             for of in parts
         ]
         return cls(*parts, note, packed)
 
 
 def hash_of(value: Any) -> str:
-    """A short hash of a value, by its `repr`."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
@@ -86,16 +82,13 @@ class Corpus:
 
     @property
     def hash(self) -> str:
-        """Of the first mixture and what is held out: equal hash, equal rows."""
         return self.identity({}).hash
 
     @property
     def held_out_hash(self) -> str:
-        """Of what is held out alone, as it is laid out: equal hash, equal rows."""
         return hash_of([[part.name, part.rows_hash] for part in self.held_out])
 
     def identity(self, evaluations: Mapping[str, str]) -> DataIdentity:
-        """What identifies it, with what evaluations on it depend on besides."""
         train = [[part.name, part.weight, part.hash] for part in self.train]
         parts = [part for part in train if part[1]]
         parts += [[f"held out {x.name}".strip(), x.weight, x.hash] for x in self.held_out]

@@ -1,7 +1,4 @@
-"""Hugging Face's hub: files of models, and data sets by name with random access.
-
-Both come from the local cache, or else are fetched into it.
-"""
+"""Hugging Face's hub through its local cache: models' files, data sets with random access."""
 
 import functools
 import os
@@ -10,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maxramp.data.files.records import WHOLE, Record, RecordFile, without_nulls
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, one_line
 from maxramp.files.storage import allow_many_files, optional
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -18,16 +15,14 @@ _FILE = re.compile(r".*\.(json|model|tiktoken)", re.IGNORECASE)
 
 
 def is_name(path: str) -> bool:
-    """Whether a path is not on this machine and has the form of a name, organization/model."""
+    """Whether a path is not on this machine and has the form organization/model."""
     return bool(_NAME.fullmatch(path)) and not (_FILE.fullmatch(path) or os.path.lexists(path))
 
 
 @functools.cache
 def fetch(key: str, name: str, file: str, required: bool = True) -> str:
-    """The local path of a file of a model; what the cache holds is not looked for on the hub.
-
-    `key` is named in errors, `name` is organization/model. A file that is not `required` may be
-    missing: "".
+    """The local path of a model's file; "" where it is missing and not `required`. Files in the
+    cache are not looked for on the hub.
     """
 
     def ask(hub: Any) -> str:
@@ -43,7 +38,6 @@ def fetch(key: str, name: str, file: str, required: bool = True) -> str:
 
 @functools.cache
 def fetch_model(key: str, name: str) -> str:
-    """The local folder of a model's safetensors, config and tokenizer; of the cache, if there."""
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
     def ask(hub: Any) -> str:
@@ -54,7 +48,7 @@ def fetch_model(key: str, name: str) -> str:
 
 
 def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> str:
-    """What the cache or the hub answers; `wanted` are the arguments of `hf download`."""
+    """What the cache or else the hub answers; `wanted` are the arguments of `hf download`."""
     name, _, file = wanted.partition(" ")
     what = f"{key}={name}: no such file or folder here; a model of that name on Hugging Face"
     hub = optional("huggingface_hub", "huggingface_hub", what, "hub")
@@ -62,7 +56,7 @@ def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> st
     try:
         return ask(hub)
     except errors.HFValidationError as error:
-        why = f"no name of a model on Hugging Face ({_reason(error)})"
+        why = f"no name of a model on Hugging Face ({one_line(error)})"
     except errors.LocalEntryNotFoundError:
         why = "the cache of Hugging Face does not hold it, and the hub is out of reach"
     except errors.GatedRepoError:
@@ -70,18 +64,14 @@ def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> st
     except errors.EntryNotFoundError as error:
         if not required:
             return ""
-        why = f"the model on Hugging Face has no such file ({_reason(error)})"
+        why = f"the model on Hugging Face has no such file ({one_line(error)})"
     except Exception as error:  # of the client, of the network, of the disk
-        why = f"cannot be fetched, with HF_TOKEN if the model needs it ({_reason(error)})"
+        why = f"cannot be fetched, with HF_TOKEN if the model needs it ({one_line(error)})"
     what = f"{file} of the model" if file else "the model"
     raise ConfigError(
         f"{key}={name}: no such file or folder here; {what} of that name on Hugging Face: {why}; "
         f"fetch it where there is a network (hf download {wanted}), or give a path"
     )
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 _RECORD = 1024  # bytes that a record counts as: those of a table depend on who wrote it
@@ -97,12 +87,10 @@ class HubSet(RecordFile):
 
     @property
     def num_bytes(self) -> int:
-        """Of all records, nominally."""
         return len(self) * _RECORD
 
     @property
     def stamp(self) -> tuple[Any, ...]:
-        """What changes when the data set does."""
         return self.path, len(self), self._table._fingerprint, self.column
 
     def __len__(self) -> int:
@@ -123,7 +111,7 @@ class HubSet(RecordFile):
         except Exception as error:  # of the client, of the network, of the set's own script
             raise ConfigError(
                 f"hf_path={path} hf_name={name} (split {split}): neither the cache of datasets nor "
-                f"the hub gives it ({_reason(error)}); load it once where there is a network, or "
+                f"the hub gives it ({one_line(error)}); load it once where there is a network, or "
                 "give files to grain_train_files"
             ) from None
         if self.column == WHOLE:

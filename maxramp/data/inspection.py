@@ -24,12 +24,13 @@ from maxramp.stage import text_fields
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
 _TOKENS = 64  # of each document or piece that are shown
+# Of control characters, which a terminal obeys or drops.
 _ESCAPES = {n: repr(chr(n))[1:-1] for n in range(160) if chr(n) not in "\n\t" and not 31 < n < 127}
+Pieces = Iterable[tuple[str, bool]]  # of a text, and whether each is a target
 _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
 
 def inspect(folder: str, keys: DataKeys) -> None:
-    """Prints what a prepared set holds, with some documents and rows, as training has them."""
     manifest, files = prepared.open_set(folder)
     used, tokenizer = manifest["tokenizer"], None
     if used:
@@ -67,10 +68,7 @@ def inspect(folder: str, keys: DataKeys) -> None:
 
 
 def inspect_chats(files: str, keys: DataKeys) -> None:
-    """Prints some chats or pairs as the template makes them, what is to be learnt in brackets.
-
-    `files` are as `grain_train_files` names them.
-    """
+    """`files` has the form of `grain_train_files`."""
     whole = {"grain_train_files": files, "eval_interval": -1, "eval_fraction": 0.0}
     no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
     sources = open_sources(dataclasses.replace(keys, **whole, **no_model))
@@ -82,8 +80,7 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
         _show_chat(console, index, part.items[index], texts, keys.use_dpo)
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
-    """The pieces of a text, and whether each is one of its spans."""
+def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
     at = 0
     for begin, end in spans:
         yield from ((text[at:begin], False), (text[begin:end], True))
@@ -91,8 +88,7 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, boo
     yield text[at:], False
 
 
-def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
-    """The texts of a prepared chat or pair, in pieces, and whether each is a target."""
+def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[Pieces]:
     for first, last in itertools.pairwise((*document.begins, len(document.tokens))):
         is_target, tokens = document.is_target[first:last], document.tokens[first:last]
         ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
@@ -103,11 +99,7 @@ def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[list[tuple[str
 
 
 def _show_chat(
-    console: Console,
-    index: int,
-    document: Document,
-    texts: Iterable[Iterable[tuple[str, bool]]],
-    is_pair: bool,
+    console: Console, index: int, document: Document, texts: Iterable[Pieces], is_pair: bool
 ) -> None:
     targets = 0 if document.is_target is None else int(document.is_target[1:].sum())
     note = f"{len(document.tokens)} tokens, {count(targets, 'target')}"
@@ -118,18 +110,12 @@ def _show_chat(
             console.print(Text(f"{PAIR[number]}:", "bold"))
         shown = Text()
         for text, is_learnt in pieces:
-            text = _visible(text)
+            text = text.translate(_ESCAPES)
             shown.append(*((f"[{text}]", "bold green") if is_learnt else (text,)))
         console.print(shown, soft_wrap=True)
 
 
-def _visible(text: str) -> str:
-    """A text with the escapes of control characters, which a terminal obeys or drops."""
-    return text.translate(_ESCAPES)
-
-
 def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:
-    """The documents of a row, a line each."""
     tokens, predicted, begins = batch.tokens[0], batch.targets[0], np.array([0])
     if batch.segments is not None:
         begins = np.unique(batch.segments[0], return_index=True)[1]
@@ -144,11 +130,9 @@ def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:
 
 
 def _spread(total: int, most: int) -> list[int]:
-    """Numbers from all over the first `total`."""
     return np.unique(np.linspace(0, total - 1, min(total, most)).astype(int)).tolist()
 
 
 def _preview(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """The text of ids, as far as it is shown."""
     text = repr(tokenizer.decode(ids[:_TOKENS])) if tokenizer else " ".join(map(str, ids[:16]))
     return f"{text}{'...' if len(ids) > (_TOKENS if tokenizer else 16) else ''}"

@@ -7,16 +7,8 @@ from collections.abc import Mapping, Sequence
 from maxramp.data import hub
 from maxramp.data.chats.keys import ChatKeys
 from maxramp.errors import ConfigError
-from maxramp.keys.section import (
-    Keys,
-    below_one,
-    limit,
-    minimum,
-    named_texts,
-    one_of,
-    positive_or_open,
-    uint32,
-)
+from maxramp.keys import section
+from maxramp.keys.section import Keys, limit, minimum, one_of, positive_or_open, uint32
 from maxramp.rampup.numbers import exact
 from maxramp.stage import Fields, pair_fields, text_fields
 
@@ -40,7 +32,7 @@ class DataKeys(ChatKeys):
     hf_name: str
     train_split: str
     hf_eval_split: str
-    eval_sets: Mapping[str, str] = named_texts()
+    eval_sets: Mapping[str, str] = section.named_texts()
     train_data_columns: Sequence[str] = limit(
         lambda value: len(value) == 1 and isinstance(value[0], str),
         "must be one name, such as [text]",
@@ -52,7 +44,7 @@ class DataKeys(ChatKeys):
     add_eos: bool
     split_special_tokens: bool
     vocab_size: int
-    eval_fraction: float = below_one()
+    eval_fraction: float = section.below_one()
     eval_interval: int
     max_target_length: int
     packing: bool
@@ -73,12 +65,11 @@ class DataKeys(ChatKeys):
 
     @property
     def mark_keys(self) -> dict[str, bool]:
-        """The keys that say which marks documents get."""
         return {name: getattr(self, name) for name in MARK_KEYS}
 
     @property
     def type_of_tokenizer(self) -> str:
-        """`tokenizer_type` as given, or what the name of the tokenizer's file says."""
+        """`tokenizer_type` as given, or by the name of the tokenizer's file."""
         kind, path = self.tokenizer_type, self.tokenizer_path
         if kind or not path or self.dataset_type == "synthetic":  # which uses none, and says so
             return kind or "bytes"
@@ -125,20 +116,17 @@ class EvalKeys(Keys):
     evaluate_tasks_include_path: str
 
     def tasks_are_due(self, before: int, consumed: int, is_last: bool) -> bool:
-        """Whether to evaluate tasks after a step: the first that reaches a multiple of the interval
-        in samples (`before` it, and `consumed` after it), or the run's last."""
+        """Whether the step over samples [before, consumed) reaches a multiple, or is the last."""
         interval = self.evaluate_tasks_interval
         reached = interval > 0 and consumed // interval > before // interval
         return bool(self.evaluate_tasks) and (reached or is_last)
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether to evaluate after `step` steps of a run."""
         interval = self.eval_interval
         return interval > 0 and (step % interval == 0 or step == total_steps)
 
     def due(self, step: int, before: int, consumed: int, total_steps: int) -> list[str]:
-        """What to evaluate on after `step` steps of a run, of which the last consumed samples from
-        `before` on: HELD_OUT, TASKS."""
+        """What to evaluate after `step` steps, the last over samples [before, consumed)."""
         tasks = self.tasks_are_due(before, consumed, step == total_steps)
         return [HELD_OUT] * self.is_due(step, total_steps) + [TASKS] * tasks
 

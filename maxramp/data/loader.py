@@ -9,16 +9,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from maxramp.data import pieces
-from maxramp.data.batch import Batch
+from maxramp.data.batch import Batch, stack
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import EvalBatches, RunRows, StepBatches
 from maxramp.data.prefetch import ReadAhead, SharedRamp
 from maxramp.data.relay import Expansion
+from maxramp.data.row import PADDING, Row
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.stage import text_fields
+
+_SAMPLES = 64  # of each row length that cuts samples, in which losses are counted
 
 
 class Loader:
@@ -44,28 +48,35 @@ class Loader:
         self._held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
         self._shared_ramp = SharedRamp(ramp)
         steps = ramp.total_steps
-        largest = max(
-            ramp.stages_between(first_step, steps) + ramp.rungs,
-            key=lambda stage: stage.global_batch_size,
-        )
-        self._batches = self._read_ahead(
-            StepBatches(rows, steps, self._shared_ramp, expansion.share),
-            first_step,
-            steps,
-            largest=expansion.abstract_batch(largest.spec),
-            workers=reading.grain_worker_count,
-        )
+        stages = ramp.stages_between(first_step, steps) + ramp.rungs
+        largest = max(stages, key=lambda stage: stage.global_batch_size)
+        batches = StepBatches(rows, steps, self._shared_ramp, expansion.share)
+        abstract, workers = expansion.abstract_batch(largest.spec), reading.grain_worker_count
+        self._batches = self._read_ahead(batches, first_step, steps, abstract, workers)
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
         self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
         self._next_step = first_step
         self._placed = self._place_next()
 
     def cuts(self, stages: Sequence[Stage]) -> Iterator[str]:
-        """Lines about what is lost where stages cut samples into shorter rows."""
-        return pieces.lines(self._rows, stages)
+        """A line for every row length into which stages cut their samples: what is lost there."""
+        lengths: dict[int, Stage] = {}
+        for stage in stages:
+            lengths.setdefault(stage.spec.row_length, stage)
+        for length, stage in lengths.items():
+            first, count = stage.first_sample, stage.spec.rows_of_sample
+            if count == 1:
+                continue
+            numbers = range(first, min(first + _SAMPLES, len(self._rows)))
+            documents, cut, empty = count_losses([self._rows[n] for n in numbers], length)
+            yield (
+                f"stage {stage.index} cuts samples of {stage.spec.tokens} tokens into {count} rows "
+                f"of {length}: of its first {len(numbers)} samples, {cut:,} of {documents:,} "
+                f"documents are cut, and {empty:,} of {count * len(numbers):,} rows have no target"
+            )
 
     def batch(self, step: int) -> tuple[Batch, float]:
-        """The rows of `step` and the seconds waited for them; steps are asked for in order."""
+        """The rows of `step` and the seconds waited for them; ask for steps in order."""
         self._check_enough()
         self._shared_ramp.publish(self._ramp)
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
@@ -92,22 +103,18 @@ class Loader:
         return list(self._held_out)
 
     def eval_batches(self, stage: Stage, keys: EvalKeys, held_out: str = "") -> Iterator[Batch]:
-        """The batches of one evaluation in a stage, as from `batch` with A = 1.
-
-        Together they hold every row of a held-out set once, or the first eval_samples of them.
-        """
+        """As from `batch` with A = 1: all of a held-out set once, or the first eval_samples."""
         expansion = self.expansion
         spec = stage.spec.single_pass(keys.rows(expansion.mesh.size))
         abstract = expansion.abstract_batch(spec)
         rows, share = self._held_out[held_out], expansion.share
         batches = EvalBatches(rows, spec, share, keys.eval_samples)
-        ahead = self._read_ahead(batches, 0, len(batches), largest=abstract, workers=0)
+        ahead = self._read_ahead(batches, 0, len(batches), abstract, workers=0)
         with contextlib.closing(ahead):
             for local in ahead:
                 yield expansion.place(local, abstract)
 
     def close(self) -> None:
-        """Stops reading ahead."""
         self._shared_ramp.close()
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
@@ -122,8 +129,21 @@ class Loader:
         return ReadAhead(batches, first, last, self._reading, size, workers)
 
 
+def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
+    """Documents (a row read as one text is one), those cut into rows of `length`, and rows without
+    a target.
+    """
+    tokens = len(rows[0].tokens) - 1
+    batch = stack(rows, text_fields(tokens, separate=True))
+    segments_NT = np.where(batch.tokens == PADDING, PADDING, batch.segments)
+    before, behind = segments_NT[:, length - 1 : -1 : length], segments_NT[:, length::length]
+    documents = [{*of_row} - {PADDING} for of_row in segments_NT]
+    cut = [{*b[(b == a) & (b != PADDING)]} for b, a in zip(before, behind, strict=True)]
+    has_target = (batch.targets.reshape(len(rows), -1, length) != PADDING).any(-1)
+    return sum(map(len, documents)), sum(map(len, cut)), int((~has_target).sum())
+
+
 def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
-    """Refuses a run that needs more rows than its data has, and says what would do."""
     keys, there, needed, beyond = ramp.keys, len(rows), ramp.total_samples, 0
     if ramp.rungs:  # the last step begins before the run's samples are consumed, with any rung
         beyond = ramp.rungs[-1].global_batch_size - 1

@@ -1,8 +1,7 @@
 """The rows of a run: its sources opened, their documents counted and laid out.
 
-Called on every process of a job, whether it reads or not: those that do not read learn the sizes
-from those that do. What is wrong in one process ends all of them with the same line, before
-anything is trained.
+Every process of a job calls this; those that do not read learn the sizes from those that do. An
+error in one ends all with the same line, before anything is trained.
 """
 
 import contextlib
@@ -27,6 +26,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys.section import refuse
 from maxramp.processes.agreement import all_gather_json, raise_everywhere
 
+Beat = Callable[[], None]
 _BLOCK = 256  # documents whose lengths are counted together
 _ROUND = 4096  # blocks that a process counts between two words with the others
 
@@ -35,23 +35,19 @@ def open_rows(
     data: DataKeys,
     reading: ReadingKeys,
     reads: bool,
-    beat: Callable[[], None] = lambda: None,
+    beat: Beat = lambda: None,
     later: Sequence[tuple[int, str]] = (),
 ) -> Corpus:
     """Opens the rows that the keys name; called by all processes of the job.
 
-    Documents are laid out in rows by their lengths, which takes a pass over the data. The reading
-    processes share it.
+    Documents are laid out in rows by their lengths, which takes a pass that the reading processes
+    share. A TrainingError says on every process that one could not read a document.
 
     Args:
-      data, reading: of a resolved config.
       reads: whether this process opens the data. The others get rows with a number only.
-      beat: called on every process whenever more of the documents' lengths are to be counted.
+      beat: called on every process whenever more lengths are to be counted.
       later: (first row, grain_train_files) of the phases that change the mixture. A part is the
         same in all mixtures that name it.
-
-    Raises:
-      TrainingError: on every process, that a document could not be read on one of them.
     """
     values = [value for _, value in later]
     opened = raise_everywhere(lambda: open_sources(data, values) if reads else None)
@@ -101,7 +97,6 @@ def _shares(weights: Iterable[tuple[str, float]]) -> str:
 def _lay_out(
     data: DataKeys, sources: Sources, count_documents: Callable[[Part], np.ndarray]
 ) -> tuple[Sources, str]:
-    """Rows of all documents, counted as by `_Counts`, and a description of them."""
     length, lay_out = data.max_target_length, packing.one_per_row
     separate = data.use_dpo or (data.packing and data.separate_documents)
     if data.packing:
@@ -153,8 +148,9 @@ def _held_out_key(data: DataKeys, name: str) -> str:
 
 
 class _Counts:
-    """Element n: what the layout of the n-th block of documents depends on, int32 [documents, 4]:
-    tokens, targets among them, the number in LEFT_OUT, and a hash of it all."""
+    """Element n: of the n-th block, int32 [documents, 4]: tokens, targets among them, the number in
+    LEFT_OUT, and a hash of it all.
+    """
 
     def __init__(self, documents: Sequence[Document]):
         self._documents = documents
@@ -181,15 +177,9 @@ def _measure(document: Document) -> tuple[int, int, int, int]:
 
 
 def _count(
-    reading: ReadingKeys,
-    documents: Sequence[Document],
-    readers: list[int],
-    beat: Callable[[], None],
+    reading: ReadingKeys, documents: Sequence[Document], readers: list[int], beat: Beat
 ) -> np.ndarray:
-    """Counts the tokens of all documents (`_Counts`); each reading process counts a part of them.
-
-    Works in rounds, so that every process learns that the others get on, or that one has failed.
-    """
+    """Works in rounds, so that every process learns whether the others proceed."""
     nothing = np.empty((0, 4), np.int32)
     if not len(documents):
         return nothing

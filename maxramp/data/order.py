@@ -1,16 +1,11 @@
 """Which rows a step trains on: pure functions of the row's number, with random access.
 
-Glossary
-  part         one entry of a mixture: its rows and its share of the rows of the run
-  row r of the run
-               what sample r is, for every batch size, host count and restart
-  step k       trains on rows [samples_before(k), samples_before(k + 1)), in order; row r of the
-               step is row r % B of micro batch r // B (B = micro batch size)
-  group        the devices that hold the same rows of a micro batch: equal parts of it, in order
-  share        the groups whose rows a process reads; no other row is read
+Row r of the run is what sample r is, for every batch size, host count and restart. Step k trains on
+rows [samples_before(k), samples_before(k + 1)), in order; row r of the step is row r % B of micro
+batch r // B. A group is the devices that hold the same rows of a micro batch: equal parts of it, in
+order. A share is the groups whose rows a process reads; it reads no other row.
 
-Shapes: A gradient accumulation steps, B rows of a micro batch, R those of them that a process
-reads.
+Shapes: A gradient accumulation steps, B rows of a micro batch, R those that a process reads.
 """
 
 import bisect
@@ -45,10 +40,8 @@ class Interleaving:
     """
 
     def __init__(self, weights: Sequence[float]):
-        """
-        Args:
-          weights: of the parts, relative to each other, taken as the decimals they are written as.
-            Where their period would exceed 100,000 items, shares are rounded to that fraction.
+        """`weights` count as the decimals they are written as; where their period would exceed
+        100,000 items, shares are rounded to that fraction.
         """
         self._shares = _whole_shares(weights)
         period = sum(self._shares)
@@ -67,13 +60,11 @@ class Interleaving:
         self._places = [[n for n in range(period) if picks[n] == p] for p in range(len(weights))]
 
     def locate(self, item: int) -> tuple[int, int]:
-        """(part, item of the part) of an item of the mixture."""
         period, place = divmod(item, len(self._picks))
         part = self._picks[place]
         return part, period * self._shares[part] + self._ranks[place]
 
     def count(self, items: int) -> list[int]:
-        """How many of the first `items` of the mixture come from each part."""
         periods, rest = divmod(items, len(self._picks))
         return [
             periods * share + bisect.bisect_left(places, rest)
@@ -81,7 +72,7 @@ class Interleaving:
         ]
 
     def length(self, available: Sequence[int]) -> tuple[int, int]:
-        """Items of the mixture until a part with this many is used up, and which part that is."""
+        """Items until a part with this many is used up, and which part that is."""
         ends = []
         for part, (count, share) in enumerate(zip(available, self._shares, strict=True)):
             periods, rest = divmod(count, share)
@@ -90,7 +81,6 @@ class Interleaving:
 
 
 def _whole_shares(weights: Sequence[float]) -> list[int]:
-    """The smallest integers in the proportion of the weights."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     denominators = ((weight / total).denominator for weight in exact)
@@ -130,33 +120,25 @@ class RunRows:
         seed: int | None,
         later: Sequence[tuple[int, Sequence[float]]] = (),
     ):
-        """
-        Args:
-          parts: with `name`, `weight` and `items`; each is used `num_epoch` times at most.
-          num_epoch: see there.
-          seed: of the order; None = in the order of the data.
-          later: other weights of the parts, each from a row on; 0 = the part has no rows there.
+        """`parts` have `name`, `weight` and `items`. Without a seed the order is the data's.
+        `later` are other weights, each from a row on; 0 = no rows there.
         """
         self._parts, self._seed = parts, seed
         self._stretches: list[_Stretch] = []
         used = [0] * len(parts)
         for first, weights in [(0, [part.weight for part in parts]), *later]:
             if self._stretches:
-                used = self._used_before(first)
+                last, used = self._stretches[-1], [*used]
+                counts = last.mixture.count(first - last.first)
+                for part, count in zip(last.parts, counts, strict=True):
+                    used[part] += count
             there = [number for number, weight in enumerate(weights) if weight]
             mixture = Interleaving([weights[number] for number in there])
             self._stretches.append(_Stretch(first, there, mixture, used))
         self._length, _ = self.length(num_epoch)
 
-    def _used_before(self, row: int) -> list[int]:
-        last = self._stretches[-1]
-        used = [*last.used]
-        for part, count in zip(last.parts, last.mixture.count(row - last.first), strict=True):
-            used[part] += count
-        return used
-
     def length(self, num_epoch: int) -> tuple[int, str]:
-        """Rows until a part was used so often, and the name of that part."""
+        """Rows until a part was used `num_epoch` times, and the name of that part."""
         ends = [stretch.first for stretch in self._stretches[1:]] + [math.inf]
         for stretch, end in zip(self._stretches, ends, strict=True):
             left = [len(self._parts[p].items) * num_epoch - stretch.used[p] for p in stretch.parts]
@@ -195,15 +177,12 @@ class Share:
         return groups, slots.reshape(self.places.shape)
 
     def rows(self, spec: StageSpec) -> list[int]:
-        """Which rows of a micro batch are read."""
         size = spec.rows // spec.ranks
         return [row for g in self._groups(spec)[0] for row in range(g * size, (g + 1) * size)]
 
     def read(self, row: Callable[[int], Row], spec: StageSpec) -> Batch:
-        """This process's part of a batch, whose rows `row` gives by their places in it.
-
-        Returns:
-          Arrays [A, R, ...], or with a factor above 1 [factor, A, devices x rows of a group, ...].
+        """This process's part of a batch: [A, R, ...], or with a factor above 1 [factor, A, devices
+        x rows of a group, ...]. `row` gives a row by its place in the batch.
         """
         A, B = spec.accumulation, spec.rows
         places = [a * B + place for a in range(A) for place in self.rows(spec)]
@@ -243,7 +222,7 @@ class EvalBatches:
     """Element n: what this process reads of evaluation batch n; past the last row is padding."""
 
     def __init__(self, rows: Sequence[Row], spec: StageSpec, share: Share, most: int = -1):
-        """Of the first `most` rows, whatever the size of a batch; -1 = of all."""
+        """Of the first `most` rows; -1 = of all."""
         self._rows, self._spec, self._share = rows, spec, share
         self._count = len(rows) if most == -1 else min(most, len(rows))
         self._padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))

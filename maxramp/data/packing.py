@@ -1,12 +1,12 @@
 """Documents -> rows of fixed length, laid out once, so that every row has random access.
 
-From the documents' lengths follows which pieces of which documents make row i; the pieces are read
-when the row is asked for. So rows depend on no host count, and a restart needs no state.
+The documents' lengths decide which pieces of which documents make row i; they are read when the row
+is asked for. So rows do not depend on the number of hosts, and a restart needs no state.
 
 A row of S = max_target_length + 1 tokens predicts all of its tokens but the first. A piece starts
 with a document, or repeats the last token of the piece before it, so that every token of a document
 but its first is predicted once. A document of fewer than two tokens predicts nothing and is left
-out. What is left of a row is padding.
+out. The rest of a row is padding.
 """
 
 import dataclasses
@@ -31,7 +31,6 @@ class RowLayout:
     def from_pieces(
         cls, document: np.ndarray, start: np.ndarray, size: np.ndarray, row: np.ndarray
     ) -> "RowLayout":
-        """Pieces in any order, with the row of each."""
         order = np.argsort(row, kind="stable")
         rows = int(row.max()) + 1 if len(row) else 0
         first = np.searchsorted(row[order], np.arange(rows + 1))
@@ -45,7 +44,6 @@ class PackedRows:
     def __init__(
         self, documents: Sequence[Document], layout: RowLayout, length: int, separate: bool
     ):
-        """A row predicts `length` tokens; `separate`: its pieces do not see each other."""
         self._documents, self._layout, self._length = documents, layout, length
         self._separate = separate
         self.num_tokens = int(layout.size.sum())
@@ -70,13 +68,8 @@ class PackedRows:
 
 
 def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -> RowLayout:
-    """The documents one after another, cut into rows; no padding but for what predicts nothing.
-
-    Args:
-      lengths: tokens of every document.
-      length: T, tokens that a row predicts.
-      separate: whether a document's first token is not a target; else rows are one text, and each
-        begins with the last token of the row before.
+    """The documents one after another, cut into rows of T = `length`; padding only at the end.
+    Unless `separate`, rows are one text, and each begins with the last token of the row before.
     """
     document, lengths = _select_predicting(lengths)
     end = np.cumsum(lengths)
@@ -100,11 +93,10 @@ def one_per_row(lengths: np.ndarray, length: int) -> RowLayout:
 
 
 def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
-    """Cuts only documents longer than a row.
+    """Cuts only documents longer than a row; rows are in the order of their first document.
 
     Each piece, the longest first, goes to the row with the least room that still takes it (best-fit
-    decreasing; Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830). Rows
-    are in the order of their first document.
+    decreasing; Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830).
     """
     document, start, size = _cut(lengths, length)
     row = np.empty(len(document), np.int64)
@@ -130,7 +122,6 @@ def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
 
 
 def _select_predicting(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers and lengths of the documents that predict something."""
     document = np.flatnonzero(lengths >= 2)
     return document, lengths[document].astype(np.int64)
 

@@ -12,19 +12,17 @@ import numpy as np
 from absl import flags
 
 from maxramp.data.keys import ReadingKeys
-from maxramp.errors import ConfigError, TrainingError
+from maxramp.errors import ConfigError, TrainingError, one_line
 from maxramp.processes.workers import stay_with_parent
 from maxramp.rampup.schedule import RampupBatchManager
 
 
 class SharedRamp:
-    """The ramp as far as it is settled; asking for a later step waits until that is settled.
-
-    Grain's worker processes get a proxy when they start, which asks this object.
+    """The ramp as far as it is settled; asking for a later step waits. Grain's worker processes get
+    a proxy that asks this object.
     """
 
     def __init__(self, ramp: RampupBatchManager):
-        """Publishes what is settled by now; to be closed."""
         self._changed, self._closed = threading.Condition(), False
         self._ramp, self._address = copy.deepcopy(ramp), None
 
@@ -38,18 +36,14 @@ class SharedRamp:
         return _connect, (self._address,)
 
     def publish(self, ramp: RampupBatchManager) -> None:
-        """Lets readers continue as far as the ramp is settled. Only one thread may call it."""
+        """Only one thread may call it."""
         if ramp.settled_steps != self._ramp.settled_steps:
             with self._changed:
                 self._ramp = copy.deepcopy(ramp)
                 self._changed.notify_all()
 
     def wait_for_step(self, step: int) -> RampupBatchManager:
-        """A copy of the ramp that says what `step` takes.
-
-        Raises:
-          TrainingError: the ramp was closed before the step was settled.
-        """
+        """A copy of the ramp that has the step's stage; a TrainingError if it is closed before."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or step < self._ramp.settled_steps)
             if step >= self._ramp.settled_steps:
@@ -57,7 +51,6 @@ class SharedRamp:
             return self._ramp
 
     def close(self) -> None:
-        """Ends the wait of all who wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -76,7 +69,7 @@ def _connect(address: tuple[str, int]) -> Any:
 
 
 class ReadAhead(Iterator[Any]):
-    """Elements first .. last - 1, read ahead; to be closed."""
+    """Elements first .. last - 1, read ahead; close it."""
 
     def __init__(
         self,
@@ -87,16 +80,9 @@ class ReadAhead(Iterator[Any]):
         element_bytes: int,
         workers: int,
     ):
-        """Starts to read.
-
-        Args:
-          elements: with random access, whose text says what one is, and picklable where there are
-            worker processes.
-          first, last: which of them.
-          reading: in how many threads, and how far ahead: grain_prefetch_buffer_size elements or
-            grain_prefetch_buffer_gib, whichever is less.
-          element_bytes: of the largest element.
-          workers: processes that read, which take seconds to start; 0 = threads of this process.
+        """The text of `elements` says what one is; `element_bytes` is of the largest. Reads
+        grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead, whichever is less.
+        `workers` are processes, which take seconds to start; 0 = threads of this process.
         """
         self._elements, self._next, self._shared = elements, first, workers > 0
         bound = int(reading.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)
@@ -116,12 +102,7 @@ class ReadAhead(Iterator[Any]):
         self._iterator.start_prefetch()
 
     def __next__(self) -> Any:
-        """The next element.
-
-        Raises:
-          TrainingError: an element cannot be read for another reason, a worker's death for one.
-          MemoryError: the host has too little for it.
-        """
+        """A TrainingError says that an element cannot be read, for instance as a worker died."""
         try:
             element = next(self._iterator)
         except (StopIteration, MemoryError):
@@ -129,14 +110,11 @@ class ReadAhead(Iterator[Any]):
         except (ConfigError, TrainingError) as error:
             raise type(error)(str(error)) from None  # without what Grain adds to it
         except Exception as error:  # whatever a file, a library or a worker died of
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise TrainingError(
-                f"{self._elements} {self._next} could not be read: {reason}"
-            ) from None
+            what = f"{self._elements} {self._next} could not be read: {one_line(error, 300)}"
+            raise TrainingError(what) from None
         self._next += 1
         # A copy, since what workers share is not freed while a device array lies on it.
         return jax.tree.map(np.copy, element) if self._shared else element
 
     def close(self) -> None:
-        """Stops reading."""
         self._iterator.close()

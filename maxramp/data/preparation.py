@@ -1,8 +1,6 @@
-"""Documents -> a prepared set, on all cores, in a way that may be killed at any moment.
-
-Glossary
-  maker    a process that makes shards, one after another: it reads, and writes in order
-  batch    documents encoded together, by one of a maker's threads; tokenizers let others run
+"""Documents -> a prepared set, on all cores; it may be killed at any moment and continued. Each
+maker is a process that makes shards, one after another; its threads encode batches of documents, as
+tokenizers release the lock.
 """
 
 import collections
@@ -17,6 +15,7 @@ import pathlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,6 @@ _SIZE = 16  # bytes of a hash
 
 
 def hash_of(record: Record) -> bytes:
-    """16 bytes that stand for a text, or for the ids of a document."""
     data = record.encode() if isinstance(record, str) else record.tobytes()
     return hashlib.blake2b(data, digest_size=_SIZE).digest()
 
@@ -64,13 +62,8 @@ _AHEAD = 2  # batches that wait for each thread
 def make(
     work: Preparation, workers: int, allowed: int, show: Callable[[int, int, int], None]
 ) -> dict[str, Any]:
-    """Makes the shards that are not there, and the manifest.
-
-    Args:
-      work: what is to be made.
-      workers: processes and threads at work.
-      allowed: bad records, at most.
-      show: called several times a second with the documents and tokens made, and the bytes read.
+    """Makes the missing shards and the manifest; returns the manifest. At most `allowed` records
+    are bad. `show` gets the documents and tokens made and the bytes read, several times a second.
     """
     work.remove_others()
     done = work.finished_shards()
@@ -83,11 +76,8 @@ def make(
         _run(work, workers, allowed, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
         left_out = find_duplicates([work.hashes_of(shard) for shard in work.shards])
     there = sum(shard.size for shard in work.shards if shard.name in done)
-    tasks = [
-        (shard, numbers)
-        for shard, numbers in zip(work.shards, left_out, strict=True)
-        if shard.name not in done
-    ]
+    both = zip(work.shards, left_out, strict=True)
+    tasks = [(shard, numbers) for shard, numbers in both if shard.name not in done]
     _run(work, workers, allowed, _make_shard, tasks, [0, 0, there, 0, len(bad)], show)
     return _finish(work, sum(map(len, left_out)))
 
@@ -97,7 +87,6 @@ def _refuse(bad: str, allowed: int) -> None:
 
 
 def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
-    """Writes the list of bad records and the manifest of shards that are all there."""
     done = work.finished_shards()
     bad = [one for shard in work.shards for one in done[shard.name].pop("bad")]
     shards = [{"name": shard.name, **done[shard.name]} for shard in work.shards]
@@ -153,9 +142,7 @@ def _run(
     counted: Sequence[int],
     show: Callable[[int, int, int], None],
 ) -> None:
-    """Calls `task` in processes, for everything that is given, until all is done or one fails."""
-    # Documents, tokens and bytes of the pieces that are read; whether the workers are to leave; and
-    # bad records.
+    """Counts documents, tokens and bytes read; whether the workers are to leave; bad records."""
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", list(counted))
     mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
@@ -166,9 +153,7 @@ def _run(
             with delay_signals():
                 pending = {pool.submit(task, *one) for one in given}
             while pending:
-                finished, pending = concurrent.futures.wait(
-                    pending, 0.2, concurrent.futures.FIRST_EXCEPTION
-                )
+                finished, pending = concurrent.futures.wait(pending, 0.2, FIRST_EXCEPTION)
                 show(*mine[:3])
                 for future in finished:
                     future.result()
@@ -187,10 +172,8 @@ def _run(
             pool.shutdown(cancel_futures=True)
 
 
-# --- In a maker ----------------------------------------------------------------------------------
-
-
 def _start_worker(*given: Any) -> None:
+    """Of a maker, like all that follows down to `_read`."""
     global _job, _counts, _allowed, _threads
     _job, _counts, _allowed, _threads = given
     stay_with_parent()
@@ -207,16 +190,13 @@ def _count(documents: int, tokens: int, size: int, bad: int = 0) -> int:
 
 
 def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
-    """Makes a shard without those of its good documents, by their numbers, that are left out."""
     digest, bad, noted = 0, [], collections.Counter()
     path = str(_job.staging_folder / shard.name)
     with contextlib.ExitStack() as closing:
-        writer = closing.enter_context(MegatronWriter(path, np.dtype(_job.dtype)))
-        beside = (
-            MegatronWriter(f"{path}{prepared.TARGETS}", np.dtype("u1")) if _job.encoder else None
-        )
-        if beside:
-            closing.enter_context(beside)
+        writer, beside = closing.enter_context(MegatronWriter(path, np.dtype(_job.dtype))), None
+        if _job.encoder:
+            targets = MegatronWriter(f"{path}{prepared.TARGETS}", np.dtype("u1"))
+            beside = closing.enter_context(targets)
         encoded = _encode_ahead(_batches(shard, left_out, bad))
         closing.callback(encoded.close)
         for batch, documents, value in encoded:
@@ -238,7 +218,6 @@ def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
 
 
 def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[list[Record]]:
-    """The good documents of a shard; notes the bad ones in `bad`."""
     skipped, number = set(left_out.tolist()), -1
     for file, start, stop, size in shard.pieces:
         batch, held = [], 0
@@ -264,7 +243,6 @@ def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[li
 
 
 def _encode(batch: list[Any]) -> tuple[list[Any], list[np.ndarray], int]:
-    """Documents, their tokens and a hash, of chats also of what are targets."""
     if _job.encoder:
         documents = [chat.tokens for chat in batch]
         both = [np.concatenate([chat.tokens, prepared.targets_of(chat)]) for chat in batch]
@@ -296,7 +274,6 @@ def _hash_shard(shard: Shard) -> None:
 
 
 def _read(file: RecordFile, start: int, stop: int) -> Iterator[Record | BadRecord]:
-    """The records of a piece; a read that fails names the file."""
     try:
         yield from file.read(start, stop)
     except OSError as error:
@@ -323,7 +300,6 @@ _BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
 
 
 def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
-    """The files that globs and paths name, in order, and the set of the hub that the keys name."""
     (column,) = keys.train_data_columns
     tokens = not keys.tokenize_train_data
     column = WHOLE if keys.reads_chats else column
@@ -348,7 +324,7 @@ def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
 def open_tokenizer(
     bpe_size: int | None, keys: DataKeys, inputs: Sequence[RecordFile]
 ) -> Tokenizer | None:
-    """The tokenizer that the keys name; None where one is trained, or the inputs hold tokens."""
+    """None where one is to be trained, or the inputs hold tokens."""
     kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
     tokens, flag = inputs[0].tokens, f"--train_bpe {bpe_size}"
     named = flag if training else f"tokenizer_path={path}" if path else ""
@@ -374,7 +350,7 @@ def train_bpe(
     allowed: int,
     say: Callable[[str], None],
 ) -> Tokenizer:
-    """A BPE of `size` ids in `file`, trained now or by an earlier start, without bad records."""
+    """Trained now or by an earlier start, without bad records."""
     if file.exists():
         say(f"tokenizer  {file} is there from an earlier start")
     else:

@@ -7,8 +7,8 @@ Glossary
             process p + j
 
 The step takes f slots and moves slot j to its process by one permutation, so the interconnect
-carries exactly the rows that devices without a reader need. Factor 1 adds nothing to the step, and
-other factors change nothing in what comes after it: the same rows give the same bits.
+carries exactly the rows that devices without a reader need. Factor 1 adds nothing to the step;
+other factors give the same bits.
 
 Shapes: f slots, A gradient accumulation steps, B rows of a micro batch, N rows of all devices
 (those that several devices hold are counted for each).
@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.order import Share
-from maxramp.keys.section import refuse
+from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import reshape_mesh
 from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
@@ -38,11 +38,9 @@ class Expansion:
     """Which processes read which rows (`reads`, `share`), and how rows get to the others."""
 
     def __init__(self, mesh: Mesh, expansion_factor_real_data: float):
-        """
-        Args:
-          mesh: over the devices of all processes; those of the stages are of the same devices.
-          expansion_factor_real_data: a whole number, or below 1 (a run that goes on from that of
-            1/f times as many devices: rows are found by their number, so there is nothing to do).
+        """Stages have the devices of `mesh`. The factor is a whole number, or below 1 for a run
+        that continues on 1/factor times as many devices: rows are found by number, so nothing is to
+        do.
         """
         self.mesh = mesh
         process_of_place = _process_of_place(mesh)
@@ -53,20 +51,16 @@ class Expansion:
         processes = len(places)
         possible = [str(n) for n in range(1, processes + 1) if processes % n == 0]
         sizes, given = sorted({*map(len, places.values())}), f"expansion_factor_real_data={factor}"
-        refuse(
-            [
-                (
-                    processes % factor,
-                    f"{given}: one of that many processes reads for the others, but this job has "
-                    f"{processes}; use {' or '.join(possible)}",
-                ),
-                (
-                    factor > 1 and len(sizes) > 1,
-                    f"{given}: the processes of this job have {sizes} devices, and rows go from "
-                    "device to device; use 1, or processes of equal size",
-                ),
-            ]
-        )
+        if processes % factor:
+            raise ConfigError(
+                f"{given}: one of that many processes reads for the others, but this job has "
+                f"{processes}; use {' or '.join(possible)}"
+            )
+        if factor > 1 and len(sizes) > 1:
+            raise ConfigError(
+                f"{given}: the processes of this job have {sizes} devices, and rows go from device "
+                "to device; use 1, or processes of equal size"
+            )
         self.factor = factor
         readers = [p for p in sorted(places) if p % factor == 0]
         self._moves = [
@@ -81,11 +75,9 @@ class Expansion:
         self._nothing = functools.cache(self._make_nothing)
 
     def mesh_of(self, spec: StageSpec) -> Mesh:
-        """The mesh of a stage."""
         return reshape_mesh(self.mesh, spec.mesh)
 
     def abstract_batch(self, spec: StageSpec) -> Batch:
-        """Shapes and shardings of what `gather` takes, of a stage's batch."""
         leading, lies = (spec.accumulation, spec.rows), BATCH_ABT
         if self.factor > 1:
             rows = spec.rows * spec.mesh.model_parallel_size
@@ -93,7 +85,7 @@ class Expansion:
         return abstract_batch(spec.fields, leading, NamedSharding(self.mesh_of(spec), lies))
 
     def place(self, local: Batch | None, batch: Batch) -> Batch:
-        """The batch of all processes, from what this one read (None where it does not read)."""
+        """`local` is None where this process does not read."""
         if local is None:
             return jax.tree.map(self._nothing, batch)
         make = jax.make_array_from_process_local_data

@@ -1,7 +1,4 @@
-"""A row as a file has it. Imports no JAX.
-
-Shapes: S tokens, T of a row and the one after them.
-"""
+"""A row as a file has it: S tokens, T of the row and the one after them. Imports no JAX."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,8 @@
-"""Sequences of rows and of documents.
+"""Sequences of rows and of documents. Those from files have `where(i)`, which names file and
+record.
 
-A row is `max_target_length` tokens and the one after them (what the last token predicts), so row i
-of a stream is its tokens [i * T, i * T + T]: the same whoever asks. What comes from files has
-`where(i)`, which names the file and the record of an item.
+A row is T = `max_target_length` tokens and the one after them, which the last predicts: row i of a
+stream is its tokens [i * T, i * T + T].
 """
 
 import copy
@@ -57,12 +57,8 @@ class StreamRows(Items):
     def __init__(
         self, tokens: Any, length: int, vocab_size: int | None = None, separate: bool = False
     ):
-        """
-        Args:
-          tokens: an array, or a TokenStream.
-          length: tokens that a row predicts.
-          vocab_size: which token ids are below; None = it is known that they are.
-          separate: whether rows say where documents begin; of a TokenStream.
+        """`tokens` is an array, or a TokenStream, whose rows may be `separate` (say where documents
+        begin); without a `vocab_size` ids are not checked.
         """
         super().__init__(max(0, (len(tokens) - 1) // length))
         self._tokens, self._length, self._vocab_size = tokens, length, vocab_size
@@ -142,7 +138,6 @@ class TokenRecords(Chain):
 
 
 def _check(tokens: np.ndarray, vocab_size: int, where: Callable[[int], str]) -> None:
-    """Refuses token ids outside the vocabulary; `where` names the place of one."""
     unsigned = tokens.view(np.uint32)  # negative ids are large ones
     if tokens.size and unsigned.max() >= vocab_size:
         position = int(np.argmax(unsigned >= vocab_size))

@@ -1,17 +1,13 @@
 """What a prepared set is made of, decided before anything is read, and the folder it is made in.
 
-The inputs are cut into pieces and pieces joined to shards before anything is read, always in the
-same way. A shard is one task: its files get their names when they are whole, and last of all comes
-SHARD.json with what it was made from. A later start keeps the shards whose SHARD.json says what it
-would make itself, and makes the others.
-
-All of that is in a folder of ours, DIR/.preparing: what belongs to the set in .preparing/set, from
-where it moves to DIR when it is whole, the manifest last.
+Inputs are cut into pieces and pieces joined to shards, always in the same way. A shard's files get
+their names when they are complete, and last comes SHARD.json with what it was made from; a later
+start keeps the shards that it would make so itself. All of that is in DIR/.preparing; the set moves
+from its folder `set` to DIR when it is complete, the manifest last.
 """
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -21,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxramp.data.chats.chats import ChatEncoder
+from maxramp.data.corpus import hash_of
 from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
@@ -40,7 +37,6 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Bytes of its pieces."""
         return sum(size for *_, size in self.pieces)
 
 
@@ -56,20 +52,16 @@ class Preparation:
 
     @property
     def staging_folder(self) -> pathlib.Path:
-        """The folder of the set's files until it is whole."""
         return self.work / "set"
 
     @property
     def dtype(self) -> str:
-        """Of the tokens."""
         return "uint16" if self.tokenizer and self.tokenizer.vocab_size <= 2**16 else "int32"
 
     def hashes_of(self, shard: Shard) -> pathlib.Path:
-        """The file of the hashes of a shard's documents."""
         return self.work / f"{shard.source}.hashes"
 
     def finished_shards(self) -> dict[str, dict[str, Any]]:
-        """The counts, hashes and bad records of the shards that are whole, by name."""
         done = {}
         for shard in self.shards:
             with contextlib.suppress(FileNotFoundError):
@@ -79,7 +71,6 @@ class Preparation:
         return done
 
     def remove_others(self) -> None:
-        """Removes shards of other inputs or options and half-written files of earlier starts."""
         done = self.finished_shards()
         self.staging_folder.mkdir(exist_ok=True)
         # SHARD.json first
@@ -91,7 +82,7 @@ class Preparation:
 def plan(
     inputs: Sequence[RecordFile], tokenizer: str, shard_size: int, deduplicate: bool
 ) -> tuple[Shard, ...]:
-    """The shards of a set: about `shard_size` bytes of input each, the same at every start."""
+    """About `shard_size` bytes of input each, the same at every start."""
     groups, held = [[]], 0
     for file in inputs:
         stamp = file.stamp
@@ -103,9 +94,10 @@ def plan(
             held += size
     shards = []
     for group in filter(None, groups):
-        source = _hash(prepared.VERSION, tokenizer, [(stamp, piece[1:]) for piece, stamp in group])
+        stamps = [(stamp, piece[1:]) for piece, stamp in group]
+        source = hash_of((prepared.VERSION, tokenizer, stamps))
         if deduplicate:  # what a shard leaves out follows from all before it
-            source = _hash(shards[-1].source if shards else "deduplicated", source)
+            source = hash_of((shards[-1].source if shards else "deduplicated", source))
         pieces = tuple(piece for piece, _ in group)
         shards.append(Shard(f"shard-{len(shards):05d}", pieces, source))
     return tuple(shards)
@@ -113,25 +105,18 @@ def plan(
 
 def source_of(shards: Sequence[Shard]) -> str:
     """Hash of everything that decides a set."""
-    return _hash(*(shard.source for shard in shards))
+    return hash_of(tuple(shard.source for shard in shards))
 
 
 def bpe_name(size: int, inputs: Sequence[RecordFile]) -> str:
-    """What identifies a BPE that is trained here: its size, and the names of what it is trained on.
-
-    An input that was mended between two starts keeps its name, and so the tokenizer is kept.
-    """
+    """An input that was repaired between two starts keeps its name, so the tokenizer is kept."""
     names = [(os.path.basename(file.data_path), file.column) for file in inputs]
-    return f"bpe-{_hash(size, names)}"
-
-
-def _hash(*values: Any) -> str:
-    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
+    return f"bpe-{hash_of((size, names))}"
 
 
 @contextlib.contextmanager
 def sole_writer(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives DIR/.preparing, kept from other preparations until this process ends at the latest."""
+    """Gives DIR/.preparing, locked against other preparations until this process ends."""
     work = output / _WORK
     with contextlib.ExitStack() as closing:
         try:
@@ -148,9 +133,8 @@ def sole_writer(output: pathlib.Path) -> Iterator[pathlib.Path]:
         except BlockingIOError:
             raise ConfigError(f"--output {output}: another process is preparing it; wait") from None
         except OSError as error:
-            raise ConfigError(
-                f"--output {output}: cannot write there: {error.strerror or error}"
-            ) from None
+            why = error.strerror or error
+            raise ConfigError(f"--output {output}: cannot write there: {why}") from None
         try:
             publish(work)  # where an earlier start was killed just before
             yield work
@@ -160,7 +144,6 @@ def sole_writer(output: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def publish(work: pathlib.Path) -> None:
-    """Moves the files of a set to their folder, if it is whole."""
     made = work / "set"
     if prepared.is_prepared(str(made)):
         for path in sorted(made.iterdir(), key=lambda path: path.name == prepared.NAME):

@@ -1,4 +1,4 @@
-"""The keys of the data -> its sources: rows or documents, with what they are hashed by.
+"""The data keys -> sources: rows or documents, with what they are hashed by.
 
 A mixture is `glob,weight;glob,weight`: of grain_train_files, grain_eval_files and eval_sets.
 """
@@ -49,7 +49,6 @@ class _Entry:
 
     @property
     def are_documents(self) -> bool:
-        """Whether it holds documents, and not rows or a stream of tokens."""
         if self.kind == "prepared":
             return self.are_chats
         are_rows = self.kind == "arrayrecord" and self.files[0].tokens
@@ -57,17 +56,12 @@ class _Entry:
 
     @property
     def are_chats(self) -> bool:
-        """Whether it is of prepared sets of chats."""
         return any("chats" in manifest for manifest in self.sets.values())
 
 
 def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
-    """Opens the rows or documents that the keys name.
-
-    Args:
-      keys: what is trained on and held out.
-      later: values of grain_train_files after the first. A part is the same in all that name it.
-        Nothing is held out of parts that the first does not have.
+    """`later` are values of grain_train_files after the first. A part is the same in all that name
+    it; nothing is held out of parts that the first does not have.
     """
     if keys.dataset_type == "text":
         return open_texts(keys)
@@ -76,11 +70,9 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
     train, evaluated = _find_all(keys, later)
     entries = [*train, *itertools.chain(*evaluated.values())]
     noun, has_tokenizer = _check_kinds(keys, entries), _check_sets(keys, entries)
-    tokenizer = encoder = None
-    if noun != "rows" and keys.tokenize_train_data:
-        tokenizer = _open_tokenizer(keys)
-    if keys.reads_chats:
-        encoder = ChatEncoder(tokenizer, keys)
+    encodes = noun != "rows" and keys.tokenize_train_data
+    tokenizer = _open_tokenizer(keys) if encodes else None
+    encoder = ChatEncoder(tokenizer, keys) if keys.reads_chats else None
     opened = [_open_entry(keys, entry, noun, tokenizer, encoder) for entry in entries]
     parts, others = opened[: len(train)], iter(opened[len(train) :])
     held_out, length = [], keys.max_target_length
@@ -89,22 +81,15 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
         digest = hash_of([length, [part.hash for part in chosen]])
         held_out.append(_hold_out(name, chosen, length, digest))
     if not held_out:  # the end of every part of the first mixture
-        counts = [len(part.items) for part in parts]
-        fractions = [keys.eval_fraction * (part.weight > 0) for part in parts]
-        cuts = [n - round(n * fraction) for n, fraction in zip(counts, fractions, strict=True)]
-        ends = [
-            dataclasses.replace(part, items=part.items[cut:])
-            for part, cut in zip(parts, cuts, strict=True)
-            if part.weight
-        ]
+        ends = []
+        for i, part in enumerate(parts):
+            if part.weight:
+                cut = len(part.items) - round(len(part.items) * keys.eval_fraction)
+                ends.append(dataclasses.replace(part, items=part.items[cut:]))
+                parts[i] = dataclasses.replace(part, items=part.items[:cut])
         held_out = [_hold_out("", ends, length)]
-        parts = [
-            dataclasses.replace(part, items=part.items[:cut])
-            for part, cut in zip(parts, cuts, strict=True)
-        ]
     _check_counts(keys, parts, held_out)
-    hashes = (hash_of([length, len(part.items), part.hash]) for part in parts)
-    parts = [dataclasses.replace(part, hash=x) for part, x in zip(parts, hashes, strict=True)]
+    parts = [dataclasses.replace(x, hash=hash_of([length, len(x.items), x.hash])) for x in parts]
     note, path = "", keys.tokenizer_path
     if path and not (tokenizer or has_tokenizer):
         note = f"; tokenizer_path={path} is not used, the files hold tokens"
@@ -113,7 +98,6 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
 
 
 def _hold_out(name: str, parts: Sequence[Part], length: int, digest: str = "") -> Part:
-    """A held-out set of the items of several parts; documents are laid out later."""
     items = Chain([part.items for part in parts])
     rows = [[part.hash, len(part.items), _is_separate(part)] for part in parts]
     return Part(name, 1.0, items, digest, parts[0].noun, hash_of([length, rows]))
@@ -131,12 +115,11 @@ def _open_synthetic(keys: DataKeys) -> Sources:
     if keys.tokenizer_path:
         note += f"; tokenizer_path={keys.tokenizer_path} is not used"
     digest = f"{seed}, {sizes}"
-    part = Part("synthetic", 1.0, train, digest)
-    return Sources([part], [Part("", 1.0, held_out, rows_hash=digest)], note)
+    evaluated = Part("", 1.0, held_out, rows_hash=digest)
+    return Sources([Part("synthetic", 1.0, train, digest)], [evaluated], note)
 
 
 def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
-    """The entries of all mixtures, and those of every held-out set by its name."""
     train_key, eval_key = _NAMES[keys.dataset_type]
     train = _find_entries(keys, train_key, getattr(keys, train_key))
     others = [_find_entries(keys, train_key, value) for value in later]
@@ -152,7 +135,6 @@ def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[
 
 
 def _find_entries(keys: DataKeys, name: str, value: str) -> list[_Entry]:
-    """The entries that the value of a key names."""
     (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
     column = WHOLE if keys.reads_chats else column  # a chat's messages may be in several
     found = []
@@ -161,18 +143,18 @@ def _find_entries(keys: DataKeys, name: str, value: str) -> list[_Entry]:
         return [_Entry(file.path, 1.0, "hf", [file])]
     for pattern, weight in parse_mixture(name, value):
         kind, paths = find_files(name, pattern, keys.grain_file_type)
+        sets = {}
         if kind == "prepared":
             manifests, files = zip(*map(prepared.open_set, paths), strict=True)
-            sets = dict(zip(paths, manifests, strict=True))
-            found.append(_Entry(pattern, weight, kind, list(itertools.chain(*files)), sets))
+            sets, files = dict(zip(paths, manifests, strict=True)), list(itertools.chain(*files))
         else:
             files = [formats.READERS[kind](path, column, tokens) for path in paths]
-            found.append(_Entry(pattern, weight, kind, files))
+        found.append(_Entry(pattern, weight, kind, files, sets))
     return found
 
 
 def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
-    """(glob, weight) of every entry of "glob,weight;glob,weight"; a single one needs no weight."""
+    """(glob, weight) of every entry; a single one needs no weight."""
     entries = value.split(";")
     parsed = []
     for entry in entries:
@@ -203,16 +185,8 @@ def escape_path(key: str, path: str) -> str:
 
 
 def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
-    """What a path, glob or URL stands for.
-
-    Args:
-      key: the key that it is the value of, for messages.
-      pattern: the path, glob or URL; of Megatron's files also their common name.
-      file_type: a format, or "" for what the names say.
-
-    Returns:
-      The format, and its files in order: folders of prepared sets, of Megatron's files the names
-      without .bin and .idx.
+    """The format and, in order, the files that a path, glob or URL (`pattern`) stands for: of
+    prepared sets the folders, of Megatron's files the names without .bin and .idx.
     """
     paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
     if not paths:
@@ -248,11 +222,9 @@ def _open_entry(
     tokenizer: Tokenizer | None,
     encoder: ChatEncoder | None,
 ) -> Part:
-    """All items of an entry, with the hash of what is in its files."""
     files, length, size = entry.files, keys.max_target_length, keys.vocab_size
-    if not entry.sets:
-        for file in files:
-            file.check()
+    for file in () if entry.sets else files:
+        file.check()
     if encoder:
         for folder, manifest in entry.sets.items():
             _check_made_by(folder, manifest["chats"]["made_by"], encoder.made_by)
@@ -279,8 +251,7 @@ def _open_entry(
 
 
 def _hash_files(files: Sequence[RecordFile], items: Sequence[Any], made_by: str) -> str:
-    """A hash of the number of items, the bytes of the files, where documents begin in them, and of
-    evenly spaced items: reading terabytes would take hours."""
+    """Of the sizes, where documents begin, and of evenly spaced items: all would take hours."""
     text = f"{len(items)} {sum(file.num_bytes for file in files)}{made_by}"
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     for file in files:
@@ -294,7 +265,7 @@ def _hash_files(files: Sequence[RecordFile], items: Sequence[Any], made_by: str)
 
 
 def _check_names(key: str, names: Sequence[str]) -> None:
-    """Refuses two entries of one name: where the mixture changes, names identify parts."""
+    """Where the mixture changes, names identify parts."""
     refuse(
         (
             names.count(name) > 1,
@@ -306,7 +277,7 @@ def _check_names(key: str, names: Sequence[str]) -> None:
 
 
 def _check_kinds(keys: DataKeys, entries: list[_Entry]) -> str:
-    """Refuses entries of two kinds, or of another than the keys read; returns a noun for items."""
+    """Returns a noun for the entries' items."""
     for entry in entries:
         if keys.reads_chats and not entry.are_documents:
             raise ConfigError(
@@ -327,7 +298,6 @@ def _check_kinds(keys: DataKeys, entries: list[_Entry]) -> str:
 
 
 def _check_counts(keys: DataKeys, train: list[Part], held_out: list[Part]) -> None:
-    """Refuses parts with nothing left to train on, and evaluations on nothing."""
     for part in train:
         if not len(part.items):
             raise ConfigError(
@@ -347,7 +317,6 @@ def _check_counts(keys: DataKeys, train: list[Part], held_out: list[Part]) -> No
 
 
 def _check_made_by(folder: str, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuses a prepared set of chats that other keys made than those of the run."""
     for name, value in there.items():
         if value == here[name]:
             continue
@@ -363,11 +332,7 @@ def _check_made_by(folder: str, there: dict[str, Any], here: dict[str, Any]) -> 
 
 
 def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
-    """Refuses prepared sets of another vocabulary, or with another tokenizer than the keys name.
-
-    Returns:
-      Whether a set has a tokenizer.
-    """
+    """Returns whether a set has a tokenizer."""
     sets = [one for entry in entries for one in entry.sets.items()]
     known = [(folder, manifest["tokenizer"]) for folder, manifest in sets if manifest["tokenizer"]]
     for folder, tokenizer in known:
@@ -409,7 +374,6 @@ def _open_tokenizer(keys: DataKeys) -> Tokenizer:
 
 
 def _describe_tokenizer(tokenizer: dict[str, Any]) -> str:
-    """A manifest's tokenizer, for a person."""
     marks = "".join(f" {name}={tokenizer[name]}" for name in MARK_KEYS)
     size = f"{tokenizer['vocab_size']:,} ids"
     return f"{tokenizer['type']} of {size}{marks} (hash {tokenizer['hash']})"

@@ -18,7 +18,6 @@ from maxramp.errors import ConfigError
 
 
 def open_texts(keys: DataKeys) -> Sources:
-    """Opens the rows of dataset_type=text: all files as one stream of bytes."""
     length = keys.max_target_length
     files, name = _find_files(keys.text_files)
     tokens = _read_documents(files)

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxramp.data import hub
 from maxramp.data.keys import MARK_KEYS
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, one_line
 from maxramp.files import place, storage
 from maxramp.files.storage import optional
 
@@ -35,8 +35,6 @@ _WORDS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A tokenizer of some library."""
-
     vocab_size: int  # one more than the largest id
     begin: int | None
     end: int | None
@@ -48,15 +46,11 @@ class _Model:
 
 
 def _open_bytes(file: str, split: bool) -> _Model:
-    names = {BEGIN: b"<s>", END: b"</s>"}
+    shown = {i: bytes([i]) for i in range(256)} | {BEGIN: b"<s>", END: b"</s>"}
     return _Model(
-        vocab_size=END + 1,
-        begin=BEGIN,
-        end=END,
+        *(len(shown), BEGIN, END),
         encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
-        decode=lambda ids: b"".join(names.get(i) or bytes([i]) for i in ids).decode(
-            errors="replace"
-        ),
+        decode=lambda ids: b"".join(map(shown.__getitem__, ids)).decode(errors="replace"),
     )
 
 
@@ -69,9 +63,7 @@ def _open_huggingface(file: str, split: bool) -> _Model:
         if hasattr(model.model, name):
             setattr(model.model, name, None)
     model.encode_special_tokens = split
-    beside = _marks_file(file)
-    named = json.loads(storage.read_bytes(beside)) if storage.exists(beside) else {}
-    marks = []
+    named, marks = _read_config(file), []
     for key, names in (("bos_token", _BEGIN_NAMES), ("eos_token", _END_NAMES)):
         token = named.get(key)
         token = token["content"] if isinstance(token, dict) else token
@@ -81,8 +73,8 @@ def _open_huggingface(file: str, split: bool) -> _Model:
     for i, token in named.get("added_tokens_decoder", {}).items():
         if model.token_to_id(token["content"]) != int(i):  # transformers would add it
             raise ConfigError(
-                f"{beside}: {token['content']} is {i}, and {file} has no such token; save it again "
-                "with transformers' save_pretrained"
+                f"{_marks_file(file)}: {token['content']} is {i}, and {file} has no such token; "
+                "save it again with transformers' save_pretrained"
             )
     encode = functools.partial(model.encode_batch_fast, add_special_tokens=False)
 
@@ -105,6 +97,11 @@ def _open_huggingface(file: str, split: bool) -> _Model:
 
 def _marks_file(file: str) -> str:
     return os.path.join(os.path.dirname(file), _MARKS)
+
+
+def _read_config(file: str) -> dict[str, Any]:
+    beside = _marks_file(file)
+    return json.loads(storage.read_bytes(beside)) if storage.exists(beside) else {}
 
 
 def _open_sentencepiece(file: str, split: bool) -> _Model:
@@ -147,8 +144,7 @@ class Tokenizer:
     """Encodes documents. Its model is read when first needed and stays in its process."""
 
     type: str  # one of TYPES
-    # Its file, or for huggingface the folder of tokenizer.json, or the name of a model on Hugging
-    # Face; bytes have none.
+    # Its file, or of huggingface the folder of tokenizer.json or a name on the hub; bytes have none
     path: str
     add_bos: bool  # whether a document begins with a mark
     add_eos: bool  # and ends with one
@@ -158,20 +154,17 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int32, with its marks."""
-        begin, end = self._marks
-        return [
-            np.concatenate([begin, np.asarray(ids, np.int32), end])
-            for ids in self._model.encode(list(texts))
-        ]
+        (begin, end), encoded = self._marks, self._model.encode(list(texts))
+        return [np.concatenate([begin, np.asarray(ids, np.int32), end]) for ids in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a text that names marks itself, int32 [n], and which of its characters each
-        stands for, [n, 2]; none are put around it. Of type huggingface only."""
+        """Ids int32 [n] of a text that names marks itself, and the characters [n, 2] of each; of
+        type huggingface only.
+        """
         ids, offsets = self._model.encode_with_offsets(text)
         return np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
         return self._model.decode([int(i) for i in ids])
 
     @property
@@ -187,7 +180,6 @@ class Tokenizer:
         return hashlib.blake2b(data + marks, digest_size=8).hexdigest()
 
     def describe(self) -> str:
-        """What it is, in one line for a person."""
         marks = [name for name, value in self.mark_keys.items() if value]
         return (
             f"{self.type}{f' {self.file}' if self.file else ''}: {self.vocab_size:,} ids"
@@ -196,7 +188,6 @@ class Tokenizer:
 
     @property
     def file(self) -> str:
-        """The file that holds the model; "" if none does."""
         path = os.path.expanduser(self.path) if self.type != "bytes" else ""
         if hub.is_name(path):
             file = hub.fetch("tokenizer_path", path, TYPES[self.type][1])
@@ -207,7 +198,6 @@ class Tokenizer:
         return os.path.join(path, "tokenizer.json") if is_folder else path
 
     def files(self) -> dict[str, bytes]:
-        """The files that it consists of, by the names that they have in a folder of it."""
         name = TYPES[self.type][1]
         files = {name: storage.read_bytes(self.file)} if name else {}
         if self.type == "huggingface" and storage.exists(marks := _marks_file(self.file)):
@@ -215,43 +205,37 @@ class Tokenizer:
         return files
 
     def copy_to(self, folder: pathlib.Path) -> str:
-        """Puts the tokenizer's files into a folder; returns the name of its own there."""
+        """Returns the name of the tokenizer's own file in the folder."""
         for name, data in self.files().items():
             place.write_whole(folder / name, data)
         return TYPES[self.type][1]
 
     @property
     def begin(self) -> int | None:
-        """The id of the mark that a document can begin with."""
         return self._model.begin
 
     @property
     def end(self) -> int | None:
-        """The id of the mark that a document can end with."""
         return self._model.end
 
     @property
     def mark_keys(self) -> dict[str, bool]:
-        """MARK_KEYS with their values."""
         return {name: getattr(self, name) for name in MARK_KEYS}
 
     @property
     def special(self) -> Sequence[str]:
-        """The texts of its marks (special tokens)."""
         return self._model.special
 
     @property
     def named_marks(self) -> dict[str, str]:
-        """Marks by the names that chat templates know, such as eos_token."""
         named = {name: self._config.get(name) for name in _NAMED}
         texts = {n: x["content"] if isinstance(x, dict) else x for n, x in named.items()}
         return {name: text for name, text in texts.items() if text}
 
     @property
     def chat_template(self) -> str:
-        """The template that lies beside its file, or in what describes it; "" if there is none.
-
-        Where chats with tools have one of their own, it is both, each for its chats.
+        """The template beside its file, or in its config; "" if there is none. Where chats with
+        tools have one of their own, it is both, each for its chats.
         """
         beside = os.path.join(os.path.dirname(self.file), "chat_template.jinja")
         if self.type == "huggingface" and storage.exists(beside):
@@ -267,10 +251,7 @@ class Tokenizer:
 
     @property
     def _config(self) -> dict[str, Any]:
-        """What the file beside it says of a tokenizer of type huggingface."""
-        marks = _marks_file(self.file)
-        known = self.type == "huggingface" and storage.exists(marks)
-        return json.loads(storage.read_bytes(marks)) if known else {}
+        return _read_config(self.file) if self.type == "huggingface" else {}
 
     @functools.cached_property
     def _marks(self) -> tuple[np.ndarray, np.ndarray]:
@@ -278,10 +259,8 @@ class Tokenizer:
         for key, mark in (("add_bos", begin), ("add_eos", end)):
             if getattr(self, key) and mark is None:
                 raise ConfigError(f"{key}=True, but {self.file} has no such mark; use {key}=False")
-        return (
-            np.asarray([begin] * self.add_bos, np.int32),
-            np.asarray([end] * self.add_eos, np.int32),
-        )
+        marks = [begin] * self.add_bos, [end] * self.add_eos
+        return tuple(np.asarray(mark, np.int32) for mark in marks)
 
     @functools.cached_property
     def _model(self) -> _Model:
@@ -295,10 +274,8 @@ class Tokenizer:
         except ConfigError:
             raise
         except Exception as error:  # each library has its own
-            what = " ".join(str(error).split())[:120]
-            raise ConfigError(
-                f"tokenizer_path={self.path}: is not a {self.type} tokenizer ({what})"
-            ) from None
+            what = f"is not a {self.type} tokenizer ({one_line(error, 120)})"
+            raise ConfigError(f"tokenizer_path={self.path}: {what}") from None
 
     def __reduce__(self):
         return Tokenizer, (self.type, self.path, *self.mark_keys.values())

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from typing import IO, Any, Self
 
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, one_line
 from maxramp.files import storage
 from maxramp.keys.section import is_object_storage
 
@@ -27,9 +27,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class ObjectPath(pathlib.PurePosixPath):
-    """An address in an object storage, with the part of pathlib.Path that such a storage has.
-
-    Whatever goes wrong is an OSError, as on a disk.
+    """An address in an object storage, with the part of pathlib.Path that such a storage has. All
+    its errors are OSErrors, as on a disk.
     """
 
     kind = ""  # where a listing has just told it
@@ -40,7 +39,6 @@ class ObjectPath(pathlib.PurePosixPath):
     __fspath__ = __str__
 
     def ask(self, operation: str, *arguments: Any, **options: Any) -> Any:
-        """What the storage's client answers to an operation of fsspec on this address."""
         client = storage.store_of(self.parts[0][:-1])
         try:
             return getattr(client, operation)(str(self), *arguments, **options)
@@ -48,7 +46,7 @@ class ObjectPath(pathlib.PurePosixPath):
             raise failure(error, self) from None
 
     def spec(self) -> dict[str, Any]:
-        """What TensorStore calls a folder; the environment says the same to it as to fsspec."""
+        """What TensorStore calls a folder; it finds credentials where fsspec does."""
         spec: dict[str, Any] = {"bucket": self.parts[1], "path": "/".join((*self.parts[2:], ""))}
         if self.parts[0] == "gs:":
             return {"driver": os.environ.get("TENSORSTORE_GCS_BACKEND", "gcs")} | spec
@@ -63,35 +61,29 @@ class ObjectPath(pathlib.PurePosixPath):
         return {"driver": "s3"} | spec
 
     def absolute(self) -> Self:
-        """Itself."""
         return self
 
     resolve = absolute
 
-    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing: a folder comes with what is written to it."""
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None: ...  # nothing to make
 
     def is_dir(self) -> bool:
-        """Whether there is an object below it."""
         return self._look_up_kind() == "directory"
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
         return self._look_up_kind() == "file"
 
     def exists(self) -> bool:
-        """Whether either holds."""
         return self._look_up_kind() != ""
 
     def _look_up_kind(self) -> str:
-        """The kind: file or directory, "" for neither. An OSError where no answer comes."""
+        """file or directory, "" for neither; an OSError where no answer comes."""
         try:
             return self.kind or self.ask("info")["type"]  # to some clients' isdir no answer is a no
         except FileNotFoundError:
             return ""
 
     def iterdir(self) -> Iterator[Self]:
-        """What is directly below it."""
         for entry in self.ask("ls", detail=True):
             path = type(self)(f"{self.parts[0]}//{entry['name']}")
             if path.parent == self:  # some clients list the folder too
@@ -107,19 +99,15 @@ class ObjectPath(pathlib.PurePosixPath):
                     yield from path.glob(rest) if rest else [path]
 
     def read_bytes(self) -> bytes:
-        """The whole of an object."""
         return self.ask("cat_file")
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """The whole of an object that is text."""
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, data: bytes) -> None:
-        """Writes an object at once."""
         self.ask("pipe_file", data)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Removes an object, if there is one."""
         with contextlib.suppress(FileNotFoundError):
             self.ask("rm_file")
 
@@ -129,18 +117,15 @@ _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
 
 
 def failure(error: Exception, path: ObjectPath) -> OSError:
-    """What a client has raised, as the error of a disk that names the address."""
     if number := _NUMBERS.get(type(error)):
         return OSError(number, os.strerror(number), str(path))
-    text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-    return OSError(errno.EIO, text or type(error).__name__, str(path))
+    return OSError(errno.EIO, getattr(error, "strerror", None) or one_line(error), str(path))
 
 
 Place = pathlib.Path | ObjectPath
 
 
 def place(text: str | os.PathLike) -> Place:
-    """The place that a text names, with its ~ spelled out."""
     text = os.fspath(text)
     try:
         return ObjectPath(text) if is_object_storage(text) else pathlib.Path(text).expanduser()
@@ -154,9 +139,8 @@ def is_near(path: Place) -> bool:
 
 
 def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
-    """Bytes of every file in a folder, however deep, by its name below the folder.
-
-    On a disk, of those `names` alone where they are given, also behind links.
+    """Bytes of every file in a folder, however deep, by its name below the folder. On a disk, of
+    those `names` alone where they are given, also behind links.
     """
     if isinstance(folder, ObjectPath):
         start = len("/".join((*folder.parts[1:], "")))
@@ -171,10 +155,8 @@ def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
 
 
 def write_whole(path: Place, data: bytes) -> None:
-    """Writes a file at once: whoever looks, or a kill, finds the old one or all of the new one.
-
-    Several processes may write the same file; the last one's stays. An OSError names the file,
-    which a failed write does not.
+    """Writes a file at once: after a kill it is the old one or the new one, never a part. Of
+    several processes the last one's stays. An OSError names the file, as a failed write does not.
     """
     if isinstance(path, ObjectPath):
         path.write_bytes(data)
@@ -194,12 +176,10 @@ def write_whole(path: Place, data: bytes) -> None:
 
 
 def is_unfinished(path: Place) -> bool:
-    """Whether a kill left this file behind in `write_whole`, by its name."""
     return path.name.startswith(".") and path.name.endswith(_UNFINISHED)
 
 
 def make_folder(path: Place) -> None:
-    """Makes a folder that holds nothing yet, in an object storage by an object that names it."""
     if isinstance(path, ObjectPath):
         (path / MARK).write_bytes(b"")
     else:
@@ -207,7 +187,7 @@ def make_folder(path: Place) -> None:
 
 
 def remove_tree(folder: Place) -> None:
-    """Removes a folder and all that is in it, as far as that is possible."""
+    """As far as that is possible."""
     if not isinstance(folder, ObjectPath):
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -219,7 +199,7 @@ def remove_tree(folder: Place) -> None:
 
 
 def move_tree(folder: Place, to: Place) -> None:
-    """Gives a folder another name: at once on a disk, object by object in an object storage."""
+    """Renames a folder: at once on a disk, object by object in an object storage."""
     if not isinstance(folder, ObjectPath):
         folder.rename(to)
         return
@@ -238,12 +218,8 @@ def set_aside(folder: Place, suffix: str) -> Place:
 
 
 def lock(file: IO) -> str:
-    """Locks an open file until it is closed or the process ends; returns a warning, or "".
-
-    The warning says that the file system has no locks, so that nothing is locked.
-
-    Raises:
-      BlockingIOError: another process holds the lock.
+    """Locks an open file until it is closed or the process ends; a BlockingIOError if it is locked.
+    Returns a warning if the file system has no locks, so that nothing is locked, else "".
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,14 +1,14 @@
 """The folder of a run, wherever it is: one process takes it, all write under a path of theirs.
 
-An object cannot be appended to, and a storage may be away for an hour. So the small files of a run
-there (metrics, event files, plan, pictures) are written to a folder of this machine, as on a disk,
-and a thread sends those that have changed: every now and then, and before a checkpoint counts.
+An object cannot be appended to, and a storage may be away for an hour. So a run's small files
+(metrics, event files, plan, pictures) are written to a local folder, and a thread sends those that
+have changed, now and then and before a checkpoint counts.
 
 Nor has a storage locks. A claim is an object that is written only as its writer last saw it (by its
 generation on Google's storage, its ETag on S3), so of two that want it one gets it. Its owner
-writes it anew every few seconds. A run that finds it unchanged for some time takes it over, and the
-owner, if it still runs, learns so at its next write. No clock of one machine is compared with
-another's. A claim names its process, so its own machine can tell whether that has ended.
+rewrites it every few seconds. A run that finds it unchanged for some time takes it over, and the
+owner, if it still runs, learns so at its next write. No clocks of two machines are compared; a
+claim names its process, so its own machine can tell whether that has ended.
 """
 
 import collections
@@ -46,9 +46,8 @@ class Claim:
     """A run's claim to its folder, until `release` or the end of the process."""
 
     def __init__(self, path: ObjectPath, owner: str):
-        """Takes it, after a wait where its owner may have been killed on another machine.
-
-        `owner` is who this is, in a few words for others. A BlockingIOError says who else holds it.
+        """Waits where its owner may have been killed on another machine. A BlockingIOError names an
+        owner that lives.
         """
         self._path, self._renewed, self._lost = path, 0.0, ""
         # No two writes are alike, as an ETag is made from the content.
@@ -69,7 +68,6 @@ class Claim:
         threading.Thread(target=self._keep, name="claim", daemon=True).start()
 
     def renew(self) -> None:
-        """Makes sure that the folder was this run's within the last few seconds, as `check`."""
         with self._writing:
             self.check()
             if time.monotonic() - self._renewed < _BEAT or self._write(self._generation):
@@ -90,7 +88,6 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Gives it up; whoever comes next does not wait."""
         self._ending.set()
         with self._writing:
             if not self._lost:
@@ -103,7 +100,7 @@ class Claim:
                 self.renew()
 
     def _read(self) -> tuple[dict[str, Any], bytes]:
-        """What the claim says, nothing where there is none, and its generation."""
+        """Its content, empty where there is none, and its generation."""
         found = self._answer(self._store.read(self._path.name))
         try:
             content = json.loads(found.value) if found.state == "value" else {}
@@ -112,7 +109,7 @@ class Claim:
         return content, found.stamp.generation
 
     def _write(self, expected: bytes) -> bool:
-        """Writes the claim if it still is what was expected; whether it was."""
+        """Writes the claim if it still is what was expected; returns whether it was."""
         self._content["beat"] += 1
         data, began = json.dumps(self._content).encode(), time.monotonic()
         found = self._answer(self._store.write(self._path.name, data, if_equal=expected))
@@ -128,15 +125,13 @@ class Claim:
 
 
 class Appending:
-    """A file that grows; what a disk that is full for a while does not take waits in memory."""
+    """A file that grows; what a full disk does not take for a while waits in memory."""
 
     def __init__(self, path: pathlib.Path):
-        """Opens or makes the file."""
         self._file = path.open("ab", buffering=0)
         self._unwritten: collections.deque[bytes] = collections.deque()
 
     def append(self, record: bytes) -> None:
-        """Hands a record to the file system, or keeps it."""
         self._unwritten.append(record)
         with contextlib.suppress(OSError):  # `flush` says so
             self.flush()
@@ -150,7 +145,7 @@ class Appending:
                 self._unwritten.popleft()
 
     def close(self) -> None:
-        """Closes the file; an OSError names it, and says how many records are lost."""
+        """An OSError names the file, and says how many records are lost."""
         try:
             self.flush()
         except OSError as error:
@@ -175,9 +170,7 @@ class Disk:
 
     def flush(self) -> Callable[[], None]:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.
-
-        Returns what waits until they are in the run's folder, as `publish`, for another thread
-        than the loop's.
+        Returns what waits, in another thread than the loop's, until they are in the run's folder.
         """
         for file in self.growing:
             file.flush()
@@ -188,12 +181,8 @@ class Mirror(Disk):
     """A run's folder in an object storage, for one process, which writes its files `here`."""
 
     def __init__(self, folder: ObjectPath, warn: Callable[[str], None], claim: Claim | None):
-        """
-        Args:
-          folder: in the storage.
-          warn: takes a line about a fault that need not end the run.
-          claim: of the process that writes the run's own files, and first takes over what is
-            there; the others have none, and send what they add.
+        """The process with a `claim` writes the run's own files, and first fetches those of earlier
+        starts; the others only send what they add. `warn` takes faults that need not end the run.
         """
         self._folder, self._warn, self._claim = folder, warn, claim
         super().__init__(pathlib.Path(tempfile.mkdtemp(prefix="maxramp-mirror-"), folder.name))
@@ -205,16 +194,12 @@ class Mirror(Disk):
         threading.Thread(target=self._work, name="mirror", daemon=True).start()
 
     def check(self) -> None:
-        """Raises a TrainingError if another run is known to have taken the folder."""
         if self._claim:
             self._claim.check()
 
     def publish(self) -> None:
-        """Sends all that is written by now, and makes sure that the folder still is the run's.
-
-        Raises:
-          OSError: the storage has not taken everything; it is tried again later.
-          TrainingError: another run has taken the folder.
+        """An OSError says that something is still to be sent, which is tried again later; a
+        TrainingError, that another run has taken the folder.
         """
         with self._sending:
             if self._claim:
@@ -222,7 +207,7 @@ class Mirror(Disk):
             self._send()
 
     def close(self) -> None:
-        """Sends what is left, and removes the folder here unless that cannot be done."""
+        """Sends the rest, and removes the folder here unless that fails."""
         self._ended.set()
         deadline = time.monotonic() + _LAST
         while left := self._failure():
@@ -239,7 +224,6 @@ class Mirror(Disk):
                 self._claim.release()
 
     def _fetch(self) -> None:
-        """Takes over the files of earlier starts, event files of TensorBoard among them."""
         for part in ("", "tensorboard", "tensorboard/over_samples"):
             with contextlib.suppress(FileNotFoundError):
                 for path in (self._folder / part).iterdir():
@@ -268,10 +252,7 @@ class Mirror(Disk):
             return error
 
     def _send(self) -> None:
-        """Sends the files that have changed, and removes there what the run has removed here.
-
-        Whoever cleans the system's temporary folder removes nothing there.
-        """
+        """Removes there what the run has removed here, but not what a cleaner of /tmp has."""
         kept = self.here / (_RECORDS if _RECORDS in self._sent else "")
         if not kept.exists():
             raise FileNotFoundError(errno.ENOENT, "removed under the run", str(kept))
@@ -290,10 +271,7 @@ class Mirror(Disk):
 
 
 def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk:
-    """Makes a run's folder if it is not there, and keeps other runs out of it.
-
-    `owner` is who this is, in a few words for others. A BlockingIOError says who else writes it.
-    """
+    """A BlockingIOError names another `owner` that writes the folder."""
     make_folder(folder / "checkpoints")
     if isinstance(folder, ObjectPath):
         return Mirror(folder, warn, Claim(folder / ".lock", owner))
@@ -327,11 +305,8 @@ def this_process() -> dict[str, Any]:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return {}
-    return {
-        "machine": f"{boot} {namespace}",
-        "pid": os.getpid(),
-        "started": _start_time(os.getpid()),
-    }
+    pid = os.getpid()
+    return {"machine": f"{boot} {namespace}", "pid": pid, "started": _start_time(pid)}
 
 
 def is_gone(process: Any) -> bool:
@@ -343,7 +318,7 @@ def is_gone(process: Any) -> bool:
 
 
 def _start_time(pid: Any) -> str | None:
-    """When a process began, None without one that still runs; numbers are given again."""
+    """When a process began, None if it has ended; process ids are given again."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,6 +1,6 @@
 """Files to read: by path, glob or any URL of fsspec's, whole or by position.
 
-Whatever goes wrong is a ConfigError that names the path. What a run writes goes to a `place`.
+All errors are ConfigErrors that name the path. A run writes to a `place`.
 """
 
 import contextlib
@@ -28,9 +28,8 @@ def optional(module: str, package: str, purpose: str, extra: str = "data") -> Mo
 
 
 def allow_many_files() -> None:
-    """Lets this process and its children hold as many files open as the system permits.
-
-    Programs start with 1,024 on most systems, for the sake of select(2), which nothing here uses.
+    """Lets this process and its children hold as many files open as the system permits. Most start
+    with 1,024, for the sake of select(2), which nothing here uses.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -47,7 +46,6 @@ def _store(path: str) -> Any:
 
 @functools.cache
 def store_of(protocol: str) -> Any:
-    """fsspec's file system of a protocol such as gs."""
     fsspec = optional("fsspec", "fsspec", f"{protocol}://")
     # What it has to say is in the errors it raises; on stderr it would be pages.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
@@ -65,7 +63,6 @@ def store_of(protocol: str) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turns whatever goes wrong into a line that names the path."""
     try:
         yield
     except ConfigError:
@@ -76,15 +73,13 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
-    """What the operating system says of a path, or of a URL the file system that serves it."""
     with _reading(path):
         return far(_store(path)) if is_remote(path) else near()
 
 
 def find(pattern: str) -> list[str]:
-    """Files and folders that a path, glob or URL with a glob matches, sorted.
-
-    This process and its children may from then on hold all of them open.
+    """Files and folders that a path, glob or URL with a glob matches, sorted. This process and its
+    children may from then on hold all of them open.
     """
     allow_many_files()
     return _ask(
@@ -95,27 +90,23 @@ def find(pattern: str) -> list[str]:
 
 
 def exists(path: str) -> bool:
-    """Whether there is such a file."""
     return _ask(path, lambda: os.path.isfile(path), lambda store: store.isfile(path))
 
 
 def open_binary(path: str) -> BinaryIO:
-    """A file to be read from its beginning, with seek and readline."""
     return _ask(path, lambda: open(path, "rb"), lambda store: store.open(path, "rb"))
 
 
 def size_of(path: str) -> int:
-    """Bytes of a file."""
     return _ask(path, lambda: os.stat(path).st_size, lambda store: store.size(path))
 
 
 def changed_at(path: str) -> int:
-    """When a local file was changed last, in nanoseconds; 0 for one that is far away."""
+    """When a local file was changed last, in nanoseconds; 0 for a remote one."""
     return _ask(path, lambda: os.stat(path).st_mtime_ns, lambda store: 0)
 
 
 def read_bytes(path: str) -> bytes:
-    """The whole of a file."""
     with open_binary(path) as file:
         return file.read()
 

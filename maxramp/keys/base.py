@@ -19,12 +19,8 @@ CONFIGS = next(
 
 # Keys that may be unset, and their type where they are set.
 _OPTIONAL_TEXT = ("jax_cache_dir",)  # and every text whose default is ""
-_OPTIONAL = {
-    "max_num_checkpoints_to_keep": int,
-    "rampup_batch_size": list,
-    "learning_rate": float,
-    "muon_consistent_rms": float,
-}
+_OPTIONAL = {"max_num_checkpoints_to_keep": int, "rampup_batch_size": list}
+_OPTIONAL |= {"learning_rate": float, "muon_consistent_rms": float}
 
 _MAPPINGS = {  # keys that are one, as an error says it
     "phases": "a mapping of mappings, such as {252M: {global_batch_size: 512}}",
@@ -35,18 +31,16 @@ _MOST_WHOLE = 12  # keys with their values, in one line
 
 @functools.cache
 def base() -> Mapping[str, Any]:
-    """Every key with its default."""
     return types.MappingProxyType(read_yaml(CONFIGS / "base.yml"))
 
 
 @functools.cache
 def other_names() -> dict[str, str]:
-    """What other libraries call our keys."""
     return read_yaml(pathlib.Path(__file__).with_name("other_names.yml"))
 
 
 def unset(name: str) -> Any:
-    """What a key is where it is not given: by its type, False, "", -1 or None."""
+    """The value of a key that is not given: by its type, False, "", -1 or None."""
     value = base()[name]
     if isinstance(value, bool):
         return False
@@ -56,7 +50,6 @@ def unset(name: str) -> Any:
 
 
 def may_be_unset(name: str) -> bool:
-    """Whether None is a value of a key."""
     return name in _OPTIONAL or name in _OPTIONAL_TEXT or base()[name] == ""
 
 
@@ -78,49 +71,40 @@ def cast_value(given: str, value: Any, name: str) -> Any:
         if kind is int and abs(value) >= 2**63:
             raise ConfigError(f"{given} must be below 2^63")
         return value
-    wanted = {
-        bool: "True or False",
-        int: "an integer",
-        float: "a number",
-        str: "text (in a file, quote it)",
-        list: "a list such as [a, b]",
-        dict: _MAPPINGS.get(name, "a mapping"),
-    }[kind]
+    wanted = {bool: "True or False", int: "an integer", float: "a number"}
+    wanted |= {str: "text (in a file, quote it)", list: "a list such as [a, b]"}
+    wanted |= {dict: _MAPPINGS.get(name, "a mapping")}
     found = {bool: "a bool", int: "an integer", float: "a fraction", str: "text", list: "a list"}
     found |= {dict: "a mapping", type(None): "nothing"}
-    raise ConfigError(f"{given} must be {wanted}, not {found.get(type(value), type(value))}")
+    raise ConfigError(f"{given} must be {wanted[kind]}, not {found.get(type(value), type(value))}")
 
 
 def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys") -> str:
-    """What is wrong with keys that do not exist, in one line."""
     meant = [nearest_key(name) for _, name in found]
     if len(found) == 1:
         hint = f"did you mean {meant[0]}? " if meant[0] else ""
         return f"{found[0][0]} is not a known key; {hint}{list_of_keys} lists every key"
-    lines = [
-        given + (f" (did you mean {key}?)" if key else "")
-        for (given, _), key in zip(found, meant, strict=True)
-    ]
+    hints = [f" (did you mean {key}?)" if key else "" for key in meant]
+    lines = [given + hint for (given, _), hint in zip(found, hints, strict=True)]
     return f"{', '.join(shorten(lines))} are not known keys; {list_of_keys} lists every key"
 
 
 def show_key(name: str, value: Any) -> str:
-    """A key as it was given, KEY=VALUE, of a long value the beginning."""
+    """KEY=VALUE as given, a long value cut."""
     text = str(value)
     return f"{name}={text if len(text) <= 60 else f'{text[:57]}...'}"
 
 
 def shorten(given: list[str]) -> list[str]:
-    """Keys as they were given, FILE: KEY=VALUE; of many the last ones by their names alone."""
+    """FILE: KEY=VALUE; of many the last ones by their names alone."""
     rest = [part.partition("=")[0].rpartition(": ")[2] for part in given[_MOST_WHOLE:]]
     return [*given[:_MOST_WHOLE], *rest]
 
 
 def nearest_key(name: str) -> str | None:
-    """The key that somebody who wrote `name` meant; None where none is close enough to say so.
-
-    Most names of the keys share words, so a few equal letters prove nothing: word by word the name
-    has to be the key's, but for a slip in each, and only words at the end may be missing.
+    """The key that somebody who wrote `name` meant; None where none is close enough to say so. Most
+    names share words: word by word the name has to be the key's, but for a slip in each, and only
+    words at the end may be missing.
     """
     if name in other_names():
         return other_names()[name]

@@ -16,21 +16,13 @@ from maxramp.errors import ConfigError
 from maxramp.keys.base import base, unset
 
 Choices = Mapping[str, tuple[str, ...]]  # condition -> keys; all conditions of a key have to hold
+Values = Mapping[str, Any]  # of all keys
 _WITHOUT = "without "
 
 
-def refuse_unread(
-    choices: Choices, given: Collection[str], phases: Sequence[Mapping[str, Any]]
-) -> None:
-    """Refuses keys that are given although nothing reads them, as their choice is not made.
-
-    A value that is base.yml's default does not count as given.
-
-    Args:
-      choices: the table.
-      given: the keys that somebody has given.
-      phases: the values of all keys, first those that these keys are given with and then what later
-        phases make of them: a choice may be made in any.
+def refuse_unread(choices: Choices, given: Collection[str], phases: Sequence[Values]) -> None:
+    """A value that is base.yml's default does not count as given. `phases` are the values of all
+    keys, first and then with what each later phase changes: a choice may be made in any.
     """
     values, default = phases[0], base()
     for condition, names in choices.items():
@@ -42,10 +34,8 @@ def refuse_unread(
             raise ConfigError(f"{name}={values[name]} {_explain(condition, values, name)}")
 
 
-def find_unmade(
-    choices: Choices, given: Collection[str], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The keys of all choices that some keys have unmade, with their defaults."""
+def find_unmade(choices: Choices, given: Collection[str], values: Values) -> dict[str, Any]:
+    """The keys of all choices that some given keys have unmade, with their defaults."""
     return {
         name: base()[name]
         for condition, names in choices.items()
@@ -54,8 +44,7 @@ def find_unmade(
     }
 
 
-def is_made(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether a condition holds for the values of all keys."""
+def is_made(condition: str, values: Values) -> bool:
     found = any(_holds(key, wanted, values[key]) for key, wanted in _parts(condition))
     return found != condition.startswith(_WITHOUT)
 
@@ -72,7 +61,7 @@ def _holds(key: str, wanted: str, value: Any) -> bool:
     return bool(value) and value != unset(key)
 
 
-def _explain(condition: str, values: Mapping[str, Any], name: str) -> str:
+def _explain(condition: str, values: Values, name: str) -> str:
     if condition.startswith(_WITHOUT):
         key = next(key for key, wanted in _parts(condition) if _holds(key, wanted, values[key]))
         return f"is not read with {key}={values[key]}; leave one of them out"

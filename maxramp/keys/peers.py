@@ -1,7 +1,5 @@
-"""Keys of MaxText and NeMo that users bring along: translated, ignored or refused.
-
-A key is renamed, ignored where training does not depend on it, or refused with what to do in its
-place: peers.yml says which.
+"""Keys of MaxText and NeMo: renamed, ignored where training does not depend on them, or refused
+with what to do in their place, as peers.yml says.
 """
 
 import collections
@@ -25,10 +23,8 @@ _NOT_GIVEN = (None, "", "none", "None")
 
 
 def translate(name: str, value: Any) -> tuple[str, Any] | None:
-    """The key of base.yml that a name stands for, and the value as that takes it, if there is one.
-
-    None for a name that is not ours, for a renamed one whose null leaves it out, and for a value
-    that means something else there.
+    """None for a name that is not theirs, for a renamed one whose null leaves it out, and for a
+    value that means something else there.
     """
     key = RENAMED.get(name, name)
     if key not in base() or (key != name and value is None and not may_be_unset(key)):
@@ -39,11 +35,7 @@ def translate(name: str, value: Any) -> tuple[str, Any] | None:
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """What is wrong with a key that is not ours.
-
-    Returns:
-      "" where training does not depend on it; None where no trainer that we know has it.
-    """
+    """What is wrong with a key: "" where nothing depends on it; None where no trainer has it."""
     why = f"is {_DERIVED[name]} there; give that number" if name in _DERIVED else None
     owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
     for refused in () if why else _TABLE["refused"]:
@@ -58,11 +50,8 @@ def refusal(name: str, value: Any) -> str | None:
 
 
 def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of other keys than ours on which training does not depend.
-
-    Args:
-      foreign: (as given, value) of all keys that are not ours.
-      layers: all keys that each file and the command line give, the base first.
+    """The names of other keys than ours on which training does not depend. `foreign` is (as given,
+    value) by name; `layers` are the keys of each file and the command line, the base first.
     """
     refused, unknown, ignored = collections.defaultdict(list), [], []
     for name, (given, value) in foreign.items():
@@ -83,7 +72,6 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
 
 
 def _refused_together(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(as given, why) of what several keys of another trainer refuse together."""
     last: dict[str, Any] = {}
     beside: set[str] = set()  # the keys that go with the newest heads
     for given in layers:

@@ -1,4 +1,4 @@
-"""What the sections of the configuration are made of: one field a key, with its bound beside it.
+"""The base of the configuration's sections: one field a key, with its bound beside it.
 
 A section is a frozen dataclass, declared in the room that reads it; `config.keys` puts all of them
 together. Every field has its line, its default and its reason in configs/base.yml, and none here.
@@ -23,13 +23,12 @@ def limit(
 
 
 def one_of(*choices: str, **refused: str) -> Any:
-    """A key that takes one of these texts; for others that users know, `refused` says why not."""
+    """For others that users know, `refused` says why not."""
     listed = ", ".join(choice or '""' for choice in choices)
     return limit(lambda value: value in choices, f"is not one of {listed}", refused)
 
 
 def some_of(*choices: str, fewest: int = 0) -> Any:
-    """A key that takes a list of these texts."""
     return limit(
         lambda value: len(value) >= fewest and all(text in choices for text in value),
         f"must be some of {', '.join(choices)}",
@@ -57,7 +56,6 @@ below_one = functools.partial(limit, lambda value: 0 <= value < 1, "must be at l
 
 
 def day() -> Any:
-    """A day of the calendar."""
     return limit(_is_day, "must be a day, such as 2026-01-31")
 
 
@@ -69,7 +67,6 @@ def _is_day(value: str) -> bool:
 
 
 def path_or_storage() -> Any:
-    """A path of the file system, or an address in an object storage that runs can be kept in."""
     text = (
         "must be a path, or an address such as gs://bucket/folder or s3://bucket/folder, with no "
         "part . or .."
@@ -78,15 +75,14 @@ def path_or_storage() -> Any:
 
 
 def is_object_storage(path: str) -> bool:
-    """Whether a path is an address in an object storage that runs can be kept in.
-
-    To a storage . and .. are names like any other, and some of its clients resolve them: so none.
+    """Whether runs can be kept there. To a storage . and .. are names like any other, and some of
+    its clients resolve them: so none.
     """
     return re.match(r"(gs|s3)://[^/]", path) is not None and not {".", ".."} & {*path.split("/")}
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is the address of a storage: gs://bucket, or gs:/bucket as pathlib has it."""
+    """Whether a path is a storage's address: gs://bucket, or gs:/bucket as pathlib has it."""
     return re.match(r"\w[\w.+-]+:/", path) is not None
 
 
@@ -117,7 +113,6 @@ def named_texts() -> Any:
 
 
 def uint32(least: int = 0) -> Any:
-    """An integer of 32 bits, such as a seed, from `least` up."""
     text = f"must be {least} or more and below 2^32 = {2**32}"
     return limit(lambda value: least <= value < 2**32, text)
 
@@ -127,7 +122,6 @@ Relations = Iterator[tuple[Any, str]]
 
 
 def refuse(relations: Relations) -> None:
-    """Raises a ConfigError for the first relation that is broken."""
     for broken, text in relations:
         if broken:
             raise ConfigError(text)
@@ -138,12 +132,10 @@ class Keys:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The keys of the section."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """The section, from the values of all keys by name, each of which is checked alone."""
         of_section = {field: values[field.name] for field in dataclasses.fields(cls)}
         refuse(
             (True, f"{field.name}={value} {text.replace('KEY', field.name)}")

@@ -11,9 +11,8 @@ from maxramp.errors import ConfigError
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml's is ten times as fast
-    """Constructs no objects and refuses duplicate keys.
-
-    3e-4 is a number, 1e6 and 150_001 are integers, 010 is ten; dates and 1:30 are text.
+    """Constructs no objects and refuses duplicate keys. 3e-4 is a number, 1e6 and 150_001 are
+    integers, 010 is ten; dates and 1:30 are text.
     """
 
 
@@ -46,14 +45,11 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
         key = loader.construct_object(key_node, deep=True)
         if type(key) in (int, float) and isinstance(value_node, yaml.MappingNode):
             key = key_node.value  # the threshold of a phase, as written
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(
-                problem=f"key {key!r} is not a name", problem_mark=key_node.start_mark
-            )
-        if key in found:
-            raise yaml.constructor.ConstructorError(
-                problem=f'the key "{key}" stands twice; keep one', problem_mark=key_node.start_mark
-            )
+        wrong = "" if isinstance(key, str) else f"key {key!r} is not a name"
+        if not wrong and key in found:
+            wrong = f'the key "{key}" stands twice; keep one'
+        if wrong:
+            raise yaml.constructor.ConstructorError(problem=wrong, problem_mark=key_node.start_mark)
         found[key] = loader.construct_object(value_node, deep=True)
     return found
 
@@ -70,12 +66,11 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dump(values: dict[str, Any]) -> str:
-    """A config file that `read_yaml` reads back as `values`."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def parse(text: str) -> Any:
-    """What a YAML text says; raises yaml.YAMLError whatever is wrong with it."""
+    """Raises yaml.YAMLError whatever is wrong with the text."""
     try:
         return yaml.load(text, _Loader)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -85,7 +80,6 @@ def parse(text: str) -> Any:
 
 
 def read_yaml(path: pathlib.Path) -> dict[str, Any]:
-    """The keys and values of a config file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

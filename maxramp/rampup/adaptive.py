@@ -12,10 +12,8 @@ confirmed once. The norms' is the one estimate that exists without accumulation 
 the batch changes. A rung has an earliest and a latest sample (`ladder`). One rung is taken at a
 time, none is given back.
 
-A decision holds from the step `ladder.DELAY` after its period on: the rows of the steps between are
-being read already. All of this follows from numbers that every process has, so they need not speak.
-
-This module imports no jax.
+A decision holds from the step `ladder.DELAY` after its period on, as the rows until then are being
+read already. All processes have these numbers, so they need not speak. Imports no JAX.
 """
 
 import dataclasses
@@ -45,7 +43,6 @@ class Decision:
     lower: float  # the smaller of the two lower bounds, in rows
 
     def to_json(self) -> dict[str, Any]:
-        """As it is recorded: the bound to the last bit, and as a person reads it."""
         return dataclasses.asdict(self) | {"lower": self.lower.hex(), "lower_rows": self.lower}
 
 
@@ -61,13 +58,7 @@ class Policy:
     def decide(
         self, ramp: RampupBatchManager, step: int, lower: Callable[[int], float]
     ) -> Decision | None:
-        """What is decided once the steps before `step` are done.
-
-        Args:
-          ramp: with all decisions so far.
-          step: steps done.
-          lower: the lower bound of a period by its number, in rows.
-        """
+        """`ramp` has all decisions so far; `lower` gives a period's lower bound, in rows."""
         if step <= ramp.stages[0].first_step:
             return None  # nothing is done by this schedule
         if not ramp.rungs or ramp.stages[-1].first_step > step:
@@ -91,9 +82,8 @@ class Policy:
         return Decision(first, begins, size, self._below[size], step, "noise", bound)
 
     def settled_after(self, ramp: RampupBatchManager, step: int) -> int:
-        """How many steps of the run no later decision than the one after `step` steps changes.
-
-        Those up to the next decision and its delay: once a period the readers hear of more.
+        """How many steps no later decision changes than the one after `step` steps: those up to the
+        next decision and its delay.
         """
         done = ramp.samples_before(max(ramp.stages[0].first_step, step))
         following = (done // self.period + 1) * self.period
@@ -111,12 +101,11 @@ def simulate(keys: BatchKeys, noise: float) -> list[tuple[int, int]]:
 
 
 def period_of(record: dict[str, Any], length: int) -> int:
-    """The period of this many samples in which a record's step began."""
     return (record["consumed_samples"] - record["global_batch_size"]) // length
 
 
 def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
-    """The lower bound of a period, in rows; 0 where its steps say too little."""
+    """In rows; 0 where the period's steps say too little."""
     rows, pairs, targets = [], [], 0
     for record in records:
         values = [record[name] for name in _NAMES]
@@ -135,9 +124,7 @@ def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
     if signal <= 0 or variance <= 0:
         return 0.0
     # Of the quotient, relative: each step's share of what it is off by in both parts.
-    residuals = [
-        share * (v / variance - s / signal) for share, (s, v) in zip(shares, pairs, strict=True)
-    ]
+    residuals = [w * (v / variance - s / signal) for w, (s, v) in zip(shares, pairs, strict=True)]
     error = math.sqrt(count / (count - 1) * math.fsum(r * r for r in residuals))
     return factor * variance / signal * weight / targets * math.exp(-_Z * error)
 
@@ -148,7 +135,6 @@ def check_decisions(
     first: int | None = None,
     source: str = "decisions.json",
 ) -> list[tuple[int, int]]:
-    """What was decided before, checked against the ladder of today."""
     sizes = [first or keys.rampup_ladder[0], *(size for _, size in recorded)]
     if recorded and sizes != list(keys.rampup_ladder[: len(sizes)]):
         raise ConfigError(

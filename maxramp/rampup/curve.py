@@ -1,12 +1,8 @@
-"""The curve of the learning rate as data: where it rises and where it falls.
-
-`training/learning_rate.py` evaluates it on arrays, `ladder` asks where it reaches a height.
-
-This module imports no jax.
+"""The learning rate's curve as data, for `training.learning_rate` on arrays and `ladder`, which
+asks where it reaches a height. Imports no JAX.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Self
 
@@ -17,7 +13,7 @@ from maxramp.rampup.keys import CurveKeys
 class Curve:
     """From 0 up to the peak, on at the peak, and down to `final` of it where `total` ends.
 
-    All lengths are in samples, or all in steps: whole multiples of `quantum`, the length of one
+    Lengths are all in samples, or all in steps: whole multiples of `quantum`, the length of one
     batch. A phase of n samples moves from its first to its last value over n - quantum of them, as
     a batch has one learning rate, that of its first sample.
     """
@@ -31,30 +27,18 @@ class Curve:
 
     @classmethod
     def from_keys(cls, keys: CurveKeys, total: int, quantum: int) -> Self:
-        """The curve of some keys over this many samples or steps."""
-
-        part = functools.partial(_part, float(total), quantum)
-        warmup = part(keys.warmup_steps_fraction)
-        decay, style = total - warmup, "cosine"
+        curve = cls(float(total), quantum, 0.0, 0.0, "cosine", keys.learning_rate_final_fraction)
+        warmup = curve.part(keys.warmup_steps_fraction)
+        decay, style = curve.total - warmup, curve.style
         if keys.lr_schedule_type == "wsd":
-            decay, style = part(keys.wsd_decay_steps_fraction), keys.wsd_decay_style
-        final = keys.learning_rate_final_fraction
-        return cls(float(total), quantum, warmup, decay, style, final)
+            decay, style = curve.part(keys.wsd_decay_steps_fraction), keys.wsd_decay_style
+        return dataclasses.replace(curve, warmup=warmup, decay=decay, style=style)
 
     def part(self, fraction: float) -> float:
-        """The length of a fraction of the curve, in whole batches."""
-        return _part(self.total, self.quantum, fraction)
+        return float(math.floor(self.total / self.quantum * fraction) * self.quantum)
 
     def falls_to(self, height: float) -> float:
-        """The sample, not a whole number, at which the fall reaches a height.
-
-        Args:
-          height: as a fraction of the peak; above `final`, at most 1.
-        """
+        """Where the fall reaches a fraction of the peak above `final`; not a whole sample."""
         left = (height - self.final) / (1 - self.final)
         done = math.acos(2 * left - 1) / math.pi if self.style == "cosine" else 1 - left
         return self.total - self.decay + done * max(0.0, self.decay - self.quantum)
-
-
-def _part(total: float, quantum: int, fraction: float) -> float:
-    return float(math.floor(total / quantum * fraction) * quantum)

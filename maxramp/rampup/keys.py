@@ -1,7 +1,5 @@
-"""The batch keys: what describes a batch, its ramp, the nodes it runs on, and the run's length; and
-the keys of the learning rate's curve, which a ramp may follow (`ladder`).
-
-This module imports no jax.
+"""The batch keys: a batch, its ramp, its nodes, the run's length; and the keys of the learning
+rate's curve, which a ramp may follow (`ladder`). Imports no JAX.
 """
 
 import bisect
@@ -17,7 +15,7 @@ import ml_collections
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
-from maxramp.keys.choices import Choices, refuse_unread
+from maxramp.keys.choices import Choices, Values, refuse_unread
 from maxramp.keys.section import Keys, above_zero, fraction, minimum, one_of, positive_or_open
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import phases
@@ -26,21 +24,15 @@ from maxramp.rampup.shape import ShapeKeys
 
 # Each of them makes a batch.
 _SIZES = (
-    "per_device_batch_size",
-    "global_batch_size",
-    "global_batch_tokens",
-    "rampup_batch_size",
-    "step_batch_size_schedule",
-    "rampup_ladder",
+    *("per_device_batch_size", "global_batch_size", "global_batch_tokens", "rampup_batch_size"),
+    *("step_batch_size_schedule", "rampup_ladder"),
 )
 _GLOBAL_SIZES = (
     "rampup_batch_size or step_batch_size_schedule or rampup_policy or global_batch_size or "
     "global_batch_tokens"
 )
-MAXTEXT_RAMP = (
-    *("per_device_batch_size_start", "per_device_batch_size_increment"),
-    "global_rampup_samples",
-)
+_PER_DEVICE = ("per_device_batch_size_start", "per_device_batch_size_increment")
+MAXTEXT_RAMP = (*_PER_DEVICE, "global_rampup_samples")
 # What is read only where other keys have some value.
 RAMP_CHOICES: Choices = {
     f"without {_GLOBAL_SIZES}": (*MAXTEXT_RAMP, "gradient_accumulation_steps"),
@@ -113,32 +105,26 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @classmethod
     def read(cls, config: Any) -> Self:
-        """The batch keys of a mapping, or of any object that has some of them as attributes.
-
-        What is left out has base.yml's default, but for the ramp and the length of the run, which
-        count as not given; so does None.
+        """The batch keys of a mapping, or of any object that has some of them as attributes. Keys
+        left out or None have base.yml's default, but the ramp and the length count as not given.
         """
         if isinstance(config, cls):
             return config
-        names = [field.name for field in dataclasses.fields(cls)]
         is_mapping = isinstance(config, Mapping | ml_collections.ConfigDict)
-        if is_mapping:
-            found = _from_mapping(config)
-        else:
-            found = {}
-            for name in names:
-                # MaxText's own configuration raises a ValueError for what it does not have.
-                with contextlib.suppress(AttributeError, KeyError, ValueError):
-                    found[name] = getattr(config, name)
+        found = _from_mapping(config) if is_mapping else {}
+        for name in () if is_mapping else cls.names():
+            # MaxText's own configuration raises a ValueError for what it does not have.
+            with contextlib.suppress(AttributeError, KeyError, ValueError):
+                found[name] = getattr(config, name)
         given = {
             name: base.cast_value(f"{name}={found[name]}", _plain(found[name]), name)
-            for name in names
+            for name in cls.names()
             if found.get(name) is not None
         }
         if all(given.get(name) in (None, "", -1) for name in _SIZES):
+            sizes = ", ".join(_SIZES)
             raise ConfigError(
-                f"no batch size is given; give one of {', '.join(_SIZES)} (configs/base.yml "
-                "describes them)"
+                f"no batch size is given; give one of {sizes} (configs/base.yml describes them)"
             )
         left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
         # Without a row's length, Megatron takes thresholds for samples: a row is one token.
@@ -150,7 +136,6 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """The section, with the global batch in samples."""
         tokens, sample = values["global_batch_tokens"], values["max_target_length"]
         if tokens > 0:
             if tokens % sample:
@@ -161,10 +146,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
             values = {**values, "global_batch_size": tokens // sample}
         return super().from_values(values)
 
-    def refuse_unread(
-        self, choices: Choices, given: Collection[str], values: Mapping[str, Any]
-    ) -> None:
-        """Refuses keys that are given for choices which are not made, in a phase or a later one."""
+    def refuse_unread(self, choices: Choices, given: Collection[str], values: Values) -> None:
         held = [{**values, **phase.values} for phase in self.phase_list]
         for number, phase in enumerate(self.phase_list):
             with phase.name_errors():
@@ -172,29 +154,25 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @functools.cached_property
     def phase_list(self) -> tuple[phases.Phase[Self], ...]:
-        """What `phases` makes of these keys, the first from sample 0 on."""
         return phases.make_phases(self)
 
     def phase_at(self, sample: int) -> phases.Phase[Self]:
-        """The phase of the threshold at `sample`."""
         first = operator.attrgetter("first_sample")
         return self.phase_list[max(0, bisect.bisect_right(self.phase_list, sample, key=first) - 1)]
 
     def keys_at(self, sample: int) -> Self:
-        """These keys with the values that hold from the threshold at `sample` on."""
         return self.phase_at(sample).keys
 
     def changing(self, name: str) -> list[phases.Phase[Self]]:
-        """The phases that give a key."""
         return [phase for phase in self.phase_list if name in phase.given]
 
     def mesh_at(self, num_devices: int, sample: int) -> MeshKeys | None:
         """The mesh on this many devices from the sample on; None if they make none."""
-        return self.keys_at(sample).mesh_on(num_devices)
+        with contextlib.suppress(ConfigError):
+            return self.keys_at(sample).resolve(num_devices)
 
     @property
     def is_open(self) -> bool:
-        """Whether the length of the run is left to the data."""
         return not self.shown_length
 
     @property
@@ -219,17 +197,15 @@ class BatchKeys(CurveKeys, ShapeKeys):
         return "step_batch_size_unit" if pairs > 1 and self.step_batch_size_unit == "tokens" else ""
 
     def samples_in_batches_of(self, batch: int) -> int:
-        """The samples of a run of known length whose steps all train on `batch` rows."""
+        """Samples of a run of known length whose steps all train on `batch` rows."""
         return -(-self.samples_of_run // batch) * batch
 
     @property
     def nodes(self) -> int:
-        """Nodes that the keys describe, at least one."""
         return max(1, self.num_nodes)
 
     @property
     def num_devices(self) -> int:
-        """Devices that the keys describe."""
         if self.devices_per_node < 1:
             raise ConfigError(
                 f"devices_per_node={self.devices_per_node} leaves the number of devices open; give "
@@ -239,7 +215,6 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
 
 def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
-    """The values of a mapping by our keys."""
     found, unknown = {}, []
     for name, value in config.items():
         if taken := peers.translate(str(name), value):

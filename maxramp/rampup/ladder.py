@@ -1,7 +1,4 @@
-"""The ladder of a `rampup_policy`: the sizes that the batch may take, and when a rung may be taken.
-
-This module imports no jax.
-"""
+"""The ladder of a `rampup_policy`: its batch sizes, and when each may be taken. Imports no JAX."""
 
 import dataclasses
 import itertools
@@ -28,7 +25,6 @@ class Rung:
 
 
 def rungs(keys: BatchKeys) -> list[Rung]:
-    """The rungs above the first, from the smallest."""
     first, *sizes = keys.rampup_ladder
     warm = int(Curve.from_keys(keys, keys.samples_in_batches_of(first), first).warmup)
     return [
@@ -42,11 +38,9 @@ def rungs(keys: BatchKeys) -> list[Rung]:
 
 
 def plan_rungs(keys: BatchKeys) -> list[tuple[int, int]]:
-    """(from which sample on, global batch size) of a plan that knows no measurement.
-
-    Empty under other policies than noise. A rung with a latest sample is expected to be decided in
-    the middle of its two; the others share the samples from their earliest to the run's end. A rung
-    that comes too late begins after that end.
+    """(from which sample on, global batch size) of a plan without measurements; of other policies
+    empty. A rung with a latest sample is expected in the middle of its two; the others share the
+    samples from their earliest to the run's end. A rung that comes too late begins after that end.
     """
     found: list[tuple[int, int]] = []
     if keys.rampup_policy != "noise":
@@ -99,7 +93,6 @@ def policy(keys: BatchKeys) -> Relations:
 
 
 def noise(keys: BatchKeys) -> Relations:
-    """What rampup_policy=noise needs, once each key is known to be in its range."""
     yield from policy(keys)
     yield (
         keys.rampup_ladder[0] == 1,
@@ -169,7 +162,6 @@ def seesaw_sizes(keys: BatchKeys) -> list[tuple[int, int]]:
 
 
 def seesaw(keys: BatchKeys) -> Relations:
-    """What Seesaw needs, once each key is known to be in its range."""
     yield from policy(keys)
     sizes, lowest = list(keys.rampup_ladder), keys.learning_rate_final_fraction
     for rung, size in _rungs_above_first(keys):

@@ -1,13 +1,8 @@
-"""How a global batch lies on devices: the split into passes, and how many nodes to take.
+"""How a global batch lies on devices: the split into passes, and how many nodes. Imports no JAX.
 
-Glossary
-  rank        the devices that together hold one row: model_parallel_size devices
-  multiple    of which the rows of a rank in one pass are: its share of a pipeline's micro batches
-  split       rows of a rank = micro batch (rows per rank in one pass) * accumulation (passes)
-  node-time   nodes * time, both of a step or a stage; time is counted in passes of the largest
-              micro batch (`pass_price`)
-
-This module imports no jax.
+The rows of a rank are its micro batch (rows in one pass, in multiples of its share of a pipeline's
+micro batches) times the accumulation (passes). Node-time is nodes * time, of a step or a stage,
+with time in passes of the largest micro batch (`pass_price`).
 """
 
 import dataclasses
@@ -35,6 +30,9 @@ class Layout:
     gradient_accumulation_steps: int
 
 
+Layouts = list[Layout | None]  # of stages; None where a batch does not divide
+
+
 def rows_per_device_limit(config: Any) -> Fraction:
     """The most rows that a device may hold in one pass."""
     keys = BatchKeys.read(config)
@@ -60,9 +58,8 @@ def _rows_per_rank_limit(keys: BatchKeys, rows_per_device: Fraction | None) -> i
 
 
 def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> Layout | None:
-    """The largest micro batch up to the limit that divides; None where no split does.
-
-    The split that a notation asks for by itself is taken as it is where it makes the batch.
+    """The largest micro batch up to the limit that divides; None where no split does. The split
+    that a notation asks for is taken as it is where it makes the batch.
     """
     keys, batch = keys.keys_at(threshold.first_sample), threshold.global_batch_size
     asked = threshold.accumulation
@@ -85,7 +82,6 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
 
 
 def uneven(keys: BatchKeys, threshold: Threshold, num_devices: int | None) -> Layout:
-    """A batch that divides over no devices, on those of a job or on all nodes: for its refusal."""
     devices = num_devices or keys.num_devices
     nodes = -(-num_devices // keys.devices_per_node) if num_devices else keys.nodes
     passes = threshold.accumulation or 1
@@ -100,12 +96,9 @@ def refusal(
     keys = phase.keys
     batch, size = threshold.global_batch_size, threshold.rows_per_device
     parallel, multiple = keys.model_parallel_size, keys.rows_multiple
-    shares = ""
-    if multiple > 1:
-        shares = (
-            f" in multiples of {multiple} rows (num_pipeline_microbatches="
-            f"{keys.num_pipeline_microbatches} / {keys.pipeline_stages} stages)"
-        )
+    micro = f"num_pipeline_microbatches={keys.num_pipeline_microbatches}"
+    shares = f" in multiples of {multiple} rows ({micro} / {keys.pipeline_stages} stages)"
+    shares = shares if multiple > 1 else ""
     of_phase = f" ({phase})" if phase.first_sample else ""
     stage = f"stage {index}{of_phase} with a global batch of {batch}"
     rows = _rows_per_rank_limit(keys, size)
@@ -146,16 +139,13 @@ def refusal(
     units = [n * (rows if keys.node_schedule == "nemo" and not fixed else multiple) for n in ranks]
     return ConfigError(
         f"{stage} does not divide over {over}; the nearest sizes that do are "
-        f"{nearest_multiples(batch, *units)}, as do "
-        f"multiples of {min(units)}, or use {other}"
+        f"{nearest_multiples(batch, *units)}, as do multiples of {min(units)}, or use {other}"
     )
 
 
 def pass_price(keys: BatchKeys, rows_per_device: Fraction) -> Fraction:
-    """What a pass with this many rows per device takes, in passes of the largest micro batch.
-
-    Linear in the rows with a fixed part, planned_pass_overhead rows' worth: the one reason why
-    small micro batches cost more per row, and so why fewer nodes are cheaper for a small batch.
+    """What a pass takes, in passes of the largest micro batch: linear in the rows, with a fixed
+    part of planned_pass_overhead rows. It alone makes fewer nodes cheaper for a small batch.
     """
     overhead = exact(keys.planned_pass_overhead)
     return (rows_per_device + overhead) / (rows_per_device_limit(keys) + overhead)
@@ -167,16 +157,11 @@ def schedule_nodes(
     steps: Sequence[int],
     meshes: Meshes,
     restart_passes: float,
-) -> list[Layout | None]:
-    """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best.
-
-    Args:
-      steps: how many the run takes of each stage; 0 where it ends before.
-      meshes: `best` and `nemo` take no number of devices without a mesh.
-      restart_passes: how long a change of nodes takes, in passes of the largest micro batch.
-
-    Returns:
-      A layout per stage; None where no number of nodes divides its batch.
+) -> Layouts:
+    """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best; None where
+    its batch divides over no number of them. `steps` are those that the run takes of each stage.
+    `best` and `nemo` take no number of devices without a mesh. `restart_passes` is the time of a
+    change of nodes, in passes of the largest micro batch.
     """
     nodes, devices = keys.nodes, keys.num_devices
     if keys.node_schedule == "nemo":
@@ -194,7 +179,6 @@ def schedule_nodes(
 def _layouts(
     keys: BatchKeys, threshold: Threshold, nodes: Iterable[int], meshes: Meshes
 ) -> Iterator[Layout]:
-    """The layouts of a batch on those numbers of nodes that have one."""
     for number in nodes:
         layout = spread(keys, threshold, number, number * keys.devices_per_node)
         if layout and meshes(layout.devices, threshold.first_sample):
@@ -203,9 +187,8 @@ def _layouts(
 
 def _cheapest(
     keys: BatchKeys, options: Sequence[list[Layout]], steps: Sequence[int], restart_passes: float
-) -> list[Layout | None]:
+) -> Layouts:
     """The cheapest choice of a layout for every stage, by dynamic programming over (stage, nodes).
-
     Nodes shrink only where the stages cannot run otherwise. Then the node-time of the run decides,
     in which every change of nodes costs all nodes a restart. It is weighted so that twice the nodes
     may take node_time_tolerance more of it: of near-equal choices the shortest run is taken.
@@ -244,21 +227,16 @@ def _cheapest(
     return chosen[::-1]
 
 
-def _nemo_schedule(
-    keys: BatchKeys, thresholds: Sequence[Threshold], meshes: Meshes
-) -> list[Layout | None]:
-    """NeMo's rule, from the largest batch down.
-
-    The final size gets all nodes. A smaller one gets the largest number, up to that of the next
-    larger one, that gives whole micro batches to every rank. Numbers of which the model's mesh
-    cannot be made are passed over.
+def _nemo_schedule(keys: BatchKeys, thresholds: Sequence[Threshold], meshes: Meshes) -> Layouts:
+    """NeMo's rule, from the largest batch down: the final size gets all nodes, a smaller one the
+    largest number, up to that of the next larger one, that gives whole micro batches to every rank.
+    Numbers without a mesh are passed over.
     """
     most, chosen = keys.nodes, []
     for threshold in reversed(thresholds):
         held = keys.keys_at(threshold.first_sample)
-        whole = Fraction(
-            _rows_per_rank_limit(held, threshold.rows_per_device), held.model_parallel_size
-        )
+        rows = _rows_per_rank_limit(held, threshold.rows_per_device)
+        whole = Fraction(rows, held.model_parallel_size)
         found = _layouts(keys, threshold, range(most, 0, -1), meshes)
         layout = next((one for one in found if one.per_device_batch_size == whole), None)
         most = layout.nodes if layout else most

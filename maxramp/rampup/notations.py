@@ -1,10 +1,5 @@
-"""Three notations for one ramp, a rule that makes one, phases and a constant batch: keys ->
-thresholds.
-
-A threshold says: from `first_sample` consumed samples on, a step has this global batch size. Where
-the notation also says how that batch is split over devices, the threshold carries it.
-
-This module imports no jax.
+"""Keys -> thresholds: three notations for a ramp, a policy, phases and a constant batch. Imports no
+JAX.
 """
 
 import dataclasses
@@ -17,15 +12,14 @@ from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.keys.section import Relations, refuse
 from maxramp.rampup import ladder
-from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.keys import MAXTEXT_RAMP, BatchKeys
 from maxramp.rampup.numbers import exact, parse_count, show
 from maxramp.rampup.phases import WARMUP, Phase
 
 
 @dataclasses.dataclass(frozen=True)
 class Threshold:
-    """From `first_sample` on, steps train on `global_batch_size` rows.
-
+    """From `first_sample` consumed samples on, steps train on `global_batch_size` rows.
     `rows_per_device` is the most that a device may hold in one pass (None: the configured most),
     `accumulation` the passes that the notation asks for (None: what the split needs).
     """
@@ -37,7 +31,7 @@ class Threshold:
 
 
 def thresholds(keys: BatchKeys) -> list[Threshold]:
-    """The thresholds of the notation that is used and of the phases, the first at sample 0."""
+    """Of the notation that is used and of the phases, the first at sample 0."""
     check(keys)
     found, ends = [], [phase.first_sample for phase in keys.phase_list[1:]]
     for phase, end in zip(keys.phase_list, [*ends, math.inf], strict=True):
@@ -67,7 +61,6 @@ def _read_notation(keys: BatchKeys) -> list[Threshold]:
 
 
 def check(keys: BatchKeys) -> None:
-    """Checks how the keys give the batch, as far as no devices have to be known."""
     for phase in keys.phase_list:
         with phase.name_errors():
             refuse(_check_phase(keys, phase))
@@ -75,7 +68,6 @@ def check(keys: BatchKeys) -> None:
 
 
 def _check(keys: BatchKeys) -> None:
-    """Checks what holds in one phase."""
     refuse(_check_notations(keys))
     _ = keys.rows_of_sample  # raises where a row is not part of a sample
     if keys.enable_rampup_batch_size:
@@ -89,13 +81,11 @@ def _check(keys: BatchKeys) -> None:
 
 
 def _shown_ramps(keys: BatchKeys) -> list[str]:
-    """The keys that give a ramp, with their values."""
+    schedule = keys.step_batch_size_schedule
     given = {
         "enable_rampup_batch_size=True": keys.enable_rampup_batch_size,
         f"rampup_batch_size={keys.rampup_batch_size}": keys.rampup_batch_size is not None,
-        f'step_batch_size_schedule="{keys.step_batch_size_schedule}"': (
-            keys.step_batch_size_schedule
-        ),
+        f'step_batch_size_schedule="{schedule}"': schedule,
         f"rampup_policy={keys.rampup_policy}": keys.rampup_policy,
     }
     return [shown for shown, is_given in given.items() if is_given]
@@ -158,8 +148,7 @@ def _check_rise(
     start_name: str,
     constant: str,
 ) -> Relations:
-    """A ramp rises from its start to its end, a key and its value, in whole increments; an error
-    shows its three numbers as `given`."""
+    """A ramp rises from its start to its `end`, in whole increments; errors show `given`."""
     start, increment, samples = numbers
     name, final = end
     rise, without = final - start, f"lower the start, or {constant}"
@@ -178,35 +167,24 @@ def _check_rise(
     )
 
 
-# --- MaxText -------------------------------------------------------------------------------------
-
-
 def _check_maxtext(keys: BatchKeys) -> Relations:
-    names = (
-        "per_device_batch_size_start",
-        "per_device_batch_size_increment",
-        "global_rampup_samples",
-    )
-    numbers = [exact(getattr(keys, name)) for name in names]
-    given = [f"{name}={show(number)}" for name, number in zip(names, numbers, strict=True)]
+    numbers = [exact(getattr(keys, name)) for name in MAXTEXT_RAMP]
+    given = [f"{name}={show(number)}" for name, number in zip(MAXTEXT_RAMP, numbers, strict=True)]
     final = "per_device_batch_size", exact(keys.per_device_batch_size)
-    return _check_rise(numbers, given, final, names[0], "set enable_rampup_batch_size=False")
+    return _check_rise(numbers, given, final, MAXTEXT_RAMP[0], "set enable_rampup_batch_size=False")
 
 
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
-    """MaxText's notation, and a constant batch, which is a ramp of no increments.
-
-    samples_per_increment = global_rampup_samples / increments; a stage lasts the smallest number of
-    steps whose samples reach samples_per_increment, and the next stage counts from zero.
+    """MaxText's notation, and a constant batch, which is a ramp of no increments. A stage lasts the
+    smallest number of steps whose samples reach global_rampup_samples / increments, and the next
+    stage counts from zero.
     """
     final, devices = exact(keys.per_device_batch_size), keys.num_devices
     sizes, share = [final], Fraction(0)
     if keys.enable_rampup_batch_size:
         start = exact(keys.per_device_batch_size_start)
         increment = exact(keys.per_device_batch_size_increment)
-        increments = _limit_stages(
-            int((final - start) / increment), "per_device_batch_size_increment"
-        )
+        increments = _limit_stages(int((final - start) / increment), MAXTEXT_RAMP[1])
         sizes = [start + i * increment for i in range(increments + 1)]
         share = Fraction(keys.global_rampup_samples, increments)
     found, first_sample = [], 0
@@ -222,9 +200,6 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
         found.append(Threshold(first_sample, batch, size, accumulation))
         first_sample += math.ceil(share / batch) * batch
     return found
-
-
-# --- NeMo ----------------------------------------------------------------------------------------
 
 
 def _check_nemo(keys: BatchKeys) -> Relations:
@@ -246,26 +221,18 @@ def _check_nemo(keys: BatchKeys) -> Relations:
 
 
 def _nemo(keys: BatchKeys) -> list[Threshold]:
-    """NeMo's notation.
-
-    While consumed < samples, the size of a step is start + floor(consumed / share) * increment,
+    """While consumed < samples, the size of a step is start + floor(consumed / share) * increment,
     with share = samples / increments; from then on it is the final size.
     """
     start, increment, samples = keys.rampup_batch_size
     increments = (keys.global_batch_size - start) // increment
     _limit_stages(increments, "rampup_batch_size")
     # consumed is whole, so it reaches i * samples / increments when it reaches the next integer.
-    return [
-        Threshold(-(-i * samples // increments), start + i * increment)
-        for i in range(increments + 1)
-    ]
-
-
-# --- Megatron's list -----------------------------------------------------------------------------
+    sizes = (start + i * increment for i in range(increments + 1))
+    return [Threshold(-(-i * samples // increments), size) for i, size in enumerate(sizes)]
 
 
 def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
-    """(samples, global batch) pairs of a step_batch_size_schedule, checked."""
     key = "step_batch_size_schedule"
     pairs: list[tuple[int, int]] = []
     tokens = keys.step_batch_size_unit == "tokens"
@@ -305,9 +272,6 @@ def _limit_stages(increments: int, key: str) -> int:
             f"{key} makes {increments + 1} stages, more than {_MOST_STAGES}; use a larger increment"
         )
     return increments
-
-
-# --- Words for errors ----------------------------------------------------------------------------
 
 
 def _divisors(rise: Fraction) -> str:

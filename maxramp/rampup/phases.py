@@ -6,9 +6,7 @@
       2.87T: {global_batch_tokens: 16777216, row_length: 8192}
 
 A key keeps its value until a later phase gives it another. Phase 0 is the keys themselves: what it
-gives is taken as if it stood beside `phases`.
-
-This module imports no jax.
+gives is taken as if it stood beside `phases`. Imports no JAX.
 """
 
 import contextlib
@@ -30,18 +28,9 @@ MESH_KEYS = tuple(f"ici_{axis.key}_parallelism" for axis in TABLE if "layers" no
 MIXTURE = "grain_train_files"
 WARMUP = "warmup_steps_fraction"
 KEYS = (
-    "global_batch_size",
-    "global_batch_tokens",
-    "per_device_batch_size",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "row_length",
-    "remat_policy",
-    "learning_rate",
-    WARMUP,
-    *MESH_KEYS,
-    *SIGHT_KEYS,
-    MIXTURE,
+    *("global_batch_size", "global_batch_tokens", "per_device_batch_size", "micro_batch_size"),
+    *("gradient_accumulation_steps", "row_length", "remat_policy", "learning_rate", WARMUP),
+    *(*MESH_KEYS, *SIGHT_KEYS, MIXTURE),
 )
 # Why it cannot change others that ask for it.
 _REFUSED = {
@@ -76,7 +65,6 @@ class Phase(Generic[KeysT]):
     keys: KeysT  # with these values
 
     def __str__(self) -> str:
-        """As an error names it."""
         return f"{_NAME}.{self.name}"
 
     @contextlib.contextmanager
@@ -89,12 +77,8 @@ class Phase(Generic[KeysT]):
 
 
 def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, Any]]:
-    """Keys with all phases in one mapping, and what phase 0 gives beside it.
-
-    Args:
-      pairs: as a file or a command line gives them: `phases`, which replaces those before, and
-        `phases.252M.KEY`, which is put into them.
-      before: the phases that the files below give.
+    """Keys with all phases in one mapping, and what phase 0 gives beside it. `pairs` are as given:
+    `phases`, which replaces `before`, and `phases.252M.KEY`, which is put into them.
     """
     found, is_given = before, False
     for name, value in pairs:
@@ -146,7 +130,6 @@ def _check_key(threshold: str, key: str, value: Any) -> None:
 
 
 def make_phases(keys: KeysT) -> tuple[Phase[KeysT], ...]:
-    """The phases of batch keys, the first one from sample 0 on."""
     values = {field.name: getattr(keys, field.name) for field in dataclasses.fields(keys)}
     values[_NAME] = {}
     found = [Phase("0", 0, {}, {}, dataclasses.replace(keys, phases={}))]

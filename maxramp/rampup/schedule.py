@@ -1,21 +1,10 @@
-"""The batch-size schedule as data: a short list of stages.
-
-Glossary
-  sample      one row of `max_target_length` tokens
-  step        one optimizer update; step k is 0-based, "n steps done" means steps 0 .. n-1
-  micro batch the rows of one forward and backward pass over all devices:
-              per_device_batch_size * devices
-  global batch size
-              the rows of one step: micro batch * gradient_accumulation_steps
-  threshold   the number of samples from which on a global batch size holds
-  stage       a run of steps with one batch shape
+"""The batch-size schedule as data: a short list of stages, with the words of docs/architecture.md.
+Imports no JAX.
 
 Every notation becomes a list of thresholds (`notations`), and one `walk` over the thresholds gives
 the stages: a step uses the batch size of the last threshold that is not above the samples consumed
 before it. How a batch lies on the devices is `layout`'s. All questions are then answered from the
 list in closed form, for any step, in any order.
-
-This module imports no jax.
 """
 
 import bisect
@@ -29,10 +18,10 @@ from typing import Any, NamedTuple
 from maxramp.errors import ConfigError
 from maxramp.rampup import ladder, layout, notations
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.layout import Layout
+from maxramp.rampup.layout import Layouts
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import plain_number
-from maxramp.rampup.shape import Meshes, ShapeKeys
+from maxramp.rampup.shape import Meshes
 from maxramp.stage import Fields, StageSpec, text_fields
 
 
@@ -46,10 +35,8 @@ class Stretch(NamedTuple):
 
 
 def walk(thresholds: Sequence[Threshold], step: int, sample: int) -> Iterator[Stretch]:
-    """The stretches of thresholds, from a step and a sample on.
-
-    Each ends with the first step that reaches the next threshold. A threshold that is passed within
-    a step of the stretch before gives none.
+    """The stretches of thresholds, from a step and a sample on. Each ends with the first step that
+    reaches the next threshold; one that is passed within a step of the stretch before gives none.
     """
     ends = [threshold.first_sample for threshold in thresholds[1:]]
     for threshold, end in zip(thresholds, [*ends, None], strict=True):
@@ -67,10 +54,8 @@ def undecided_rungs(keys: BatchKeys, thresholds: Sequence[Threshold]) -> list[St
     """The rungs above the last threshold, under rampup_policy=noise, from step -1 on."""
     if keys.rampup_policy != "noise":
         return []
-    last = thresholds[-1].global_batch_size
-    return [
-        Stretch(Threshold(-1, size), -1, -1, None) for size in keys.rampup_ladder if size > last
-    ]
+    sizes = [n for n in keys.rampup_ladder if n > thresholds[-1].global_batch_size]
+    return [Stretch(Threshold(-1, size), -1, -1, None) for size in sizes]
 
 
 def layouts(
@@ -79,42 +64,30 @@ def layouts(
     num_devices: int | None,
     meshes: Meshes,
     restart_passes: float,
-) -> list[Layout | None]:
-    """How the batch of every stretch lies on its devices; None where it does not divide.
-
-    Args:
-      stretches: of the walk, and those that are `undecided_rungs`.
-      num_devices: of one job; None = on the nodes that `node_schedule` gives each.
+) -> Layouts:
+    """None where a batch does not divide. Without `num_devices` (of one job), on the nodes that
+    `node_schedule` gives each.
     """
     if num_devices:
         nodes = -(-num_devices // keys.devices_per_node)
         return [layout.spread(keys, one.threshold, nodes, num_devices) for one in stretches]
-    if keys.rampup_policy != "noise":
-        return _spread_over_nodes(keys, stretches, meshes, restart_passes)
-    # The nodes of a size do not depend on when it will be decided.
-    decided = [Threshold(*pair) for pair in ladder.plan_rungs(keys)]
-    expected = list(walk(notations.thresholds(keys) + decided, 0, 0))
-    sizes = [one.threshold.global_batch_size for one in expected]
-    by_size = dict(
-        zip(sizes, _spread_over_nodes(keys, expected, meshes, restart_passes), strict=True)
-    )
+    expected, is_open = stretches, keys.rampup_policy == "noise"
+    if is_open:  # the nodes of a size do not depend on when it will be decided
+        decided = [Threshold(*pair) for pair in ladder.plan_rungs(keys)]
+        expected = list(walk(notations.thresholds(keys) + decided, 0, 0))
+    thresholds = [one.threshold for one in expected]
+    steps = [_steps_of_run(keys, one) for one in expected]
+    found = layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
+    if not is_open:
+        return found
+    by_size = dict(zip((one.global_batch_size for one in thresholds), found, strict=True))
     return [by_size[one.threshold.global_batch_size] for one in stretches]
-
-
-def _spread_over_nodes(
-    keys: BatchKeys, stretches: Sequence[Stretch], meshes: Meshes, restart_passes: float
-) -> list[Layout | None]:
-    """The layout of every stretch of a walk on the nodes that `node_schedule` gives it."""
-    thresholds = [one.threshold for one in stretches]
-    steps = [_steps_of_run(keys, one) for one in stretches]
-    return layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
 
 
 _LONG = 10**6  # steps that the last stretch of a run without a length is planned with
 
 
 def _steps_of_run(keys: BatchKeys, stretch: Stretch) -> int:
-    """Those of a stretch's steps that come before the end of the run."""
     left = _LONG if stretch.steps is None else stretch.steps
     if keys.steps != -1:
         left = keys.steps - stretch.first_step
@@ -139,38 +112,12 @@ class Stage:
     devices: int
     spec: StageSpec
 
-    @classmethod
-    def from_stretch(
-        cls,
-        index: int,
-        stretch: Stretch,
-        placed: Layout,
-        keys: ShapeKeys,
-        meshes: Meshes,
-        fields: Fields,
-    ) -> "Stage":
-        """The steps of a stretch, as its batch lies on the devices of a mesh."""
-        size, steps = stretch.threshold.global_batch_size, stretch.steps
-        accumulation = placed.gradient_accumulation_steps
-        mesh = meshes(placed.devices, stretch.threshold.first_sample)
-        return cls(
-            index=index,
-            first_step=stretch.first_step,
-            steps=steps,
-            first_sample=stretch.first_sample,
-            samples=None if steps is None else steps * size,
-            global_batch_size=size,
-            spec=keys.spec(accumulation, size // accumulation, mesh, fields),
-            **vars(placed),
-        )
-
     @property
     def micro_batch_size(self) -> int:
         """Rows of one forward and backward pass over all devices."""
         return self.spec.rows
 
     def to_json(self) -> dict[str, Any]:
-        """The stage as it stands in plan.json."""
         size = plain_number(self.per_device_batch_size)
         found = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
         found |= {"max_target_length": self.spec.tokens}
@@ -179,10 +126,8 @@ class Stage:
 
 
 class Start(NamedTuple):
-    """Where a schedule is taken up.
-
-    A run whose batch keys changed at a restart has steps and stages behind it that the keys of
-    today would have made otherwise.
+    """Where a schedule is taken up: a run whose batch keys changed at a restart has steps and
+    stages behind it that today's keys would have made otherwise.
     """
 
     first_step: int = 0
@@ -196,15 +141,22 @@ class Start(NamedTuple):
 class RampupBatchManager:
     """The stages of a run and its length.
 
-    The list may grow at its end, and only there; everything else is derived from it. A ramp that
-    is decided while it runs says with `settle` how far it is fixed; `add` lets it grow after that.
+    The list may grow at its end, and only there; everything else is derived from it. A ramp that is
+    decided while it runs says with `settle` how far it is fixed; `grow` adds to it after that.
 
-    Attributes:
-      keys: the batch keys.
-      thresholds: of the stages.
-      stages: in order.
-      rungs: under rampup_policy=noise, the stages that are still to be decided: as they will lie on
-        the devices, from step -1 on.
+    Under rampup_policy=noise `rungs` are the stages still to be decided, as they will lie on the
+    devices, from step -1 on.
+
+    Args:
+      config: a mapping of batch keys (`BatchKeys`), or any object with them as attributes, such as
+        a configuration of MaxText's.
+      num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
+        `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do not
+        depend on it where `devices_per_node` is given.
+      meshes: None where the model has none on this many devices: `node_schedule` does not take
+        them. By default, what these keys give.
+      restart_passes: how long a change of nodes takes, in passes of the largest micro batch
+        (`PassCost`), for `node_schedule`.
     """
 
     def __init__(
@@ -217,20 +169,6 @@ class RampupBatchManager:
         fields: Fields = text_fields,
         restart_passes: float = 0.0,
     ):
-        """
-        Args:
-          config: a mapping of batch keys (`BatchKeys`), or any object that has them as
-            attributes; a configuration of MaxText's is one.
-          num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
-            `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do
-            not depend on it where `devices_per_node` is given.
-          start: where the schedule is taken up; None = at the beginning.
-          meshes: None where the model has none on this many devices: `node_schedule` does not take
-            them. By default, what these keys give.
-          fields: the arrays of a batch.
-          restart_passes: how long a change of nodes takes, in passes of the largest micro batch,
-            for `node_schedule` (`PassCost`).
-        """
         keys, start = BatchKeys.read(config), start or Start()
         if keys.devices_per_node < 1 and num_devices:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
@@ -258,24 +196,34 @@ class RampupBatchManager:
         self._refusals: dict[int, ConfigError] = {}
         stages: list[Stage] = []
         pairs = zip(stretches, found, strict=True)
-        for index, (stretch, placed) in enumerate(pairs, start.first_index):
+        for index, ((threshold, first_step, first_sample, steps), placed) in enumerate(
+            pairs, start.first_index
+        ):
             if placed is None:
-                size = stretch.threshold
-                self._refusals[index] = layout.refusal(keys, index, size, num_devices)
-                placed = layout.uneven(keys, size, num_devices)
-            held = keys.keys_at(stretch.threshold.first_sample)
-            stages.append(Stage.from_stretch(index, stretch, placed, held, meshes, fields))
+                self._refusals[index] = layout.refusal(keys, index, threshold, num_devices)
+                placed = layout.uneven(keys, threshold, num_devices)
+            size, passes = threshold.global_batch_size, placed.gradient_accumulation_steps
+            mesh = meshes(placed.devices, threshold.first_sample)
+            held = keys.keys_at(threshold.first_sample)
+            stages.append(
+                Stage(
+                    index=index,
+                    first_step=first_step,
+                    steps=steps,
+                    first_sample=first_sample,
+                    samples=None if steps is None else steps * size,
+                    global_batch_size=size,
+                    spec=held.spec(passes, size // passes, mesh, fields),
+                    **vars(placed),
+                )
+            )
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
         self._settled = 0 if self.rungs else None  # all is decided
 
     def settle(self, step: int) -> None:
-        """Fixes the stages of steps 0 .. step-1, so that their batches may be read.
-
-        Call it, like `add`, in the main thread, on every process before the same step and with the
-        same arguments.
-
-        Raises:
-          ValueError: more steps than these are settled already.
+        """Fixes the stages of steps 0 .. step-1, so that their batches may be read. Call it, like
+        `grow`, in the main thread, on every process before the same step and with the same
+        arguments.
         """
         if step < (self._settled or 0):
             raise ValueError(f"{self._settled} steps are settled, more than {step}")
@@ -287,46 +235,27 @@ class RampupBatchManager:
         total = self.total_steps
         return total if self._settled is None else min(self._settled, total)
 
-    def add(self, stage: Stage) -> None:
-        """Ends the last stage where `stage` begins; the new stage has no end.
-
-        The loader and the loop look the stage of a step up here, so they need no notice.
-
-        Raises:
-          ValueError: it begins before the last stage or a settled step does, or its index or first
-            sample does not follow from the stages before it.
-        """
-        last, first = self.stages[-1], stage.first_step
-        expected = last.index + 1, self.samples_before(first)
-        if first <= last.first_step or first < self.settled_steps:
-            raise ValueError(
-                f"a stage from step {first} on: {self.settled_steps} steps are settled, and the "
-                f"last stage begins at step {last.first_step}"
-            )
-        if (stage.index, stage.first_sample) != expected or stage.steps is not None:
-            raise ValueError(
-                f"{stage} does not follow from the stages before it: its index and first sample "
-                f"are {expected}, and it has no end"
-            )
-        samples = stage.first_sample - last.first_sample
-        self.stages[-1] = dataclasses.replace(last, steps=first - last.first_step, samples=samples)
-        self.stages.append(stage)
-
     def grow(self, first_step: int) -> Stage:
-        """Takes the next of `rungs`, from a step on, as `add` does; returns the new stage."""
-        sample = self.samples_before(first_step)
+        """Ends the last stage at a step, where the next of `rungs` begins. The loader and the loop
+        look a step's stage up here, so they need no notice.
+        """
+        last, sample = self.stages[-1], self.samples_before(first_step)
+        if first_step <= last.first_step or first_step < self.settled_steps:
+            raise ValueError(
+                f"a stage from step {first_step} on: {self.settled_steps} steps are settled, and "
+                f"the last stage begins at step {last.first_step}"
+            )
+        steps, samples = first_step - last.first_step, sample - last.first_sample
+        last = dataclasses.replace(last, steps=steps, samples=samples)
         stage = dataclasses.replace(self.rungs[0], first_step=first_step, first_sample=sample)
-        self.add(stage)
-        self.rungs = self.rungs[1:]
+        self.stages[-1:], self.rungs = [last, stage], self.rungs[1:]
         self.thresholds = [*self.thresholds, Threshold(sample, stage.global_batch_size)]
         return stage
 
     def stage_at_step(self, step: int) -> Stage:
-        """The stage of 0-based optimizer step `step`."""
         return self._last_begun("first_step", step)
 
     def stage_at_sample(self, sample: int) -> Stage:
-        """The stage of the step that trains on row `sample` of the run (0-based)."""
         return self._last_begun("first_sample", sample)
 
     def _last_begun(self, name: str, value: int) -> Stage:
@@ -337,16 +266,12 @@ class RampupBatchManager:
         return self.stages[begun - 1]
 
     def samples_before(self, step: int) -> int:
-        """Samples consumed by steps 0 .. step-1.
-
-        Step k trains on rows [samples_before(k), samples_before(k + 1)).
-        """
+        """Step k trains on rows [samples_before(k), samples_before(k + 1))."""
         stage = self.stage_at_step(step)
         return stage.first_sample + (step - stage.first_step) * stage.global_batch_size
 
     def batch_before(self, step: int) -> tuple[int, int]:
-        """The global batch size of step - 1, which may lie in the history, and the samples that are
-        consumed after it."""
+        """The size of step - 1, which may lie in the history, and the samples after it."""
         for stage in self.history:
             if stage["first_step"] < step <= stage["first_step"] + stage["steps"]:
                 size = stage["global_batch_size"]
@@ -359,12 +284,10 @@ class RampupBatchManager:
         return stage.first_step + (sample - stage.first_sample) // stage.global_batch_size
 
     def stages_between(self, first_step: int, last_step: int) -> list[Stage]:
-        """The stages of steps first_step .. last_step - 1."""
         first = self.stage_at_step(first_step).index - self.stages[0].index
         return [stage for stage in self.stages[first:] if stage.first_step < last_step]
 
     def run_steps(self, stage: Stage) -> int:
-        """Steps of a stage before the end of the run."""
         end = self.total_steps
         if stage.steps is not None:
             end = min(end, stage.first_step + stage.steps)
@@ -372,7 +295,6 @@ class RampupBatchManager:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: `steps`, or those that reach total_samples or total_tokens."""
         if self.keys.steps != -1:
             return self.keys.steps
         samples = self.keys.samples_of_run
@@ -387,7 +309,6 @@ class RampupBatchManager:
 
     @property
     def total_samples(self) -> int:
-        """Samples of the whole run: those of its steps, each whole."""
         return self.samples_before(self.total_steps)
 
     @property
@@ -402,7 +323,6 @@ class RampupBatchManager:
 
     @property
     def warnings(self) -> list[str]:
-        """In a line each: that the run ends before its ramp does, or continues after its curve."""
         end, final, keys = self.total_steps, self.stages[-1], self.keys
         length, found = self.shown_length, []
         if self.stages[0].first_step < end <= final.first_step:
@@ -422,7 +342,6 @@ class RampupBatchManager:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The stages and the length of the run, as plan.json has them."""
         return {
             "stages": [stage.to_json() for stage in self.stages],
             "total_steps": self.total_steps,
@@ -432,7 +351,6 @@ class RampupBatchManager:
         }
 
     def check(self, stages: Sequence[Stage]) -> None:
-        """Refuses stages that cannot be split over their devices."""
         for stage in stages:
             if stage.index in self._refusals:
                 raise self._refusals[stage.index]

@@ -1,6 +1,5 @@
 """The keys that give a step its shape, but for its rows. Imports no JAX."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -25,7 +24,7 @@ class ShapeKeys(MeshKeys, SightKeys):
 
     @property
     def open_pipeline(self) -> str:
-        """The key that leaves the pipeline's stages open, with its value; empty where none does."""
+        """The key that leaves the pipeline's stages open, with its value; "" where none does."""
         names = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
         return next((f"{name}=-1" for name in names if getattr(self, name) == -1), "")
 
@@ -69,28 +68,11 @@ class ShapeKeys(MeshKeys, SightKeys):
             )
         return sample // row
 
-    def mesh_on(self, num_devices: int) -> MeshKeys | None:
-        """The mesh on this many devices; None if they make none."""
-        with contextlib.suppress(ConfigError):
-            return self.resolve(num_devices)
-
     @property
     def sight(self) -> SightKeys:
-        """Those of these keys by which tokens see."""
         return SightKeys.from_values(vars(self))
 
-    def spec(
-        self, accumulation: int, rows: int, mesh: MeshKeys | None, fields: Fields
-    ) -> StageSpec:
-        """What a stage of these keys is, on a mesh and with the arrays that its batches have."""
-        return StageSpec(
-            accumulation,
-            rows,
-            self.max_target_length,
-            fields(self.max_target_length),
-            mesh,
-            self.remat_policy,
-            self.num_pipeline_microbatches,
-            self.sight,
-            self.rows_of_sample,
-        )
+    def spec(self, passes: int, rows: int, mesh: MeshKeys | None, fields: Fields) -> StageSpec:
+        tokens, held = self.max_target_length, (self.remat_policy, self.num_pipeline_microbatches)
+        shape = passes, rows, tokens, fields(tokens)
+        return StageSpec(*shape, mesh, *held, self.sight, self.rows_of_sample)

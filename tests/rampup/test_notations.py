@@ -170,7 +170,7 @@ def documented(**changes):
 def mesh_unless(config, bad_nodes, devices, sample):
     """The mesh of so many devices, but for those of some numbers of nodes."""
     bad = devices // config.devices_per_node in bad_nodes
-    return None if bad else BatchKeys.read(config).mesh_on(devices)
+    return None if bad else BatchKeys.read(config).mesh_at(devices, 0)
 
 
 def test_nemos_node_table():

@@ -15,8 +15,8 @@ from conftest import BASE, TINY, batch_of, make_config, make_mesh, run
 from jax.sharding import NamedSharding
 from jobs import run_signalled
 
-from maxramp.data import pieces
 from maxramp.data.batch import Batch
+from maxramp.data.loader import count_losses
 from maxramp.data.row import PADDING, Row
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.parallel.sharding import BATCH_ABT
@@ -124,7 +124,7 @@ def test_what_is_lost():
     padded = np.where(np.arange(17) < 3, 1, PADDING).astype(np.int32)
     rows = [Row(tokens, np.array([0, 6, 8])), Row(padded, np.array([0]))]
     # The first is cut at 4; the third, from 8 on, at 12 (16 is what its last token predicts).
-    assert pieces.count_losses(rows, 4) == (4, 2, 3)
+    assert count_losses(rows, 4) == (4, 2, 3)
 
 
 PHASES = {

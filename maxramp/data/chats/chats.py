@@ -28,21 +28,17 @@ MADE_BY = (
 
 
 class ChatEncoder:
-    """Makes tokens of records, and says which of them are targets.
-
-    A pair of chats that differ in their last answer is one document: the chat with the chosen
-    answer, and behind it that with the other one. The tokens of these answers are the targets.
+    """Makes tokens of records, and marks the targets among them. A pair of chats is one document,
+    the chosen one first; the tokens of their last answers are its targets.
     """
 
     def __init__(self, tokenizer: Tokenizer, keys: ChatKeys):
-        """`tokenizer` is of type huggingface."""
         self.tokenizer, self._keys = tokenizer, keys
         self._template = open_template(tokenizer, keys)
         self.made_by = {name: getattr(keys, name) for name in MADE_BY}
         self.made_by["template"] = self._template.hash
 
     def encode(self, record: Mapping[str, Any]) -> Document:
-        """All tokens of a chat or a pair; which of them a row takes, `fit_to_row` says."""
         chats = self._read(record)
         if any([self._is_marked(chat) for chat in chats]):
             return Document(_NONE, left_out=MARKED)
@@ -52,14 +48,13 @@ class ChatEncoder:
         return Document(ids, is_target, begins=tuple(begins))
 
     def texts(self, record: Mapping[str, Any]) -> list[tuple[str, list[Span]]]:
-        """The text of a chat, and what of it is trained on; of a pair both."""
+        """The text of a chat and the spans trained on; of a pair both."""
         return [self._render_targets(chat) for chat in self._read(record)]
 
     def _read(self, record: Mapping[str, Any]) -> Sequence[Chat]:
         return messages.read_pair(record) if self._keys.use_dpo else [messages.read(record)]
 
     def _is_marked(self, chat: Chat) -> bool:
-        """Whether a chat is left out because a mark is in its messages."""
         for text in chat.texts():
             if mark := self._template.mark_in(text):
                 if self._keys.chats_with_marks == "leave_out":
@@ -71,7 +66,6 @@ class ChatEncoder:
         return False
 
     def _encode_text(self, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a text, and which of them have a character in a span."""
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         if not len(ids):
             raise BadRecord("the chat template makes no text of it; leave it out")
@@ -91,10 +85,10 @@ class ChatEncoder:
 
 
 class Chats(Chain):
-    """Chats, or pairs of them, as rows take them; made into tokens when they are asked for."""
+    """Chats or pairs as rows take them, tokenized when they are asked for."""
 
     def __init__(self, files: Sequence[RecordFile], encoder: ChatEncoder, length: int, cut: bool):
-        """`cut`: a chat that is longer than a row keeps its beginning; else it is left out."""
+        """`cut`: a chat longer than a row keeps its beginning; else it is left out."""
         super().__init__(files)
         self.encoder, self._length, self._cut = encoder, length, cut
 
@@ -102,7 +96,6 @@ class Chats(Chain):
         return fit_to_row(self._read(number, self.encoder.encode), self._length, self._cut)
 
     def texts(self, number: int) -> list[tuple[str, list[Span]]]:
-        """The text of a chat, and what of it is trained on; of a pair both."""
         return self._read(number, self.encoder.texts)
 
     def _read(self, number: int, make: Callable[[Any], Any]) -> Any:
@@ -115,7 +108,6 @@ class Chats(Chain):
 
 
 def fit_to_row(document: Document, length: float, cut: bool) -> Document:
-    """What a row that predicts `length` tokens takes of a chat or a pair."""
     tokens, is_target, left_out, begins = document
     if left_out:
         return document
@@ -130,7 +122,6 @@ def fit_to_row(document: Document, length: float, cut: bool) -> Document:
 
 
 def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
-    """The template of a tokenizer, or the one that the keys name."""
     source, path = tokenizer.chat_template, keys.chat_template
     if path:
         source = storage.read_bytes(path).decode(errors="replace")
@@ -138,16 +129,14 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
         raise ConfigError(
             f"tokenizer_path={tokenizer.path} has no chat template; give chat_template=FILE"
         )
-    switches = {
-        name: parse(value)
-        for name, _, value in (text.partition("=") for text in keys.chat_template_switches)
-    }
+    pairs = (text.partition("=") for text in keys.chat_template_switches)
+    switches = {name: parse(value) for name, _, value in pairs}
     date = datetime.date.fromisoformat(keys.chat_template_date)
     return ChatTemplate(source, tokenizer.special, tokenizer.named_marks, date, switches)
 
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """Which tokens, with their `offsets` [n, 2] in a text, have a character in a span: bool [n]."""
+    """Which tokens, with `offsets` [n, 2] in a text, have a character in a span: bool [n]."""
     starts = [start for start, _ in spans]
     found = np.zeros(len(offsets), bool)
     for i, (begin, end) in enumerate(offsets):

@@ -39,7 +39,6 @@ class Chat:
     trained: list[bool]  # of each answer, whether it may be trained on
 
     def texts(self) -> Iterator[str]:
-        """Every text in it."""
         return _texts([self.messages, self.tools])
 
     def check_answers(self) -> None:
@@ -55,7 +54,6 @@ class Chat:
 
 
 def read(record: Mapping[str, Any]) -> Chat:
-    """The chat of a record."""
     record = {name: value for name, value in record.items() if value is not None}
     messages = [_message(message) for message in _messages(record)]
     if not messages:
@@ -79,10 +77,8 @@ def read(record: Mapping[str, Any]) -> Chat:
 
 
 def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
-    """The chats of a pair, which differ in the last message alone: the chosen answer is first.
-
-    `chosen` and `rejected` are messages or texts. Texts, and messages that begin with an answer,
-    go on from `prompt`; other messages are whole chats.
+    """The chosen chat and the rejected one, which differ in the last message alone. Texts, and
+    messages that begin with an answer, continue `prompt`; other messages are whole chats.
     """
     there = {name: value for name, value in record.items() if value is not None}
     if not all(name in there for name in PAIR):
@@ -98,7 +94,6 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
 
 
 def _read_answer(record: Mapping[str, Any], name: str) -> Chat:
-    """The chat with one of the answers of a pair."""
     said = record[name]
     if isinstance(said, str):
         said = [{"role": ANSWERS, "content": said}]
@@ -115,7 +110,6 @@ def _read_answer(record: Mapping[str, Any], name: str) -> Chat:
 
 
 def _messages(record: Mapping[str, Any]) -> list[Any]:
-    """The messages of a record of any form."""
     if "messages" in record:
         return _check_list("messages", record["messages"])
     if "conversations" in record:
@@ -139,7 +133,6 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _prompt_messages(record: Mapping[str, Any], prompt: Any) -> list[Any]:
-    """The messages of a prompt; a text stands behind what the record's system says."""
     if isinstance(prompt, str):
         return [*_system(record), {"role": "user", "content": prompt}]
     return _check_list("prompt", prompt)
@@ -174,8 +167,7 @@ def _from_sharegpt(message: Any) -> Any:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message as transformers gives it to a template: without what is null, and its thought under
-    every name that templates have for it."""
+    """As transformers gives it to a template: no nulls, and its thought under every name in use."""
     if not isinstance(message, dict):
         raise BadRecord(f"a message is not an object but {describe(message)}")
     message = {name: value for name, value in message.items() if value is not None}
@@ -202,7 +194,6 @@ def _is_text(block: Any) -> bool:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    """A tool call, its arguments an object."""
     of = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(of, dict):
         raise BadRecord(f"a tool call is not an object but {describe(of)}")

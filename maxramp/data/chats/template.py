@@ -1,13 +1,12 @@
 """A tokenizer's chat template: the text of a chat, and where its answers lie in it.
 
-Templates are Jinja, and code of others: they run in a sandbox, with what transformers gives them.
-An answer begins behind the text that asks for one (`add_generation_prompt`) and ends with the mark
-that ends a turn, which belongs to it. Where a template has {% generation %} blocks, these say it.
+Templates are other people's Jinja: they run in a sandbox, with what transformers gives them. An
+answer begins behind the text that asks for one (`add_generation_prompt`) and ends with the mark
+that ends a turn, which belongs to it; {% generation %} blocks decide where a template has them.
 """
 
 import dataclasses
 import datetime
-import hashlib
 import json
 import os
 import re
@@ -15,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxramp.data.chats.messages import ANSWERS, Chat
+from maxramp.data.corpus import hash_of
 from maxramp.data.files.records import BadRecord
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, one_line
 from maxramp.files.storage import optional
 
 # Around the text of a {% generation %} block while it is rendered, and in the place of an answer:
@@ -38,53 +38,42 @@ class ChatTemplate:
         date: datetime.date,
         switches: Mapping[str, Any],
     ):
-        """
-        Args:
-          source: Jinja.
-          marks: the special tokens of the tokenizer, which no message may hold.
-          named: some of them by name, such as eos_token.
-          date: what it takes for today.
-          switches: other variables, such as enable_thinking.
+        """`named` are some of the `marks` by name, such as eos_token; `switches` other variables,
+        such as enable_thinking. No message may hold a mark.
         """
         self._made_of = source, marks, named, date, switches
         self._named, self._date, self._switches = dict(named), date, dict(switches)
-        self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
-        self._has_marks, self._has_blocks = bool(marks), bool(_BLOCKS.search(source))
+        escaped = map(re.escape, sorted(marks, key=len, reverse=True))
+        self._marks = re.compile("|".join(escaped) or "(?!)")  # which matches nothing
+        self._has_blocks = bool(_BLOCKS.search(source))
         jinja2 = optional("jinja2", "jinja2", "a chat template")
         try:
             self._template = self._environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template is not valid ({_reason(error)})") from None
-        described = repr((source, sorted(named.items()), str(date), sorted(switches.items())))
-        self.hash = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+            raise ConfigError(f"the chat template is not valid ({one_line(error)})") from None
+        self.hash = hash_of((source, sorted(named.items()), str(date), sorted(switches.items())))
 
     def __reduce__(self) -> Any:
         return type(self), self._made_of  # what Jinja compiles cannot travel to another process
 
     def mark_in(self, text: str) -> str:
-        """A mark of the tokenizer that a text names; "" if there is none."""
-        found = self._marks.search(text) if self._has_marks else None
+        found = self._marks.search(text)
         return found[0] if found else ""
 
     def render(self, chat: Chat, count: int | None = None, ask: bool = False) -> str:
-        """The text of a chat's first `count` messages, or of all of them.
-
-        `ask`: the text continues up to where an answer begins.
-        """
+        """The text of the first `count` messages, or of all; `ask` adds what asks for an answer."""
         return self._render(chat, count, ask).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text of a chat, and where each answer lies in it, its end mark included."""
+        """The text of a chat, and where each answer lies in it, end mark included."""
         wanted = sum(message["role"] == ANSWERS for message in chat.messages)
-        text = self._render(chat, None, False)
+        text, spans = self._render(chat, None, False), []
         if self._has_blocks:
             spans, text = _find_blocks(text)
         elif wanted:
             mark = self._end_mark(chat)
             spans = self._find_by_headers(chat, text, wanted, mark)
             spans = spans or self._find_by_prefixes(chat, text, mark)
-        else:
-            spans = []
         if len(spans) != wanted:
             raise BadRecord(
                 f"the chat template shows {len(spans)} of its {wanted} answers where they can be "
@@ -93,15 +82,15 @@ class ChatTemplate:
         return text, spans
 
     def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
-        """Answers behind what asks for one, or behind the longest beginning of it that is there as
-        often as answers are, and not before them: some templates go on with a thought that old
-        answers have lost. No message can feign it, as it begins with a mark."""
+        """Answers behind what asks for one, or behind its longest beginning that is there as often
+        as answers are, and not before them: some templates add a thought that old answers have
+        lost. No message can imitate it, as it begins with a mark.
+        """
         first = _first_answer(chat)
         count = first or 1  # many templates look at the first message
         before, asked = self._render(chat, count, False), self._render(chat, count, True)
-        marks = self._marks.finditer(asked) if self._has_marks else ()
         same = len(os.path.commonprefix([before, asked]))  # some end whole chats with a mark
-        start = next((match for match in marks if match.end() > same), None)
+        start = next((one for one in self._marks.finditer(asked) if one.end() > same), None)
         if not start or start.start() > same:
             return []
         header = asked[start.start() :]
@@ -134,29 +123,23 @@ class ChatTemplate:
         return spans
 
     def _end_mark(self, chat: Chat) -> str:
-        """The last of the marks right behind an answer in the place of the first one."""
+        """The last of the marks right behind a placeholder for the first answer."""
         before = chat.messages[: _first_answer(chat)]
         said = [*before, {"role": ANSWERS, "content": _ANSWER}]
         text = self._render(dataclasses.replace(chat, messages=said), None, False)
-        marks = f"(?:{self._marks.pattern})+"
-        found = re.search(marks, text[text.rfind(_ANSWER) :]) if self._has_marks else None
+        found = re.search(f"(?:{self._marks.pattern})+", text[text.rfind(_ANSWER) :])
         return self._marks.findall(found[0])[-1] if found else ""
 
     def _render(self, chat: Chat, count: int | None, ask: bool) -> str:
-        messages = chat.messages[:count]
+        given = {"messages": chat.messages[:count], "tools": chat.tools, "documents": None}
         try:
             return self._template.render(
-                **{**self._named, **self._switches},
-                messages=messages,
-                tools=chat.tools,
-                documents=None,
-                add_generation_prompt=ask,
+                **{**self._named, **self._switches}, **given, add_generation_prompt=ask
             )
         except Exception as error:  # a template is a program
-            raise BadRecord(f"the chat template refuses it ({_reason(error)})") from None
+            raise BadRecord(f"the chat template refuses it ({one_line(error)})") from None
 
     def _environment(self) -> Any:
-        """What transformers gives templates; without a clock."""
         from jinja2 import ext, nodes, sandbox
         from jinja2.exceptions import TemplateError
 
@@ -195,14 +178,11 @@ def _first_answer(chat: Chat) -> int:
 
 
 def _end(text: str, at: int, mark: str) -> int:
-    """Where the answer ends that begins at a place: behind the mark that ends turns, or with the
-    text."""
     end = text.find(mark, at) if mark else -1
     return end + len(mark) if end >= 0 else len(text)
 
 
 def _find_blocks(marked: str) -> tuple[list[Span], str]:
-    """Where the blocks lie in a text, and the text without their marks."""
     spans, parts, at = [], [], 0
     for part in re.split(f"({_BEGIN}|{_END})", marked):
         if part == _BEGIN:
@@ -213,7 +193,3 @@ def _find_blocks(marked: str) -> tuple[list[Span], str]:
             parts.append(part)
             at += len(part)
     return spans, "".join(parts)
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

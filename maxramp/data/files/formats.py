@@ -15,21 +15,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from maxramp.data.files import records
 from maxramp.data.files.megatron import MegatronFile
-from maxramp.data.files.records import (
-    UTF16,
-    WHOLE,
-    BadRecord,
-    Piece,
-    Record,
-    RecordFile,
-    attempt,
-    describe,
-    is_utf16,
-    utf8_error,
-    without_nulls,
-)
-from maxramp.errors import ConfigError
+from maxramp.data.files.records import WHOLE, BadRecord, Piece, Record, RecordFile
+from maxramp.errors import ConfigError, one_line
 from maxramp.files import storage
 from maxramp.files.storage import optional
 
@@ -57,7 +46,6 @@ class ArrayRecordFile(RecordFile):
         return self._validate(data if value is None else value)
 
     def _feature(self, data: bytes) -> Any:
-        """The column of a tf.train.Example; None if the record is none."""
         if not data.startswith(b"\n"):
             return None
         example = _example_message()()
@@ -144,7 +132,6 @@ SUFFIXES = {
 
 
 def detect(path: str) -> str:
-    """The format that a file's name stands for."""
     for name, suffixes in SUFFIXES.items():
         if path.lower().endswith(suffixes):
             return name
@@ -164,18 +151,16 @@ class TextFile(RecordFile):
 
 
 class JsonLines(RecordFile):
-    """A JSON object a line; blank lines are none. Compressed files are read by streams."""
+    """A JSON object a line; blank lines do not count. Compressed files are read as streams."""
 
     unit = "byte"
 
     def split(self, size: int) -> list[Piece]:
-        """Ranges of bytes; a compressed file is one."""
         total = storage.size_of(self.path)
         step = total if self._compression else size
         return [(a, min(a + step, total), min(step, total - a)) for a in range(0, total, step or 1)]
 
     def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
-        """The lines that begin in bytes [start, stop); of a compressed file, all."""
         with self._reading() as file:
             position = start
             if start:  # a line that begins before `start` belongs to the piece before
@@ -183,7 +168,7 @@ class JsonLines(RecordFile):
                 position += len(self._line(file)) - 1
             while (self._compression or position < stop) and (line := self._line(file)):
                 if not line.isspace():
-                    yield attempt(position, self._parse, line)
+                    yield records.attempt(position, self._parse, line)
                 position += len(line)
 
     def __len__(self) -> int:
@@ -194,11 +179,9 @@ class JsonLines(RecordFile):
         return self._parse(data[int(starts[index]) : int(starts[index + 1])].tobytes())
 
     def where(self, index: int) -> str:
-        """The file and the number of the line, from 1 on."""
         return self.where_place(int(self._index[1][index]))
 
     def where_place(self, place: int) -> str:
-        """The same of the line at a byte; it is counted, which only errors need."""
         count = 1
         with self._reading() as file:
             while place > 0 and (block := file.read(min(place, 1 << 20))):
@@ -211,7 +194,6 @@ class JsonLines(RecordFile):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[BinaryIO]:
-        """The file as it was before it was compressed; what goes wrong with it names it."""
         file = storage.open_binary(self.path)
         if self._compression == "gzip":
             file = gzip.GzipFile(fileobj=file)
@@ -240,9 +222,8 @@ class JsonLines(RecordFile):
 
     @functools.cached_property
     def _index(self) -> tuple[Any, np.ndarray]:
-        """The bytes of the file, and where its lines that are not blank begin (and the last ends).
-
-        What is compressed or far away is brought to a temporary file first.
+        """The bytes of the file, of which a compressed or remote one is first copied here, and
+        where its lines that are not blank begin (and the last ends).
         """
         if self._compression or storage.is_remote(self.path):
             with tempfile.TemporaryFile() as copy, self._reading() as file:
@@ -259,12 +240,12 @@ class JsonLines(RecordFile):
         return data, np.append(np.delete(starts[:-1], blank), len(data))
 
     def _parse(self, line: bytes) -> Record:
-        if is_utf16(line):
-            raise BadRecord(UTF16)
+        if records.is_utf16(line):
+            raise BadRecord(records.UTF16)
         try:
             record = json.loads(line)
         except UnicodeDecodeError as error:
-            raise utf8_error(error) from None
+            raise records.utf8_error(error) from None
         except (ValueError, RecursionError) as error:
             what = getattr(error, "msg", None) or str(error)
             is_part = line.strip() == b"{" or line.lstrip().startswith(b"[")
@@ -272,7 +253,7 @@ class JsonLines(RecordFile):
             raise BadRecord(f"is not JSON ({what}); {hint}") from None
         if not isinstance(record, dict):
             hint = f"; {_LINES}" if isinstance(record, list) else ""
-            raise BadRecord(f"is not a JSON object but {describe(record)}{hint}")
+            raise BadRecord(f"is not a JSON object but {records.describe(record)}{hint}")
         if self.column == WHOLE:
             return self._validate(record)
         if self.column not in record:
@@ -285,7 +266,7 @@ _recent_lock = threading.Lock()
 
 
 def _cached_column(key: Any, read: Callable[[], Any]) -> Any:
-    """The column of a key, read if it is not among those used last, of up to _MOST_KEPT bytes."""
+    """From those used last, up to _MOST_KEPT bytes."""
     with _recent_lock:
         there = key in _recent
         _recent[key] = _recent.pop(key) if there else read()
@@ -296,10 +277,9 @@ def _cached_column(key: Any, read: Callable[[], Any]) -> Any:
 
 
 class ParquetFile(RecordFile):
-    """The rows of one column. A row group is read whole, and the last of them are kept."""
+    """The rows of one column. Row groups are read whole, and the last ones kept."""
 
     def split(self, size: int) -> list[Piece]:
-        """Ranges of row groups."""
         pieces, start, held = [], 0, 0
         for index in range(self._metadata.num_row_groups):
             held += self._metadata.row_group(index).total_byte_size
@@ -309,13 +289,12 @@ class ParquetFile(RecordFile):
         return pieces
 
     def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
-        """The rows of row groups [start, stop)."""
         index = int(self._starts[start])
         with self._open(self._metadata) as file:
             batches = file.iter_batches(1024, list(range(start, stop)), self._columns)
             while batch := self._call_arrow(lambda: next(batches, None)):
                 for scalar in self._select_column(batch):
-                    yield attempt(index, self._value, scalar)
+                    yield records.attempt(index, self._value, scalar)
                     index += 1
 
     def __len__(self) -> int:
@@ -323,30 +302,30 @@ class ParquetFile(RecordFile):
 
     def _record(self, index: int) -> Record:
         group = int(np.searchsorted(self._starts, index, "right")) - 1
-        column = _cached_column((self.path, self.column, group), lambda: self._column(group))
-        return self._value(column[index - int(self._starts[group])])
 
-    def _column(self, group: int) -> Any:
-        with self._open(self._metadata) as file:
-            read = functools.partial(file.read_row_group, group, self._columns)
-            return self._call_arrow(lambda: self._select_column(read()))
+        def read() -> Any:
+            with self._open(self._metadata) as file:
+                whole = functools.partial(file.read_row_group, group, self._columns)
+                return self._call_arrow(lambda: self._select_column(whole()))
+
+        column = _cached_column((self.path, self.column, group), read)
+        return self._value(column[index - int(self._starts[group])])
 
     @property
     def _columns(self) -> list[str] | None:
         return None if self.column == WHOLE else [self.column]
 
     def _select_column(self, table: Any) -> Any:
-        """What a table or batch of the columns holds, by record."""
         return table.to_struct_array() if self.column == WHOLE else table.column(0)
 
     def _value(self, scalar: Any) -> Record:
         try:
             value = scalar.as_py(maps_as_pydicts="strict")
         except UnicodeDecodeError as error:  # Arrow reads strings without looking at them
-            raise utf8_error(error) from None
+            raise records.utf8_error(error) from None
         except KeyError as error:  # a map that has a key twice
             raise BadRecord(f"cannot be read ({error.args[0]})") from None
-        return self._validate(without_nulls(value) if self.column == WHOLE else value)
+        return self._validate(records.without_nulls(value) if self.column == WHOLE else value)
 
     def _open(self, metadata: Any = None) -> Any:
         parquet = optional("pyarrow.parquet", "pyarrow", self.path)
@@ -371,7 +350,7 @@ class ParquetFile(RecordFile):
         try:
             return reading()
         except (OSError, ValueError) as error:  # Arrow's own are among them
-            what = " ".join(str(error).split())[:150]
+            what = one_line(error, 150)
             raise ConfigError(f"{self.path}: is torn or not a Parquet file ({what})") from None
 
 

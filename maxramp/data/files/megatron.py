@@ -22,7 +22,6 @@ import numpy as np
 from maxramp.data.files.records import RecordFile
 from maxramp.errors import ConfigError
 from maxramp.files import storage
-from maxramp.keys.section import refuse
 
 _MAGIC = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)
 _HEADER = struct.Struct("<17sBQQ")
@@ -39,17 +38,14 @@ class MegatronFile(RecordFile):
 
     @property
     def data_path(self) -> str:
-        """The .bin."""
         return f"{self.path}.bin"
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
         return storage.size_of(self.data_path) // self.dtype.itemsize
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the tokens."""
         return self._header[0]
 
     def tokens_between(self, start: int, stop: int) -> np.ndarray:
@@ -65,17 +61,14 @@ class MegatronFile(RecordFile):
         return tokens.astype(np.int32)
 
     def where_token(self, position: int) -> str:
-        """The file and the document of a token of the stream, for a person."""
         sequence = bisect.bisect_right(self._pointers, position * self.dtype.itemsize) - 1
         document = bisect.bisect_right(self._borders, sequence) - 1
         return f"{self.path}.bin: document {document}, token {position}"
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents begin in tokens [start, stop) of the stream: int64, ascending.
-
-        An empty document begins where the next one does. The index is read on access (bisect, as
-        numpy would copy what is not aligned), so that a row costs the same in a file of a billion
-        documents.
+        """Where documents begin in tokens [start, stop): int64, ascending; an empty one where the
+        next does. The index is read on access (by bisect: numpy would copy what is not aligned), so
+        a row costs the same among a billion documents.
         """
         size = self.dtype.itemsize
         first, last = (bisect.bisect_left(self._pointers, at * size) for at in (start, stop))
@@ -93,11 +86,10 @@ class MegatronFile(RecordFile):
         return int(self._pointers[sequence]) // self.dtype.itemsize if there else self.num_tokens
 
     def where(self, index: int) -> str:
-        """The file and the document."""
         return f"{self.path}.bin: document {index}"
 
     def check(self) -> None:
-        """Looks through the index: sequences fill the .bin in order, documents take them all."""
+        """Sequences fill the .bin in order, documents take them all."""
         _, n, _ = self._header
         lengths = self._field(0, n, "<i4")
         end, itemsize, total = 0, self.dtype.itemsize, storage.size_of(self.data_path)
@@ -115,24 +107,19 @@ class MegatronFile(RecordFile):
                 )
             end = int(ends[-1])
         borders = self._borders
-        run = (
-            len(borders) and borders[0] == 0 and borders[-1] == n and (np.diff(borders) >= 0).all()
-        )
-        refuse(
-            [
-                (
-                    end != total,
-                    f"{self.data_path}: has {total} bytes, but its index names {end // itemsize} "
-                    f"tokens of {itemsize}; one of them is torn: make them again",
-                ),
-                (
-                    not run,
-                    f"{self.path}.idx: its document borders do not run from 0 to its {n} "
-                    "sequences; make it again",
-                ),
-                (not total, f"{self.data_path}: holds no tokens; leave it out"),
-            ]
-        )
+        if end != total:
+            raise ConfigError(
+                f"{self.data_path}: has {total} bytes, but its index names {end // itemsize} "
+                f"tokens of {itemsize}; one of them is torn: make them again"
+            )
+        ends = [*borders[:1], *borders[-1:]]
+        if ends != [0, n] or (np.diff(borders) < 0).any():
+            raise ConfigError(
+                f"{self.path}.idx: its document borders do not run from 0 to its {n} sequences; "
+                "make it again"
+            )
+        if not total:
+            raise ConfigError(f"{self.data_path}: holds no tokens; leave it out")
 
     @functools.cached_property
     def _data(self) -> Any:
@@ -177,7 +164,6 @@ class MegatronFile(RecordFile):
 
     @functools.cached_property
     def index(self) -> np.ndarray:
-        """The bytes of the .idx."""
         return np.asarray(storage.map_bytes(f"{self.path}.idx")[:])
 
 
@@ -192,7 +178,7 @@ class TokenStream:
         return self._starts[-1]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[MegatronFile, int, int, int]]:
-        """Tokens [start, stop) by files: the file, its tokens [first, last) and where it begins."""
+        """By file: the file, its tokens [first, last), where it begins."""
         index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             offset, end = self._starts[index], min(stop, self._starts[index + 1])
@@ -206,22 +192,19 @@ class TokenStream:
         return np.concatenate(found) if len(found) > 1 else found[0]
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents begin in tokens [start, stop), as in `MegatronFile`."""
         parts = self._parts(start, stop)
         found = [offset + file.document_starts(a, b) for file, a, b, offset in parts]
         return np.concatenate(found) if len(found) > 1 else found[0]
 
     def where(self, position: int) -> str:
-        """The file and the document of a token, for a person."""
         index = bisect.bisect_right(self._starts, position) - 1
         return self._files[index].where_token(position - self._starts[index])
 
 
 class MegatronWriter(contextlib.AbstractContextManager):
-    """Writes a pair of files, a document a sequence; they get their names when all is written."""
+    """Writes a pair of files, a document a sequence; `finish` gives them their names."""
 
     def __init__(self, path: str, dtype: np.dtype):
-        """`path` is that of both files, without .bin or .idx; `dtype` is the tokens'."""
         self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
         self._data = open(self._temporary_path("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
         self._sizes = array.array("i")
@@ -231,7 +214,6 @@ class MegatronWriter(contextlib.AbstractContextManager):
         self._data.close()
 
     def add(self, documents: Sequence[np.ndarray]) -> None:
-        """Appends the tokens of documents."""
         tokens = np.concatenate(documents)
         if len(tokens):
             self.max_token = max(self.max_token, int(tokens.max()))
@@ -240,7 +222,6 @@ class MegatronWriter(contextlib.AbstractContextManager):
         self.num_tokens += len(tokens)
 
     def finish(self) -> dict[str, Any]:
-        """Gives both files their names; returns their counts, and the hash of the index."""
         sizes = np.asarray(self._sizes, "<i4")
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
         borders = np.arange(len(sizes) + 1, dtype="<i8")

@@ -51,7 +51,6 @@ class ChatShard:
         return Document(tokens, (what & _TARGET).astype(bool), begins=(0, *begins))
 
     def where(self, index: int) -> str:
-        """The file and the chat."""
         return self._tokens.where(index)
 
 
@@ -65,12 +64,11 @@ def targets_of(document: Document) -> np.ndarray:
 
 
 def is_prepared(folder: str) -> bool:
-    """Whether a folder is a prepared set."""
     return storage.exists(posixpath.join(folder, NAME))
 
 
 def hash_documents(documents: Sequence[np.ndarray]) -> int:
-    """A hash of documents of token ids, in order, that can be joined to another one's.
+    """A hash of documents of token ids, in order, to be joined with that of others (`join`).
 
     With b(d) a 127-bit hash of the tokens of one document, the hash of d_1 ... d_n is the sum of
     b(d_i) x^(n - i) modulo a prime. For a sequence u followed by v it is h(u) x^len(v) + h(v) (Karp
@@ -86,12 +84,11 @@ def hash_documents(documents: Sequence[np.ndarray]) -> int:
 
 
 def join(first: int, second: int, count: int) -> int:
-    """The hash of documents, and `count` others after them, by their hashes."""
+    """The hash of documents and `count` others after them, by their hashes."""
     return (first * pow(_POINT, count, _PRIME) + second) % _PRIME
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """The manifest of a prepared set."""
     path = posixpath.join(folder, NAME)
     if not storage.exists(path):
         raise ConfigError(f"{folder}: is not a prepared set (it has no {NAME}), or is not finished")
@@ -109,7 +106,6 @@ def read_manifest(folder: str) -> dict[str, Any]:
 
 
 def contents(manifest: dict[str, Any]) -> str:
-    """How much a set holds, for a person."""
     documents, tokens = manifest["documents"], manifest["tokens"]
     if not (chats := manifest.get("chats")):
         return f"{documents:,} documents, {tokens:,} tokens"
@@ -119,7 +115,6 @@ def contents(manifest: dict[str, Any]) -> str:
 
 
 def left_out(manifest: dict[str, Any]) -> list[str]:
-    """How many of a set's chats no run trains on, why, for a person."""
     counts = manifest.get("chats", {}).get("left_out", {})
     return [f"{count} {why}" for why, count in counts.items() if count]
 
@@ -131,10 +126,7 @@ def vocab_size_for(manifest: dict[str, Any]) -> int:
 
 
 def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[ChatShard]]:
-    """The manifest of a prepared set, and its files in order.
-
-    Of tokens only the size is read; an index is read whole, as it says which rows there are.
-    """
+    """The manifest and the files, in order. Indexes are read whole, tokens not at all."""
     manifest = read_manifest(folder)
 
     def open_shard(shard: dict[str, Any]) -> MegatronFile | ChatShard:

@@ -1,7 +1,7 @@
 """What every file of records can do: be read in order by pieces, or one record by its number.
 
-Record: text (str), or with `tokens` the ids of an already tokenized document (int32); of the column
-WHOLE all of the record's columns by their names.
+Record: text (str), or with `tokens` the int32 ids of a document; of the column WHOLE all of the
+record's columns by name.
 Piece: (start, stop, bytes) of a file in units of its own (bytes, row groups, records), for reading
 in order without an index; the pieces of a file cover it once.
 """
@@ -23,10 +23,7 @@ Piece = tuple[int, int, int]
 
 
 class BadRecord(Exception):
-    """What is wrong with a record; callers add the file and the record's place.
-
-    Whatever makes something of a record may raise it.
-    """
+    """What is wrong with a record; callers add the file and the record's place."""
 
     def __init__(self, reason: str, place: int = -1):
         super().__init__(reason)
@@ -39,29 +36,21 @@ class RecordFile(abc.ABC):
     unit = "record"  # what a place in the file counts
 
     def __init__(self, path: str, column: str, tokens: bool):
-        """
-        Args:
-          path: a local path or one of fsspec's.
-          column: the field or column that holds the document, where records have such; or WHOLE.
-          tokens: whether it holds token ids, else text.
-        """
+        """`path` may be one of fsspec's; `column` is the field of the document, or WHOLE."""
         self.path, self.column, self.tokens = path, column, tokens
         self._make: Callable[[Any], Any] = lambda record: record
 
     def with_maker(self, make: Callable[[Any], Any]) -> Self:
-        """The same file in this process, whose records are what `make` makes of whole ones."""
         other = copy.copy(self)
         other._make = make
         return other
 
     @property
     def data_path(self) -> str:
-        """The file that holds the records themselves."""
         return self.path
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file."""
         return storage.size_of(self.data_path)
 
     @property
@@ -71,24 +60,22 @@ class RecordFile(abc.ABC):
 
     @property
     def stamp(self) -> tuple[Any, ...]:
-        """What changes when the file does, or what is read of it."""
+        """Changes when the file does, or what is read of it."""
         path = self.data_path
         return os.path.basename(path), self.num_bytes, storage.changed_at(path), self.column
 
     def check(self) -> None:
-        """Refuses a file that cannot be trained on."""
         if not len(self):
             raise ConfigError(f"{self.path}: holds no records; leave it out")
 
     def split(self, size: int) -> list[Piece]:
-        """Pieces of about `size` bytes."""
         count, total = len(self), self.num_bytes
         step = max(1, count * size // max(1, total))
         ranges = [(first, min(first + step, count)) for first in range(0, count, step)]
         return [(first, last, total * (last - first) // count) for first, last in ranges]
 
     def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
-        """The records of a piece, in order; in the place of a wrong one, what is wrong with it."""
+        """In order; in the place of a wrong record, a BadRecord."""
         return (attempt(index, self._record, index) for index in range(start, stop))
 
     @abc.abstractmethod
@@ -101,22 +88,18 @@ class RecordFile(abc.ABC):
             raise ConfigError(f"{self.where(index)}: {bad}") from None
 
     @abc.abstractmethod
-    def _record(self, index: int) -> Record:
-        """A record by its number; raises BadRecord."""
+    def _record(self, index: int) -> Record: ...
 
     def where(self, index: int) -> str:
-        """The file and a record of it by its number, for a person."""
         return f"{self.path}: record {index}"
 
     def where_place(self, place: int) -> str:
-        """The same by the place of a BadRecord that `read` gave."""
         return self.where(place)
 
     def __reduce__(self):
         return type(self), (self.path, self.column, self.tokens)
 
     def _validate(self, value: Any) -> Record:
-        """What a record holds, as text or ids, or whole."""
         if self.column == WHOLE:
             if not isinstance(value, dict):
                 raise BadRecord(f"is not a record of several columns but {describe(value)}")
@@ -171,7 +154,6 @@ class RecordFile(abc.ABC):
 
 
 def attempt(place: int, parse: Callable[..., Record], *given: Any) -> Record | BadRecord:
-    """What `parse` makes of a record, or what is wrong with it, at its place in the file."""
     try:
         return parse(*given)
     except BadRecord as bad:
@@ -179,14 +161,13 @@ def attempt(place: int, parse: Callable[..., Record], *given: Any) -> Record | B
 
 
 def without_nulls(value: Any) -> Any:
-    """A record of a table without what its columns hold where it has nothing itself."""
+    """A table's record without the nulls that its columns fill in where it has no value."""
     if isinstance(value, dict):
         return {name: without_nulls(x) for name, x in value.items() if x is not None}
     return [without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def describe(value: Any) -> str:
-    """A value that is not what it should be, short."""
     return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
@@ -200,7 +181,6 @@ def is_utf16(data: bytes) -> bool:
 
 
 def utf8_error(error: UnicodeDecodeError) -> BadRecord:
-    """What is wrong with a record of bytes that are not UTF-8."""
     return BadRecord(
         f"is not UTF-8 text (byte {error.start} is {error.object[error.start]:#x}); convert it "
         "(a file of Latin-1: iconv -f LATIN1 -t UTF-8), or leave it out"
