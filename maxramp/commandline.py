@@ -103,9 +103,9 @@ def count(number: int, noun: str) -> str:
 def short(number: float) -> str:
     """A number in three digits, as the field writes it: 250B for 250000000000, 1.23M."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
+        if number >= 0.9995 * size:  # so that no 1e+03 of a smaller unit is shown
             return f"{number / size:.3g}{unit}"
-    return f"{number:g}"
+    return f"{number:.3g}"
 
 
 def amount(number: float) -> str:

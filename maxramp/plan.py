@@ -177,6 +177,7 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
         return f"{bound['steps']:,} steps, {sizes} (samples)"
 
     lines = [
+        (True, "model", "{name}: {weights:,} weights".format(**plan["model"])),
         (
             True,
             "run",
@@ -199,9 +200,9 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
             ramp,
             "steps",
             f"{_change(plan['total_steps'], first['steps'])} than a constant batch of "
-            f"{first['global_batch_size']:,} takes ({first['steps']:,}); "
-            f"{_change(plan['total_steps'], final['steps'])} than one of {size} "
-            f"({final['steps']:,})",
+            f"{first['global_batch_size']:,} takes ({first['steps']:,})"
+            + f"; {_change(plan['total_steps'], final['steps'])} than one of {size} "
+            f"({final['steps']:,})" * (first != final),
         ),
         (
             ramp,

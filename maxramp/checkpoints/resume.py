@@ -77,7 +77,7 @@ def changes_since(
     if refused:
         raise ConfigError(
             f"{checkpoint.path}: trained with {_list_changes(refused)}, which would change what "
-            "the run has seen; give back what was, "
+            "the run has seen; give the values from before, "
             f"allow_changed=[{','.join(refused)}], or another run_name"
         )
     pairs |= {
@@ -104,7 +104,10 @@ def _changed_parts(checkpoint: Checkpoint, data: DataIdentity) -> tuple[str, str
 
 
 def _parts(parts: Sequence[Any]) -> str:
-    shown = (f"{name} {weight:g}{f' (hash {x})' if x else ''}" for name, weight, x in parts)
+    shown = (
+        f"{name}{f' weight {weight:g}' if weight != 1 else ''}{f' (hash {x})' if x else ''}"
+        for name, weight, x in parts
+    )
     return ", ".join(shown) or "nothing"
 
 
@@ -278,7 +281,7 @@ def length_by_epochs(
     batch_size = ramp.stage_at_step(step).global_batch_size
     return (
         samples,
-        f"{has}; the last {rows - samples} fill no step of {batch_size} and are left out",
+        f"{has}; {count(rows - samples, 'row')} at its end fill no step of {batch_size}",
     )
 
 
@@ -331,8 +334,16 @@ def start_of(
     return start, (
         f"from sample {consumed} on (step {step}) the batch sizes are "
         f"{_format_sizes(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
-        f"{_format_sizes(before)}"
+        f"{_format_sizes(before)}{_keep_devices(batch, num_devices, trained)}"
     )
+
+
+def _keep_devices(batch: BatchKeys, num_devices: int, trained: Sequence[dict]) -> str:
+    """What keeps the batches of a notation that counts rows per device; "" where another is why."""
+    before = trained[-1]["devices"] if trained else num_devices
+    if batch.gives_global_batch or batch.devices_per_node != -1 or before == num_devices:
+        return ""
+    return f" (rows per device, on {before} devices: devices_per_node={before} keeps them)"
 
 
 def _trained_stages(stages: list[dict], step: int) -> list[dict]:

@@ -247,7 +247,7 @@ def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[
     path = place(named)
     if above and not is_object_storage(named):
         path = above[-1].parent / os.path.expanduser(named)
-    ours = CONFIGS / (named if above else named.removeprefix("configs/"))
+    ours = CONFIGS / named.removeprefix("configs/")
     if (above or named.startswith("configs/")) and not path.exists() and ours.is_file():
         path = ours
     if above and not path.exists():

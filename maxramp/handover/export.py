@@ -16,7 +16,7 @@ from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files import storage
 from maxramp.files.place import Place, set_aside
-from maxramp.handover.opening import Opened, open_model
+from maxramp.handover.opening import Opened, is_run, open_model
 from maxramp.huggingface import adapter, config_json, writing
 from maxramp.huggingface.folder import TOKENIZER
 from maxramp.huggingface.safetensors import parse_json
@@ -140,9 +140,14 @@ def _export_adapters(
     opened: Opened, model: Decoder, to: Place, dtype: str, pause: Callable[[], None]
 ) -> None:
     if not opened.adapted:
+        below = opened.weights.base
+        why = (
+            f"adapts {below}, a run and no folder of Hugging Face's"
+            if is_run(below)
+            else f"sees by other positions or windows than {below}, which it adapts"
+        )
         raise ConfigError(
-            f"{opened.path} adapts a run, or sees by other positions or windows than its base, "
-            "which PEFT does not open; give --merge, which writes the whole model"
+            f"{opened.path} {why}: PEFT cannot open it; give --merge, which writes the whole model"
         )
     keys, beside = opened.config.model, dict(opened.origin.side_files if opened.origin else {})
     for name in ("config.json", "generation_config.json"):

@@ -233,7 +233,7 @@ class TrainedRun(Opened):
             # a run has trained, what is kept says only how they began.
             if (
                 found
-                and not (found.path == kept and _is_run(below))
+                and not (found.path == kept and is_run(below))
                 and all(there[n] == x for n, x in found.keys.items() if n in SIGHT_KEYS)
             ):
                 self.adapted = _full_name(found.adapter.base if found.adapter else below)
@@ -292,7 +292,7 @@ def _full_name(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def _is_run(path: str) -> bool:
+def is_run(path: str) -> bool:
     """Whether a path means a checkpoint of ours."""
     with contextlib.suppress(ConfigError):
         return bool(folder.find(place(path)))

@@ -65,6 +65,8 @@ def cast_value(given: str, value: Any, name: str) -> Any:
     kind = type(default)
     if kind is float and type(value) is int and abs(value) < 10**300:
         return float(value)
+    if kind is int and type(value) is float and value.is_integer() and abs(value) < 2**53:
+        return int(value)  # 1.2e12
     if type(value) is kind:
         if kind is float and not math.isfinite(value):
             raise ConfigError(f"{given} must be a finite number")

@@ -140,7 +140,7 @@ class Evidence:
                 "log_gradient_noise_scale=true"
             )
         first, last = (
-            f"{low:.3g} to {'no end' if high is None else f'{high:.3g}'} rows"
+            f"{low:.3g} rows or more" if high is None else f"{low:.3g} to {high:.3g} rows"
             for _, low, high in (block.rows for block in (curve[0], curve[-1]))
         )
         self.lines.append(
@@ -179,7 +179,10 @@ class Evidence:
         except (ConfigError, OSError):
             line = f"{run} holds no config.yml: whether it was a run like this is not known"
         if differ := [n for n in _SAME if n in there and there[n] != here[n]]:
-            pairs = ", ".join(f"{name}={there[name]} (here {here[name]})" for name in differ)
+            pairs = ", ".join(
+                f"{name}={json.dumps(there[name])} (here {json.dumps(here[name])})"
+                for name in differ
+            )
             line = f"measured on another run: {pairs}"
         self.limits += [line] * (line not in ("", *self.limits))
         if not _is_padded(there):
@@ -315,7 +318,7 @@ def _saving(configured: dict[str, Any], suggested: dict[str, Any]) -> str:
     if not configured["within"]:
         text += ", whose batch is above what was measured to cost nothing"
     time = suggested["node_time"] / configured["node_time"]
-    return f"it takes {text} ({steps:,}, not {before:,}), and {time:.2f}x its node-time"
+    return f"{text} ({steps:,}, not {before:,}), and {time:.2f}x its node-time"
 
 
 def _possible_sizes(evidence: Evidence, planned: _Planned, row: int) -> list[int]:
@@ -352,7 +355,7 @@ def _fit(evidence: Evidence, planned: _Planned, row: int) -> _Batches:
     end, of_run = max(one.last for one in measured), planned.total_samples * row
     if lowest < sizes[0]:
         limits.append(
-            f"at the start {short(lowest)} tokens surely cost nothing, and the smallest batch "
+            f"at the start a batch of {short(lowest)} tokens costs nothing, and the smallest batch "
             f"that this run may take has {short(sizes[0])}"
         )
     if end < 0.999 * of_run:
@@ -390,10 +393,12 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
         return found | {"evidence": evidence.lines, "limits": limits}
     batches = fitted = _fit(evidence, planned, row)
     (_, first), rate = batches[0], config.learning_rate.learning_rate
+    rates = {}
     if rate and first != planned.first_batch:
+        rates["learning_rate"] = float(f"{rate * (first / planned.first_batch) ** 0.5:.3g}")
         limits.append(
             f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
-            f"{first} use {rate * (first / planned.first_batch) ** 0.5:.3g}, or tune it"
+            f"{first} use {rates['learning_rate']:g}, or tune it"
         )
     if (steps := config.learning_rate.learning_rate_schedule_steps) != -1:
         limits.append(
@@ -416,7 +421,7 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
         one["within"] = all(_batch_at(one["pairs"], n) <= _batch_at(allowed, n) for n in places)
     return {
         "batches": batches,
-        "keys": planned.keys(_ramp_keys(batches)) | (scaling if len(batches) > 1 else {}),
+        "keys": planned.keys(_ramp_keys(batches)) | (scaling if len(batches) > 1 else {}) | rates,
         "saves": _saving(*rows[:2]),
         "evidence": evidence.lines,
         "limits": limits,

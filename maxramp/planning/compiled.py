@@ -46,7 +46,7 @@ def compile_stages(
     hours, device_hours = (
         sum(entry[name] for entry in entries) if fit else None for name in ("hours", "device_hours")
     )
-    constant = -(-ramp.total_samples // last["global_batch_size"])
+    constant = ramp.steps_of_constant(last["global_batch_size"])
     return {
         "compile_topology": machine.name,
         "device": machine.device,

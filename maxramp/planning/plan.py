@@ -13,6 +13,8 @@ import numpy as np
 from maxramp.commandline import short
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of
+from maxramp.model.adapters import without_adapters
+from maxramp.model.decoder import num_parameters
 from maxramp.model.size import pass_bytes, pipeline_bubble
 from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
 from maxramp.planning.stages import PlannedRun, price, with_nodes
@@ -41,7 +43,12 @@ def make_plan(config: Config) -> dict[str, Any]:
     program, rate = config.run.program, config.learning_rate
     other = f"program={program}: times and memory are those of maxramp.train for the same keys"
     warnings = ("" if program in ("", "train") else other, *ramp.warnings)
+    model = abstract_state(config.recipe, abstract_mesh(run.stages[-1].spec.mesh.sizes)).model
     return ramp.to_json() | {
+        "model": {
+            "name": config.run.model_name,
+            "weights": num_parameters(without_adapters(model)),
+        },
         "num_nodes": config.batch.num_nodes,
         "devices_per_node": config.batch.devices_per_node,
         "max_target_length": run.stages[-1].spec.tokens,
@@ -66,6 +73,7 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
     steps = run.ramp.run_steps(stage)
     samples = steps * stage.global_batch_size
     time_of_all = steps * cost.step_time(stage.global_batch_size / keys.num_devices)
+    time_of_all *= run.share(stage)
     return {
         "run_steps": steps,
         "run_samples": samples,
@@ -132,10 +140,12 @@ def _totals(run: PlannedRun) -> dict[str, Any]:
 
 
 def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
-    """The same samples at one batch size throughout, on all nodes."""
-    ramp, keys, cost = run.ramp, run.config.batch, run.cost
-    steps = -(-ramp.total_samples // batch)
-    time = steps * cost.step_time(batch / keys.num_devices)
+    """The same samples, in rows as long, at one batch size throughout, on all nodes."""
+    keys, cost = run.config.batch, run.cost
+    steps = run.ramp.steps_of_constant(batch)
+    counts = [run.ramp.run_steps(stage) * stage.global_batch_size for stage in run.stages]
+    share = np.average([run.share(stage) for stage in run.stages], weights=counts)
+    time = steps * cost.step_time(batch / keys.num_devices) * float(share)
     return {
         "global_batch_size": batch,
         "steps": steps,

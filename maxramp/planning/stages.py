@@ -140,9 +140,9 @@ class PlannedRun:
     def time(self, stage: Stage) -> float:
         """The time of a stage, in passes of the largest micro batch."""
         passes = self.ramp.run_steps(stage) * stage.gradient_accumulation_steps
-        return passes * self.cost.pass_time(float(stage.per_device_batch_size)) * self._share(stage)
+        return passes * self.cost.pass_time(float(stage.per_device_batch_size)) * self.share(stage)
 
-    def _share(self, stage: Stage) -> float:
+    def share(self, stage: Stage) -> float:
         """FLOPs of a stage's rows over those of whole samples, as the keys begin."""
         model, spec = self.config.recipe.with_spec(stage.spec).model, stage.spec
         of_stage = training_flops_per_token(model, spec.row_length)

@@ -172,6 +172,12 @@ class BatchKeys(CurveKeys, ShapeKeys):
             return self.keys_at(sample).resolve(num_devices)
 
     @property
+    def gives_global_batch(self) -> bool:
+        """Whether batches do not depend on the number of devices."""
+        sizes = self.rampup_batch_size, self.step_batch_size_schedule, self.rampup_policy
+        return any(sizes) or self.global_batch_size != -1
+
+    @property
     def is_open(self) -> bool:
         return not self.shown_length
 

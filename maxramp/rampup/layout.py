@@ -138,8 +138,8 @@ def refusal(
         )
     units = [n * (rows if keys.node_schedule == "nemo" and not fixed else multiple) for n in ranks]
     return ConfigError(
-        f"{stage} does not divide over {over}; the nearest sizes that do are "
-        f"{nearest_multiples(batch, *units)}, as do multiples of {min(units)}, or use {other}"
+        f"{stage} does not divide over {over}; use "
+        f"{nearest_multiples(batch, *units)}, or another multiple of {min(units)}, or {other}"
     )
 
 

@@ -311,6 +311,11 @@ class RampupBatchManager:
     def total_samples(self) -> int:
         return self.samples_before(self.total_steps)
 
+    def steps_of_constant(self, batch: int) -> int:
+        """The steps of a run as long whose batches all have this size."""
+        samples = self.keys.samples_of_run
+        return -(-(self.total_samples if samples == -1 else samples) // batch)
+
     @property
     def sample_lengths(self) -> list[int]:
         """The tokens of the run's samples: another max_target_length may lie behind a restart."""
@@ -330,9 +335,9 @@ class RampupBatchManager:
             sizes = [f" (batch {stage.global_batch_size})" for stage in (last, final)]
             sizes = sizes if sizes[0] != sizes[1] else ["", ""]
             found.append(
-                f"{length} ends the run inside the ramp: after {end} steps it is in stage "
+                f"{length} ends the run inside the ramp: after {end:,} steps it is in stage "
                 f"{last.index}{sizes[0]}, and the final stage {final.index}{sizes[1]} begins after "
-                f"{final.first_step}"
+                f"{final.first_step:,} steps"
             )
         if 0 < (steps := keys.learning_rate_schedule_steps) < end:
             found.append(

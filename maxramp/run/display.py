@@ -1,6 +1,8 @@
 """The display of a run: a live line on a terminal, plain lines elsewhere."""
 
+import collections
 import json
+import statistics
 import sys
 import time
 
@@ -47,7 +49,7 @@ class Display:
     def __init__(self, log_period: int, quiet: bool):
         self._log_period, self._quiet = log_period, quiet
         self._stage_index: int | None = None
-        self._pace: float | None = None  # seconds per sample, averaged over the last steps
+        self._paces = collections.deque(maxlen=16)  # seconds per sample of the last steps
         self._progress = None
         self._started = time.perf_counter()
         # Of this start: steps, tokens and those of them that are targets, the seconds they took,
@@ -99,7 +101,7 @@ class Display:
             self.say(describe_stage(stage, before, self._last_stage, ramp.run_steps(stage)))
         self._add_step(record)
         left = self._ramp.total_samples - record["consumed_samples"]
-        eta = f"{duration(left * self._pace)} left" if self._pace else ""
+        eta = f"{duration(left * statistics.median(self._paces))} left" if self._paces else ""
         pairs = ""
         if "rewards/margins" in record:
             accuracy, margin = record["rewards/accuracies"], record["rewards/margins"]
@@ -147,8 +149,8 @@ class Display:
         if not self._steps_done:
             self._first = self._last
         else:  # the first step of a start holds its compile: it says nothing about the pace
-            pace = record["step_seconds"] / record["global_batch_size"]
-            self._pace = pace if self._pace is None else 0.9 * self._pace + 0.1 * pace
+            seconds = record["step_seconds"] - record["compile_seconds"]
+            self._paces.append(seconds / record["global_batch_size"])
         self._steps_done, self._last_step = self._steps_done + 1, record["step"]
         tokens = round(tokens * record["step_seconds"])
         self._tokens += tokens

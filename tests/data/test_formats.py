@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import gzip
+import hashlib
 import io
 import json
 import pathlib
@@ -227,7 +228,8 @@ def test_what_is_written_is_megatrons(tmp_path):
     for suffix in ("bin", "idx"):
         ours, theirs = (tmp_path / f"{name}.{suffix}" for name in ("ours", "theirs"))
         assert ours.read_bytes() == theirs.read_bytes()
-    assert counts == {"documents": 4, "tokens": 6, "max_token": 60000}
+    index = hashlib.blake2b((tmp_path / "theirs.idx").read_bytes(), digest_size=8).hexdigest()
+    assert counts == {"documents": 4, "tokens": 6, "max_token": 60000, "index": index}
 
 
 def test_rows_span_files(tmp_path):

@@ -17,7 +17,7 @@ from maxramp.errors import ConfigError
 
 BAD = {
     b'{"body": "caf\xe9"}': "UTF-8",
-    b'{"body": null}': "holds no text but nothing",
+    b'{"body": null}': "is null, not text",
     b'{"body": "hm \\ud83d!"}': "half of a surrogate pair",
     b'{"text": "another field"}': "has no body",
     b"[1, 2]": "is not a JSON object",
@@ -91,7 +91,7 @@ def test_bad_records_of_other_formats(tmp_path):
     parquet = tmp_path / "null.parquet"
     parquet.write_bytes(write_parquet([{"body": value} for value in ("a", None, "b")]))
     array_record = write_file(tmp_path, "arrayrecord", ["a", "nu\0ll", "b"])
-    for path, reason in ((parquet, "holds no text but nothing"), (array_record, "zero byte at 2")):
+    for path, reason in ((parquet, "is null, not text"), (array_record, "zero byte at 2")):
         file = open_file(path)
         first, bad, last = (
             r for start, stop, _ in file.split(9**9) for r in file.read(start, stop)

@@ -135,10 +135,14 @@ def test_a_part_is_known_by_its_name(files):
     assert check(40, "phases={}") == check(120) == ""
     free = {"grain_train_files": mixture(files, code=1, math=2)}
     assert check(80, f"phases={json.dumps({'40': free, '90': free})}") == ""
-    with pytest.raises(ConfigError, match="(?s)math.jsonl 2 .* from sample 40 on.*mixture before"):
+    with pytest.raises(
+        ConfigError, match="(?s)math.jsonl weight 2 .* from sample 40 on.*mixture before"
+    ):
         check(41, "phases={}")
     other = json.dumps({"40": {"grain_train_files": mixture(files, code=1, math=3)}})
-    with pytest.raises(ConfigError, match="math.jsonl 2 .*math.jsonl 3 .*allow_changed=.corpus"):
+    with pytest.raises(
+        ConfigError, match="math.jsonl weight 2 .*math.jsonl weight 3 .*allow_changed=.corpus"
+    ):
         check(41, f"phases={other}")
     assert check(41, f"phases={other}", allowed=["corpus"]).startswith("corpus=")
 

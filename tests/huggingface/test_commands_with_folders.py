@@ -343,7 +343,7 @@ def test_the_template_of_a_run_is_handed_over(tmp_path):
         (tmp_path / name).rename(model / name)
     file = tmp_path / "chats.jinja"
     file.write_text(template)
-    chat = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "yes " * 30}]
+    chat = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "yes"}]
     write_pairs(tmp_path / "chats.jsonl", [{"messages": chat}] * 40)
     keys = ("use_sft=True", "dataset_type=grain", f"grain_train_files={tmp_path / 'chats.jsonl'}")
     keys += (f"chat_template={file}", "export_huggingface=True", "packing=False")

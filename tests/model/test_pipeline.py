@@ -499,7 +499,7 @@ REFUSED_BY_ITSELF = {
         | {"per_device_batch_size": -1, "devices_per_node": 1},
         (
             "any number of nodes from 1 to num_nodes=1 in multiples of 2 rows",
-            "the nearest sizes that do are 6 or 8",
+            "use 6 or 8, or another multiple",
             "or use fewer micro batches",
         ),
     ),

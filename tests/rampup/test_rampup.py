@@ -272,7 +272,9 @@ def test_a_run_that_ends_before_its_last_phase_names_no_batch():
     phases = {"phases": {"900": {"row_length": 1}}, "phases_unit": "samples"}
     keys = {"global_batch_size": 8, "steps": 10, "devices_per_node": 1} | phases
     (line,) = RampupBatchManager(keys).warnings
-    assert line.endswith("after 10 steps it is in stage 0, and the final stage 1 begins after 113")
+    assert line.endswith(
+        "after 10 steps it is in stage 0, and the final stage 1 begins after 113 steps"
+    )
 
 
 def test_a_run_that_goes_on_after_its_curve_says_so():

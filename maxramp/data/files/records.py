@@ -132,7 +132,7 @@ class RecordFile(abc.ABC):
             return text
         if not isinstance(value, str):
             raise BadRecord(
-                f"{self.column} holds no text but {describe(value)}; name another column in "
+                f"{self.column} is {describe(value)}, not text; mend it, name another column in "
                 "train_data_columns, or use tokenize_train_data=False for token ids"
             )
         try:
@@ -168,7 +168,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def describe(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
 UTF16 = "is UTF-16 and not UTF-8; convert the file (iconv -f UTF-16 -t UTF-8)"
