@@ -143,7 +143,8 @@ def print_plan(plan: dict[str, Any]) -> None:
     if left_out := print_table(list(cells), rows, [name for name in _EXPENDABLE if name in cells]):
         names = "; ".join(" ".join(name.split()) for name in left_out)
         print(f"columns   left out on this narrow terminal: {names} (--json has all)")
-    for label, text in (*_run_lines(plan), *_compiled_lines(plan), *_advice(plan)):
+    model = "model", "{name}: {weights:,} weights".format(**plan["model"])
+    for label, text in (model, *_run_lines(plan), *_compiled_lines(plan), *_advice(plan)):
         print(f"{label:<10}{text}")
 
 
@@ -177,7 +178,6 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
         return f"{bound['steps']:,} steps, {sizes} (samples)"
 
     lines = [
-        (True, "model", "{name}: {weights:,} weights".format(**plan["model"])),
         (
             True,
             "run",

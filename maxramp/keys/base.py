@@ -65,8 +65,6 @@ def cast_value(given: str, value: Any, name: str) -> Any:
     kind = type(default)
     if kind is float and type(value) is int and abs(value) < 10**300:
         return float(value)
-    if kind is int and type(value) is float and value.is_integer() and abs(value) < 2**53:
-        return int(value)  # 1.2e12
     if type(value) is kind:
         if kind is float and not math.isfinite(value):
             raise ConfigError(f"{given} must be a finite number")
@@ -76,6 +74,8 @@ def cast_value(given: str, value: Any, name: str) -> Any:
     wanted = {bool: "True or False", int: "an integer", float: "a number"}
     wanted |= {str: "text (in a file, quote it)", list: "a list such as [a, b]"}
     wanted |= {dict: _MAPPINGS.get(name, "a mapping")}
+    if kind is int and type(value) is float and value.is_integer():  # 1.2e6
+        raise ConfigError(f"{given} must be an integer without a point: {int(value)}")
     found = {bool: "a bool", int: "an integer", float: "a fraction", str: "text", list: "a list"}
     found |= {dict: "a mapping", type(None): "nothing"}
     raise ConfigError(f"{given} must be {wanted[kind]}, not {found.get(type(value), type(value))}")

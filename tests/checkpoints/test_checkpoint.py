@@ -484,7 +484,7 @@ def test_another_corpus_is_refused(saved_folder):
     parts = [["web", 0.7, "ab"], ["code", 0.3, "cd"], ["held out", 1.0, ""]]
     saved = dataclasses.replace(saved, parts=parts)
     now = [["moved/web", 0.7, "ab"], ["code", 0.3, "ef"], ["held out", 1.0, ""], ["more", 1.0, ""]]
-    changed = "corpus=code 0.3 (hash cd) (now code 0.3 (hash ef), more 1)"
+    changed = "corpus=code weight 0.3 (hash cd) (now code weight 0.3 (hash ef), more)"
     today = saved_folder.config.values, ["corpus"], DataIdentity("other", now), versions()
     assert changes_since(saved, *today) == changed
 

@@ -460,7 +460,7 @@ CASES = {
         "stage 0",
         "batch of 24",
         "num_nodes=2",
-        "multiples of 32",
+        "multiple of 32",
     ),
     "plan without a picture's name": plan("--plot", "--plot"),
     "plan to no folder": plan("--plot {files}/nowhere/plan.png", "nowhere/plan.png"),

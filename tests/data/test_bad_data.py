@@ -186,7 +186,7 @@ CASES = {
     "cut line": grain("{f}/cut.jsonl", "{f}/cut.jsonl: line 40", "not JSON"),
     "a list": grain("{f}/list.jsonl", "{f}/list.jsonl: line 2", "not a JSON object"),
     "a number for text": grain("{f}/number.jsonl", "{f}/number.jsonl: line 3", "int '3'"),
-    "nothing for text": grain("{f}/null.jsonl", "{f}/null.jsonl: line 2", "nothing"),
+    "nothing for text": grain("{f}/null.jsonl", "{f}/null.jsonl: line 2", "text is null"),
     "missing field": grain(
         "{f}/field.jsonl", "{f}/field.jsonl: line 2", "has no text", "body, url"
     ),
@@ -235,7 +235,7 @@ CASES = {
     "column of numbers": grain(
         "{f}/good.parquet", "good.parquet: record 0", "int '0'", train_data_columns="[id]"
     ),
-    "null in a column": grain("{f}/null.parquet", "{f}/null.parquet: record 1", "nothing"),
+    "null in a column": grain("{f}/null.parquet", "{f}/null.parquet: record 1", "text is null"),
     "empty Parquet": grain("{f}/empty.parquet", "{f}/empty.parquet", "no records"),
     # ArrayRecord.
     "cut ArrayRecord": grain("{f}/cut.array_record", "{f}/cut.array_record", "torn"),
@@ -245,7 +245,7 @@ CASES = {
     "missing feature": grain(
         "{f}/examples.array_record", "examples.array_record: record 0", "has no text", "body, id"
     ),
-    "feature of ids": grain("{f}/ids.array_record", "ids.array_record: record 0", "no text"),
+    "feature of ids": grain("{f}/ids.array_record", "ids.array_record: record 0", "not text"),
     "row of another length": grain(
         "{f}/short.array_record", "record 5", "16 tokens", "max_target_length=15", **TOKENS
     ),

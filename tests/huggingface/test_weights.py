@@ -293,7 +293,7 @@ def test_end_marks_that_are_no_ids(tmp_path, ids):
     [
         ({"model_type": "gpt2"}, "model_type=gpt2 is not a family that we have"),
         ({"hidden_size": None}, "hidden_size=None must be an integer, not nothing"),
-        ({"hidden_size": 32.0}, "hidden_size=32.0 must be an integer, not a fraction"),
+        ({"hidden_size": 32.0}, "hidden_size=32.0 must be an integer without a point: 32"),
         ({"num_hidden_layers": True}, "num_hidden_layers=True must be an integer, not a bool"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings=no must be True or False, not text"),
         ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not a family"),

@@ -183,7 +183,8 @@ def test_a_config_whose_batch_costs_something(tmp_path, capsys):
 def test_no_ramp(tmp_path, capsys):
     run = write_branches(tmp_path, result(0, 16, 16), result(6000, 16, 16))
     found, printed = suggested(capsys, "--branch", run)
-    assert found["keys"] == {"global_batch_size": 16, "total_samples": 20000}
+    rate = pytest.approx(3e-3 * (16 / 8) ** 0.5, rel=1e-2)  # of a first batch of 8 in the config
+    assert found["keys"] == {"global_batch_size": 16, "total_samples": 20000, "learning_rate": rate}
     assert "no ramp: a constant batch of 16 does as well" in printed
     run = write_branches(tmp_path / "late", result(0, 8, 8), result(19_500, 16, 16))
     found, printed = suggested(capsys, "--branch", run)

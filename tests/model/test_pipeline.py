@@ -500,7 +500,7 @@ REFUSED_BY_ITSELF = {
         (
             "any number of nodes from 1 to num_nodes=1 in multiples of 2 rows",
             "use 6 or 8, or another multiple",
-            "or use fewer micro batches",
+            "or fewer micro batches",
         ),
     ),
 }

@@ -149,7 +149,7 @@ def test_a_stage_that_cannot_be_split_names_its_neighbours():
         keys(rampup_batch_size=[8, 4, 100], global_batch_size=16), num_devices=8
     )
     ramp.check(ramp.stages[:1])
-    with pytest.raises(ConfigError, match=r"stage 1 with a global batch of 12 .* are 8 or 16"):
+    with pytest.raises(ConfigError, match=r"stage 1 with a global batch of 12 .* use 8 or 16"):
         ramp.check(ramp.stages)
 
 
