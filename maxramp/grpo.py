@@ -163,7 +163,7 @@ def _run(begun: start.Start) -> int:
 def _corpus(prompts: Mapping[str, Prompts]) -> Corpus:
     """What identifies the prompts, which are not rows."""
     own, held_out = prompts["prompt_file"], prompts.get("eval_prompt_file")
-    parts = (Part("", 1.0, (), held_out.hash, rows_hash=held_out.hash),) if held_out else ()
+    parts = (Part("", 1.0, (), held_out.hash, rows_id=held_out.hash),) if held_out else ()
     return Corpus((Part("prompts", 1.0, (), own.hash),), parts, own.description)
 
 

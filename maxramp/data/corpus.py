@@ -20,7 +20,7 @@ class Part:
     items: Sequence[Row] | Sequence[Document]
     hash: str = ""  # of everything that its rows are made of; "" where the train parts' say it
     noun: str = "rows"  # what its items are
-    rows_hash: str = ""  # of a held-out set's rows as they are laid out: equal hash, equal rows
+    rows_id: str = ""  # of a held-out set's rows as they are laid out: equal id, equal rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Corpus:
 
     @property
     def held_out_hash(self) -> str:
-        return hash_of([[part.name, part.rows_hash] for part in self.held_out])
+        return hash_of([[part.name, part.rows_id] for part in self.held_out])
 
     def identity(self, evaluations: Mapping[str, str]) -> DataIdentity:
         train = [[part.name, part.weight, part.hash] for part in self.train]

@@ -108,7 +108,7 @@ def _lay_out(
     def make_rows(part: Part, counted: np.ndarray) -> Part:
         rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
         digest = hashlib.blake2b(part.hash.encode() + counted.tobytes(), digest_size=8).hexdigest()
-        return Part(part.name, part.weight, rows, digest, rows_hash=hash_of([digest, *how]))
+        return Part(part.name, part.weight, rows, digest, rows_id=hash_of([digest, *how]))
 
     counts = [count_documents(part) for part in sources.train]
     documents = np.concatenate(counts)

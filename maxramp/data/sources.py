@@ -100,7 +100,7 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
 def _hold_out(name: str, parts: Sequence[Part], length: int, digest: str = "") -> Part:
     items = Chain([part.items for part in parts])
     rows = [[part.hash, len(part.items), _is_separate(part)] for part in parts]
-    return Part(name, 1.0, items, digest, parts[0].noun, hash_of([length, rows]))
+    return Part(name, 1.0, items, digest, parts[0].noun, repr([length, rows]))
 
 
 def _is_separate(part: Part) -> bool:
@@ -115,7 +115,7 @@ def _open_synthetic(keys: DataKeys) -> Sources:
     if keys.tokenizer_path:
         note += f"; tokenizer_path={keys.tokenizer_path} is not used"
     digest = f"{seed}, {sizes}"
-    evaluated = Part("", 1.0, held_out, rows_hash=digest)
+    evaluated = Part("", 1.0, held_out, rows_id=digest)
     return Sources([Part("synthetic", 1.0, train, digest)], [evaluated], note)
 
 

@@ -36,7 +36,7 @@ def open_texts(keys: DataKeys) -> Sources:
                 f"rows{remedy}"
             )
     note = f"; {count(len(files), 'file')}, {len(tokens) / 1e6:.1f} MB"
-    evaluated = Part("", 1.0, held_out, rows_hash=hash_of([_hash(tokens[cut:]), length]))
+    evaluated = Part("", 1.0, held_out, rows_id=hash_of([_hash(tokens[cut:]), length]))
     return Sources([Part(name, 1.0, train, _hash(tokens))], [evaluated], note)
 
 
