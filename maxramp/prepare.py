@@ -220,8 +220,9 @@ def _progress(size: int) -> Iterator[Callable[[int, int, int], None]]:
             rate = tokens / (time.perf_counter() - start)
             line = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
             bar.update(task, completed=done, description=line)
-            if bar.disable and done * 10 // max(1, size) > tenths:
-                tenths = done * 10 // size
+            read = min(done * 10 // max(1, size), 9)  # ahead of what is made; `done` has the rest
+            if bar.disable and documents and read > tenths:
+                tenths = read
                 _say(f"{tenths:>3}0%       {line}")
 
         yield show
