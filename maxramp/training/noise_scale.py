@@ -112,6 +112,7 @@ def _is_probe(x: Any) -> bool:
 
 
 def _product_weights(tree: Any) -> list[Any]:
+    """The weights of products: gradients of others are whole where theirs lie apart."""
     return [x for x in weights_of(tree) if x.is_in_products]
 
 
