@@ -38,7 +38,6 @@ from maxramp.stage import SIGHT_KEYS
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     parser = config_parser(__doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="print the plan as JSON")
@@ -86,7 +85,6 @@ def _file_and_devices(arguments: list[str]) -> tuple[str, int | None]:
 
 
 def print_comparison(found: dict[str, Any]) -> None:
-    """A ramp as another trainer and as maxramp take it."""
     shown = [
         [f"{step:,}", *("stops" if n is None else f"{n:,}" for n in sizes)]
         for step, *sizes in side_by_side(found)
@@ -101,7 +99,6 @@ def print_comparison(found: dict[str, Any]) -> None:
 
 
 def print_plan(plan: dict[str, Any]) -> None:
-    """The plan as a table and a few lines."""
     several_nodes = plan["num_nodes"] > 1
     time = "node-time" if several_nodes else "time"
     several = several_nodes or plan["devices_per_node"] > 1

@@ -29,12 +29,9 @@ SMALL_BUBBLE = 0.1  # of a pipeline, that a plan finds small enough
 
 
 def make_plan(config: Config) -> dict[str, Any]:
-    """The plan of a loaded config for the nodes that it describes (default: this machine).
-
-    Returns:
-      plan.json's content with, for every stage, its part of the run, node-time and memory; totals,
-      also of constant-batch runs over the same samples; and the learning rate over samples.
-    """
+    """plan.json's content for the nodes of a loaded config (default: this machine): stages with
+    their part of the run, node-time and memory; totals, also of constant-batch runs over the same
+    samples; and the learning rate over samples."""
     config = with_nodes(config)
     run = PlannedRun.from_config(config, meshes_of(config))
     ramp, config = run.ramp, run.config
@@ -90,20 +87,15 @@ def _move(run: PlannedRun, before: Stage | None, stage: Stage) -> float | None:
 
 
 def _bytes_as(dtype: Any, tree: Any) -> int:
-    """`bytes_per_device` of arrays like these of another dtype."""
     return bytes_per_device(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), tree)
     )
 
 
 def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
-    """GiB per device in a stage.
-
-    Returns:
-      `weights` and `optimizer` exactly as they lie on the mesh; `gradients`: their sums in float32
-      and copies of weights in the arithmetic's dtype; `activations`: an estimate of what one pass
-      keeps for its backward pass, plus a block of logits; `total`.
-    """
+    """GiB per device in a stage: `weights` and `optimizer` exactly; `gradients`, float32 sums and
+    copies of weights in the arithmetic's dtype; `activations`, an estimate of what a pass keeps for
+    its backward pass plus a block of logits; `total`."""
     sizes, model = spec.mesh.sizes, recipe.model
     state = abstract_state(recipe, abstract_mesh(sizes))
     weights = bytes_per_device(state.model)
@@ -146,7 +138,6 @@ def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
 
 
 def _paid(run: PlannedRun, node_time: float) -> dict[str, float | None]:
-    """Node-hours and price of node-time; None where it is not known."""
     hours, devices = run.cost.hours(node_time), run.config.batch.devices_per_node
     return {"node_hours": hours, "price": price(run.config.planning, hours and hours * devices)}
 
@@ -170,10 +161,8 @@ def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
 
 
 def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] | None:
-    """How many micro batches make the bubble small; None if it is small, or without a pipeline.
-
-    The fewest whose share of a stage divides the rows of all passes; where none does, the fewest.
-    """
+    """How many micro batches make the bubble small: the fewest whose share of a stage divides the
+    rows of all passes, else the fewest. None if it is small, or without a pipeline."""
     spec, model = stages[-1].spec, config.model
     if pipeline_bubble(model, spec) <= SMALL_BUBBLE:
         return None
@@ -202,7 +191,7 @@ def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
 
 
 def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws `maxramp.plan`'s plan: global batch size, nodes and, if given, the learning rate."""
+    """Draws global batch size, nodes and, if given, the learning rate."""
     from matplotlib.figure import Figure
 
     stages, rate = plan["stages"], plan["learning_rate"]
