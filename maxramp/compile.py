@@ -172,7 +172,6 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _traffic(work: dict[str, Any]) -> tuple[str, str]:
-    """What each device receives, by kind: from its own slice or node, and from others."""
     inside, outside = (
         ", ".join(f"{kind} {gib:.3g}" for kind, gib in work[name].items()) or "0"
         for name in ("collective_gib", "network_gib")

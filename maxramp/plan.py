@@ -156,7 +156,6 @@ _BOUNDS = {
 
 
 def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """How long the run is and on what; what its ramp saves against constant batches; its price."""
     stages, totals, nodes = plan["stages"], plan["totals"], plan["num_nodes"]
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
     size, ramp = f"{final['global_batch_size']:,}", len(stages) > 1
@@ -254,7 +253,6 @@ def _compiled_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Points to look at: an idle pipeline, warnings, and the memory of the last stage."""
     last, memory = plan["stages"][-1], plan["stages"][-1]["memory_gib"]
     if smaller := plan["smaller_bubble"]:
         others = ", ".join(map(str, smaller["not_in_stages"]))

@@ -91,8 +91,6 @@ def without_adapters(model: Any) -> Any:
 
 
 def attach_adapters(adapters: Any, base: Any) -> Any:
-    """A base with the adapters of another model like it."""
-
     def attach(x: Any, weight: Weight) -> Any:
         return dataclasses.replace(x, weight=weight) if _is_adapted(x) else weight
 

@@ -71,8 +71,7 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> tuple[jax.Array, Aux]:
-        """The vectors [B, T, D] that `logits` takes, and the layers' sums. Padding reads as token
-        0."""
+        """The vectors [B, T, D] for `logits`, and the layers' sums. Padding reads as token 0."""
         x_BTD = self._embed(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
             run = functools.partial(layers.run, head_dim=self.head_dim, execution=execution)
@@ -94,8 +93,7 @@ class Decoder(nnx.Module):
     def read(
         self, tokens_BT: jax.Array, caches: Sequence[Cache], execution: Execution
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """`hidden` of T more tokens of every row behind those in the caches; and the next
-        caches."""
+        """`hidden` of T more tokens of every row behind those in the caches; next caches."""
         _, tokens = tokens_BT.shape
         positions_BT = caches[0].positions_B[:, None] + jnp.arange(tokens)
         angles = layers.angles(self.pattern, execution, positions_BT, self.head_dim)
@@ -125,8 +123,7 @@ class Decoder(nnx.Module):
         return weight_DV.astype(dtype)
 
     def cast(self, dtype: str, apart: Iterable[str] = ()) -> "Decoder":
-        """Casts the weights of products; gradients stay apart over these
-        (`sharding.weight_spec`)."""
+        """Casts products' weights; gradients stay apart over these (`sharding.weight_spec`)."""
 
         def cast(x: jax.Array) -> jax.Array:
             return jax.reshard(x.astype(dtype), weight_spec(jax.typeof(x).sharding.spec, apart))
@@ -140,7 +137,6 @@ class Decoder(nnx.Module):
 
 
 def _stack(born, keys_L: jax.Array, repeats: int):
-    """Blocks of keys, [L, ...]; of a circular pipeline [R, L / R, ...]."""
     born = jax.vmap(born)
     if pipeline.num_stages() > 1:
         keys_L = pipeline.split_repeats(jax.reshard(keys_L, LAYERS_L), repeats)

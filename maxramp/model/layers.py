@@ -111,7 +111,6 @@ def run(
 def angles(
     pattern: Pattern, keys: SightKeys, positions_T: jax.Array, head_dim: int
 ) -> dict[Rope, tuple]:
-    """The angles of every rotation in this pattern (`rotary.angles`)."""
     ropes = dict.fromkeys(layer.sight(keys).rope for layer in pattern)
     return {rope: rotary.angles(rope, positions_T, head_dim) for rope in ropes}
 

@@ -65,7 +65,6 @@ class Pattern:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of the stacks, in the order of their first layers."""
         return tuple(dict.fromkeys(layer.kind for layer in self))
 
     def count(self, kind: str) -> int:
@@ -87,7 +86,6 @@ class Pattern:
         return Pattern(self.period, layers // len(self.period))
 
     def stack_indices(self) -> Iterator[tuple[Layer, int]]:
-        """Every layer, and its index in the stack of its kind."""
         counts = dict.fromkeys(self.kinds, 0)
         for layer in self:
             yield layer, counts[layer.kind]

@@ -54,8 +54,7 @@ def num_stages() -> int:
 
 
 def split_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
-    """Layers [L, ...] in the order in which a row meets them as [R, L / R, ...], on their
-    stages."""
+    """Layers [L, ...], as a row meets them, as [R, L / R, ...], on their stages."""
     if repeats == 1:
         return x_L
     spec = without_axis(jax.typeof(x_L).sharding.spec, "stage")
@@ -196,7 +195,6 @@ _take_repeat.defvjp(
 
 
 def _repeat(t: jax.Array, S: int, R: int) -> jax.Array:
-    """The repeat that this device's stage is at in turn t."""
     return (t - jax.lax.axis_index("stage")) % (S * R) // S
 
 
@@ -281,7 +279,6 @@ def _move(slots_kBTD, y_BTD, t, *, S, R):
 
 
 def _move_back(dslots_kBTD, dx_BTD, t, *, S, R):
-    """The transpose of `_move`."""
     zeros = jnp.zeros_like(dslots_kBTD), jnp.zeros_like(dx_BTD)
     _, transpose = jax.vjp(lambda *arrays: _move(*arrays, t, S=S, R=R), *zeros)
     dslots_kBTD, dy_BTD = transpose((dslots_kBTD, dx_BTD))
@@ -290,13 +287,11 @@ def _move_back(dslots_kBTD, dx_BTD, t, *, S, R):
 
 
 def _input_of(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """Whether stage 0 begins turn t with an input, and its slot."""
     group, turn = t // (S * R), t % (S * R)
     return turn < S, (group * S + turn % S) % k
 
 
 def _result_of(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """Whether the last stage ends turn t with a result, and the slot for it."""
     since = t - (S - 1)
     made = (since >= 0) & (since % (S * R) // S == R - 1)
     return made, (since // (S * R) * S + since % S + S - 1) % k

@@ -40,7 +40,6 @@ def pipeline_turns(microbatches: int, stages: int, repeats: int) -> int:
 
 
 def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
-    """The share of a pass's turns in which a stage waits."""
     work = spec.pipeline_microbatches * keys.num_pipeline_repeats
     return 1 - work / pipeline_turns(work, spec.mesh.pipeline_stages, 1)
 
@@ -80,7 +79,6 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
 
 
 def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str, float]:
-    """What a device keeps of a layer for its backward pass, by `remat_policy`."""
     rows, tensor = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes["tensor"]
     T, itemsize = spec.row_length, _BYTES[keys.dtype]
     tokens = rows * T

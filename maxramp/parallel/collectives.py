@@ -48,8 +48,7 @@ def all_to_all(x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
 def permute(
     x: jax.Array, axis: str, links: Sequence[tuple[int, int]], behind: jax.Array | None = None
 ) -> jax.Array:
-    """The x of the device that a link (from, to) leads here from, else zeros; `behind` as in
-    `psum`."""
+    """The x of the device that a link (from, to) leads from, else zeros; `behind` as in `psum`."""
     return jax.lax.ppermute(_wait_for_first(x, behind), axis, links)
 
 

@@ -27,7 +27,6 @@ class MeshKeys(_Sizes):
     """The sizes of the mesh's axes, between slices (dcn) and inside one (ici)."""
 
     def group(self, group: str) -> dict[str, int]:
-        """The keys of a group, "ici" or "dcn", with their sizes, in the order of the axes."""
         return {name: getattr(self, name) for name in _names(group)}
 
     @functools.cached_property
@@ -65,7 +64,6 @@ class MeshKeys(_Sizes):
 
 
 def _fill(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
-    """Replaces the -1 of a group of axes so that the product is `wanted`."""
     known = math.prod(size for size in sizes.values() if size != -1)
     is_open = -1 in sizes.values()
     if is_open and wanted and wanted % known == 0:

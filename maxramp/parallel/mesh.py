@@ -97,7 +97,6 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
-    """The axes of more than one device, in a line."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
 
 

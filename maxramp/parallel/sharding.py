@@ -72,8 +72,7 @@ def without_axis(spec: P, axis: str) -> P:
 
 
 def weight_spec(spec: P, apart: Iterable[str]) -> P:
-    """The spec of a weight whose gradient stays apart over these axes, but those it is sharded
-    on."""
+    """The spec of a weight whose gradient stays apart over `apart`, where it is no shard."""
     return P(*spec.partitions, reduced={*apart}.difference(spec.partitions))
 
 

@@ -147,8 +147,7 @@ def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, flo
     work = hlo.Work()
 
     def run(computation: hlo.Computation, times: int) -> float:
-        """Adds the work of a computation that runs `times` times; returns the seconds of one
-        run."""
+        """Adds the work of `times` runs of a computation; returns the seconds of one."""
         now, link = 0.0, 0.0  # `link`: when the transfers that have started are done
         done: dict[hlo.Instruction, float] = {}
         for i in computation.values():
@@ -181,7 +180,6 @@ def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, flo
 
 
 def _flops(i: hlo.Instruction) -> float:
-    """FLOPs of a kernel's matrix products, with those of a fusion's computation."""
     if i.opcode == "dot":
         return hlo.dot_flops(i)
     if i.opcode != "custom-call":

@@ -40,12 +40,10 @@ class Instruction:
     rest: str  # operands and attributes
 
     def attribute(self, name: str) -> str:
-        """The text behind `name=`, up to a comma; empty without it."""
         found = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
         return found[1] if found else ""
 
     def callee(self, name: str) -> "Computation":
-        """The computation that an attribute names; an empty one without it."""
         return self.program.get(self.attribute(name), Computation())
 
     @functools.cached_property
@@ -90,8 +88,7 @@ _PASSED_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barr
 
 @dataclasses.dataclass
 class Work:
-    """What one run of a program does on one device, and how long that takes. Bytes are those that a
-    device receives, by the kind of transfer."""
+    """What one run of a program does on one device. Bytes are received, by kind of transfer."""
 
     flops: float = 0.0  # of matrix products, those of attention kernels included
     compute_seconds: float = 0.0  # of everything but transfers
@@ -180,7 +177,6 @@ def parse(text: str) -> Computation:
 
 
 def numbers(text: str) -> list[int]:
-    """The integers of a text: its dimensions, or its ids."""
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
@@ -202,8 +198,6 @@ def turns(loop: Instruction) -> int:
 
 
 def _value(result: Instruction | None, arguments: Mapping[int, Known]) -> Known:
-    """What is known of a result; `arguments` are its computation's parameters by number."""
-
     @functools.cache
     def value(i: Instruction | None) -> Known:
         if not i or not any(k[0] in "psu" and math.prod(shape) == 1 for k, shape in i.types):
@@ -335,7 +329,6 @@ def groups(rest: str, devices: int) -> np.ndarray:
 
 
 def _ids(text: str) -> np.ndarray:
-    """The ids that `[2,4]T(1,0)` stands for, or a list of them, in one row."""
     if "[" not in text:
         return np.array(numbers(text))
     shape, order = map(numbers, text.partition("T")[::2])

@@ -35,7 +35,6 @@ class Machine:
 
 
 def local_machine() -> Machine:
-    """This machine's devices, on the backend that has started; their times are unknown."""
     devices, memory = jax.devices(), device_memory(-1) / GIB
     return Machine(devices[0].device_kind, devices, memory, slices=mesh.num_slices())
 

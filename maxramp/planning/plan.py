@@ -58,7 +58,6 @@ def make_plan(config: Config) -> dict[str, Any]:
 
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
-    """A stage's part of the run, beside the same samples on all nodes."""
     keys, cost, time = run.config.batch, run.cost, run.time(stage)
     steps = run.ramp.run_steps(stage)
     samples = steps * stage.global_batch_size
@@ -111,7 +110,6 @@ def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
 
 
 def _totals(run: PlannedRun) -> dict[str, Any]:
-    """The whole run, and runs over the same samples at its first and its last batch."""
     stages, cost = run.stages, run.cost
     return {
         "node_changes": sum(a.nodes != b.nodes for a, b in itertools.pairwise(stages)),
@@ -124,7 +122,6 @@ def _totals(run: PlannedRun) -> dict[str, Any]:
 
 
 def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
-    """The same samples at one batch size throughout, on all nodes."""
     ramp, keys, cost = run.ramp, run.config.batch, run.cost
     steps = -(-ramp.total_samples // batch)
     time = steps * cost.step_time(batch / keys.num_devices)
@@ -143,7 +140,6 @@ def _paid(run: PlannedRun, node_time: float) -> dict[str, float | None]:
 
 
 def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
-    """An adaptive ramp as early and as late as it may be, and as planned here."""
     keys = expected.keys
 
     def bound(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -180,7 +176,6 @@ def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] |
 
 
 def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
-    """The learning rate at 200 steps of the run."""
     points = np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64)
     steps = sorted({ramp.step_at_sample(int(n)) for n in points})
     starts = [ramp.samples_before(step) for step in steps]
@@ -191,7 +186,6 @@ def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
 
 
 def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws global batch size, nodes and, if given, the learning rate."""
     from matplotlib.figure import Figure
 
     stages, rate = plan["stages"], plan["learning_rate"]

@@ -50,7 +50,6 @@ class Pod:
 
     @classmethod
     def from_config(cls, config: Config, say: Callable[[str], None]) -> "Pod":
-        """The compiler for a loaded config: of its compile_topology, else of this machine."""
         if config.run.program not in ("", "train"):
             raise ConfigError(
                 f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
@@ -77,7 +76,6 @@ class Pod:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of all devices, which those of the stages reshape."""
         return make_mesh(self.config.mesh, self.machine.devices)
 
     @property
@@ -87,7 +85,6 @@ class Pod:
 
     @functools.cache  # noqa: B019
     def step(self, spec: StageSpec) -> dict[str, Any]:
-        """Compiles the step of a stage: its memory and its time."""
         self.say(
             f"compiling {spec.accumulation} x {spec.rows:,} rows, remat_policy={spec.remat_policy}"
         )
@@ -149,8 +146,7 @@ class Pod:
     def largest_fits(
         self, spec: StageSpec, number: int, most: int | None = None
     ) -> list[dict[str, Any]]:
-        """A stage's global batch in the `number` largest micro batches that fit, of at most `most`
-        rows of a group of devices in a pass."""
+        """A global batch in the `number` largest micro batches that fit, at most `most` rows."""
         multiple, rows = spec.rows_multiple, spec.samples // spec.ranks
         upto = (rows if most is None else most) + 1
         sizes = [size for size in range(multiple, upto, multiple) if rows % size == 0]
@@ -228,7 +224,6 @@ class Pod:
 
 
 def least_rows(multiple: int) -> str:
-    """The fewest rows that a group of devices takes at a time, in words."""
     return "one row" if multiple == 1 else f"{multiple} rows"
 
 

@@ -37,8 +37,7 @@ def price(keys: PlanKeys, device_hours: float | None) -> float | None:
 
 
 class PassCost:
-    """What a forward and backward pass takes, in passes of the largest micro batch; `restart`, how
-    long a change of nodes takes (restart_minutes), too."""
+    """What a pass takes, in passes of the largest micro batch; `restart` is restart_minutes."""
 
     def __init__(self, config: Config):
         self._batch, plan = config.batch, config.planning
@@ -58,7 +57,6 @@ class PassCost:
         return None if self._full_hours is None else passes * self._full_hours
 
     def step_time(self, rows_per_device: float) -> float:
-        """The time of a step, in as few equal passes as the largest allows."""
         count = math.ceil(rows_per_device / self._limit)
         return count * self.pass_time(rows_per_device / count)
 
@@ -115,8 +113,7 @@ class PlannedRun:
     def from_config(
         cls, config: Config, meshes: Meshes, origin: Origin | None = None
     ) -> "PlannedRun":
-        """Plans a run of a config with nodes (`with_nodes`) and meshes of `meshes_of`; `origin`
-        says where a run stands that has begun."""
+        """Plans a run of `with_nodes`' config and `meshes_of`; `origin`: where it stands."""
         target = resolve_planned(config, config.batch.num_devices)
         cost = PassCost(target)
         begins = Start(decided=ladder.plan_rungs(target.batch))

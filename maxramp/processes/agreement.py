@@ -27,7 +27,6 @@ def raise_everywhere(function: Callable[[], _T]) -> _T:
 
 
 def _try(function: Callable[[], _T]) -> tuple[_T | None, list[Any] | None]:
-    """What a function returned, or why it failed, as JSON."""
     try:
         return function(), None
     except (ConfigError, TrainingError) as error:
@@ -82,8 +81,7 @@ def decide_on_first(function: Callable[[], Any]) -> Any:
 
 
 def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
-    """Calls a function on the first process; others wait and return None, or raise what it
-    raises."""
+    """Calls a function on the first process; others wait, return None, or raise its error."""
     result, failure = _try(function) if jax.process_index() == 0 else (None, None)
     _raise(broadcast_json(failure, beat))
     return result

@@ -33,7 +33,6 @@ def take_hardware(hardware: str) -> None:
 
 
 def start_devices(hardware: str) -> None:
-    """Starts JAX's backend on the hardware that was taken."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second where no plugin is installed
@@ -115,7 +114,6 @@ def join(timeout: float) -> None:
 
 
 def _read_variables() -> tuple[str, int, int] | None:
-    """The coordinator's address, the processes and this one's number, by our own variables."""
     names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
     values = [os.environ.get(name, "") for name in names]
     if not any(values):

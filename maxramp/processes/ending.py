@@ -107,7 +107,6 @@ class Preemption:
         threading.Thread(target=self._listen, args=(read_end,), name="signals", daemon=True).start()
 
     def begin(self, several: bool) -> None:
-        """The processes of the job have joined."""
         self._several = several
 
     def ask(self) -> None:

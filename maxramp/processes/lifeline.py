@@ -27,8 +27,7 @@ _peers: "_Peers | None" = None
 
 
 def hold(place: int, links: dict[socket.socket, int]) -> None:
-    """Keeps the connections of a process, to process 0 or from it to all others: links[connection]
-    is whose it is."""
+    """Keeps the connections of a process to 0, or of 0 to all: links[connection] is whose."""
     global _peers
     _peers = _Peers(place, links)
 
@@ -40,7 +39,6 @@ def leave(status: int) -> int:
 
 
 def end_now(status: int) -> NoReturn:
-    """Ends this process at once, from any thread, and with it the others of the job."""
     status = leave(status)
     sys.stdout.flush()
     sys.stderr.flush()

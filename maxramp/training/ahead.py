@@ -62,7 +62,6 @@ class Ahead:
             heap.prepare(self._sizes.popleft())
 
     def raise_failure(self) -> None:
-        """Raises a TrainingError if a program that was compiled ahead did not compile."""
         if self._failure:
             raise self._failure
 

@@ -135,7 +135,6 @@ class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys):
 
 
 def optimizer_names(opt_type: str) -> dict[str, str]:
-    """The optimizer of the weights of each role."""
     own = OPTIMIZERS[opt_type].roles
     return {role: opt_type if role in own else "adamw" for role in ROLES}
 
@@ -178,7 +177,6 @@ class Recipe:
     optimizer: OptimizerKeys
 
     def with_spec(self, spec: StageSpec) -> Self:
-        """The recipe for the passes of a stage."""
         execution = {
             **vars(spec.sight),
             "max_target_length": spec.row_length,

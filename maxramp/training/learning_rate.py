@@ -63,8 +63,7 @@ class LearningRate:
         return jnp.where(s < curve.total, rate if risen is None else rate * risen, 0.0)
 
     def _phase_peak(self, samples: Any) -> tuple[Any, Any]:
-        """The peak in a sample's phase, and the share of it that a new warm-up has reached, or
-        None."""
+        """A phase's peak, and the share that a new warm-up has reached, or None."""
         phases = self.ramp.keys.phase_list
         if not any({"learning_rate", WARMUP} & {*p.given} for p in phases):
             return self.keys.learning_rate, None
@@ -85,7 +84,6 @@ class LearningRate:
         return peaks[i], jnp.where(intervals > 0, risen, 1.0)
 
     def pace(self, global_batch_size: Any) -> Pace:
-        """A step of this many samples beside one of the reference batch."""
         power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.keys.batch_size_lr_scaling]
         batch = global_batch_size / self.reference
         return Pace(batch, batch**power)
@@ -97,7 +95,6 @@ class LearningRate:
         return jnp.clip(since / (length - self.curve.quantum), 0.0, 1.0)
 
     def _step_at(self, samples: Any) -> Any:
-        """The step that starts at this many consumed samples."""
         stages = self.ramp.stages
         starts, steps, sizes = (
             jnp.asarray([getattr(stage, name) for stage in stages], jnp.float32)

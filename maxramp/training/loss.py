@@ -197,7 +197,6 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
 def with_layers(
     minimized: jax.Array, shown: dict[str, jax.Array], aux: Aux
 ) -> tuple[jax.Array, Aux]:
-    """Adds the sums of the model's layers to an objective's own."""
     minimized = sum(aux.minimized.values(), minimized)
     counts = jax.tree.map(lambda x: x.astype(jnp.uint32), aux.counts)
     return minimized, Aux({}, {**shown, **aux.minimized, **aux.shown}, counts)

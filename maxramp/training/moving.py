@@ -23,8 +23,7 @@ def lower(
     platforms: tuple[str, ...] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Moves:
-    """Programs that move such arrays to a mesh; for `platforms` if no backend here has its
-    devices."""
+    """The moves of such arrays to a mesh; for `platforms` if no backend here has its devices."""
     found: dict[str, list[jax.stages.Lowered]] = {}
     for x in arrays:
         if kind(x) in found:
@@ -56,8 +55,7 @@ def _way(x: jax.ShapeDtypeStruct, mesh: Mesh) -> list[NamedSharding]:
 def move(
     arrays: list[jax.Array], abstract: Sequence[jax.ShapeDtypeStruct], compiled: Moves
 ) -> None:
-    """Puts each array on the mesh that its programs move it to, one after the other to save
-    memory."""
+    """Puts each array on the mesh that its programs move it to, one by one to save memory."""
     for number, like in enumerate(abstract):
         for program in compiled[kind(like)]:
             before = arrays[number]

@@ -113,7 +113,6 @@ def _sum_rows(x_nB: jax.Array) -> jax.Array:
 
 
 def _sum_answers(batch: Batch, x_BT: jax.Array) -> jax.Array:
-    """Sums over the targets of each answer: [B, 2]."""
     of_targets_BT = jnp.where(batch.targets >= 0, x_BT, 0)
     halves = (jnp.where(batch.segments == n, of_targets_BT, 0).sum(1) for n in (0, 1))
     return jnp.stack(list(halves), 1)

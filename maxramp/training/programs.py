@@ -96,8 +96,8 @@ class Programs:
         return self._ahead.get(stage.spec)
 
     def follow(self, held: HeldState, stage: Stage) -> float:
-        """Moves a state to the mesh of a stage if it differs. Returns the seconds spent waiting for
-        programs; StepError if they do not compile."""
+        """Moves a state to a stage's mesh. Returns seconds of waiting; StepError as
+        `train_step`."""
         before, mesh = mesh_of(held.arrays), self._expansion.mesh_of(stage.spec)
         if mesh == before:
             return 0.0

@@ -41,7 +41,6 @@ class TrainState:
         return join_parts(self.frozen, self.trained)
 
     def with_model(self, model: Decoder) -> "TrainState":
-        """The state with other weights, of which the same are trained."""
         trained = _pick(model, self.trained)
         return dataclasses.replace(self, trained=trained, frozen=_pick(model, self.frozen))
 
@@ -66,8 +65,7 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 
 
 def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
-    """The trained weights and the others: by trainable_parameters_mask, else the adapters or
-    all."""
+    """The trained weights and others: by trainable_parameters_mask, else adapters or all."""
     layers = len(list(model.pattern))
     for number in keys.trainable_layers:
         if number >= layers:
@@ -112,7 +110,6 @@ def mask_layers(tree: Decoder, numbers: Sequence[int]) -> Decoder:
 
 
 def num_trained(trained: Decoder, numbers: Sequence[int]) -> int:
-    """How many trained weights move (arguments as in `mask_layers`)."""
     found = 0
     for path, weight in jax.tree_util.tree_leaves_with_path(trained, is_leaf=is_weight):
         chosen = _chosen_layers(trained, path, weight, numbers) if numbers else np.ones(())
@@ -127,7 +124,6 @@ def _chosen_layers(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[i
 
 
 def _kind(path: Any) -> str | None:
-    """The kind of the layers that a weight is of; None for one outside of them."""
     names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
     return names[1] if names[0] == "layers" else None
 
@@ -138,7 +134,6 @@ def no_counts(model: Decoder) -> dict[str, jax.Array]:
 
 
 def initial_state(recipe: Recipe) -> TrainState:
-    """`init_state` of arrays, on the mesh that is set."""
     return _once(functools.partial(init_state, recipe))()
 
 

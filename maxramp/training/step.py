@@ -37,7 +37,6 @@ Metrics = dict[str, jax.Array]
 def make_train_step(
     recipe: Recipe, learning_rate: LearningRate
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The train step of a recipe on rows of data."""
     step = functools.partial(
         train_step,
         objective=objective_of(recipe),
@@ -136,8 +135,7 @@ def _copies_apart(accumulation: int) -> dict[str, int]:
 
 
 def places_of_rows(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
-    """Tokens of the run before each row: uint32 [A, B, 2], low and high word; the same where
-    samples are cut into rows of that length."""
+    """Tokens of the run before each row: uint32 [A, B, 2], low and high word."""
     (A, B, T), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
     first_low, first_high = _product(*consumed_samples, A * B * T // samples)
     low_AB = first_low + jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B) * jnp.uint32(T)
@@ -146,7 +144,6 @@ def places_of_rows(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
 
 
 def _product(low: jax.Array, high: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """64 bits times 32, as low and high word (uint32)."""
     half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
     below, above = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> 16)
     of_low, one, other = (low & mask) * below, (low & mask) * above, (low >> half) * below

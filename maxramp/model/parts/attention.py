@@ -60,8 +60,7 @@ class Rule:
         return seen
 
     def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
-        """The softmax [B, K, G, T, S] of float32 scores: products of queries * `scale_of` and
-        keys."""
+        """The softmax [B, K, G, T, S] of float32 scores, (queries * `scale_of` them) keys."""
         if self.cap:
             scores_BKGTS = self.cap * jnp.tanh(scores_BKGTS / self.cap)
         scores_BKGTS = jnp.where(seen, scores_BKGTS, jnp.finfo(jnp.float32).min)
@@ -142,7 +141,6 @@ def attend(
 
 
 def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
-    """Plain products and a softmax: the reference for the others."""
     B, T, H, h = q_BTHh.shape
     K = k_BSKh.shape[2]
     q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=X_BTKGh)
@@ -184,7 +182,6 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
 
 
 def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
-    """The splash attention kernel of TPUs, which skips blocks that no token sees."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
 
     T, H = q_BTHh.shape[1:3]
@@ -248,8 +245,6 @@ class Cache:
         return a_BTHh
 
     def grown(self, slots: int) -> "Cache":
-        """The same with this many slots, empty ones at the end."""
-
         def pad(x_BKSh: jax.Array) -> jax.Array:
             return jnp.pad(x_BKSh, ((0, 0), (0, 0), (0, slots - x_BKSh.shape[2]), (0, 0)))
 
@@ -257,7 +252,6 @@ class Cache:
 
 
 def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B, *, rule):
-    """`Cache.attend` on one device, with its rows and heads."""
     B, T, H, h = q_BTHh.shape
     K, S = keys_BKSh.shape[1:3]
 

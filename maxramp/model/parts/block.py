@@ -64,7 +64,6 @@ class RowScale:
 
     @property
     def leading(self) -> str:
-        """The axes in front of the scale's own."""
         return self.scale.leading
 
 

@@ -55,7 +55,6 @@ def _look_up_backward(residuals, dx_BTD):
     spec = jax.typeof(table_VD).sharding.spec
 
     def local(dx_BTD, tokens_BT):
-        """Sums of own tokens, which travel as those of the head do."""
         V, D = table_VD.shape[0] // jax.lax.axis_size("tensor"), table_VD.shape[1]
         index_BT = _own_index(tokens_BT, V)
         dtable_VD = jnp.zeros((V, D), jnp.float32)

@@ -205,7 +205,6 @@ def _sums(block: int) -> pl.BlockSpec:
 
 
 def _row(T: int, h: int, heads: int) -> pl.BlockSpec:
-    """All tokens of the key/value head of a query head."""
     return pl.BlockSpec((None, T, None, h), lambda i, n, b: (b, 0, jax.lax.div(n, heads), 0))
 
 

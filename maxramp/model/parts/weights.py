@@ -114,13 +114,10 @@ def map_weights(change: Callable, tree: Any, *beside: Any) -> Any:
 
 
 def map_products(change: Callable, tree: Any) -> Any:
-    """A tree with `change(array)` for the arrays of weights that are used in products."""
     return map_weights(lambda w: jax.tree.map(change, w) if w.is_in_products else w, tree)
 
 
 def relabel(tree: Any, old: str, new: str) -> Any:
-    """A tree whose weights' arrays have the axes `new` in front, where they had `old`."""
-
     def change(weight: Weight) -> Weight:
         assert weight.leading.startswith(old), f"{weight.axes} does not begin with {old}"
         return weight.copy(leading=new + weight.leading.removeprefix(old))
@@ -133,7 +130,6 @@ def weights_of(tree: Any) -> list[Weight]:
 
 
 def part_of(tree: Any, is_in: Callable[[Weight], bool]) -> Any:
-    """A tree with None for the weights that are not in a part."""
     return map_weights(lambda weight: weight if is_in(weight) else None, tree)
 
 

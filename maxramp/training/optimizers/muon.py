@@ -166,8 +166,7 @@ def _made_whole(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
 
 
 def newton_schulz(x_LMN: jax.Array, epsilon: float) -> jax.Array:
-    """Whole matrices, M <= N, with the same singular vectors and singular values of 0.7 to 1.2;
-    epsilon is added to the Frobenius norm that each is divided by first."""
+    """Same singular vectors, values of 0.7 to 1.2; epsilon is added to the norm divided by."""
     dtype, (a, b, c) = x_LMN.dtype, _COEFFICIENTS
     x_LMN = x_LMN.astype(jnp.float32)
     norm = jnp.sqrt(jnp.square(x_LMN).sum((1, 2), keepdims=True))
