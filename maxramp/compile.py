@@ -40,7 +40,6 @@ _FILE = "compiled.json"
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     parser = config_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     text = "compile the last stage alone, under each remat_policy in its largest micro batches, "
@@ -87,7 +86,6 @@ def _cells_of_step(s: dict[str, Any]) -> list[str]:
 
 
 def print_ways(result: dict[str, Any]) -> None:
-    """The ways in which a batch fits, as a table."""
     columns = "remat_policy|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
     rows = ([w["remat_policy"], *_cells_of_batch(w), *_cells_of_step(w)] for w in result["ways"])
     print_table(columns.split("|"), rows)
@@ -95,7 +93,6 @@ def print_ways(result: dict[str, Any]) -> None:
 
 
 def print_stages(result: dict[str, Any]) -> None:
-    """What the compiler says of a run's stages, as a table and a few lines."""
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
     columns += f"|MFU|tokens/s|hours|{result['device']}-hours"
 
@@ -114,7 +111,6 @@ def print_stages(result: dict[str, Any]) -> None:
 
 
 def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The lines below the table: the machine, what does not fit, what travels, the whole run."""
     device, totals = result["device"], result["totals"]
     meshes = (
         " x ".join(f"{axis} {size}" for axis, size in of_stage["mesh"].items())
@@ -176,7 +172,6 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _traffic(work: dict[str, Any]) -> tuple[str, str]:
-    """What each device receives, by kind: from its own slice or node, and from others."""
     inside, outside = (
         ", ".join(f"{kind} {gib:.3g}" for kind, gib in work[name].items()) or "0"
         for name in ("collective_gib", "network_gib")

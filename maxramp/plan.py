@@ -38,7 +38,6 @@ from maxramp.stage import SIGHT_KEYS
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     parser = config_parser(__doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="print the plan as JSON")
@@ -86,7 +85,6 @@ def _file_and_devices(arguments: list[str]) -> tuple[str, int | None]:
 
 
 def print_comparison(found: dict[str, Any]) -> None:
-    """A ramp as another trainer and as maxramp take it."""
     shown = [
         [f"{step:,}", *("stops" if n is None else f"{n:,}" for n in sizes)]
         for step, *sizes in side_by_side(found)
@@ -101,7 +99,6 @@ def print_comparison(found: dict[str, Any]) -> None:
 
 
 def print_plan(plan: dict[str, Any]) -> None:
-    """The plan as a table and a few lines."""
     several_nodes = plan["num_nodes"] > 1
     time = "node-time" if several_nodes else "time"
     several = several_nodes or plan["devices_per_node"] > 1
@@ -160,7 +157,6 @@ _BOUNDS = {
 
 
 def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """How long the run is and on what; what its ramp saves against constant batches; its price."""
     stages, totals, nodes = plan["stages"], plan["totals"], plan["num_nodes"]
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
     size, ramp = f"{final['global_batch_size']:,}", len(stages) > 1
@@ -258,7 +254,6 @@ def _compiled_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Points to look at: an idle pipeline, warnings, and the memory of the last stage."""
     last, memory = plan["stages"][-1], plan["stages"][-1]["memory_gib"]
     if smaller := plan["smaller_bubble"]:
         others = ", ".join(map(str, smaller["not_in_stages"]))

@@ -1,11 +1,5 @@
-"""Low-rank adapters of a model's weights: LoRA (arXiv 2106.09685).
-
-An adapted weight is an `Adapted` in the place of a `Weight`: the base's weight, and two matrices of
-role "adapter", which alone train. Everything else asks for roles, so it needs to know nothing of
-them. `without_adapters` is the base alone: the same model with its adapters off, in no more memory.
-
-Shapes: B rows, L layers.
-"""
+"""Low-rank adapters of a model's weights: LoRA (arXiv 2106.09685). An `Adapted` stands in place of
+a `Weight`. Shapes: B rows, L layers."""
 
 import dataclasses
 import itertools
@@ -29,15 +23,12 @@ from maxramp.model.parts.weights import (
 )
 from maxramp.parallel.sharding import axes_spec, stack_spec
 
-_DTYPE = "float32"  # of adapters, whatever the base's: their steps are small beside them
+_DTYPE = "float32"  # whatever the base's: steps of adapters are small beside them
 
 
 def add_adapters(born: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Callable:
-    """A function from a random key to a block -> one that adds adapters, as the keys say.
-
-    `down` begins at random, uniform within 1 / sqrt(inputs), and `up` at zero, as PEFT has it: so
-    the model begins as the base.
-    """
+    """Makes the function from a random key to a block add adapters too. As in PEFT, `down` begins
+    uniform within 1 / sqrt(inputs) and `up` at zero: the model begins as the base."""
     tensors = FAMILIES[keys.decoder_block].tensors
 
     def make(key: jax.Array) -> Any:
@@ -82,28 +73,24 @@ def _is_adapted(x: Any) -> bool:
 
 
 def is_adapter(weight: Weight) -> bool:
-    """Whether a weight is an adapter's."""
     return weight.role == "adapter"
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether weights of a model are adapted."""
     return any(map(is_adapter, weights_of(model)))
 
 
 def stored_part(model: Any) -> Any:
-    """What is stored of a model: its adapters where it has some, and else all."""
+    """A model's adapters if it has some, else the whole model."""
     return part_of(model, is_adapter) if has_adapters(model) else model
 
 
 def without_adapters(model: Any) -> Any:
-    """The base: the model with its adapters off, the same arrays."""
+    """The base, the same arrays."""
     return jax.tree.map(lambda x: x.weight if _is_adapted(x) else x, model, is_leaf=_is_adapted)
 
 
 def attach_adapters(adapters: Any, base: Any) -> Any:
-    """A base, with the adapters of another model that is like it."""
-
     def attach(x: Any, weight: Weight) -> Any:
         return dataclasses.replace(x, weight=weight) if _is_adapted(x) else weight
 
@@ -113,9 +100,7 @@ def attach_adapters(adapters: Any, base: Any) -> Any:
 
 
 def merge_adapters(model: Any, dtype: str) -> Any:
-    """A model without adapters that is the same: W + scale * down @ up, summed in float32 and
-    rounded once, to `dtype`.
-    """
+    """The model with weights W + scale * down @ up, summed in float32, rounded once to `dtype`."""
 
     def sum_of(x: Any) -> Any:
         if not _is_adapted(x):
@@ -135,18 +120,13 @@ def merge_adapters(model: Any, dtype: str) -> Any:
 
 
 def dropout_of(model: Any) -> float:
-    """The share of inputs that adapters do not see in training; 0 without any."""
     leaves = jax.tree.leaves(model, is_leaf=_is_adapted)
     return next((x.dropout for x in leaves if _is_adapted(x)), 0.0)
 
 
 def add_dropout(model: Any, places_B2: jax.Array) -> Any:
-    """A model whose adapters drop inputs, others for every row and every weight of every layer.
-
-    The numbers of tokens of the run before each row, uint32, low and high word, decide which:
-    neither a split of the batch, a mesh nor a restart changes them, and the same row of a later
-    epoch has others.
-    """
+    """The model with adapters that drop inputs, by the tokens of the run before each row (uint32,
+    low and high word): the same under any split, mesh or restart, others in a later epoch."""
     counted = itertools.count(1)
 
     def add_seeds(x: Any) -> Any:

@@ -1,6 +1,4 @@
-"""The decoder: Flax NNX modules used as plain pytrees, which hold weights and what they are.
-
-How a pass is computed is an argument of it, `Execution`.
+"""The decoder: Flax NNX modules used as plain pytrees of weights.
 
 Shapes: B rows, T tokens, D model width, V vocabulary, L layers.
 """
@@ -57,7 +55,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> jax.Array:
-        """float32 logits [B, T, V] of the token after each one; arguments as in `hidden`."""
+        """float32 logits [B, T, V] of the token after each one."""
         return self.logits(self.hidden(tokens_BT, execution, positions)[0])
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
@@ -73,10 +71,7 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> tuple[jax.Array, Aux]:
-        """The vectors [B, T, D] whose products with `head` are the logits, and the layers' sums.
-
-        Padding reads as token 0. By default every row is one text in order.
-        """
+        """The vectors [B, T, D] for `logits`, and the layers' sums. Padding reads as token 0."""
         x_BTD = self._embed(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
             run = functools.partial(layers.run, head_dim=self.head_dim, execution=execution)
@@ -98,8 +93,7 @@ class Decoder(nnx.Module):
     def read(
         self, tokens_BT: jax.Array, caches: Sequence[Cache], execution: Execution
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """`hidden` of T more tokens of every row, behind those in the layers' caches; and the
-        caches with these tokens in them."""
+        """`hidden` of T more tokens of every row behind those in the caches; next caches."""
         _, tokens = tokens_BT.shape
         positions_BT = caches[0].positions_B[:, None] + jnp.arange(tokens)
         angles = layers.angles(self.pattern, execution, positions_BT, self.head_dim)
@@ -114,11 +108,8 @@ class Decoder(nnx.Module):
         return jax.reshard(self.norm(x_BTD), X_BTD), caches
 
     def one_by_one(self) -> "Decoder":
-        """The model with a tuple of layers in place of the stacks that `hidden` takes.
-
-        To cut a layer's weights out of the stack is to copy them, which takes as long as to read
-        a token with them: for many tokens, do it once.
-        """
+        """The model with a tuple of layers in place of stacks, for many tokens: cutting a layer out
+        of a stack copies it, as slow as reading a token with it."""
         if isinstance(self.layers, tuple):
             return self
         assert pipeline.num_stages() == 1, "a pipeline's layers lie on several stages"
@@ -127,13 +118,12 @@ class Decoder(nnx.Module):
         return copy
 
     def head(self, dtype: str) -> jax.Array:
-        """Output weights [D, V] in the arithmetic's dtype, sharded as HEAD_DV."""
+        """Output weights [D, V], sharded as HEAD_DV."""
         weight_DV = self.embedding_VD[...].T if self.tied else self.head_DV[...]
         return weight_DV.astype(dtype)
 
     def cast(self, dtype: str, apart: Iterable[str] = ()) -> "Decoder":
-        """The model with the weights of its products in the arithmetic's dtype; their gradients
-        stay apart over these axes (`sharding.weight_spec`)."""
+        """Casts products' weights; gradients stay apart over these (`sharding.weight_spec`)."""
 
         def cast(x: jax.Array) -> jax.Array:
             return jax.reshard(x.astype(dtype), weight_spec(jax.typeof(x).sharding.spec, apart))
@@ -147,7 +137,6 @@ class Decoder(nnx.Module):
 
 
 def _stack(born, keys_L: jax.Array, repeats: int):
-    """Blocks of keys, [L, ...]; of a circular pipeline [R, L / R, ...] (`split_repeats`)."""
     born = jax.vmap(born)
     if pipeline.num_stages() > 1:
         keys_L = pipeline.split_repeats(jax.reshard(keys_L, LAYERS_L), repeats)
@@ -157,5 +146,4 @@ def _stack(born, keys_L: jax.Array, repeats: int):
 
 
 def num_parameters(model: Decoder) -> int:
-    """Weights of a concrete or abstract model."""
     return sum(x.size for x in jax.tree.leaves(model))

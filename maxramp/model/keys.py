@@ -48,7 +48,6 @@ LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 def dtype_of(*unset: str) -> Any:
-    """A dtype that training can use, or one of `unset`."""
     choices = (*unset, "float32", "bfloat16")
     return one_of(
         *choices,
@@ -59,8 +58,7 @@ def dtype_of(*unset: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Execution(SightKeys):
-    """How a pass is computed, and what a token sees in it. The same weights run under any of these
-    keys."""
+    """How a pass is computed, and what a token sees in it; independent of the weights."""
 
     rope_type: str = one_of("default", "llama3.1")
     dtype: str = dtype_of()
@@ -106,12 +104,11 @@ class ModelKeys(Execution):
 
     @property
     def lora_scale(self) -> float:
-        """What the product of an adapter's matrices is multiplied by; rsLoRA: arXiv 2312.03732."""
+        """The factor of the product of an adapter's matrices; rsLoRA: arXiv 2312.03732."""
         return self.lora_alpha / self.lora_rank ** (0.5 if self.use_rslora else 1)
 
     @property
     def lora_modules(self) -> tuple[str, ...]:
-        """The names of what LoRA adapts."""
         every = "matrix" in self.lora_targets
         return tuple(name for name in LORA_MODULES if every or name in self.lora_targets)
 

@@ -53,12 +53,8 @@ def run(
     execution: Execution,
     head_dim: int,
 ) -> tuple[jax.Array, Aux]:
-    """Every row through the layers of a pattern, of each kind in the order of its stack.
-
-    Returns:
-      The stream [B, T, D] behind them, and their sums of each row: minimized and shown over all
-      layers [B], counts of each layer [l, B, ...], in the pattern's order.
-    """
+    """The stream [B, T, D] behind all layers, and their sums by row: minimized and shown over all
+    layers [B], counts of each layer [l, B, ...], in the pattern's order."""
     tokens = x_BTD.shape[1]
     turned = angles(pattern, execution, jnp.arange(tokens), head_dim)  # at every position
     if (positions_BT := positions.segment_positions(tokens)) is not None:
@@ -115,13 +111,11 @@ def run(
 def angles(
     pattern: Pattern, keys: SightKeys, positions_T: jax.Array, head_dim: int
 ) -> dict[Rope, tuple]:
-    """The angles of every way in which queries and keys turn here (`rotary.angles`)."""
     ropes = dict.fromkeys(layer.sight(keys).rope for layer in pattern)
     return {rope: rotary.angles(rope, positions_T, head_dim) for rope in ropes}
 
 
 def one_by_one(pattern: Pattern, stacks: Stacks) -> tuple[Any, ...]:
-    """The blocks of all layers, in the pattern's order."""
     return tuple(_layer_at(stacks[layer.kind], place) for layer, place in pattern.stack_indices())
 
 

@@ -11,10 +11,7 @@ from maxramp.parallel.mesh import attach_mesh, mesh_of
 
 
 def order_by_layer(tree: Any) -> Any:
-    """A tree of weights or moments as it is stored, in arrays or their shapes: layers are one axis.
-
-    Any number of a pipeline's stages can continue from it.
-    """
+    """A tree as it is stored, with layers on one axis: for any number of pipeline stages."""
     if not any(map(_is_circular, weights_of(tree))):
         return tree
     mesh, is_abstract = mesh_of(tree), isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)
@@ -25,10 +22,7 @@ def order_by_layer(tree: Any) -> Any:
 
 
 def order_by_stage(tree: Any, like: Any) -> Any:
-    """The inverse of `order_by_layer`: as the pipeline of a tree that is like it holds it.
-
-    The tree's arrays are given up.
-    """
+    """The inverse of `order_by_layer`, for a pipeline that holds `like`; donates the arrays."""
     repeats = {weight.shape[0] for weight in weights_of(like) if _is_circular(weight)}
     if not repeats:
         return tree

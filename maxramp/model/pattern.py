@@ -22,7 +22,6 @@ class Rope:
 
     @classmethod
     def from_keys(cls, keys: SightKeys) -> "Rope":
-        """What the keys say: under rope_type=llama3.1 with its scaling."""
         if keys.rope_type == "default":
             return cls(keys.rope_max_timescale)
         return cls(
@@ -66,31 +65,27 @@ class Pattern:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of the stacks, in the order of their first layers."""
         return tuple(dict.fromkeys(layer.kind for layer in self))
 
     def count(self, kind: str) -> int:
-        """How many layers are of a kind."""
         return sum(layer.kind == kind for layer in self)
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The names of all sums that are minimized or shown."""
         return tuple(dict.fromkeys(name for layer in self for name in layer.sums))
 
     @property
     def counts(self) -> dict[str, tuple[int, ...]]:
-        """What layers count: names and shapes [L, ...], of those layers that count it."""
+        """Names of what layers count, with the shapes [L, ...] of those layers that count it."""
         shapes = [of_layer for layer in self for of_layer in layer.counts]
         return {name: (shapes.count((name, shape)), *shape) for name, shape in shapes}
 
     def stage_pattern(self, layers: int) -> "Pattern":
-        """These layers of a pipeline's stage: of all stages the same, and so all in the loop."""
+        """These layers of a pipeline's stage: the same on all stages, so all in the loop."""
         assert not (self.prefix or self.remainder), "layers outside of the loop, in a pipeline"
         return Pattern(self.period, layers // len(self.period))
 
     def stack_indices(self) -> Iterator[tuple[Layer, int]]:
-        """Every layer, and its index in the stack of its kind."""
         counts = dict.fromkeys(self.kinds, 0)
         for layer in self:
             yield layer, counts[layer.kind]

@@ -1,9 +1,8 @@
 """A pipeline: stages of layers on the mesh axis `stage`, and micro batches that pass through them.
 
 Outside the layers `stage` is an axis of the batch. Inside, an array of a turn still has its rows
-over all batch axes, but the rows that lie on a stage are those of the micro batch that the stage
-works on, and every weight has an axis S more. So only products with weights see the stages
-(`weights.dense`); attention, norms and rotary positions are those of any batch.
+over all batch axes, but the rows on a stage are those of its micro batch, and every weight has an
+axis S more. So only products with weights see the stages (`weights.dense`).
 
 Glossary
   micro batch  1/m of a pass's rows; on a device one of its k = m / S slots of rows
@@ -13,9 +12,9 @@ Glossary
   ring         inputs come down it slot by slot to stage 0 while results of the last stage take
                their places, so that every stage holds B / S rows from beginning to end
 
-Micro batch j meets repeat r on stage s in turn t = (j // S) * S * R + r * S + j % S + s. The last
-one leaves the last stage in turn m * R + S - 2, so there are m * R + S - 1 turns. In those before
-its first and after its last micro batch a stage computes what nobody reads, and nobody adds.
+Micro batch j meets repeat r on stage s in turn t = (j // S) * S * R + r * S + j % S + s; there are
+m * R + S - 1 turns. In those before its first and after its last micro batch a stage computes what
+nobody reads, and nobody adds.
 
 Shapes: B rows of a turn, T tokens, D model width, L layers, S stages, R repeats, k slots, m micro
 batches, l layers of a stage in a turn (L / S / R).
@@ -51,15 +50,11 @@ Run = Callable[[Any, jax.Array, Positions], tuple[jax.Array, Aux]]
 
 
 def num_stages() -> int:
-    """S, of the mesh that is set."""
     return jax.sharding.get_abstract_mesh().shape["stage"]
 
 
 def split_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
-    """Layers [L, ...] as [R, L / R, ...], the layers of each repeat on their stages.
-
-    The order stays that in which a row meets them: on a stage lie those that it runs.
-    """
+    """Layers [L, ...], as a row meets them, as [R, L / R, ...], on their stages."""
     if repeats == 1:
         return x_L
     spec = without_axis(jax.typeof(x_L).sharding.spec, "stage")
@@ -68,7 +63,6 @@ def split_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
 
 
 def merge_repeats(x_RL: jax.Array) -> jax.Array:
-    """The inverse of `split_repeats`, for repeats."""
     spec = without_axis(jax.typeof(x_RL).sharding.spec, "stage")
     x_L = jax.reshard(x_RL, spec).reshape(-1, *x_RL.shape[2:])
     return jax.reshard(x_L, staged_layers_spec(unstack_spec(spec, 2)))
@@ -82,18 +76,9 @@ def run(
     x_BTD: jax.Array,
     positions: Positions,
 ) -> tuple[jax.Array, Aux]:
-    """Every row through all layers, by turns.
-
-    Args:
-      run_layers: takes layers [l, S, ...], the x of a turn and its positions, and returns the x
-        behind them and sums of each row.
-      kept: what a turn keeps for the backward pass, a policy of `jax.checkpoint`; not weights.
-      layers: weights [L, ...], or [R, L / R, ...] as `split_repeats` places them.
-      x_BTD: rows over all batch axes; on each device a multiple of k of them.
-
-    Returns:
-      x_BTD behind the last layer, in its order and sharding, and the sums of all rows.
-    """
+    """Every row through all layers, by turns; returns x and the sums of all rows. `run_layers`
+    takes layers [l, S, ...], a turn's x and positions. `kept` is a policy of `jax.checkpoint` for a
+    turn, not for weights. x has a multiple of k rows on each device."""
     m, R, S = execution.num_pipeline_microbatches, execution.num_pipeline_repeats, num_stages()
     shape, held = (R, S, execution.num_layers_per_pipeline_stage), "LS" if R == 1 else "RLS"
     weights, sums = _split_layers(layers, shape, execution.pipeline_fsdp_ag_once)
@@ -122,8 +107,7 @@ def run(
 
 
 def _sum_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
-    """Sums of stages in turns, [turns, S] and of layers [turns, l, S, ...] -> those of the pass,
-    without the turns of the bubble."""
+    """Sums of turns [turns, S] or [turns, l, S, ...] -> those of the pass, without the bubble."""
     since_tS = turns[:, None] - jnp.arange(S)
     works_tS = (since_tS >= 0) & (since_tS < m * R)
     repeat_tS = since_tS % (S * R) // S
@@ -143,11 +127,8 @@ def _sum_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
 
 
 def _split_layers(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tuple[Any, Any]:
-    """Weights as [R, l, S, ...]: as turns read them, and as their gradients are added.
-
-    The second has the gradient, in float32 and as the weight is sharded: turns add m of them. Over
-    copies of the weights it stays apart until the pass is done.
-    """
+    """Weights [R, l, S, ...] as turns read them, and as their float32 gradients are added; over
+    copies these stay apart until the pass is done."""
 
     def split(weight: Weight) -> Weight:
         w, R = weight[...], shape[0]
@@ -176,10 +157,8 @@ def _split_layers(layers: Any, shape: tuple[int, int, int], gather_once: bool) -
 
 
 def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
-    """The repeat of a weight [R, l, S, ...] that each stage is at in turn t: [l, S, ...].
-
-    Its gradient goes to `sums` instead, in float32.
-    """
+    """The repeat of a weight [R, l, S, ...] that each stage is at in turn t: [l, S, ...]. Its
+    gradient goes to `sums`, in float32."""
     return _take_repeat(weight, sums, t, S, R, jax.typeof(sums).sharding.spec)
 
 
@@ -216,7 +195,6 @@ _take_repeat.defvjp(
 
 
 def _repeat(t: jax.Array, S: int, R: int) -> jax.Array:
-    """At which repeat the stage of this device is in turn t."""
     return (t - jax.lax.axis_index("stage")) % (S * R) // S
 
 
@@ -237,7 +215,7 @@ def _join_slots(slots_kBTD: jax.Array, S: int) -> jax.Array:
 
 
 def _gather_stages(x_BT: jax.Array, k: int) -> jax.Array:
-    """[m, B, T]: what every micro batch says of its tokens, on every stage; little beside its x."""
+    """[m, B, T]: micro batches' tokens on every stage; little beside x."""
 
     def local(x_BT: jax.Array) -> jax.Array:
         every = jax.lax.all_gather(x_BT.reshape(k, -1, x_BT.shape[-1]), "stage")
@@ -261,10 +239,7 @@ def _take_micro_batch(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Arr
 def _exchange(
     slots_kBTD: jax.Array, y_BTD: jax.Array, t: jax.Array, S: int, R: int
 ) -> tuple[jax.Array, jax.Array]:
-    """What turn t leaves, and what turn t + 1 begins with: the next slots and the next x.
-
-    The slots hold inputs that are still to come, and results; y is what the stages made in turn t.
-    """
+    """The next slots (inputs to come, and results) and x; y is what the stages made in turn t."""
     return _run_move(_move, S, R, slots_kBTD, y_BTD, t)
 
 
@@ -283,7 +258,6 @@ def _run_move(
 
 
 def _move(slots_kBTD, y_BTD, t, *, S, R):
-    """`_exchange` as one device sees it."""
     k, stage = slots_kBTD.shape[0], jax.lax.axis_index("stage")
     # Stage 0 has taken its input, or would have: all that is behind it in its slot moves up.
     taken, slot = _input_of(t, S, R, k)
@@ -305,7 +279,6 @@ def _move(slots_kBTD, y_BTD, t, *, S, R):
 
 
 def _move_back(dslots_kBTD, dx_BTD, t, *, S, R):
-    """The transpose of `_move`."""
     zeros = jnp.zeros_like(dslots_kBTD), jnp.zeros_like(dx_BTD)
     _, transpose = jax.vjp(lambda *arrays: _move(*arrays, t, S=S, R=R), *zeros)
     dslots_kBTD, dy_BTD = transpose((dslots_kBTD, dx_BTD))
@@ -314,13 +287,11 @@ def _move_back(dslots_kBTD, dx_BTD, t, *, S, R):
 
 
 def _input_of(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """Whether stage 0 begins turn t with an input, and the slot that it lies in."""
     group, turn = t // (S * R), t % (S * R)
     return turn < S, (group * S + turn % S) % k
 
 
 def _result_of(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """Whether the last stage ends turn t with a result, and the slot for it."""
     since = t - (S - 1)
     made = (since >= 0) & (since % (S * R) // S == R - 1)
     return made, (since // (S * R) * S + since % S + S - 1) % k

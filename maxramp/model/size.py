@@ -12,13 +12,11 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
-    """Floating-point operations of a step per token of a row of T: the model's, without remat.
+    """A training step's FLOPs per token of a row of T: the model's, without remat.
 
-    6 per weight of a matrix product (2 forward, 4 backward), and for attention 2 products of 2 T h
-    operations a head, three times, of which causality needs half (PaLM, arXiv 2204.02311, appendix
-    B, with the causal half as MaxText counts it); with a window of W tokens the part of them that
-    it leaves, W (2 T - W) / T^2. The embedding's lookup is not a product. Under LoRA frozen weights
-    have no gradient, and their adapters have.
+    6 per weight of a matrix product (4 where it is frozen), and for attention 2 products of 2 T h a
+    head, three times, halved for causality (PaLM, arXiv 2204.02311, appendix B; MaxText); a window
+    of W tokens leaves W (2 T - W) / T^2 of that. The embedding's lookup is not a product.
     """
     D, family = keys.base_emb_dim, FAMILIES[keys.decoder_block]
     products, adapters, attention = D * keys.vocab_size, 0, 0
@@ -36,30 +34,20 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
 
 
 def pipeline_turns(microbatches: int, stages: int, repeats: int) -> int:
-    """How often each stage of a pipeline runs its layers in a pass.
-
-    With a micro batch it does so microbatches * repeats times. The others are the bubble, in which
-    it waits for the first one to arrive, or has passed on the last (Narayanan et al., arXiv
-    2104.04473, section 2.2).
-    """
+    """Turns of each pipeline stage in a pass: microbatches * repeats with a micro batch, the others
+    are the bubble (Narayanan et al., arXiv 2104.04473, section 2.2)."""
     return microbatches * repeats + stages - 1
 
 
 def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
-    """The share of a pass's turns in which a pipeline's stage has nothing to do."""
     work = spec.pipeline_microbatches * keys.num_pipeline_repeats
     return 1 - work / pipeline_turns(work, spec.mesh.pipeline_stages, 1)
 
 
 def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """How the loss cuts a device's tokens into equal blocks, and these into equal groups.
-
-    The gradients of a group's logits, of this many bytes each, wait for one product. As many blocks
-    make a group as keep them no larger than that product's sum in float32.
-
-    Returns:
-      Groups, blocks of a group, and tokens of a block; the last block may be padded.
-    """
+    """Groups, blocks of a group, and tokens of a block (the last one padded) in a device's loss. A
+    group is as many blocks as keep the gradients of their logits, of `itemsize` bytes, no larger
+    than their product's sum in float32."""
     count = math.ceil(tokens / (block_tokens or tokens))
     most = max(1, 4 * width // itemsize * count // tokens)
     blocks = max(n for n in range(1, min(most, count) + 1) if count % n == 0)
@@ -67,10 +55,7 @@ def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tu
 
 
 def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> float:
-    """What a device keeps of a pass for its backward pass, and a block of logits: an estimate.
-
-    Logits of at most `loss_block_tokens` tokens exist at a time; 0 = all.
-    """
+    """An estimate of what a device keeps of a pass for its backward pass, and a block of logits."""
     rows, tensor = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes["tensor"]
     tokens, D, stages = rows * spec.row_length, keys.base_emb_dim, spec.mesh.pipeline_stages
     itemsize, family = _BYTES[keys.dtype], FAMILIES[keys.decoder_block]
@@ -94,7 +79,6 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
 
 
 def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str, float]:
-    """What a device keeps of a layer for its backward pass, by `remat_policy`."""
     rows, tensor = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes["tensor"]
     T, itemsize = spec.row_length, _BYTES[keys.dtype]
     tokens = rows * T

@@ -1,8 +1,4 @@
-"""The axes of the mesh: what the devices along each share out between them. Imports no JAX.
-
-What else depends on the axes follows from this table, or names one of them. A new axis is a line
-here, its keys in base.yml, and the specs that name it (`sharding.py`).
-"""
+"""The axes of the mesh: what the devices along each share out between them. Imports no JAX."""
 
 from typing import NamedTuple
 

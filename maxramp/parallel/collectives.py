@@ -1,8 +1,5 @@
-"""What every device computes of its parts of arrays, and the collectives for use inside it.
-
-Along axes of one device they are left out: XLA for CPUs keeps a collective of one device, and
-copies arrays to do nothing: up to 3% of a step.
-"""
+"""What every device computes of its parts of arrays, and the collectives for use inside it. Along
+axes of one device they are left out: XLA for CPUs copies arrays there, up to 3% of a step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +13,6 @@ _NO_ARITHMETIC_MAKES = 0x7FABCDEF  # a signaling NaN with a payload
 
 
 def map_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` of every device's parts of arrays, to its parts of results, sharded so."""
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -27,13 +23,11 @@ def psum(x: jax.Array, axes: str | Sequence[str], behind: jax.Array | None = Non
 
 
 def pmax(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """The largest of the devices along `axes`."""
     axes = _axes_of_several(axes)
     return jax.lax.pmax(x, axes) if axes else x
 
 
 def psum_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
-    """The device's part of the sum along `axis`, cut at a dimension."""
     if not _axes_of_several(axis):
         return x
     return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
@@ -48,17 +42,13 @@ def all_gather(
 
 
 def all_to_all(x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
-    """What the devices along `axis` cut for this one at dimension `split`, joined at `join`."""
     return jax.lax.all_to_all(x, axis, split, join, tiled=True) if _axes_of_several(axis) else x
 
 
 def permute(
     x: jax.Array, axis: str, links: Sequence[tuple[int, int]], behind: jax.Array | None = None
 ) -> jax.Array:
-    """The x of the device that a link (from, to) along `axis` leads here from; zeros without one.
-
-    `behind` is as in `psum`.
-    """
+    """The x of the device that a link (from, to) leads from, else zeros; `behind` as in `psum`."""
     return jax.lax.ppermute(_wait_for_first(x, behind), axis, links)
 
 
@@ -70,10 +60,9 @@ def _axes_of_several(axes: str | Sequence[str]) -> tuple[str, ...]:
 def wait_for(value: jax.Array, other: jax.Array) -> jax.Array:
     """`value`, which on several CPU devices waits for `other`: float32, a scalar or of its shape.
 
-    XLA on CPU orders the collectives of one sequence, but not a loop that holds some and a
-    collective beside it: a device that begins with one waits for ever for a device that began with
-    the other. So what could run beside the layers' loop is made to wait, and by data, because an
-    optimization barrier is dropped before the order is chosen. Elsewhere nothing is added.
+    XLA on CPU does not order a loop that holds collectives and a collective beside it: devices that
+    begin with different ones wait for ever. So what could run beside the layers' loop waits by
+    data: an optimization barrier is dropped before the order is chosen.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if platform() != "cpu" or mesh.size == 1:
@@ -83,11 +72,8 @@ def wait_for(value: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def recompute_after(function: Callable) -> Callable:
-    """`function` of an array and more, to another of that shape and more: see `wait_for`.
-
-    On CPUs its backward pass begins with nothing but its arguments, and not before the gradient of
-    the first result is there.
-    """
+    """`function` of an array and more, to another of that shape and more: see `wait_for`. On CPUs
+    its backward pass begins with its arguments alone, once the first result's gradient is there."""
     if platform() != "cpu":
         return function
 
@@ -102,7 +88,7 @@ def recompute_after(function: Callable) -> Callable:
 
 @jax.custom_vjp
 def delay_gradient(value: jax.Array, other: jax.Array) -> jax.Array:
-    """`value`, whose gradient is not there before `other`, a float32 scalar, is: see `wait_for`."""
+    """`value`, whose gradient waits for `other`, a float32 scalar: see `wait_for`."""
     return value
 
 
@@ -112,7 +98,7 @@ delay_gradient.defvjp(
 
 
 def _wait_for_first(x: jax.Array, other: jax.Array | None) -> jax.Array:
-    """x behind another array of any shape, of which one number tells that it is there."""
+    """x behind another array of any shape, by one number of it."""
     if other is None:
         return x
     return wait_for(x, other[(0,) * other.ndim].astype(jnp.float32) if other.ndim else other)

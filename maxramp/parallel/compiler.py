@@ -18,10 +18,8 @@ _TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 
 
 def compiler_options(on: str | None) -> dict[str, int | str]:
-    """What the compiler is told beyond its defaults, by platform ("cpu", "cuda", "tpu", ...).
-
-    What the user sets in LIBTPU_INIT_ARGS, XLA_FLAGS or JAX_OPTIMIZATION_LEVEL stays as it is.
-    """
+    """Options beyond XLA's defaults, by platform ("cpu", "cuda", "tpu", ...). What the user sets in
+    LIBTPU_INIT_ARGS, XLA_FLAGS or JAX_OPTIMIZATION_LEVEL stays as it is."""
     set_by_user = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
     if jax.config.jax_optimization_level != "UNKNOWN":
         set_by_user += " --optimization_level"

@@ -1,8 +1,7 @@
 """The heap of a process with one CPU device, which keeps the memory of a step for the next one.
 
-XLA's CPU client takes the memory of a step from malloc at every step, and gives it back after it.
-glibc passes blocks of that size on to the system, which clears every page again when it
-is touched: a third of a step's time. Kept, the same pages serve every step.
+XLA's CPU client takes a step's memory from malloc and gives it back; glibc returns blocks of that
+size to the system, which clears every page again: a third of a step's time.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ _GAP = _AT_A_TIME = 64 * 2**20
 
 @functools.cache
 def _libc() -> ctypes.CDLL | None:
-    """The C library, where it is glibc and the main thread is the one that runs the steps."""
+    """The C library, if it is glibc and this is the main thread, which runs the steps."""
     if sys.platform != "linux" or jax.default_backend() != "cpu" or jax.local_device_count() > 1:
         return None
     libc = ctypes.CDLL(None)
@@ -49,11 +48,11 @@ def keep() -> None:
 
 
 def prepare(size: int) -> None:
-    """Has the pages of a later step of `size` bytes cleared, in a thread of its own.
+    """Clears the pages of a later step of `size` bytes in a thread of its own.
 
-    Call it in the main thread between two steps: what is free there is where that step will be.
-    A step of more than an eighth of the machine's memory is left to the system as it was: before
-    glibc 2.39 a step may move in the heap, which then holds its memory more than once.
+    Call it in the main thread between two steps: what is free there is where that step will be. A
+    step of more than an eighth of the machine's memory stays as it was: before glibc 2.39 a step
+    may move in the heap, which then holds its memory more than once.
     """
     if not (libc := _libc()):
         return

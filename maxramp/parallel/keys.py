@@ -27,7 +27,6 @@ class MeshKeys(_Sizes):
     """The sizes of the mesh's axes, between slices (dcn) and inside one (ici)."""
 
     def group(self, group: str) -> dict[str, int]:
-        """The keys of a group, "ici" or "dcn", with their sizes, in the order of the axes."""
         return {name: getattr(self, name) for name in _names(group)}
 
     @functools.cached_property
@@ -48,18 +47,14 @@ class MeshKeys(_Sizes):
 
     @property
     def pipeline_stages(self) -> int:
-        """Stages of the pipeline; 1 = there is none."""
         return self.sizes["stage"]
 
     def command_line(self, axis: str) -> str:
-        """The keys of an axis, as a command line gives them."""
         names = (f"{group}_{NAME_IN_KEYS[axis]}_parallelism" for group in ("ici", "dcn"))
         return " x ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def resolve(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
-        """These sizes without an open one, on the devices of a job and this many slices; None = as
-        many as the keys give.
-        """
+        """These sizes without an open one; `num_slices` None: as the keys say."""
         slices = math.prod(max(1, size) for size in self.group("dcn").values())
         slices = num_slices or slices
         dcn = _fill(self.group("dcn"), slices, f"this job has {count(slices, 'slice')}")
@@ -69,7 +64,6 @@ class MeshKeys(_Sizes):
 
 
 def _fill(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
-    """A group of axes with its -1 replaced so that the product is `wanted`."""
     known = math.prod(size for size in sizes.values() if size != -1)
     is_open = -1 in sizes.values()
     if is_open and wanted and wanted % known == 0:

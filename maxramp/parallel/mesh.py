@@ -1,8 +1,5 @@
-"""The device mesh.
-
-Programs are traced and lowered where their mesh is set, and there
-alone: nothing asks which mesh is set but what is being traced.
-"""
+"""The device mesh. Programs are traced and lowered where their mesh is set, and only what is being
+traced may ask which mesh is set."""
 
 import functools
 import math
@@ -24,21 +21,16 @@ AXIS_TYPE = AxisType.Explicit
 
 
 def num_slices() -> int:
-    """Groups of devices that only the slow network joins: the slices of a TPU multi-slice job.
-
-    On CPUs and GPUs JAX numbers hosts, or GPUs that NVLink joins, in the same attribute. They make
-    one group: `fsdp` shards over all of them, as the plan assumes.
-    """
+    """Slices of a TPU multi-slice job, which only the slow network joins; else 1. On CPUs and GPUs
+    the same attribute numbers hosts or NVLink domains, which `fsdp` shards over as one group."""
     if jax.default_backend() != "tpu":
         return 1
     return len({getattr(device, "slice_index", 0) for device in jax.devices()})
 
 
 def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of these sizes over all devices of the job or those given: the same one every time.
-
-    An axis is its dcn part (outer, between slices) times its ici part (inner, inside a slice).
-    """
+    """The mesh of these sizes over all devices of the job or those given, cached. An axis is its
+    dcn part (outer, between slices) times its ici part (inner)."""
     ici, dcn = (tuple(keys.group(group).values()) for group in ("ici", "dcn"))
     return _make_mesh(ici, dcn, tuple(jax.devices() if devices is None else devices))
 
@@ -56,16 +48,13 @@ def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.De
 
 
 def reshape_mesh(mesh: Mesh, keys: MeshKeys) -> Mesh:
-    """The mesh of other sizes inside its slices, of the same devices in the same order.
-
-    So an array moves from one to the other by a program like any other.
-    """
+    """The mesh of other sizes inside its slices, with the devices in the same order: so an array
+    moves from one to the other by an ordinary program."""
     return _reshape_mesh(mesh, tuple(keys.sizes.values()))
 
 
 def mesh_without_copies(mesh: Mesh) -> Mesh:
-    """The mesh whose fsdp has the devices of data as well, so that none holds a copy; itself where
-    others lie between the two."""
+    """The mesh with data's devices in fsdp, so without copies; itself if others lie between."""
     sizes, between = dict(mesh.shape), AXES[AXES.index("data") + 1 : AXES.index("fsdp")]
     if all(sizes[axis] == 1 for axis in between):
         sizes |= {"data": 1, "fsdp": sizes["data"] * sizes["fsdp"]}
@@ -84,18 +73,15 @@ def line() -> Mesh:
 
 
 def mesh_of(tree: Any) -> Mesh:
-    """The mesh on which a tree of arrays, or of their shapes, lies."""
     return jax.tree.leaves(tree)[0].sharding.mesh
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """A mesh of axes of these sizes without devices, on which arrays have shapes and shardings."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AXIS_TYPE,) * len(sizes))
 
 
 def attach_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shapes from `jax.eval_shape` with shardings on a mesh, such as a program is lowered for; what
-    has no sharding is on every device."""
+    """Shapes from `jax.eval_shape` with shardings on a mesh; what has none is on every device."""
 
     def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = x.sharding.spec if x.sharding else REPLICATED
@@ -105,14 +91,12 @@ def attach_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes that a device holds of a tree of arrays, or of their shapes, on a mesh."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
-    """A mesh's axes of more than one device, in a line."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
 
 
@@ -120,26 +104,23 @@ class Jitted:
     """`jax.jit` of a function for one mesh, which is set where it is traced and called."""
 
     def __init__(self, mesh: Mesh, function: Callable, **options: Any):
-        """`options` are those of `jax.jit`."""
         self._mesh, self.jitted = mesh, jax.jit(function, **options)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """The function's result."""
         with jax.set_mesh(self._mesh):
             return self.jitted(*arguments, **named)
 
     def trace(self, *arguments: Any, **named: Any) -> jax.stages.Traced:
-        """As that of `jax.jit`; lower what it returns where the mesh is set."""
+        """As that of `jax.jit`; lower the result where the mesh is set."""
         with jax.set_mesh(self._mesh):
             return self.jitted.trace(*arguments, **named)
 
     def eval_shape(self, *arguments: Any, **named: Any) -> Any:
-        """The result's shapes and shardings."""
         with jax.set_mesh(self._mesh):
             return attach_mesh(self.jitted.eval_shape(*arguments, **named), self._mesh)
 
 
 def platform() -> str | None:
-    """What the devices of the mesh that is set are: "cpu", "gpu", "tpu"; None where it has none."""
+    """Of the devices of the mesh that is set: "cpu", "gpu", "tpu"; None without devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else None

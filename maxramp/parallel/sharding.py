@@ -1,10 +1,9 @@
-"""Every PartitionSpec, named once: how each kind of array lies on the mesh's axes.
+"""Every PartitionSpec, named once: how each kind of array lies on the mesh's axes. Other modules
+build none.
 
-Other modules import names and functions from here; none builds a spec of its own.
-
-Shapes: A accumulation steps, B rows, T tokens, N tokens of all
-rows, D model width, H query heads, K key/value heads, G query heads per key/value head, h head
-width, F MLP width, V vocabulary, L layers, C copies of the weights, m micro batches of a pipeline.
+Shapes: A accumulation steps, B rows, T tokens, N tokens of all rows, D model width, H query heads,
+K key/value heads, G query heads per key/value head, h head width, F MLP width, V vocabulary, L
+layers, C copies of the weights, m micro batches of a pipeline.
 """
 
 from collections.abc import Iterable
@@ -60,12 +59,10 @@ LAYERS_L = P("stage")  # the layers of a pipeline, each on its stage
 
 
 def axes_spec(*partitions: str | tuple[str, ...] | None) -> P:
-    """The spec of an array whose axes are sharded so."""
     return P(*partitions)
 
 
 def without_axis(spec: P, axis: str) -> P:
-    """The spec of an array that is gathered over an axis."""
     whole = (None if part == axis else part for part in spec.partitions)
     return P(*whole, reduced=spec.reduced)
 
@@ -75,27 +72,23 @@ def without_axis(spec: P, axis: str) -> P:
 
 
 def weight_spec(spec: P, apart: Iterable[str]) -> P:
-    """The spec of a weight whose gradient stays apart over those of these axes that it is not a
-    shard on."""
+    """The spec of a weight whose gradient stays apart over `apart`, where it is no shard."""
     return P(*spec.partitions, reduced={*apart}.difference(spec.partitions))
 
 
 def gradient_spec(spec: P) -> P:
-    """The spec of the gradient of a weight with this spec."""
     return P(*spec.partitions, unreduced=spec.reduced)
 
 
 def own_gradient_spec(spec: P) -> P:
-    """The spec of that gradient where it stays apart over all axes that the batch is sharded on.
-
-    The rows of a stage's or an expert's weight are those that are there.
-    """
+    """The gradient's spec where it stays apart over all axes that the batch is sharded on. Rows of
+    a stage's or an expert's weight are there already."""
     batch = {*BATCH_AXES}.difference({*STACK_AXES} & {*spec.partitions})
     return P(*(None if axis in batch else axis for axis in spec.partitions), unreduced=batch)
 
 
 def summed_at_once(spec: P) -> tuple[str, ...]:
-    """The axes over which the gradient of a weight outside the layers does not stay apart."""
+    """Axes over which gradients of weights outside the layers do not stay apart."""
     return tuple(axis for axis in COPY_AXES if axis not in spec.reduced)
 
 
@@ -105,25 +98,25 @@ def factor_spec(spec: P) -> P:
 
 
 def stack_spec(spec: P, axes: int = 1) -> P:
-    """The spec of such arrays with this many axes in front: [...] -> [k, ...]."""
+    """[...] -> [k, ...], with this many axes in front."""
     return P(*(None,) * axes, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)
 
 
 def unstack_spec(spec_k: P, axes: int = 1) -> P:
-    """The spec of one of the arrays that have this many axes in front: [k, ...] -> [...]."""
+    """[k, ...] -> [...], without this many axes in front."""
     return P(*spec_k.partitions[axes:], reduced=spec_k.reduced, unreduced=spec_k.unreduced)
 
 
 def merge_spec(spec_BT: P) -> P:
-    """The spec of an array whose rows and tokens are one axis: [B, T, ...] -> [N, ...]."""
+    """[B, T, ...] -> [N, ...]."""
     return P(BATCH_AXES, *spec_BT[2:])
 
 
 def staged_rows_spec(spec_B: P) -> P:
-    """The spec of an array whose rows are copies, stages and the rest: [B] -> [d, S, B]."""
+    """[B] -> [d, S, B]: copies, stages and the rest."""
     return P(AROUND_STAGES, "stage", WITHIN_STAGES, *spec_B[1:])
 
 
 def staged_layers_spec(spec: P) -> P:
-    """The spec of weights with layers in front, each on its stage: [...] -> [L, ...]."""
+    """[...] -> [L, ...], layers in front, each on its stage."""
     return P(*LAYERS_L, *spec.partitions, reduced=spec.reduced)

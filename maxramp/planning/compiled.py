@@ -21,12 +21,10 @@ def compile_stages(
     """Compiles the step of every stage of a loaded config, each batch shape once, and the moves of
     the state from mesh to mesh.
 
-    Returns:
-      `stages`: those of plan.json on the pod, each with what the compiler says of its step:
-      `memory_gib` (`arguments`, `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`, `mfu`,
-      `tokens_per_second`, `hours`, `device_hours`, `price` (None without price_per_device_hour),
-      `compile_seconds`, the work of a step (`hlo.Work.to_json`), and `move` (of `Pod.move`, None
-      where the mesh stays); and `totals`.
+    Returns `stages`, those of plan.json on the pod, each with `memory_gib` (`arguments`,
+    `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`, `mfu`, `tokens_per_second`, `hours`,
+    `device_hours`, `price` (None without price_per_device_hour), `compile_seconds`, the work of a
+    step (`hlo.Work.to_json`), and `move` (of `Pod.move`, None where the mesh stays); and `totals`.
     """
     pod = Pod.from_config(config, say)
     ramp, machine = pod.ramp, pod.machine
@@ -74,11 +72,8 @@ def compile_stages(
 
 
 def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Compiles the last stage's step in the ways that may fit.
-
-    Returns:
-      `ways`: entries as those of `compile_stages`, with `remat_policy`, the fastest first.
-    """
+    """Compiles the last stage's step in the ways that may fit. Returns `ways`: entries as those of
+    `compile_stages` with `remat_policy`, the fastest first."""
     pod = Pod.from_config(config, say)
     ramp, machine = pod.ramp, pod.machine
     stage = ramp.stages_between(0, ramp.total_steps)[-1]
@@ -110,7 +105,6 @@ def _nearest_fit(pod: Pod, spec: StageSpec) -> dict[str, Any] | None:
 def _run_totals(
     pod: Pod, entry: dict[str, Any], spec: StageSpec, steps: int
 ) -> dict[str, float | None]:
-    """Speed, time and price of a stage's steps."""
     if not entry["fits"]:
         return dict.fromkeys(("tokens_per_second", "mfu", "hours", "device_hours", "price"))
     devices, config = len(pod.machine.devices), pod.config
@@ -128,10 +122,8 @@ def _run_totals(
 
 
 def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
-    """Adds `compiled` to every stage whose batch shape and devices a file of maxramp.compile holds.
-
-    Where it holds all of them and they fit, also to the plan's totals.
-    """
+    """Adds `compiled` to every stage whose batch shape and devices a file of maxramp.compile holds,
+    and to the plan's totals where it holds all of them and they fit."""
     try:
         found = json.loads(path.read_bytes())
         machine = f"{found['num_slices']} x {found['compile_topology']}"

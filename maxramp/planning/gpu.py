@@ -135,25 +135,19 @@ _ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, float]) -> hlo.Work:
     """A roofline of a compiled program: the least time that its kernels and transfers can take.
 
-    A GPU's compiler gives no times, but a scheduled program, which two clocks follow. Kernels run
-    one after another, each at the rate of its arithmetic or of its memory, whichever is slower.
-    Transfers run beside them, one after another over the links. Where a transfer has to be done,
-    the kernels wait for it.
+    A GPU's compiler gives no times, so two clocks follow the scheduled program. Kernels run one
+    after another, at the slower rate of arithmetic and memory; transfers run beside them, one after
+    another over the links, and kernels wait where a transfer has to be done.
 
-    Args:
-      text: `jax.stages.Compiled.as_text()` of a program for GPUs.
-      nodes: the node of every device, in the order of the program's device assignment.
-      rates: in a second: products, bytes to and from the memory, bytes into a GPU from those of its
-        node, and from other nodes.
-
-    Raises:
-      ValueError: the text does not say how often a loop runs, or who takes part in a transfer.
+    `nodes` has every device's node, in the order of the program's device assignment; `rates` per
+    second: products, bytes to and from memory, bytes into a GPU from its node, and from others.
+    ValueError: the text does not say how often a loop runs, or who takes part in a transfer.
     """
     flop_rate, memory_rate, nvlink_rate, network_rate = rates
     work = hlo.Work()
 
     def run(computation: hlo.Computation, times: int) -> float:
-        """Adds the work of a computation that runs so often; returns the seconds of one run."""
+        """Adds the work of `times` runs of a computation; returns the seconds of one."""
         now, link = 0.0, 0.0  # `link`: when the transfers that have started are done
         done: dict[hlo.Instruction, float] = {}
         for i in computation.values():
@@ -186,7 +180,6 @@ def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, flo
 
 
 def _flops(i: hlo.Instruction) -> float:
-    """FLOPs of a kernel's matrix products, with those of a fusion's computation."""
     if i.opcode == "dot":
         return hlo.dot_flops(i)
     if i.opcode != "custom-call":
@@ -236,11 +229,8 @@ def _memory_bytes(i: hlo.Instruction) -> float:
 
 
 def _link_bytes(i: hlo.Instruction, kind: str, nodes: Sequence[int]) -> tuple[float, float]:
-    """Bytes that a GPU receives over NVLink and over the network.
-
-    Each GPU of a group fetches its share of what the other nodes have, and passes it on inside its
-    own node, so that what a node receives crosses the network once.
-    """
+    """Bytes that a GPU receives over NVLink and over the network. Each GPU of a group fetches its
+    share of what the other nodes have for its node, so that it crosses the network once."""
     size = i.operand_bytes
     if kind == "collective-permute":
         pairs = re.findall(r"\{(\d+),(\d+)\}", i.rest.partition("source_target_pairs=")[2])

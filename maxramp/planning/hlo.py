@@ -1,11 +1,9 @@
-"""What a compiled program does, read from its text: work, cycles and collectives, loops included.
+"""What a compiled program does, read from its text: work, cycles and collectives.
 
 A compiler's own cost analysis counts the body of a loop once. Here every computation is weighted by
-how often it runs: once for each call, and a loop's body as often as its condition says.
-
-The text is XLA's: computations `%name (...) -> ... {`, instructions
-`%name = type[shape]{layout} opcode(%operand, ...), attribute=value`. On TPU it carries the
-compiler's estimate of an instruction's cycles.
+how often it runs. The text is XLA's: computations `%name (...) -> ... {`, instructions `%name =
+type[shape]{layout} opcode(%operand, ...), attribute=value`, on TPU with the compiler's estimate of
+an instruction's cycles.
 """
 
 import collections
@@ -42,12 +40,10 @@ class Instruction:
     rest: str  # operands and attributes
 
     def attribute(self, name: str) -> str:
-        """The text behind `name=`, up to a comma; empty without it."""
         found = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
         return found[1] if found else ""
 
     def callee(self, name: str) -> "Computation":
-        """The computation that an attribute names; an empty one without it."""
         return self.program.get(self.attribute(name), Computation())
 
     @functools.cached_property
@@ -69,7 +65,6 @@ class Instruction:
 
     @property
     def operand_bytes(self) -> float:
-        """Of all that it takes."""
         return sum(operand.bytes for operand in filter(None, self.operands))
 
 
@@ -93,10 +88,7 @@ _PASSED_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barr
 
 @dataclasses.dataclass
 class Work:
-    """What one run of a program does on one device, and how long that takes.
-
-    Bytes are those that a device receives, by the kind of transfer.
-    """
+    """What one run of a program does on one device. Bytes are received, by kind of transfer."""
 
     flops: float = 0.0  # of matrix products, those of attention kernels included
     compute_seconds: float = 0.0  # of everything but transfers
@@ -125,13 +117,9 @@ class Work:
 
 
 def count(text: str, chip: Chip) -> Work:
-    """The work of a TPU program (`jax.stages.Compiled.as_text()`) on chips of a kind.
-
-    Times follow from the compiler's cycles and the chip's rates, bytes from a ring over each group.
-
-    Raises:
-      ValueError: a loop's number of turns cannot be read.
-    """
+    """The work of a TPU program (`jax.stages.Compiled.as_text()`) on chips of a kind. Times follow
+    from the compiler's cycles and the chip's rates, bytes from a ring over each group. ValueError:
+    a loop's number of turns cannot be read."""
     work, total = Work(), collections.Counter()
 
     def add(computation: Computation, times: float) -> None:
@@ -171,7 +159,6 @@ def count(text: str, chip: Chip) -> Work:
 
 
 def parse(text: str) -> Computation:
-    """The entry of a compiled program."""
     program: dict[str, Computation] = {}
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
@@ -190,19 +177,13 @@ def parse(text: str) -> Computation:
 
 
 def numbers(text: str) -> list[int]:
-    """The integers of a text: its dimensions, or its ids."""
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
 def turns(loop: Instruction) -> int:
-    """How often a `while` runs: the integers of its state are followed until its condition fails.
-
-    The number that a compiler writes beside a loop counts only where the text does not tell: a loop
-    that was unrolled or peeled later has other turns.
-
-    Raises:
-      ValueError: neither says it.
-    """
+    """How often a `while` runs: its state's integers are followed until its condition fails. The
+    number beside a loop counts only otherwise, for a loop that was unrolled or peeled later has
+    other turns. ValueError: neither says it."""
     state = _value(loop.operands[0], {})
     for count in range(10_000):  # of a loop that never ends as well
         goes_on = _value(loop.callee("condition").root, {0: state})
@@ -217,8 +198,6 @@ def turns(loop: Instruction) -> int:
 
 
 def _value(result: Instruction | None, arguments: Mapping[int, Known]) -> Known:
-    """What is known of a result; `arguments` are its computation's parameters by number."""
-
     @functools.cache
     def value(i: Instruction | None) -> Known:
         if not i or not any(k[0] in "psu" and math.prod(shape) == 1 for k, shape in i.types):
@@ -254,11 +233,8 @@ def dot_flops(i: Instruction) -> float:
 
 
 def _convolution_flops(i: Instruction) -> float:
-    """2 for each product of an input and a kernel element; padding and holes are not products.
-
-    TPU programs write matrix products so, with batch dimensions as spatial ones of a window that
-    meets one element at a time.
-    """
+    """2 for each product of an input and a kernel element, without padding and holes. TPU programs
+    write matrix products so, with batch dimensions as spatial ones of a one-element window."""
     inputs, kernel, output = re.split("_|->", i.attribute("dim_labels"))
     lhs, rhs = (operand.shape for operand in i.operands[:2])
     of_window = i.rest.partition("window={")[2].partition("}")[0]
@@ -287,9 +263,9 @@ _KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 def _kernel_flops(i: Instruction) -> float:
     """FLOPs of an attention kernel, from its queries [..., H, T, h] and its mask's blocks.
 
-    The mask is cut into square blocks, and its first operand, integers [.., rows of blocks, most
-    blocks of a row] or the other way round, says how many of a row the kernel goes through: of a
-    causal mask all up to the diagonal, with a window the last few of them.
+    The mask's first operand, integers [.., rows of blocks, most blocks of a row] or the other way
+    round, says how many square blocks of a row the kernel goes through: up to the diagonal, with a
+    window the last few of them.
     """
     products = next((n for name, n in _KERNELS.items() if i.name.startswith(name)), 0)
     if not products:
@@ -308,10 +284,8 @@ def _receive_bytes(kind: str, i: Instruction) -> float:
 
 
 def _send_bytes(i: Instruction) -> tuple[str, float]:
-    """What a send to other slices stands for: a collective among one chip of each, and its bytes.
-
-    Its target is `"{1,2}x{0:3}"`, slices and chips, or groups of chips `{{100000,200000},...}`.
-    """
+    """A send to other slices as a collective among one chip of each, and its bytes. Its target is
+    `"{1,2}x{0:3}"`, slices and chips, or groups of chips `{{100000,200000},...}`."""
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.rest)[1]
     kind = kind.lower().replace("_", "-").replace("one-to-one", "collective-permute")
     group = re.search(r"_xla_megascale_target=[^0-9]*([0-9,]*)", i.rest)[1].count(",") + 1
@@ -329,10 +303,8 @@ def groups(rest: str, devices: int) -> np.ndarray:
     """Which devices take part in a transfer with which others: [groups, devices of one].
 
     XLA writes `{{0,2},{1,3}}`, `[2,4]<=[4,2]T(1,0)`, or `mesh['x'=2,'y'=4] {'y'}`, there also with
-    parts of an axis, `'y':(1)2`, and with `device_ids=([2,4]T(1,0))` or a list of ids.
-
-    Raises:
-      ValueError: the text has another form.
+    parts of an axis, `'y':(1)2`, and with `device_ids=([2,4]T(1,0))` or a list of ids. ValueError:
+    another form.
     """
     text = rest.partition("replica_groups=")[2]
     if text.startswith("{}"):
@@ -357,7 +329,6 @@ def groups(rest: str, devices: int) -> np.ndarray:
 
 
 def _ids(text: str) -> np.ndarray:
-    """The ids that `[2,4]T(1,0)` stands for, or a list of them, in one row."""
     if "[" not in text:
         return np.array(numbers(text))
     shape, order = map(numbers, text.partition("T")[::2])

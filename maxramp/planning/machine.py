@@ -35,13 +35,11 @@ class Machine:
 
 
 def local_machine() -> Machine:
-    """This machine's devices, on the backend that has started; their times are unknown."""
     devices, memory = jax.devices(), device_memory(-1) / GIB
     return Machine(devices[0].device_kind, devices, memory, slices=mesh.num_slices())
 
 
 def find(keys: PlanKeys) -> Machine:
-    """The machine that compile_topology names."""
     found, slices = _parse(keys), keys.compile_topology_num_slices
     name, devices = str(found), describe(found, slices)
     if isinstance(found, topology.Topology):
@@ -83,7 +81,6 @@ def find(keys: PlanKeys) -> Machine:
 
 
 def describe(found: gpu.Cluster | topology.Topology, num_slices: int = 1) -> Sequence[Any]:
-    """The devices of a cluster or pod, from its compiler on a machine without any."""
     shown, what = f"compile_topology={found}", f"the {found.compiler} compiler"
     if importlib.util.find_spec(found.plugin) is None:
         raise ConfigError(
@@ -97,7 +94,7 @@ def describe(found: gpu.Cluster | topology.Topology, num_slices: int = 1) -> Seq
 
 
 def nodes(keys: PlanKeys) -> tuple[int, int]:
-    """Slices and chips of each, or nodes and GPUs of each, of compile_topology."""
+    """Slices and chips of each, or nodes and GPUs of each."""
     found, slices = _parse(keys), keys.compile_topology_num_slices
     return (found.nodes, found.gpus) if isinstance(found, gpu.Cluster) else (slices, found.chips)
 

@@ -31,12 +31,9 @@ SMALL_BUBBLE = 0.1  # of a pipeline, that a plan finds small enough
 
 
 def make_plan(config: Config) -> dict[str, Any]:
-    """The plan of a loaded config for the nodes that it describes (default: this machine).
-
-    Returns:
-      plan.json's content with, for every stage, its part of the run, node-time and memory; totals,
-      also of constant-batch runs over the same samples; and the learning rate over samples.
-    """
+    """plan.json's content for the nodes of a loaded config (default: this machine): stages with
+    their part of the run, node-time and memory; totals, also of constant-batch runs over the same
+    samples; and the learning rate over samples."""
     config = with_nodes(config)
     run = PlannedRun.from_config(config, meshes_of(config))
     ramp, config = run.ramp, run.config
@@ -68,7 +65,6 @@ def make_plan(config: Config) -> dict[str, Any]:
 
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
-    """A stage's part of the run, beside the same samples on all nodes."""
     keys, cost, time = run.config.batch, run.cost, run.time(stage)
     steps = run.ramp.run_steps(stage)
     samples = steps * stage.global_batch_size
@@ -98,20 +94,15 @@ def _move(run: PlannedRun, before: Stage | None, stage: Stage) -> float | None:
 
 
 def _bytes_as(dtype: Any, tree: Any) -> int:
-    """`bytes_per_device` of arrays like these of another dtype."""
     return bytes_per_device(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), tree)
     )
 
 
 def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
-    """GiB per device in a stage.
-
-    Returns:
-      `weights` and `optimizer` exactly as they lie on the mesh; `gradients`: their sums in float32
-      and copies of weights in the arithmetic's dtype; `activations`: an estimate of what one pass
-      keeps for its backward pass, plus a block of logits; `total`.
-    """
+    """GiB per device in a stage: `weights` and `optimizer` exactly; `gradients`, float32 sums and
+    copies of weights in the arithmetic's dtype; `activations`, an estimate of what a pass keeps for
+    its backward pass plus a block of logits; `total`."""
     sizes, model = spec.mesh.sizes, recipe.model
     state = abstract_state(recipe, abstract_mesh(sizes))
     weights = bytes_per_device(state.model)
@@ -127,7 +118,6 @@ def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
 
 
 def _totals(run: PlannedRun) -> dict[str, Any]:
-    """The whole run, and runs over the same samples at its first and its last batch."""
     stages, cost = run.stages, run.cost
     return {
         "node_changes": sum(a.nodes != b.nodes for a, b in itertools.pairwise(stages)),
@@ -156,13 +146,11 @@ def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
 
 
 def _paid(run: PlannedRun, node_time: float) -> dict[str, float | None]:
-    """Node-hours and price of node-time; None where it is not known."""
     hours, devices = run.cost.hours(node_time), run.config.batch.devices_per_node
     return {"node_hours": hours, "price": price(run.config.planning, hours and hours * devices)}
 
 
 def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
-    """An adaptive ramp as early and as late as it may be, and as planned here."""
     keys = expected.keys
 
     def bound(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -180,10 +168,8 @@ def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
 
 
 def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] | None:
-    """How many micro batches make the bubble small; None if it is small, or without a pipeline.
-
-    The fewest whose share of a stage divides the rows of all passes; where none does, the fewest.
-    """
+    """How many micro batches make the bubble small: the fewest whose share of a stage divides the
+    rows of all passes, else the fewest. None if it is small, or without a pipeline."""
     spec, model = stages[-1].spec, config.model
     if pipeline_bubble(model, spec) <= SMALL_BUBBLE:
         return None
@@ -201,7 +187,6 @@ def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] |
 
 
 def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
-    """The learning rate at 200 steps of the run."""
     points = np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64)
     steps = sorted({ramp.step_at_sample(int(n)) for n in points})
     starts = [ramp.samples_before(step) for step in steps]
@@ -212,7 +197,6 @@ def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
 
 
 def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws `maxramp.plan`'s plan: global batch size, nodes and, if given, the learning rate."""
     from matplotlib.figure import Figure
 
     stages, rate = plan["stages"], plan["learning_rate"]

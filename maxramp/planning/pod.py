@@ -50,7 +50,6 @@ class Pod:
 
     @classmethod
     def from_config(cls, config: Config, say: Callable[[str], None]) -> "Pod":
-        """The compiler for a loaded config: of its compile_topology, else of this machine."""
         if config.run.program not in ("", "train"):
             raise ConfigError(
                 f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
@@ -71,13 +70,12 @@ class Pod:
 
     @property
     def limit(self) -> float:
-        """The memory of a device, in GiB; 0 where it is not known."""
+        """The memory of a device, in GiB; 0 where unknown."""
         given = self.config.planning.device_memory_gib
         return self.machine.memory_gib if given == -1 else given
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of all devices, which those of the stages reshape."""
         return make_mesh(self.config.mesh, self.machine.devices)
 
     @property
@@ -87,7 +85,6 @@ class Pod:
 
     @functools.cache  # noqa: B019
     def step(self, spec: StageSpec) -> dict[str, Any]:
-        """Compiles the step of a stage: its memory and its time."""
         self.say(
             f"compiling {spec.accumulation} x {spec.rows:,} rows, remat_policy={spec.remat_policy}"
         )
@@ -128,12 +125,8 @@ class Pod:
 
     @functools.cache  # noqa: B019
     def move(self, before: MeshKeys, after: MeshKeys) -> dict[str, Any]:
-        """Compiles the programs that move the state from one mesh to another.
-
-        Returns:
-          `collective_gib` and `network_gib` as a step has them, `peak_gib` of a device,
-          and `fits`.
-        """
+        """Compiles the programs that move the state from one mesh to another: their
+        `collective_gib` and `network_gib`, `peak_gib` of a device, and `fits`."""
         meshes = [reshape_mesh(self.mesh, keys) for keys in (before, after)]
         self.say(f"compiling the move of the state to {format_sizes(after.sizes)}")
         arrays = jax.tree.leaves(abstract_state(self.config.recipe, meshes[0]))
@@ -153,10 +146,7 @@ class Pod:
     def largest_fits(
         self, spec: StageSpec, number: int, most: int | None = None
     ) -> list[dict[str, Any]]:
-        """A stage's global batch in the `number` largest micro batches that fit.
-
-        `most` limits the rows of a group of devices in a pass.
-        """
+        """A global batch in the `number` largest micro batches that fit, at most `most` rows."""
         multiple, rows = spec.rows_multiple, spec.samples // spec.ranks
         upto = (rows if most is None else most) + 1
         sizes = [size for size in range(multiple, upto, multiple) if rows % size == 0]
@@ -174,11 +164,8 @@ class Pod:
         ]
 
     def fastest_ways(self, spec: StageSpec) -> list[dict[str, Any]]:
-        """The ways to run a stage's global batch that fit, the fastest first.
-
-        Under each remat policy, the two largest micro batches: a smaller one is slower but for
-        small models, and each costs a compile.
-        """
+        """The ways to run a stage's global batch that fit, the fastest first: under each remat
+        policy the two largest micro batches, as smaller ones are slower but for small models."""
         found = [
             {"remat_policy": policy} | entry
             for policy in POLICIES
@@ -187,12 +174,8 @@ class Pod:
         return sorted(found, key=lambda entry: entry["step_seconds"])
 
     def largest_batch(self) -> str:
-        """Compiles the last stage's step in growing sizes under each remat policy.
-
-        Returns:
-          The lines to put into a config: the cheapest policy under which anything fits, and the
-          most that fits under it.
-        """
+        """Compiles the last stage's step in growing sizes under each remat policy. Returns lines
+        for a config: the cheapest policy under which anything fits, and the most that fits."""
         spec, batch, limit = self.ramp.stages[-1].spec, self.config.batch, self.limit
         # With accumulation the sums of the gradients live through the passes: two passes show it.
         passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
@@ -241,7 +224,6 @@ class Pod:
 
 
 def least_rows(multiple: int) -> str:
-    """The fewest rows that a group of devices takes at a time, in words."""
     return "one row" if multiple == 1 else f"{multiple} rows"
 
 

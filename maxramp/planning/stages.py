@@ -31,16 +31,13 @@ _ASSUMED_TFLOPS = 400.0
 
 
 def price(keys: PlanKeys, device_hours: float | None) -> float | None:
-    """The price of device-hours; None if they or price_per_device_hour are unknown."""
+    """None if the hours or price_per_device_hour are unknown."""
     known = device_hours is not None and keys.price_per_device_hour != -1
     return device_hours * keys.price_per_device_hour if known else None
 
 
 class PassCost:
-    """What a forward and backward pass takes, in passes of the largest micro batch.
-
-    `restart` is how long a change of nodes takes (restart_minutes), in such passes.
-    """
+    """What a pass takes, in passes of the largest micro batch; `restart` is restart_minutes."""
 
     def __init__(self, config: Config):
         self._batch, plan = config.batch, config.planning
@@ -53,15 +50,13 @@ class PassCost:
         self.restart = plan.restart_minutes / 60 / hours
 
     def pass_time(self, rows_per_device: float | Fraction) -> float:
-        """The time of a pass, by its rows per device."""
         return float(pass_price(self._batch, Fraction(rows_per_device)))
 
     def hours(self, passes: float) -> float | None:
-        """The hours of passes; None without planned_tflops_per_device."""
+        """None without planned_tflops_per_device."""
         return None if self._full_hours is None else passes * self._full_hours
 
     def step_time(self, rows_per_device: float) -> float:
-        """The time of a step, in as few equal passes as the largest allows."""
         count = math.ceil(rows_per_device / self._limit)
         return count * self.pass_time(rows_per_device / count)
 
@@ -118,10 +113,7 @@ class PlannedRun:
     def from_config(
         cls, config: Config, meshes: Meshes, origin: Origin | None = None
     ) -> "PlannedRun":
-        """Plans a run of a loaded config with its nodes (`with_nodes`).
-
-        Meshes are those of `meshes_of`; `origin` says where a run stands that has begun.
-        """
+        """Plans a run of `with_nodes`' config and `meshes_of`; `origin`: where it stands."""
         target = resolve_planned(config, config.batch.num_devices)
         cost = PassCost(target)
         begins = Start(decided=ladder.plan_rungs(target.batch))
@@ -150,5 +142,4 @@ class PlannedRun:
 
     @functools.cached_property
     def node_time(self) -> float:
-        """Nodes times time, over the whole run."""
         return sum(self.time(stage) * stage.nodes for stage in self.stages)

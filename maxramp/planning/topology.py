@@ -1,9 +1,8 @@
 """TPU slices by name, and the published rates of their chips.
 
-Sources: cloud.google.com/tpu/docs, the pages of each version (memory, peak bfloat16 rate, bandwidth
-of the interchip interconnect and of the data center network; for v4, which has none of the last,
-jax-ml.github.io/scaling-book/tpus gives 25 GB/s a host). MaxText's names count cores for v4 and
-v5p, chips for v5e and v6e.
+Sources: cloud.google.com/tpu/docs, the pages of each version (for v4's data center network
+jax-ml.github.io/scaling-book/tpus: 25 GB/s a host). MaxText's names count cores for v4 and v5p,
+chips for v5e and v6e.
 """
 
 import dataclasses
@@ -63,12 +62,10 @@ class Topology:
 
     @property
     def chip(self) -> Chip:
-        """The rates of its chips."""
         return CHIPS[self.version]
 
     @property
     def chips(self) -> int:
-        """How many there are."""
         return math.prod(self.shape)
 
     @property
@@ -78,12 +75,10 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Whether links join the two ends of a side, so that it is a ring.
-
-        A slice of whole 4x4x4 cubes is a torus, a part of a cube is a mesh
-        (cloud.google.com/tpu/docs/v4 and v5p). In two dimensions a side of 16 wraps, which is the
-        pod's own (jax-ml.github.io/scaling-book/tpus; MaxText's table of accelerators).
-        """
+        """Whether links join the two ends of a side. A slice of whole 4x4x4 cubes is a torus, a
+        part of a cube a mesh (cloud.google.com/tpu/docs/v4 and v5p); in two dimensions only a pod's
+        own side of 16 wraps (jax-ml.github.io/scaling-book/tpus; MaxText's table of
+        accelerators)."""
         if len(self.shape) == 2:
             return tuple(n == 16 for n in self.shape)
         return (all(n % 4 == 0 for n in self.shape),) * 3

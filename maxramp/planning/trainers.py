@@ -36,16 +36,10 @@ class Trainer(NamedTuple):
 
 
 def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
-    """What a trainer and maxramp do with the ramp of a file.
+    """What a trainer and maxramp do with the ramp of a file; of Megatron one with the command line.
 
-    Args:
-      trainer: a key of TRAINERS.
-      file: its config; of Megatron, a file that holds the command line.
-      devices: that the run has, where they are known.
-
-    Returns:
-      `trainer`; `theirs` and `ours`, pairs of a step and the global batch from there on; `lines`
-      about theirs; `refused`, why maxramp takes the keys for wrong, or "".
+    Returns `trainer`; `theirs` and `ours`, pairs of a step and the global batch from there on;
+    `lines` about theirs; `refused`, why maxramp takes the keys for wrong, or "".
     """
     if trainer not in TRAINERS:
         raise ConfigError(f"--trainer {trainer} must be one of {', '.join(TRAINERS)}")
@@ -253,7 +247,6 @@ def _constant(keys: _Keys) -> int:
 
 
 def _schedule_text(keys: _Keys, row: int) -> str:
-    """A ramp of three numbers as thresholds in tokens."""
     (start, increment, samples), end = keys["rampup_batch_size"], keys["global_batch_size"]
     count = max(1, (end - start) // max(1, increment))
     pairs = ((-(-i * samples // count) * row, start + i * increment) for i in range(count + 1))

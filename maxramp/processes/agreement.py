@@ -27,7 +27,6 @@ def raise_everywhere(function: Callable[[], _T]) -> _T:
 
 
 def _try(function: Callable[[], _T]) -> tuple[_T | None, list[Any] | None]:
-    """What a function returned, or why it failed, as JSON."""
     try:
         return function(), None
     except (ConfigError, TrainingError) as error:
@@ -41,7 +40,6 @@ def _raise(failure: list[Any] | None) -> None:
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """The JSON values of all processes, in their order."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -51,11 +49,8 @@ def all_gather_json(value: Any) -> list[Any]:
 
 
 def broadcast_json(value: Any, beat: Callable[[], None]) -> Any:
-    """The JSON value of the first process, on all of them; what the others give is not read.
-
-    The first process may take as long as it likes before it calls this. A collective would give it
-    30 seconds on CPUs, so the others wait for a word of it first, and call `beat` meanwhile.
-    """
+    """The JSON value of the first process, on all. It may take as long as it likes (collectives
+    give 30 seconds on CPUs): the others wait for a word of it first, and call `beat` meanwhile."""
     if jax.process_count() == 1:
         return value
     is_first, word = jax.process_index() == 0, f"maxramp/first/{next(_WORDS)}"
@@ -70,7 +65,6 @@ def broadcast_json(value: Any, beat: Callable[[], None]) -> Any:
 
 
 def _has_come(word: str) -> bool:
-    """Whether the first process gives a word within seconds."""
     try:
         distributed.global_state.client.blocking_key_value_get(word, 5_000)
     except jax.errors.JaxRuntimeError as error:
@@ -87,10 +81,7 @@ def decide_on_first(function: Callable[[], Any]) -> Any:
 
 
 def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
-    """Calls a function on the first process; returns None on the others, which wait for it.
-
-    What it raises is raised on every process.
-    """
+    """Calls a function on the first process; others wait, return None, or raise its error."""
     result, failure = _try(function) if jax.process_index() == 0 else (None, None)
     _raise(broadcast_json(failure, beat))
     return result

@@ -1,8 +1,8 @@
 """The start of JAX in a process of a job: on the hardware that was asked for, with all others.
 
 JAX aborts a process whose peers do not come, with a stack trace. So the processes first meet at the
-coordinator's address themselves: whoever cannot be met is named in one line, within a bounded time,
-and only a complete job is handed to JAX. The connections last, as the lifelines of the job.
+coordinator's address themselves: a missing one is named in one line, in bounded time. The
+connections last, as the lifelines of the job.
 """
 
 import contextlib
@@ -25,19 +25,14 @@ _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
 def take_hardware(hardware: str) -> None:
-    """Makes JAX take this hardware: cpu, gpu or tpu; auto leaves it to JAX.
-
-    Call it before anything runs. With "cpu" no plugin for accelerators starts: none takes a device
-    that somebody trains on, and none complains of one that is not there. So a program that needs no
-    device takes "cpu".
-    """
+    """Makes JAX take cpu, gpu or tpu; auto leaves it to JAX. Call it before anything runs. With
+    "cpu" no plugin starts: none takes a device that somebody trains on, none complains."""
     logging.getLogger("jax._src.xla_bridge").addFilter(_shorten_plugin_error)
     if hardware != "auto":
         jax.config.update("jax_platforms", _PLATFORMS[hardware])
 
 
 def start_devices(hardware: str) -> None:
-    """Starts JAX's backend on the hardware that was taken."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second where no plugin is installed
@@ -51,7 +46,6 @@ def start_devices(hardware: str) -> None:
 
 
 def _shorten_plugin_error(record: logging.LogRecord) -> bool:
-    """What JAX says of a plugin that does not start, without the traceback."""
     if record.exc_info:
         reason = " ".join(str(record.exc_info[1]).split())
         record.msg, record.args, record.exc_info = f"{record.getMessage()}: {reason}", (), None
@@ -59,7 +53,6 @@ def _shorten_plugin_error(record: logging.LogRecord) -> bool:
 
 
 def start(keys: BackendKeys) -> None:
-    """Joins the processes of the job and starts JAX on the asked-for hardware."""
     take_hardware(keys.hardware)
     if keys.jax_cache_dir:
         try:
@@ -91,10 +84,8 @@ _PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 def join(timeout: float) -> None:
     """Starts jax.distributed where the environment describes a job of several processes.
 
-    Our own MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come
-    first, then what JAX recognizes by itself (TPU pods, GKE, SLURM, Open MPI). A plain machine has
-    neither. A job of one process joins nothing and takes every device it sees. The others are
-    waited for `timeout` seconds.
+    MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come first, then
+    what JAX recognizes (TPU pods, GKE, SLURM, Open MPI). Others are waited for `timeout` seconds.
     """
     if tasks := os.environ.get("SLURM_STEP_NUM_TASKS"):
         # JAX reads the tasks of the whole job. A step that salloc opened for a person has one.
@@ -123,7 +114,6 @@ def join(timeout: float) -> None:
 
 
 def _read_variables() -> tuple[str, int, int] | None:
-    """The coordinator's address, the processes and this one's number, by our own variables."""
     names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
     values = [os.environ.get(name, "") for name in names]
     if not any(values):
@@ -151,15 +141,11 @@ def _split_address(address: str) -> tuple[str, int]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only processes on this machine can reach a host of this name."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _listen(host: str, port: int, count: int) -> socket.socket:
-    """Listens, by IPv4 and IPv6, for `count` processes that know this one as `host`.
-
-    Nobody outside of this machine has business with a job on a loopback address.
-    """
+    """Listens for `count` processes that know this one as `host`; by loopback only locally."""
     both = not _is_loopback(host) and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     where = (host if _is_loopback(host) else "", port)
@@ -167,7 +153,7 @@ def _listen(host: str, port: int, count: int) -> socket.socket:
 
 
 def _wait_for_all(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
-    """Process 0: waits until every other process has come, and then lets them continue together."""
+    """Process 0: waits until every other process has come, then lets them continue together."""
     shown, deadline = _describe_address(address), time.monotonic() + timeout
     known = {_greeting(other, count): other for other in range(1, count)}
     came: dict[int, socket.socket] = {}

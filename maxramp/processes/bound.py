@@ -1,8 +1,5 @@
-"""A command that does not outlive its parent.
-
-On Linux the kernel kills it when its parent dies, whatever the cause. It is a program of its own,
-because nothing of ours may run between the fork and the exec of a launcher that has threads.
-"""
+"""A command that does not outlive its parent: on Linux the kernel kills it. A program of its own,
+because a launcher with threads must run nothing of ours between fork and exec."""
 
 import ctypes
 import os
@@ -12,7 +9,6 @@ from collections.abc import Iterable
 
 
 def bind(command: Iterable[str]) -> list[str]:
-    """The command line of a process that ends when this one does."""
     return [sys.executable, "-P", __file__, str(os.getpid()), *command]
 
 

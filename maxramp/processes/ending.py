@@ -1,7 +1,5 @@
-"""How a process ends, and with it the job: when it is done, asked to stop, or hangs.
-
-Signals are heard before JAX is imported, which takes a second.
-"""
+"""How a process ends, and with it the job: when it is done, asked to stop, or hangs. Signals are
+heard before JAX is imported, which takes a second."""
 
 import faulthandler
 import itertools
@@ -19,11 +17,8 @@ from maxramp.processes import lifeline
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs a program of a job and ends the process with the exit status that it returns.
-
-    What it raises is printed and ends the process too: an interpreter that shut down by itself
-    would wait for the other processes.
-    """
+    """Runs a program of a job and ends the process with its exit status. What it raises is printed
+    and ends the process too: a normal shutdown would wait for the other processes."""
     try:
         status = main()
     except SystemExit as end:  # after the help that was asked for
@@ -35,11 +30,8 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends the process, and a job that it ends.
-
-    An interpreter that shut down would abort under a compile, which cannot be interrupted, and wait
-    for a save that failed elsewhere; so the process ends at once, with what was printed.
-    """
+    """Ends the process, and a job that it ends, at once: an interpreter that shut down would abort
+    under a compile and wait for a save that failed elsewhere."""
     for number in (signal.SIGINT, signal.SIGTERM):  # it is done: no signal changes its status
         signal.signal(number, signal.SIG_IGN)
     import jax
@@ -53,14 +45,8 @@ def end_process(status: int) -> NoReturn:
 
 
 class Watchdog:
-    """Ends the process when nothing gets done for `timeout_seconds`.
-
-    A device, a peer or a file system that hangs raises nothing: the loop waits in it for ever, and
-    with it every other process of the job. Each of them has its own watchdog. What counts is the
-    time that this process itself was running, so one that was stopped and continued is not ended.
-
-    Use it as a context around everything that can hang.
-    """
+    """Ends the process when nothing gets done for `timeout_seconds`: what hangs raises nothing.
+    Only time in which the process ran counts, so one that was stopped and continued goes on."""
 
     def __init__(self, timeout_seconds: float, join_seconds: float = 0.0):
         """A timeout of -1 waits for ever. `join_seconds` more may pass before the first beat."""
@@ -100,17 +86,13 @@ _REPEATS = 1.0  # seconds in which a signal that comes again is the same wish: a
 
 
 class Preemption:
-    """Notices a signal and lets the loop end after the step it is in, or where it gives that up.
+    """Notices a signal and lets the loop end after the step it is in. Make one before JAX is
+    imported.
 
-    Before the first step of a start nothing can be lost, and a signal ends the process at once.
-    From then on the first SIGTERM or SIGINT asks the run to save and end; a SIGINT more than a
-    second after it ends the process at once. A thread hears the signals: the main thread may be in
-    a compile or wait for a device, where Python would not notice them.
-
-    In a job of several processes JAX's own service takes SIGTERM, passes it on, and makes all of
-    them stop after the same step; SIGINT is handed to it.
-
-    Make one before JAX is imported, which takes a second.
+    Before the first step a signal ends the process at once. Then the first SIGTERM or SIGINT asks
+    the run to save and end; a SIGINT more than a second after it ends the process. A thread hears
+    signals, for the main thread may be in a compile. In a job of several processes JAX's own
+    service takes SIGTERM, stops all after the same step, and is handed SIGINT.
     """
 
     def __init__(self):
@@ -125,7 +107,6 @@ class Preemption:
         threading.Thread(target=self._listen, args=(read_end,), name="signals", daemon=True).start()
 
     def begin(self, several: bool) -> None:
-        """Takes note that the processes of the job have joined, and whether they are several."""
         self._several = several
 
     def ask(self) -> None:
@@ -156,10 +137,8 @@ class Preemption:
         print(f"{cursor}{line}", flush=True)
 
     def should_stop(self, after_step: bool) -> bool:
-        """Whether to save and end here; the same answer on every process, and from then on.
-
-        Every process asks at the same points of the run, `after_step` or before the first.
-        """
+        """Whether to save and end here: the same answer on every process, and from then on. Every
+        process asks at the same points, `after_step` or before the first."""
         self._has_trained |= after_step
         if self._several and not self._reached:
             from jax.experimental import multihost_utils

@@ -1,9 +1,8 @@
 """How the end of one process reaches the others of its job.
 
-A process that fails alone leaves the others in a collective that never returns. So every process
-keeps the connection to process 0 over which they met for as long as it lives: over it goes the exit
-status of whoever ends, process 0 passes on that of the first that failed, and all end with it. A
-connection that closes without a word belonged to a process that was killed.
+A process that fails alone leaves the others in a collective that never returns. So each keeps the
+connection to process 0 for as long as it lives: over it goes the exit status of whoever ends, and
+process 0 passes on the first failure. One that closes without a word belonged to a killed process.
 """
 
 import contextlib
@@ -28,25 +27,18 @@ _peers: "_Peers | None" = None
 
 
 def hold(place: int, links: dict[socket.socket, int]) -> None:
-    """Keeps the connections of process `place` of a job: links[connection] is whose it is.
-
-    Process 0 has one to each of the others, which have one to it.
-    """
+    """Keeps the connections of a process to 0, or of 0 to all: links[connection] is whose."""
     global _peers
     _peers = _Peers(place, links)
 
 
 def leave(status: int) -> int:
-    """Tells the other processes that this one ends, before it does.
-
-    Any exit status but those in ORDERLY ends the others too, within seconds. Returns the status to
-    end with: that of the first process that failed.
-    """
+    """Tells the other processes that this one ends; a status not in ORDERLY ends them too, within
+    seconds. Returns the status to end with: that of the first process that failed."""
     return status if _peers is None else _peers.leave(status)
 
 
 def end_now(status: int) -> NoReturn:
-    """Ends this process at once, from any thread, and with it the others of the job."""
     status = leave(status)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,7 +77,6 @@ class _Peers:
         return status
 
     def _fail(self, place: int, status: int) -> bool:
-        """Whether this process is the first that failed."""
         with self._lock:
             is_first = self._failed is None
             self._failed = self._failed or (place, status)

@@ -23,11 +23,8 @@ def delay_signals() -> Iterator[None]:
 
 
 def stay_with_parent() -> None:
-    """Lets a worker end when its parent does, even by a kill, and not before it.
-
-    Signals that ask for an end often go to all processes of a job, but the parent saves first. A
-    parent that is done with a worker kills it.
-    """
+    """Lets a worker end when its parent does, even by a kill, and not before it: signals often go
+    to all processes of a job, but the parent saves first."""
     for number in _ENDS:
         # A handler that does nothing: programs that a worker starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)

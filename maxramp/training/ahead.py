@@ -1,8 +1,7 @@
 """Programs that are compiled before they are needed.
 
-Lowering takes tenths of a second of the main thread: one program at a time, while the devices are
-busy, where the program's mesh is set. Compiling takes seconds to minutes and needs no mesh: one
-background thread does it, in the order of use, which is the same on every host.
+The main thread lowers, one program at a time, while devices are busy and where the mesh is set. A
+background thread compiles, in the order of use, which is the same on every host.
 """
 
 import collections
@@ -28,12 +27,8 @@ class Ahead:
     def __init__(
         self, memory_limit: int, say: Callable[[str], None], on_failure: Callable[[], None]
     ):
-        """
-        Args:
-          memory_limit: bytes of a device, beyond which a program is warned of; 0 = not known.
-          say: takes a line about each program when it is compiled, in the background thread.
-          on_failure: called in the background thread when a program does not compile.
-        """
+        """`memory_limit` is in bytes of a device, 0 = unknown: a larger program is warned of. `say`
+        and `on_failure` are called in the background thread."""
         self._memory_limit = memory_limit
         self.say, self._on_failure = say, on_failure
         self._failure: StepError | None = None
@@ -44,26 +39,17 @@ class Ahead:
         self._compiler = concurrent.futures.ThreadPoolExecutor(1, "compile")
 
     def announce(self, key: Hashable, name: str, mesh: Mesh, lower: Callable[[], Any]) -> None:
-        """Compiles a program after those that wait, unless one of that key is known.
-
-        `lower` is called in the main thread, where the mesh is set. It returns a lowered program,
-        or a tree of them, which are needed together; the compiler's options are those of `jax.jit`,
-        so that a call finds what was compiled.
-        """
+        """Compiles a program after those that wait, unless its key is known. `lower` is called in
+        the main thread where the mesh is set, and returns a lowered program or a tree of them."""
         if key not in self:
             self._waiting[key] = name, mesh, lower
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether a program of that key is announced."""
         return key in self._waiting or key in self._compiled
 
     def get(self, key: Hashable) -> tuple[Any, float]:
-        """A program, or a tree of them, and the seconds spent waiting for it.
-
-        Raises:
-          StepError: it does not compile.
-          KeyError: it is not announced.
-        """
+        """A program, or a tree of them, and the seconds spent waiting; StepError if it does not
+        compile, KeyError if it is not announced."""
         compiled = self._compiled.get(key)
         if compiled and compiled.done():
             return compiled.result(), 0.0
@@ -85,11 +71,6 @@ class Ahead:
             heap.prepare(self._sizes.popleft())
 
     def raise_failure(self) -> None:
-        """Says why a program that was compiled ahead did not compile, if there is one.
-
-        Raises:
-          TrainingError: there is one.
-        """
         if self._failure:
             raise self._failure
 

@@ -8,27 +8,20 @@ GIB = 2**30
 
 
 def device_memory(device_memory_gib: float) -> int:
-    """Bytes of a device: `device_memory_gib`, or what the device reports; 0 where it does not."""
+    """Bytes of a device: `device_memory_gib`, or what the device reports; 0 where unknown."""
     if device_memory_gib != -1:
         return int(device_memory_gib * GIB)
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
 
 
 def compiled_bytes(compiled: Any) -> int:
-    """Bytes per device that a compiled program allocates, by the compiler's own account.
-
-    jax 0.12 says what the compiler holds against the device's memory. Before that there are only
-    its parts.
-    """
+    """Bytes per device that the compiler counts against its memory; before jax 0.12 the parts."""
     total = getattr(compiled.memory_analysis(), "total_allocation_bytes", 0)
     return total or bytes_by_parts(compiled)
 
 
 def bytes_by_parts(compiled: Any) -> int:
-    """Arguments, results and temporaries of a compiled program, added up.
-
-    On TPUs too much: memory that is used again after a loop counts again.
-    """
+    """Too much on TPUs: memory that is used again after a loop counts again."""
     analysis = compiled.memory_analysis()
     return (
         analysis.argument_size_in_bytes

@@ -131,18 +131,15 @@ class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys):
 
     @property
     def has_means(self) -> bool:
-        """Whether a weight takes an optimizer whose means are of mu_dtype."""
         return "adamw" in optimizer_names(self.opt_type).values()
 
 
 def optimizer_names(opt_type: str) -> dict[str, str]:
-    """The optimizer of the weights of each role, by opt_type."""
     own = OPTIMIZERS[opt_type].roles
     return {role: opt_type if role in own else "adamw" for role in ROLES}
 
 
 def half_lives(opt_type: str) -> tuple[str, ...]:
-    """The keys that half_lives_in_samples may name."""
     names = dict.fromkeys((opt_type, *optimizer_names(opt_type).values()))
     return tuple(key for name in names for key in OPTIMIZERS[name].half_lives)
 
@@ -180,7 +177,6 @@ class Recipe:
     optimizer: OptimizerKeys
 
     def with_spec(self, spec: StageSpec) -> Self:
-        """The same for the steps of a stage, which says how its passes are computed."""
         execution = {
             **vars(spec.sight),
             "max_target_length": spec.row_length,

@@ -1,8 +1,5 @@
-"""The learning rate as a function of consumed samples.
-
-One clock decides both the batch and the learning rate, so a ramp bends neither: under a ramp the
-curve over samples is the curve of a constant batch, the one it ends at or the one it begins with.
-"""
+"""The learning rate as a function of consumed samples: one clock decides the batch and the rate, so
+under a ramp the curve is that of a constant batch, the first or the last one."""
 
 import dataclasses
 from typing import Any
@@ -19,14 +16,9 @@ from maxramp.training.optimizers.half_lives import Pace
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
-    """MaxText's warmup + cosine and warmup + stable + decay, over samples instead of steps.
-
-    With a constant batch of B rows and s = step * B it is MaxText's schedule exactly, down to its
-    phases of len - 1 intervals (`Curve`). Under a ramp it is the curve of a run whose batch is the
-    `reference` throughout, over the same samples.
-
-    With `learning_rate_by=steps` the clock is the step.
-    """
+    """MaxText's warmup + cosine and warmup + stable + decay, over samples instead of steps: the
+    same with a constant batch, s = step * B, down to its phases of len - 1 intervals (`Curve`).
+    Under a ramp it is the curve of a run whose batch is `reference`."""
 
     keys: LearningRateKeys
     ramp: RampupBatchManager
@@ -35,7 +27,6 @@ class LearningRate:
 
     @classmethod
     def from_keys(cls, keys: LearningRateKeys, ramp: RampupBatchManager) -> "LearningRate":
-        """The schedule of a run, over its learning_rate_schedule_steps or the run."""
         if keys.learning_rate is None:
             raise ConfigError(
                 "learning_rate=none: this config is a batch schedule without a learning rate, and "
@@ -54,11 +45,9 @@ class LearningRate:
         return cls(keys, ramp, reference, curve)
 
     def __call__(self, consumed_samples: Any, global_batch_size: int | None = None) -> Any:
-        """Learning rate of the step that starts at `consumed_samples` (an array, float32).
-
-        `batch_size_lr_scaling` multiplies it by (global_batch_size / reference)^(1/2 or 1), the
-        square-root rule for Adam (Malladi et al., arXiv 2205.10287) or the linear one for SGD.
-        """
+        """Learning rate of the step that starts at `consumed_samples`, float32.
+        `batch_size_lr_scaling` multiplies it by (global_batch_size / reference)^(1/2 or 1): the
+        square-root rule for Adam (Malladi et al., arXiv 2205.10287), the linear one for SGD."""
         keys, curve, s = self.keys, self.curve, jnp.asarray(consumed_samples, jnp.float32)
         peak, risen = self._phase_peak(s)
         if keys.learning_rate_by == "steps":
@@ -74,10 +63,7 @@ class LearningRate:
         return jnp.where(s < curve.total, rate if risen is None else rate * risen, 0.0)
 
     def _phase_peak(self, samples: Any) -> tuple[Any, Any]:
-        """The peak in the phase of a sample, and how much of it a warm-up anew has reached.
-
-        Such a warm-up rises from 0 over its part of the curve's samples; None where there is none.
-        """
+        """A phase's peak, and the share that a new warm-up has reached, or None."""
         phases = self.ramp.keys.phase_list
         if not any({"learning_rate", WARMUP} & {*p.given} for p in phases):
             return self.keys.learning_rate, None
@@ -98,7 +84,6 @@ class LearningRate:
         return peaks[i], jnp.where(intervals > 0, risen, 1.0)
 
     def pace(self, global_batch_size: Any) -> Pace:
-        """A step of this many samples beside one of the reference batch."""
         power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.keys.batch_size_lr_scaling]
         batch = global_batch_size / self.reference
         return Pace(batch, batch**power)
@@ -110,7 +95,6 @@ class LearningRate:
         return jnp.clip(since / (length - self.curve.quantum), 0.0, 1.0)
 
     def _step_at(self, samples: Any) -> Any:
-        """The step that starts at this many consumed samples, from the stage list."""
         stages = self.ramp.stages
         starts, steps, sizes = (
             jnp.asarray([getattr(stage, name) for stage in stages], jnp.float32)

@@ -1,7 +1,5 @@
-"""Log-probabilities of given tokens, and the entropy they were drawn with, with their gradients.
-
-As in the loss, logits exist for one block of tokens at a time; the backward pass computes them
-again.
+"""Log-probabilities of given tokens, and entropies, with their gradients. Logits exist for one
+block of tokens at a time; the backward pass computes them again.
 
 Shapes: B rows, T tokens, N tokens of a block, D model width, V vocabulary.
 """
@@ -23,12 +21,10 @@ def log_probs(
     temperature: float,
     block_tokens: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Of softmax(x @ head / temperature) in float32, the target's logarithm and the entropy: two
-    arrays [B, T] in nats, of which only the logarithms have a gradient.
-
-    The head is of x's dtype and sharded as HEAD_DV; its gradient may stay apart. Negative targets
-    read as token 0. Logits of at most `block_tokens` exist at a time on a device; 0 = all.
-    """
+    """Of softmax(x @ head / temperature) in float32, the target's logarithm (which alone has a
+    gradient) and the entropy: two arrays [B, T] in nats. The head is sharded as HEAD_DV; its
+    gradient may stay apart. Negative targets read as token 0. `block_tokens` is of a device; 0 =
+    all."""
     x_BTD, targets_BT = jax.reshard(x_BTD, X_BTD), jax.reshard(targets_BT, TOKENS_BT)
     return _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens)
 
@@ -36,13 +32,7 @@ def log_probs(
 def scores(
     x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, block_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The logarithms of `log_probs` at temperature 1, and whether no token is likelier.
-
-    Arguments are those of `log_probs`; neither result has a gradient.
-
-    Returns:
-      float32 [B, T], in nats, and bool [B, T].
-    """
+    """`log_probs` at temperature 1, and whether no token is likelier, bool [B, T]; no gradients."""
 
     def find(below_NV, chosen_NV, _):
         sums = jnp.stack([jnp.exp(below_NV).sum(-1), chosen_NV.sum(-1)])
@@ -53,8 +43,8 @@ def scores(
 
 
 def _find_by_token(find, count, arrays, temperature, block_tokens):
-    """What `find` makes of logits less each token's largest, of that of the target where a device
-    has it, and of the largest: `count` arrays [B, T]."""
+    """What `find` makes of logits less each token's largest, of the target's where a device has it,
+    and of the largest: `count` arrays [B, T]."""
 
     def local(x_BTD, head_DV, targets_BT):
         head_DV, is_target = _device_head(x_BTD, head_DV)
@@ -127,10 +117,7 @@ _log_probs.defvjp(_forward, _backward)
 
 
 def _device_head(first_BTD, head_DV):
-    """A device's part of the vocabulary: whole columns in float32, and which of it are targets.
-
-    As float32: logits are rounded nowhere, as in the sampler.
-    """
+    """A device's vocabulary: columns in float32 (logits are rounded nowhere), and targets in it."""
     head_DV = all_gather(head_DV, "fsdp", behind=first_BTD).astype(jnp.float32)
     V = head_DV.shape[1]
     ids_V = jax.lax.axis_index("tensor") * V + jnp.arange(V)

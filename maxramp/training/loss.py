@@ -1,10 +1,7 @@
 """Cross-entropy as a sum over tokens, so that any split of the rows adds up to the same.
 
-The vocabulary's logits are the largest array of a step: tokens x vocabulary in float32. Here they
-exist for one block of tokens at a time, and the gradient is taken where they are, in the forward
-pass, so that no block is computed twice.
-
-Shapes: B rows, T tokens of a row, N tokens of a block, D model width, V vocabulary.
+Logits exist for one block of tokens at a time, and the gradient is taken with them in the forward
+pass. Shapes: B rows, T tokens of a row, N tokens of a block, D model width, V vocabulary.
 """
 
 import dataclasses
@@ -44,20 +41,10 @@ def cross_entropy_sums(
     block_tokens: int,
     statistics: bool = False,
 ) -> _Sums:
-    """Sums over the tokens that are targets, of logits = x @ head in float32.
-
-    Args:
-      head_DV: of x's dtype, sharded as HEAD_DV; its gradient may stay apart.
-      targets_BT: token ids, PADDING where there is no target.
-      z_loss_multiplier: weight of log(Z)^2 (PaLM, arXiv 2204.02311, section 5).
-      block_tokens: logits of at most this many tokens exist at a time on a device; 0 = all.
-
-    Returns:
-      (objective, cross_entropy, tokens), float32 scalars: what training minimizes (cross-entropy
-      plus the z-loss) and the cross-entropy alone, both in nats, and the number of targets; with
-      `statistics` also how many targets no other token is likelier than, and the entropy of the
-      predictions in nats. Only the objective has a gradient.
-    """
+    """Float32 sums over target tokens: objective, cross_entropy, both in nats, and tokens; with
+    `statistics` also targets that no token is likelier than, and the entropy in nats. Arguments as
+    in `log_probs`; only the objective, with the z-loss log(Z)^2 (PaLM, arXiv 2204.02311, section
+    5), has a gradient."""
     keys = z_loss_multiplier, block_tokens, statistics
     return _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients=False)[0]
 
@@ -105,7 +92,6 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
 
 
 def _count(statistics):
-    """How many sums there are."""
     return 5 if statistics else 3
 
 
@@ -181,7 +167,6 @@ class Objective:
     divisor: str = "tokens"
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
-        """The sums of a micro batch."""
         return self.sums(model, batch)
 
 
@@ -212,7 +197,6 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
 def with_layers(
     minimized: jax.Array, shown: dict[str, jax.Array], aux: Aux
 ) -> tuple[jax.Array, Aux]:
-    """What an objective returns: its own sums, and those that the model's layers made."""
     minimized = sum(aux.minimized.values(), minimized)
     counts = jax.tree.map(lambda x: x.astype(jnp.uint32), aux.counts)
     return minimized, Aux({}, {**shown, **aux.minimized, **aux.shown}, counts)

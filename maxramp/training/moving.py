@@ -1,8 +1,5 @@
-"""A train state moves to another mesh of the same devices, array by array: at no time is all of it
-there twice.
-
-Arrays of one shape and sharding share their programs, which are compiled before they are needed.
-"""
+"""Moves a train state to another mesh of the same devices, array by array, so that it never lies
+there twice. Arrays of one shape and sharding share their programs, compiled ahead."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +14,6 @@ Moves = Mapping[str, Sequence[Any]]
 
 
 def kind(x: Any) -> str:
-    """Arrays of one kind share their programs."""
     return f"{x.dtype} {x.shape} {x.sharding.spec}"
 
 
@@ -27,8 +23,7 @@ def lower(
     platforms: tuple[str, ...] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Moves:
-    """The programs that move such arrays to a mesh; lowered for these platforms where the devices
-    belong to no backend of this process."""
+    """The moves of such arrays to a mesh; for `platforms` if no backend here has its devices."""
     found: dict[str, list[jax.stages.Lowered]] = {}
     for x in arrays:
         if kind(x) in found:
@@ -42,11 +37,8 @@ def lower(
 
 
 def _way(x: jax.ShapeDtypeStruct, mesh: Mesh) -> list[NamedSharding]:
-    """Where an array lies on its way to a mesh, in the end there.
-
-    Between meshes that have copies and other heads XLA would gather the whole array on every
-    device. Without copies on the way it does not: they become shards first and copies last.
-    """
+    """Where an array lies on its way to a mesh. Between meshes that have copies and other heads XLA
+    would gather the whole array: so it becomes shards first and copies last."""
     before, spec = mesh_of(x), x.sharding.spec
     way = [mesh]
     if before.shape["tensor"] != mesh.shape["tensor"]:
@@ -63,10 +55,7 @@ def _way(x: jax.ShapeDtypeStruct, mesh: Mesh) -> list[NamedSharding]:
 def move(
     arrays: list[jax.Array], abstract: Sequence[jax.ShapeDtypeStruct], compiled: Moves
 ) -> None:
-    """Puts arrays on the mesh that programs move them to, each in the place of what it was.
-
-    Each is waited for: only then is there room for the next.
-    """
+    """Puts each array on the mesh that its programs move it to, one by one to save memory."""
     for number, like in enumerate(abstract):
         for program in compiled[kind(like)]:
             before = arrays[number]
@@ -77,8 +66,8 @@ def move(
 def peak_bytes(
     before: Sequence[Any], after: Sequence[Any], during: Sequence[int] | None = None
 ) -> int:
-    """What a device holds of arrays, at most, while `move` puts them on another mesh; by default
-    the programs of each take its own bytes before and after."""
+    """The most that a device holds while `move` runs; by default an array's programs take its own
+    bytes before and after."""
     sizes = [(bytes_per_device(x), bytes_per_device(y)) for x, y in zip(before, after, strict=True)]
     held, peak = bytes_per_device(before), 0
     for (old, new), taken in zip(sizes, during or map(sum, sizes), strict=True):

@@ -6,21 +6,18 @@ and P = |sum g_a|^2:
     signal   = (P - Q) / (n^2 - N)          |G|^2, of the gradient of all data, per token
     variance = (P - n^2 signal) / n         tr(Sigma), of one token's gradient
 
-Both are unbiased where the groups are independent: E|g_a|^2 = n_a^2 |G|^2 + n_a tr(Sigma), and a
-sum of groups is a group. For two sizes these are the formulas of McCandlish et al. (arXiv
-1812.06162, appendix A). Their noise scale is variance / signal, the batch in tokens at which the
-two are equal, of averages over many steps: a quotient of single steps has no mean.
+Both are unbiased where groups are independent; for two sizes they are McCandlish et al.'s (arXiv
+1812.06162, appendix A). The noise scale, variance / signal of averages over many steps, is in
+tokens.
 
 There are three kinds, by the prefix of their names:
 
-    ""       the weights of products; the groups are the micro batches of a step with
-             accumulation, and in them the parts of the copies of the weights, if there are some
-    "adam_"  the same for what Adam makes of a gradient g, g / (sqrt(v) + eps) with v from before
-             the step; without embedding and output head, where v is almost zero for a token that
-             was not seen for long
-    "norms_" the scales of the norms; the groups are the rows, so that it is there without
-             accumulation too and depends on no split (Gray et al., arXiv 2411.00999: it predicts
-             the noise scale of all weights)
+    ""       the weights of products; the groups are the micro batches of a step with accumulation,
+             and in them the parts of the copies of the weights
+    "adam_"  the same for Adam's g / (sqrt(v) + eps) with v from before the step; without embedding
+             and head, where v is almost zero for a token that was not seen for long
+    "norms_" the scales of the norms; the groups are the rows, so it needs no accumulation and
+             depends on no split (it predicts that of all weights: Gray et al., arXiv 2411.00999)
 
 Shapes: A gradient accumulation steps, B rows, C copies of the weights, D model width.
 """
@@ -84,15 +81,8 @@ def metrics(
     keys: OptimizerKeys,
     opt_state: dict[str, Any],
 ) -> dict[str, jax.Array]:
-    """The estimates of a step from its gradient sums and what was kept of its micro batches.
-
-    `copies` are those of the weights whose gradients lay apart in a micro batch; the optimizer is
-    that before the step.
-
-    Returns:
-      `noise_signal` and `noise_variance` after the prefix of each kind, float32 scalars; of
-      "norms_" alone where there is one micro batch.
-    """
+    """The estimates of a step, float32 scalars: `noise_signal` and `noise_variance` after each
+    kind's prefix; "norms_" alone with one micro batch. `opt_state` is that before the step."""
     A, B, _ = batch.tokens.shape
     tokens_AB = (batch.targets >= 0).sum(-1)
     spec = ROWS_ACB if copies > 1 else stack_spec(ROWS_B, 2)
@@ -122,7 +112,7 @@ def _is_probe(x: Any) -> bool:
 
 
 def _product_weights(tree: Any) -> list[Any]:
-    """The weights of products; the gradients of others are whole where theirs lie apart."""
+    """The weights of products: gradients of others are whole where theirs lie apart."""
     return [x for x in weights_of(tree) if x.is_in_products]
 
 
@@ -138,7 +128,7 @@ def _moment(
 def _adam_squares(
     gradients: Decoder, keys: OptimizerKeys, moment: tuple[Decoder, jax.Array]
 ) -> jax.Array:
-    """`squares` of the layers' gradients over sqrt(v) + eps; no number before the first step."""
+    """`squares` of the layers' gradients over sqrt(v) + eps; not finite before the first step."""
     # A factor of the root, so that one division is left for each weight.
     squared, correction = moment
 

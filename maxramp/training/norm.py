@@ -1,8 +1,5 @@
-"""The squared norm of a tree of sharded arrays, whose last bit does not depend on the hosts.
-
-The devices' parts travel, and are added in one order: the order in which a reduction adds depends
-on how the devices lie on processes, and with it the last bit of a clipped gradient.
-"""
+"""The squared norm of a tree of sharded arrays. The devices' parts are added in one order, so that
+the last bit of a clipped gradient does not depend on how devices lie on hosts."""
 
 import math
 from collections.abc import Callable
@@ -17,11 +14,8 @@ from maxramp.parallel.sharding import BY_DEVICE, REPLICATED, stack_spec
 
 
 def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
-    """Each device's part of the squared norm of all arrays of a tree, in float32: [devices].
-
-    Of arrays that lie apart (`sharding.gradient_spec`) it is the sum of the copies' squared norms.
-    What is squared is `of` each array, and of those beside it: arrays that lie alike, or scalars.
-    """
+    """Each device's part, float32 [devices], of the squared norm of `of(array, *beside)`. Of arrays
+    that lie apart (`sharding.gradient_spec`) it is the sum of the copies' squared norms."""
     trees, mesh = [jax.tree.leaves(x) for x in (tree, *beside)], jax.sharding.get_abstract_mesh()
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, trees)
     shards = []
@@ -39,7 +33,6 @@ def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
 
 
 def add_up(parts: jax.Array) -> jax.Array:
-    """The squared norms whose parts are [..., devices], on every device."""
     spec = stack_spec(BY_DEVICE, parts.ndim - 1)
 
     def local(held: jax.Array) -> jax.Array:

@@ -6,6 +6,5 @@ from maxramp.training.preferences import preference
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    """What the steps of a recipe minimize over rows of data."""
     of_keys = preference if recipe.objective.use_dpo else next_token_prediction
     return of_keys(recipe.objective, recipe.model)

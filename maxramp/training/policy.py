@@ -22,11 +22,8 @@ _LEAST_SPREAD = 1e-4  # added to a group's standard deviation
 
 
 def advantages(rewards_PG: np.ndarray, normalize: bool) -> np.ndarray:
-    """How much better each answer is than the others to its prompt: float32 [P, G].
-
-    Normalized, it is divided by the group's standard deviation, as GRPO does; without, easy and
-    hard prompts weigh as their rewards differ (Liu et al., arXiv 2503.20783).
-    """
+    """Float32 [P, G]; normalized by the group's standard deviation as in GRPO, else not (Liu et
+    al., arXiv 2503.20783)."""
     rewards_PG = np.asarray(rewards_PG, np.float64)
     centred_PG = rewards_PG - rewards_PG.mean(1, keepdims=True)
     if normalize:
@@ -35,11 +32,8 @@ def advantages(rewards_PG: np.ndarray, normalize: bool) -> np.ndarray:
 
 
 def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
-    """What a token of each answer, of this many, adds to the divisor of a step: float32 [B].
-
-    By "token" all tokens of a step weigh alike (DAPO, Yu et al., arXiv 2503.14476); by "sequence"
-    all answers do, whatever their length, as in GRPO.
-    """
+    """What a token of an answer adds to a step's divisor, float32 [B]: "token" weighs all tokens
+    alike (DAPO, Yu et al., arXiv 2503.14476), "sequence" all answers, as in GRPO."""
     if grpo_normalization == "token":
         return np.ones(len(lengths_B), np.float32)
     return (1 / np.asarray(lengths_B, np.float64)).astype(np.float32)
@@ -48,10 +42,10 @@ def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
 def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
     """The clipped surrogate of GRPO, with a penalty for leaving the reference policy.
 
-    Of an answer's token with ratio r = exp(log p - log p when sampled) and advantage A:
-    -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta (exp(d) - d - 1), where d = log p of
-    the reference - log p (the k3 estimator of Schulman, joschu.net/blog/kl-approx.html). The two
-    bounds are DAPO's. Batches hold advantages as weights.
+    Of an answer's token with ratio r = exp(log p - log p when sampled) and advantage A (a batch's
+    weights): -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta (exp(d) - d - 1), where d =
+    log p of the reference - log p (the k3 estimator of Schulman, joschu.net/blog/kl-approx.html).
+    The two bounds are DAPO's.
     """
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
@@ -90,7 +84,7 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
 def token_log_probs(
     keys: PolicyKeys, execution: Execution
 ) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array, Aux]]:
-    """Log-probabilities of a batch's targets, and entropies: two [B, T]; what layers sum up."""
+    """Log-probabilities of a batch's targets, and entropies, two [B, T]; and the layers' sums."""
 
     def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array, Aux]:
         x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)

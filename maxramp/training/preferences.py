@@ -1,8 +1,7 @@
 """Direct preference optimization (Rafailov et al., arXiv 2305.18290) as an objective.
 
-A row is a pair: the chat with the chosen answer is its first segment, that with the rejected one
-its second. Only sums over an answer's tokens count, so every mesh and kernel serves that serves
-packed text.
+A row is a pair: its first segment is the chat with the chosen answer, its second that with the
+rejected one. Only sums over an answer's tokens count, as in packed text.
 
 Shapes: B pairs, T tokens of both chats of one.
 """
@@ -34,16 +33,14 @@ def preference(keys: ObjectiveKeys, execution: Execution) -> Objective:
     """The loss of pairs, a sum over them, by how far the policy has gone from the reference.
 
     With the log-ratios c and r of the chosen and the rejected answer (log p - log p of the
-    reference, each a sum over the answer's tokens) and the margin m = beta (c - r), a pair's loss
-    is
+    reference, sums over an answer's tokens) and the margin m = beta (c - r), a pair's loss is
 
       sigmoid  -(1 - e) log sigmoid(m) - e log sigmoid(-m), with the label smoothing e (cDPO)
       robust   (-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e) (arXiv 2403.00409)
       ipo      (c / |c| - r / |r| - 1 / (2 beta))^2, by the tokens of each answer (arXiv 2310.12036)
 
-    Batches hold the reference's log-probabilities. What is shown has TRL's names: the rewards
-    beta c and beta r, their difference, how often it is above 0 by more than rounding, and the
-    policy's own.
+    Shown under TRL's names: the rewards beta c and beta r, their difference, how often it is above
+    0 by more than rounding, and the policy's own log-probabilities.
     """
     beta, smoothing = keys.dpo_beta, keys.dpo_label_smoothing
     shown = ("loss", "tokens", "pairs", *_SHOWN)
@@ -79,10 +76,8 @@ def preference(keys: ObjectiveKeys, execution: Execution) -> Objective:
 
 
 def _are_equal(batch: Batch) -> jax.Array:
-    """Whether both answers of a pair, and what is read before them, are the same tokens: bool [B].
-
-    By a hash: they stand at different places, where their log-probabilities round differently.
-    """
+    """Whether both answers of a pair, and what precedes them, are the same tokens: bool [B]. By a
+    hash: they stand at different places, where their log-probabilities round differently."""
     place_BT = batch.token_positions.segment_positions(batch.tokens.shape[1])
     hashes_BT = hash_bits(place_BT.astype(jnp.uint32))
     for ids_BT in (batch.tokens, batch.targets):
@@ -100,11 +95,8 @@ def _are_equal(batch: Batch) -> jax.Array:
 def answer_log_probs(
     keys: ObjectiveKeys, execution: Execution, model: Decoder, batch: Batch
 ) -> tuple[jax.Array, Aux]:
-    """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2].
-
-    Returns:
-      Them, 0 of what is not an answer, and what the layers sum up.
-    """
+    """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2], 0 where
+    there is no answer; and the layers' sums."""
     x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
     head_DV = model.head(execution.dtype)
     log_p_BT, _ = log_probs(x_BTD, head_DV, batch.targets, 1.0, keys.loss_block_tokens)
@@ -121,7 +113,6 @@ def _sum_rows(x_nB: jax.Array) -> jax.Array:
 
 
 def _sum_answers(batch: Batch, x_BT: jax.Array) -> jax.Array:
-    """Sums over the targets of each answer: [B, 2]."""
     of_targets_BT = jnp.where(batch.targets >= 0, x_BT, 0)
     halves = (jnp.where(batch.segments == n, of_targets_BT, 0).sum(1) for n in (0, 1))
     return jnp.stack(list(halves), 1)

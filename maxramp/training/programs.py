@@ -40,14 +40,8 @@ def lower_step(
     mesh: Mesh | None = None,
     platforms: tuple[str, ...] | None = None,
 ) -> jax.stages.Lowered:
-    """Lowers the train step of a stage alone, to ask how much memory it needs.
-
-    Args:
-      recipe, learning_rate: what the step is made from.
-      spec: what the stage is.
-      mesh: of the devices to lower for, in any sizes; by default that of this job.
-      platforms: to lower for, where the devices belong to no backend of this process.
-    """
+    """Lowers the train step of a stage alone, to ask how much memory it needs. By default for this
+    job's mesh; give `platforms` where the devices belong to no backend of this process."""
     mesh = reshape_mesh(mesh, spec.mesh) if mesh else make_mesh(spec.mesh)
     leading, sharding = (spec.accumulation, spec.rows), NamedSharding(mesh, BATCH_ABT)
     batch = abstract_batch(spec.fields, leading, sharding)
@@ -59,8 +53,7 @@ def lower_step(
 
 
 class Programs:
-    """The compiled train step of every stage, the evaluation step, and what moves the state from
-    mesh to mesh."""
+    """Compiled train steps of every stage, the evaluation step, and moves from mesh to mesh."""
 
     def __init__(
         self,
@@ -71,26 +64,15 @@ class Programs:
         ahead: Ahead,
         eval_rows: int = 0,
     ):
-        """
-        Args:
-          recipe: what the step is made from.
-          expansion: how rows get to their devices, and the meshes of these.
-          learning_rate: of consumed samples.
-          state: abstract state, on the mesh of the first stage.
-          ahead: compiles the programs.
-          eval_rows: rows of an evaluation batch; 0 = there is no evaluation.
-        """
+        """`state` is abstract, on the mesh of the first stage; `eval_rows` = 0: no evaluation."""
         self._recipe, self._expansion, self._rate = recipe, expansion, learning_rate
         self._arrays, self._structure = jax.tree.flatten(state)
         self._eval_rows, self._mesh, self._ahead = eval_rows, mesh_of(state), ahead
         self._options = compiler_options(expansion.mesh.devices.flat[0].platform) or None
 
     def add(self, stage: Stage) -> None:
-        """Has the step of one more stage compiled, after those that wait to be, and its evaluation.
-
-        The list of stages may grow while the run trains: call it in the main thread, on every
-        process after the same step. Stages that are the same share their programs.
-        """
+        """Compiles a stage's programs after those that wait; equal stages share them. In training,
+        call it in the main thread, on every process after the same step."""
         name = f"stage {stage.index} (batch {stage.global_batch_size})"
         before, mesh = self._mesh, self._expansion.mesh_of(stage.spec)
         if mesh != before:
@@ -107,27 +89,15 @@ class Programs:
             self._add_evaluation(stage)
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
-        """The compiled step of a stage, and the seconds spent waiting for it.
-
-        It takes the arrays of a HeldState and a batch, and returns the next arrays and metrics. A
-        stage that was not added is now.
-
-        Raises:
-          StepError: it does not compile.
-        """
+        """A stage's compiled step, and the seconds spent waiting for it: arrays of a HeldState and
+        a batch -> the next arrays and metrics. StepError if it does not compile."""
         if stage.spec not in self._ahead:
             self.add(stage)
         return self._ahead.get(stage.spec)
 
     def follow(self, held: HeldState, stage: Stage) -> float:
-        """Moves a state to the mesh of a stage, where that is another one, and says so.
-
-        Returns:
-          The seconds spent waiting for the programs that move it.
-
-        Raises:
-          StepError: they do not compile.
-        """
+        """Moves a state to a stage's mesh. Returns seconds of waiting; StepError as
+        `train_step`."""
         before, mesh = mesh_of(held.arrays), self._expansion.mesh_of(stage.spec)
         if mesh == before:
             return 0.0
@@ -143,7 +113,6 @@ class Programs:
         return waited
 
     def eval_step(self, stage: Stage) -> tuple[Callable, float]:
-        """The compiled evaluation step of a stage, and the seconds spent waiting for it."""
         return self._ahead.get(self._add_evaluation(stage))
 
     def _add_evaluation(self, stage: Stage) -> tuple[str, StageSpec]:

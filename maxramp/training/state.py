@@ -38,11 +38,9 @@ class TrainState:
 
     @property
     def model(self) -> Decoder:
-        """All weights."""
         return join_parts(self.frozen, self.trained)
 
     def with_model(self, model: Decoder) -> "TrainState":
-        """The state with other weights, of which the same are trained."""
         trained = _pick(model, self.trained)
         return dataclasses.replace(self, trained=trained, frozen=_pick(model, self.frozen))
 
@@ -55,11 +53,8 @@ def _pick(model: Decoder, part: Decoder) -> Decoder:
 
 
 def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
-    """The state before the first step, as it is traced: under a mesh weights are born sharded.
-
-    A model gives its weights, in place of random ones; under `lora_rank` it may lack adapters,
-    which are made.
-    """
+    """The state before the first step, traced: under a mesh weights are born sharded. Given a model
+    it starts from its weights; under `lora_rank` missing adapters are made."""
     if model is None or (recipe.model.lora_rank and not has_adapters(model)):
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
         model = own if model is None else attach_adapters(own, model)
@@ -70,9 +65,7 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 
 
 def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
-    """The weights that train and the others: by role, without any all, or the adapters where there
-    are some; those of layers alone where layers are chosen (`mask_layers`).
-    """
+    """The trained weights and others: by trainable_parameters_mask, else adapters or all."""
     layers = len(list(model.pattern))
     for number in keys.trainable_layers:
         if number >= layers:
@@ -101,8 +94,7 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
 
 
 def mask_layers(tree: Decoder, numbers: Sequence[int]) -> Decoder:
-    """The trained weights of a model, or what is like them, with zeros for all layers but those of
-    these numbers; none = as they are."""
+    """A tree like the trained weights, with zeros outside of these layers; none = as they are."""
     if not numbers:
         return tree
 
@@ -118,7 +110,6 @@ def mask_layers(tree: Decoder, numbers: Sequence[int]) -> Decoder:
 
 
 def num_trained(trained: Decoder, numbers: Sequence[int]) -> int:
-    """How many weights move, of those that have a gradient (arguments as in `mask_layers`)."""
     found = 0
     for path, weight in jax.tree_util.tree_leaves_with_path(trained, is_leaf=is_weight):
         chosen = _chosen_layers(trained, path, weight, numbers) if numbers else np.ones(())
@@ -133,51 +124,43 @@ def _chosen_layers(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[i
 
 
 def _kind(path: Any) -> str | None:
-    """The kind of the layers that a weight is of; None for one outside of them."""
     names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
     return names[1] if names[0] == "layers" else None
 
 
 def no_counts(model: Decoder) -> dict[str, jax.Array]:
-    """What a model's layers have counted before the first step, by name."""
     counts = model.pattern.counts.items()
     return {name: jnp.zeros(shape, jnp.uint32) for name, shape in counts}
 
 
 def initial_state(recipe: Recipe) -> TrainState:
-    """`init_state` of arrays, on the mesh that is set."""
     return _once(functools.partial(init_state, recipe))()
 
 
 def state_of(recipe: Recipe, model: Decoder) -> TrainState:
-    """`init_state` with these weights, whose memory it takes over, on their mesh."""
+    """`init_state` with these weights, donated, on their mesh."""
     with jax.set_mesh(mesh_of(model)):
         return _once(functools.partial(init_state, recipe), donate_argnums=0)(model)
 
 
 def _once(make: Callable, **how: Any) -> Callable:
-    """`jax.jit` of what runs once."""
     # On CPUs random numbers take longer to optimize than the whole step.
     options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
     return jax.jit(make, compiler_options=options, **how)
 
 
 def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:
-    """`init_state` of shapes, dtypes and shardings, on any mesh: of devices or without them."""
+    """`init_state` of shapes, dtypes and shardings, on any mesh."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return attach_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)
 
 
 class HeldState:
-    """A train state between steps: the flat list of arrays that a train step takes and gives.
-
-    To take the modules apart and put them together at every step would cost the loop a millisecond.
-    """
+    """A train state between steps, as a flat list of arrays: modules cost a millisecond a step."""
 
     def __init__(self, state: TrainState):
         self.arrays, self._structure = jax.tree.flatten(state)
 
     @property
     def tree(self) -> TrainState:
-        """The state as modules."""
         return self._structure.unflatten(self.arrays)

@@ -37,7 +37,6 @@ Metrics = dict[str, jax.Array]
 def make_train_step(
     recipe: Recipe, learning_rate: LearningRate
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The train step of a recipe on rows of data: state and batch -> state and metrics."""
     step = functools.partial(
         train_step,
         objective=objective_of(recipe),
@@ -53,10 +52,8 @@ def make_train_step(
 
 
 def cut(batch: Batch, length: int) -> Batch:
-    """Cuts every row [A, B, ...] of a batch into rows of `length` tokens: [A, B k, length].
-
-    What a token predicts stays its target, also over the border of a row. Hashes are the samples'.
-    """
+    """Cuts every row [A, B, ...] of a batch into k rows of `length` tokens: [A, B k, length].
+    Targets stay, also over the border of a row. Hashes are the samples'."""
     A, B, T = batch.tokens.shape
     if length == T:
         return batch
@@ -77,24 +74,15 @@ def train_step(
     optimizer: OptimizerKeys,
     learning_rate: LearningRate,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step on A micro batches of B rows.
+    """One optimizer step on A micro batches of B rows, [A, B, ...] as BATCH_ABT; donates `state`.
 
-    Losses and gradients are sums; they are divided once, by the number of target tokens (or pairs)
-    in the whole batch, so any split of the same rows into A x B gives the same update.
+    Losses and gradients are sums, divided once by the number of target tokens (or pairs) in the
+    whole batch: any split of the same rows into A x B gives the same update. The clock counts the
+    batch's hashes, one for each sample, which may have several rows.
 
-    Under `skip_bad_steps` a step whose gradient is not finite changes nothing but the clock: its
-    rows count as consumed, weights and optimizer stay as they were.
-
-    Args:
-      state: donated by the caller.
-      batch: arrays [A, B, ...], sharded as BATCH_ABT; row r of the step is [r // B, r % B]. The
-        clock counts its hashes: one for each sample, of which there may be several rows.
-
-    Returns:
-      The next state, and scalars: `loss` (nats per token or pair), `grad_norm` (before clipping),
-      `learning_rate`, `target_tokens` (neither padding nor a document's first token),
-      `batch_fingerprint` (uint32[2]), under `skip_bad_steps` `bad_steps` (uint32, how many in a
-      row), under `log_gradient_noise_scale` those of `noise_scale`.
+    Metrics are scalars: `loss` (nats per token or pair), `grad_norm` (before clipping),
+    `learning_rate`, `target_tokens` (neither padding nor a document's first), `batch_fingerprint`
+    (uint32[2]), under `skip_bad_steps` `bad_steps` (uint32, in a row), those of `noise_scale`.
     """
 
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
@@ -141,17 +129,13 @@ def train_step(
 
 
 def _copies_apart(accumulation: int) -> dict[str, int]:
-    """The axes, with their sizes, whose copies of the weights each add up their own gradients: with
-    several passes these travel once, after the last."""
+    """Axes, with sizes, whose copies add up their own gradients until several passes are over."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return {axis: sizes[axis] for axis in COPY_AXES if accumulation > 1 and sizes[axis] > 1}
 
 
 def places_of_rows(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
-    """How many tokens of the run come before each row: uint32 [A, B, 2], low and high word.
-
-    A run whose samples are cut into rows, and one on rows of that length, have the same ones.
-    """
+    """Tokens of the run before each row: uint32 [A, B, 2], low and high word."""
     (A, B, T), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
     first_low, first_high = _product(*consumed_samples, A * B * T // samples)
     low_AB = first_low + jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B) * jnp.uint32(T)
@@ -160,7 +144,6 @@ def places_of_rows(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
 
 
 def _product(low: jax.Array, high: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """A number of 64 bits times one of 32, as its low and high word (uint32)."""
     half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
     below, above = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> 16)
     of_low, one, other = (low & mask) * below, (low & mask) * above, (low >> half) * below
@@ -170,10 +153,7 @@ def _product(low: jax.Array, high: jax.Array, factor: int) -> tuple[jax.Array, j
 
 
 def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Aux]:
-    """What the gradients of micro batches, and what is shown and counted of them, are added to.
-
-    In float32 whatever the weights are, so that the sum of many passes is that of one.
-    """
+    """Zeros for the sums of micro batches, float32 so that many passes add up to one."""
 
     def zeros(w: jax.Array) -> jax.Array:
         spec = gradient_spec(jax.typeof(w).sharding.spec)
@@ -194,18 +174,9 @@ def update(
     divisor: str = "tokens",
     again: bool = False,
 ) -> tuple[TrainState, Metrics]:
-    """The optimizer's part of a step: from the sums over a whole batch to the next state.
-
-    Args:
-      state: before the step.
-      sums: gradients, sharded as the weights are, and what the objective shows and counts.
-      samples: of the batch.
-      divisor: what of the shown all sums are divided by; at least 1.
-      again: an update before this one, of the same learning rate, has counted the batch.
-
-    Returns:
-      The next state, and the metrics of `train_step` that do not depend on the rows alone.
-    """
+    """The optimizer's part of a step, from the sums over a whole batch of `samples`. `divisor`
+    names the shown sum, at least 1, that all are divided by. `again`: an earlier update of the same
+    learning rate has counted the batch."""
     gradients, shown = mask_layers(sums[0], optimizer.trainable_layers), sums[1].shown
     count = shown[divisor]
     grad_norm = jnp.sqrt(add_up(squares(gradients))) / count

@@ -1,8 +1,5 @@
 """Llama: RMSNorm, rotary positions, grouped-query attention and a gated MLP (arXiv 2302.13971).
-
-It reads Llama 3's long texts with slower rotary positions, `rope_type=llama3.1`. SmolLM2 is one
-whose head is its embedding (arXiv 2502.02737).
-"""
+`rope_type=llama3.1` is Llama 3's. SmolLM2 is one whose head is its embedding (arXiv 2502.02737)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

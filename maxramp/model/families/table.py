@@ -14,7 +14,6 @@ FAMILIES: dict[str, Family] = {"llama2": LLAMA, "mistral": MISTRAL, "qwen2": QWE
 
 
 def check_family(keys: ModelKeys) -> Relations:
-    """What keys must not be together because of the family."""
     block = keys.decoder_block
     yield block not in FAMILIES, f"decoder_block={block} is not one of {', '.join(FAMILIES)}"
     for name in FAMILIES[block].keys:

@@ -1,11 +1,7 @@
-"""Causal grouped-query attention, by whatever the hardware does best.
+"""Causal grouped-query attention, by the best implementation for the hardware.
 
-What a token sees is one value, `Rule`: the plain products, the kernels and the cache of keys and
-values take it.
-
-Slot s of a row of the cache holds its token at position s, whatever the other rows hold. So prompts
-of different lengths begin at slot 0 like every row in training, with padding behind them: a token
-sees the slots up to its own, and each is written before a token that sees it.
+Slot s of a row of the cache holds its token at position s, with padding behind a shorter prompt: a
+token sees the slots up to its own, and each is written before a token that sees it.
 
 Shapes: B rows, T tokens, S tokens attended to (= T) or slots, H query heads, K key/value heads, G
 query heads per key/value head (H = K * G), h head width.
@@ -64,29 +60,21 @@ class Rule:
         return seen
 
     def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
-        """What each token takes of those that it sees, as their sums are 1: [B, K, G, T, S].
-
-        Scores are products of queries, times `scale_of` them, and keys, in float32.
-        """
+        """The softmax [B, K, G, T, S] of float32 scores, (queries * `scale_of` them) keys."""
         if self.cap:
             scores_BKGTS = self.cap * jnp.tanh(scores_BKGTS / self.cap)
         scores_BKGTS = jnp.where(seen, scores_BKGTS, jnp.finfo(jnp.float32).min)
         return jax.nn.softmax(scores_BKGTS, axis=-1)
 
     def scale_of(self, q: jax.Array) -> float:
-        """What products with queries [..., h] are multiplied by."""
         return self.scale or q.shape[-1] ** -0.5
 
 
 def select(
     asked: str, platform: str | None, dtype: str, head_dim: int, tokens: int, in_order: bool = True
 ) -> str:
-    """What computes the attention: what was asked for, or under autoselected the best that can.
-
-    Args:
-      platform: of the devices, "cpu", "gpu", "cuda", "rocm" or "tpu"; None where it is not known.
-      in_order: whether the tokens of a row lie in the order of their positions.
-    """
+    """The implementation that was asked for; under autoselected the best that can. `in_order`:
+    tokens of a row lie in the order of their positions. `platform` is None where unknown."""
     there, length = f"{platform or 'unknown'} devices", "max_target_length or row_length"
     order = {"needs tokens that lie in order, and these do not": not in_order}
     obstacles = {
@@ -116,12 +104,11 @@ def select(
 
 
 def select_for(keys: ModelKeys, platform: str | None) -> str:
-    """`select` for the rows of resolved keys."""
     return select(keys.attention, platform, keys.dtype, keys.head_dim, keys.max_target_length)
 
 
 def kernel_for_length(asked: str, length: int) -> str:
-    """The kernel for this many tokens, where there are others than a row's."""
+    """The kernel for a prompt of this length, which may differ from that for whole rows."""
     return asked if length % _LANES == 0 else "dot_product"
 
 
@@ -143,10 +130,7 @@ def attend(
     q_BTHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, rule: Rule, kernel: str = "dot_product"
 ) -> jax.Array:
     """softmax(q k * scale) v over the tokens that the rule lets each see: [B, T, H, h], as X_BTHh.
-
-    Scores and softmax are float32 whatever the inputs are. The kernel is from `select`; those that
-    end in "_interpreted" run where there is no accelerator.
-    """
+    Scores and softmax are float32. Kernels that end in "_interpreted" need no accelerator."""
     arrays = (q_BTHh, k_BSKh, v_BSKh, rule)
     if kernel == "dot_product":
         return _dot_product(*arrays)
@@ -157,7 +141,6 @@ def attend(
 
 
 def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
-    """Plain products and a softmax: what the others are compared with."""
     B, T, H, h = q_BTHh.shape
     K = k_BSKh.shape[2]
     q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=X_BTKGh)
@@ -166,7 +149,6 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
 
 
 def _products(q_BTKGh, k, v, axes, rule, seen):
-    """Keys and values have these axes."""
     scores_BKGTS = jnp.einsum(
         f"BTKGh,{axes}->BKGTS",
         q_BTKGh * rule.scale_of(q_BTKGh),
@@ -200,7 +182,6 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
 
 
 def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
-    """The splash attention kernel of TPUs, which skips the blocks that nobody sees."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
 
     T, H = q_BTHh.shape[1:3]
@@ -248,11 +229,8 @@ class Cache:
     def attend(
         self, q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, rule: Rule, kernel: str
     ) -> jax.Array:
-        """`attend` of T more tokens of every row, put into their slots, to all up to each.
-
-        A row is one segment; the kernel is for rows that are read from their beginning. The arrays
-        of this object are replaced: it lives as long as the pass that is being traced.
-        """
+        """`attend` of T more tokens of every row (one segment), put into their slots, to all up to
+        each. Replaces the arrays of this object: it lives as long as the pass that is traced."""
         tokens, slots = q_BTHh.shape[1], self.keys_BKSh.shape[2]
         if tokens == slots:
             self.keys_BKSh, self.values_BKSh = (
@@ -267,8 +245,6 @@ class Cache:
         return a_BTHh
 
     def grown(self, slots: int) -> "Cache":
-        """The same with this many slots, empty ones at the end."""
-
         def pad(x_BKSh: jax.Array) -> jax.Array:
             return jnp.pad(x_BKSh, ((0, 0), (0, 0), (0, slots - x_BKSh.shape[2]), (0, 0)))
 
@@ -276,7 +252,6 @@ class Cache:
 
 
 def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B, *, rule):
-    """`Cache.attend` on one device, with its rows and heads."""
     B, T, H, h = q_BTHh.shape
     K, S = keys_BKSh.shape[1:3]
 

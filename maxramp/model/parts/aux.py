@@ -17,12 +17,8 @@ from maxramp.parallel.sharding import staged_rows_spec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:
-    """Sums by name, in float32. A block gives those of every row, [B, ...]; a pass adds them up.
-
-    A sum is over a row's tokens, so that any split of the rows adds up to the same, and the turns
-    in which a stage of a pipeline has no rows are left out. The names are those that the layers
-    announce (`layers.Layer`).
-    """
+    """Sums by name, in float32, over a row's tokens: of a block [B, ...], added up by a pass, so
+    that any split of the rows gives the same."""
 
     # added to what training minimizes, and shown; over all layers
     minimized: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -52,12 +48,11 @@ def sum_by_stage(x_B: jax.Array) -> jax.Array:
 
 
 def await_sums(x: jax.Array, aux: Aux) -> jax.Array:
-    """`x`, which on several CPU devices is not there before the sums are (`wait_for`)."""
+    """`x`, on several CPU devices not before the sums (`wait_for`)."""
     sums = jax.tree.leaves(aux)
     return wait_for(x, sum(value.sum() for value in sums)) if sums else x
 
 
 def sum_rows(aux: Aux) -> Aux:
-    """Sums of each row, added up."""
     each = jax.tree.map(lambda x_B: x_B.sum(0), (aux.minimized, aux.shown))
     return Aux(*each, jax.tree.map(lambda x_LB: x_LB.sum(1), aux.counts))

@@ -42,7 +42,7 @@ class RMSNorm(nnx.Module):
         self.scale_D = ones("scale", axis, (width,), dtype)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Normalizes every token's vector, or every head's; [B, T, ..., D], dtype kept."""
+        """[B, T, ..., D], dtype kept."""
         x = x_BTD.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
         y = apply_elementwise(jnp.multiply, x, self.scale_D)
@@ -54,7 +54,7 @@ class RMSNorm(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowScale:
-    """A norm's scale whose gradient is wanted for each row as well: as that of `rows_BD`, zeros."""
+    """A norm's scale with a gradient for each row too: that of `rows_BD`, zeros."""
 
     scale: Weight
     rows_BD: jax.Array
@@ -64,7 +64,6 @@ class RowScale:
 
     @property
     def leading(self) -> str:
-        """The axes in front of the scale's own."""
         return self.scale.leading
 
 
@@ -100,7 +99,6 @@ class MLP(nnx.Module):
         self.out_FD = normal("matrix", "F D", out, (F, D), MLP_OUT_FD, F**-0.5, dtype)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
         x_BTD = jax.reshard(x_BTD, X_BTD)
         f, g = (_ACTIVATIONS[name] for name in self.activations)
         gate_BTF = f(dense(x_BTD, self.gate_DF, X_BTF))
@@ -112,11 +110,8 @@ Angles = tuple[jax.Array, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions.
-
-    By the keys with biases (Qwen2.5, arXiv 2412.15115), or with norms of the queries and keys of
-    every head (Qwen3, arXiv 2505.09388).
-    """
+    """Grouped-query attention with rotary positions; by the keys with biases (Qwen2.5, arXiv
+    2412.15115) or with norms of each head's queries and keys (Qwen3, arXiv 2505.09388)."""
 
     def __init__(self, keys: ModelKeys, key: jax.Array):
         D, h, dtype = keys.base_emb_dim, keys.head_dim, keys.weight_dtype
@@ -178,7 +173,6 @@ class PreNormBlock(nnx.Module):
         self.mlp = MLP(keys, mlp_key)
 
     def empty_cache(self, rows: int, slots: int, keys: ModelKeys) -> Cache:
-        """What the layer remembers of this many rows, before it has read any."""
         shape = (rows, keys.base_num_kv_heads, slots, keys.head_dim)
         nothing = jax.reshard(jnp.zeros(shape, keys.dtype), CACHE_BKSh)
         return Cache(nothing, nothing, jnp.zeros(rows, jnp.int32, out_sharding=ROWS_B))

@@ -1,7 +1,4 @@
-"""The embedding's lookup.
-
-Shapes: B rows, T tokens, D model width, V vocabulary.
-"""
+"""The embedding's lookup. Shapes: B rows, T tokens, D model width, V vocabulary."""
 
 import math
 
@@ -22,11 +19,8 @@ from maxramp.parallel.sharding import (
 
 @jax.custom_vjp
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """The tokens' vectors [B, T, D], with a gradient that is summed in float32.
-
-    A frequent token's gradient is a sum over thousands of tokens. In bfloat16 it stops growing when
-    a token adds less than 1/256 of it, and so would depend on how many tokens a pass has.
-    """
+    """The tokens' vectors [B, T, D], with a gradient summed in float32: a frequent token's sum of
+    thousands would stop growing in bfloat16, and so depend on how many tokens a pass has."""
     spec, sizes = jax.typeof(table_VD).sharding.spec, jax.sharding.get_abstract_mesh().shape
     tokens = tokens_BT.size // math.prod(sizes[axis] for axis in BATCH_AXES)
     # Where a device has fewer tokens than its part of the table has rows, vectors travel and the
@@ -61,7 +55,6 @@ def _look_up_backward(residuals, dx_BTD):
     spec = jax.typeof(table_VD).sharding.spec
 
     def local(dx_BTD, tokens_BT):
-        """Every device adds up its own tokens, and their sums travel as those of the head do."""
         V, D = table_VD.shape[0] // jax.lax.axis_size("tensor"), table_VD.shape[1]
         index_BT = _own_index(tokens_BT, V)
         dtable_VD = jnp.zeros((V, D), jnp.float32)

@@ -1,16 +1,11 @@
 """Attention over packed rows on GPUs: flash attention that reads only a token's own document.
 
-In a packed row a token sees the tokens from the start of its document up to itself: an interval. So
-one integer per token says what others spend a [T, T] mask on, and blocks of keys before a block's
-first document or after its last token are never read: rows of many short documents cost what the
-documents cost, not T^2.
+A token sees an interval, from the start of its document to itself: one integer per token replaces a
+[T, T] mask, and blocks outside of it are never read. Forward: FlashAttention-2 (Dao, arXiv
+2307.08691, algorithm 1); backward: weights made again from the log of their sum.
 
-The forward pass is FlashAttention-2 (Dao, arXiv 2307.08691, algorithm 1). The backward pass makes
-the weights again from the log of their sum, once for the gradient of the queries and once for that
-of keys and values, which adds up the query heads that share a key/value head.
-
-Shapes: B rows, T tokens, H query heads, K key/value heads, G query heads per key/value head
-(H = K * G), h head width; q and k in names of blocks are tokens of queries and of keys.
+Shapes: B rows, T tokens, H query heads, K key/value heads, G query heads per key/value head (H = K
+* G), h head width; q and k in names of blocks are tokens of queries and of keys.
 """
 
 import functools
@@ -31,11 +26,8 @@ def packed_attention(
     start_BT: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """softmax(q k / sqrt(h)) v over the tokens from `start` of each token up to its own.
-
-    `start` is int32 and rises along a row. Interpreted, the kernels run where there is no GPU,
-    slowly.
-    """
+    """softmax(q k / sqrt(h)) v over the tokens from `start` of each token (int32, rises along a
+    row) to itself. `interpret` runs the kernels without a GPU, slowly."""
     _, T, _, h = q_BTHh.shape
     # Blocks are powers of two. What is added sees only itself, and is seen by no other.
     block = min(128, pl.next_power_of_2(max(T, 16)))
@@ -213,7 +205,6 @@ def _sums(block: int) -> pl.BlockSpec:
 
 
 def _row(T: int, h: int, heads: int) -> pl.BlockSpec:
-    """All tokens of the key/value head of a query head."""
     return pl.BlockSpec((None, T, None, h), lambda i, n, b: (b, 0, jax.lax.div(n, heads), 0))
 
 

@@ -12,11 +12,7 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """Where the tokens of rows stand, as their batch says it.
-
-    Nothing else depends on where a token lies in its row: with their positions tokens may lie in
-    any order.
-    """
+    """Where the tokens of rows stand. With these, tokens may lie in any order in a row."""
 
     # integers; tokens of different ones do not see each other. None where a row is one text.
     segments_BT: jax.Array | None = None
@@ -25,7 +21,6 @@ class Positions:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether tokens lie in order, as kernels want them (`attention.select`)."""
         return self.positions_BT is None
 
     def order(self, tokens: int) -> jax.Array:
@@ -33,7 +28,7 @@ class Positions:
         return jnp.arange(tokens, dtype=jnp.int32) if self.is_ordered else self.positions_BT
 
     def segment_positions(self, tokens: int) -> jax.Array | None:
-        """Those of tokens in their segments, int32 [B, T]; None where every row is 0 to T - 1."""
+        """int32 [B, T]; None where every row is 0 to T - 1."""
         if self.is_ordered and self.segments_BT is not None:
             return self.order(tokens) - starts(self.segments_BT)
         return self.positions_BT
@@ -47,12 +42,12 @@ class Positions:
 
     @property
     def same_segment(self) -> jax.Array:
-        """[B, T, S]: whether two tokens are of one segment."""
+        """[B, T, S]."""
         return self.segments_BT[:, :, None] == self.segments_BT[:, None, :]
 
 
 def starts(segments_BT: jax.Array) -> jax.Array:
-    """The place in the row, int32, where every token's segment starts; segments rise along it."""
+    """Where in the row every token's segment starts, int32; segments rise along it."""
     index_T = jnp.arange(segments_BT.shape[1], dtype=jnp.int32)
     is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1]) != 0
     return jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)

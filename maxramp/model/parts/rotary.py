@@ -12,10 +12,7 @@ from maxramp.model.pattern import Rope
 
 
 def angles(rope: Rope, positions_T: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angle of every position and pair: two arrays [T, h/2] in float32.
-
-    Positions [B, T], each row's own, give [B, T, h/2].
-    """
+    """Cosine and sine of every position and pair: float32 [T, h/2]; [B, T, h/2] of [B, T]."""
     fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     timescale = rope.max_timescale**fraction
     if rope.factor != 1:  # as Llama 3.1 does (arXiv 2407.21783; its reference code)
@@ -27,10 +24,7 @@ def angles(rope: Rope, positions_T: jax.Array, head_dim: int) -> tuple[jax.Array
 
 
 def rotate(x_BTHh: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the pairs (x_i, x_{i + h/2}) of every head by the angles of their position.
-
-    Cosine and sine are [T, h/2], or [B, T, h/2] where rows have positions of their own.
-    """
+    """Turns the pairs (x_i, x_{i + h/2}) of every head by `angles`."""
     cos_T1h, sin_T1h = (part[..., None, :] for part in angles)
     first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h)

@@ -46,7 +46,6 @@ class Weight(nnx.Param):
 
     @property
     def axes(self) -> str:
-        """All axes of the array."""
         return self.leading + self.own
 
     @property
@@ -62,7 +61,7 @@ class Weight(nnx.Param):
 
 
 def new_weight(x: jax.Array, role: str, axes: str) -> Weight:
-    """The weight of one layer with these values; axes are "inputs outputs", of a vector one."""
+    """The weight of one layer; axes are "inputs outputs", of a vector one."""
     *inputs, outputs = axes.split()
     return Weight(x, role=role, leading="", inputs="".join(inputs), outputs=outputs)
 
@@ -70,19 +69,17 @@ def new_weight(x: jax.Array, role: str, axes: str) -> Weight:
 def normal(
     role: str, axes: str, key: jax.Array, shape: tuple[int, ...], spec: Spec, std: float, dtype: str
 ) -> Weight:
-    """A weight of truncated normal values (at 2 sigma) with standard deviation `std`."""
+    """Truncated normal values (at 2 sigma) with standard deviation `std`."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
     return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes)
 
 
 def ones(role: str, axes: str, shape: tuple[int, ...], dtype: str) -> Weight:
-    """A factor that changes nothing yet, on every device."""
     return new_weight(jnp.ones(shape, dtype), role, axes)
 
 
 def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
-    """A summand that changes nothing yet."""
     return new_weight(jnp.zeros(shape, dtype, out_sharding=spec), role, axes)
 
 
@@ -93,10 +90,7 @@ def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) 
 )
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A weight W that is used as W + scale * down @ up (LoRA, arXiv 2106.09685).
-
-    In a stack every array has an axis of layers in front, as in any block's.
-    """
+    """A weight W that is used as W + scale * down @ up (LoRA, arXiv 2106.09685)."""
 
     weight: Weight
     down: Weight  # its inputs' axes, r
@@ -107,12 +101,11 @@ class Adapted:
 
 
 def is_weight(x: Any) -> bool:
-    """Whether x is a weight: for `is_leaf` of `jax.tree.map`."""
     return isinstance(x, Weight)
 
 
 def map_weights(change: Callable, tree: Any, *beside: Any) -> Any:
-    """A tree with `change(weight)` in place of every weight; of trees alike, of theirs too."""
+    """A tree with `change(weight)` for every weight, and weights of trees beside it."""
 
     def change_leaf(x: Any, *others: Any) -> Any:
         return change(x, *others) if is_weight(x) else x
@@ -121,13 +114,10 @@ def map_weights(change: Callable, tree: Any, *beside: Any) -> Any:
 
 
 def map_products(change: Callable, tree: Any) -> Any:
-    """A tree with `change(array)` in place of the arrays of weights that are used in products."""
     return map_weights(lambda w: jax.tree.map(change, w) if w.is_in_products else w, tree)
 
 
 def relabel(tree: Any, old: str, new: str) -> Any:
-    """A tree whose weights' arrays have the axes `new` in front, where they had `old`."""
-
     def change(weight: Weight) -> Weight:
         assert weight.leading.startswith(old), f"{weight.axes} does not begin with {old}"
         return weight.copy(leading=new + weight.leading.removeprefix(old))
@@ -136,17 +126,14 @@ def relabel(tree: Any, old: str, new: str) -> Any:
 
 
 def weights_of(tree: Any) -> list[Weight]:
-    """The weights of a tree, in order."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_weight) if is_weight(x)]
 
 
 def part_of(tree: Any, is_in: Callable[[Weight], bool]) -> Any:
-    """A tree with None in place of the weights that are not in a part."""
     return map_weights(lambda weight: weight if is_in(weight) else None, tree)
 
 
 def join_parts(*parts: Any) -> Any:
-    """The tree of these parts of it."""
     if not jax.tree.leaves(parts[:-1]):
         return parts[-1]
 
@@ -157,8 +144,7 @@ def join_parts(*parts: Any) -> Any:
 
 
 def apply_elementwise(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
-    """`change(x, weight)`, elementwise and in float32, of x [B, T, ...] and a weight of its last
-    axes: of a layer, or of a layer on every stage of a pipeline."""
+    """`change(x, weight)` in float32, of x [B, T, ...]; weights as in `dense`."""
     w = weight[...].astype(jnp.float32)
     if "S" not in weight.leading:
         return change(x, w)
@@ -172,7 +158,7 @@ STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal 
 
 
 class _Axes(NamedTuple):
-    """The letters of a product: of what is multiplied by a weight, the weight, and the result."""
+    """The letters of a product: of x, the weight, and the result."""
 
     x: str
     weight: str
@@ -180,12 +166,9 @@ class _Axes(NamedTuple):
 
 
 def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Array:
-    """The product with a weight, computed in x's dtype: [B, T, inputs] -> [B, T, outputs].
-
-    The weight is of a layer, or of a layer on every stage of a pipeline. One of experts has an x
-    for each: [B, T, E, inputs] -> [B, T, E, outputs]. Naming the result's sharding is what makes a
-    product with an fsdp-sharded weight gather the weight and not the activations.
-    """
+    """The product with a weight of a layer, or of a layer on every stage: [B, T, inputs] -> [B, T,
+    outputs]; with experts [B, T, E, inputs] -> [B, T, E, outputs]. Naming the result's sharding
+    makes a product with an fsdp-sharded weight gather the weight and not the activations."""
     if isinstance(weight, Adapted):
         return _dense_adapted(x, weight, out_sharding)
     w = weight[...].astype(x.dtype)
@@ -224,8 +207,7 @@ def _dense_adapted(x: jax.Array, adapted: Adapted, out_sharding: Spec) -> jax.Ar
 
 
 def _drop_inputs(x: jax.Array, seeds_B: jax.Array, rate: float) -> jax.Array:
-    """x [B, T, ...] with a share of its values 0 and the others larger: the same ones of a row
-    wherever it is computed, as they follow from its seed and their place in it."""
+    """x [B, T, ...] with a share of its values 0 and the others larger, by a row's seed."""
     spec, place = jax.typeof(x).sharding.spec, jnp.uint32(0)
     for axis in range(1, x.ndim):
         along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=spec)
@@ -244,10 +226,7 @@ def hash_bits(x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _compute_gradient_once(y: jax.Array) -> jax.Array:
-    """y, whose gradient is computed once, though two products read it.
-
-    XLA for TPUs would compute it in both of them, and anew for every tile.
-    """
+    """y, whose gradient XLA for TPUs would compute anew in each product that reads it."""
     return y
 
 
@@ -271,12 +250,8 @@ def _product(axes: _Axes, out_sharding: Spec, x: jax.Array, weight: jax.Array) -
 
 
 def _confuses_rows(spec: Spec) -> bool:
-    """Whether XLA may return the rows of a product with such a weight in another order.
-
-    Where a weight is sharded over fsdp and tensor, and rows over fsdp and another axis, it puts the
-    rows of few tokens in the order of the weight's shards, and leaves them there. So there weights
-    are gathered before the product. XLA for TPUs gathers them by itself.
-    """
+    """Whether XLA leaves few rows in the order of the weight's shards: it does where a weight is on
+    fsdp and tensor, and rows on fsdp and another axis. So such weights are gathered first."""
     if platform() == "tpu":
         return False
     sizes = jax.sharding.get_abstract_mesh().shape

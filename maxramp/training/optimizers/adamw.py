@@ -10,11 +10,7 @@ from maxramp.training.optimizers.half_lives import Pace, kept_share, with_decay
 
 
 class State(NamedTuple):
-    """Means, and what is still in them of the zeros that they begin with.
-
-    That is the product of the shares that they kept in each step, which need not be the same: the
-    bias that is taken out.
-    """
+    """Means, and the share of their initial zeros still in them, a product over steps: the bias."""
 
     mu: Any  # means of gradients, in mu_dtype
     nu: Any  # of their squares
@@ -29,13 +25,11 @@ class Rule:
         self._keys = keys
 
     def init(self, weights: Any) -> State:
-        """Before the first step."""
         mu = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.dtype(self._keys.mu_dtype)), weights)
         nu = jax.tree.map(jnp.zeros_like, weights)
         return State(mu, nu, jnp.float32(1), jnp.float32(1))
 
     def update(self, gradients: Any, state: State, weights: Any, pace: Pace) -> tuple[Any, State]:
-        """The direction in which each weight moves, and the next state."""
         keys = self._keys
         b1, b2 = (kept_share(keys, name, pace) for name in ("adam_b1", "adam_b2"))
         mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, gradients)
@@ -54,6 +48,6 @@ class Rule:
         return moved, State(mu, nu, zeros_in_mu, zeros_in_nu)
 
     def second_moment(self, state: State) -> tuple[Any, jax.Array]:
-        """The mean of squares of each weight's gradients; and what its root is to be multiplied by,
-        as it began at zero: no number before the first step."""
+        """The mean of squares of each weight's gradients, and what its root is to be multiplied by,
+        as it began at zero: not finite before the first step."""
         return state.nu, jax.lax.rsqrt(1 - state.zeros_in_nu)

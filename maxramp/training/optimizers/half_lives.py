@@ -1,13 +1,10 @@
 """How long an optimizer remembers: in steps, or in samples whatever their batch.
 
-A mean that keeps the share b of itself in a step has a half-life of log(1/2) / log(b) steps. Where
-the batch grows 16 times, that is 16 times as many samples. With b^(B / R) in a step of B samples,
-it is as many samples as at the batch R that b was tuned for (arXiv 2507.07101 for Adam's second
-moment). A weight that loses the share r d of itself in a step of learning rate r does the same with
-a decay d B / R, where r does not follow the batch (arXiv 2405.13698, 2505.13738).
-
-Only the step's own batch is in it, so a restart, a ramp that is still to be decided or a batch that
-falls changes nothing.
+A mean that keeps the share b of itself in a step has a half-life of log(1/2) / log(b) steps. With
+b^(B / R) in a step of B samples it forgets by samples, as at the batch R that b was tuned for
+(arXiv 2507.07101, for Adam's second moment); so does a weight with a decay d B / R, where the rate
+does not follow the batch (arXiv 2405.13698, 2505.13738). Only the step's own batch is in it, so a
+restart or a changed ramp changes nothing.
 """
 
 from typing import Any, NamedTuple
@@ -29,14 +26,13 @@ STEADY = Pace()  # every step is one of the reference batch
 
 
 def kept_share(keys: OptimizerKeys, name: str, pace: Pace) -> Any:
-    """The share of itself that a mean keeps in a step; the key says it for the reference batch."""
+    """The share of itself that a mean keeps in a step; the key is for the reference batch."""
     share = getattr(keys, name)
     return share**pace.batch if name in keys.half_lives_in_samples else share
 
 
 def with_decay(direction: Any, weights: Any, keys: OptimizerKeys, name: str, pace: Pace) -> Any:
-    """The direction, before the learning rate, in which weights move that decay too, but for the
-    roles of adamw_mask."""
+    """The direction, before the learning rate, with decay; roles in adamw_mask have none."""
     decay = getattr(keys, name)
     if name in keys.half_lives_in_samples:
         decay = decay * pace.batch / pace.rate

@@ -1,17 +1,14 @@
-"""Muon: momentum whose singular values are made about 1 (arXiv 2409.20325, 2502.16982).
+"""Muon: momentum whose singular values are made about 1 (arXiv 2409.20325, 2502.16982), as
+`optax.contrib.muon` and MaxText compute it: Nesterov momentum without bias, five iterations of
+Newton and Schulz, and a factor by the shape of the matrix.
 
-What is computed is `optax.contrib.muon`'s, which MaxText uses: Nesterov momentum without bias, five
-iterations of Newton and Schulz, and a factor by the shape of the matrix.
+Newton-Schulz needs whole matrices. Each device takes some layers whole, of all matrices of one
+shape: it trades the shards of others for those of its own, along one mesh axis after the other, and
+back. Where there are more matrices than a copy of the weights has devices, each copy takes other
+layers, and the results are gathered at the end, as shards.
 
-Newton-Schulz needs whole matrices. Sharded products would send parts of them in every iteration. So
-each device takes some layers' matrices whole, of all matrices of one shape together: of the layers
-that it has a shard of, it sends away the shards of others and receives those of its own, along one
-mesh axis after the other. Afterwards they go back the same way. Where there are copies of the
-weights, and more matrices than a copy has devices, each copy takes other layers, and the results
-are gathered at the end, as shards.
-
-Shapes: L matrices of one shape, of all layers; M their shorter side, N their longer one. Those in
-lower case are of a device.
+Shapes: L matrices of one shape, of all layers; M their shorter side, N their longer one; in lower
+case those of a device.
 """
 
 import collections
@@ -35,7 +32,7 @@ _ITERATIONS = 5
 
 
 class State(NamedTuple):
-    """The mean of gradients, and what is still in it of zeros, as in AdamW."""
+    """The mean of gradients, and the share of its initial zeros in it, as in AdamW."""
 
     mu: Any  # in mu_dtype
     zeros_in_mu: jax.Array
@@ -48,12 +45,10 @@ class Rule:
         self._keys = keys
 
     def init(self, weights: Any) -> State:
-        """Before the first step."""
         mu_dtype = jnp.dtype(self._keys.mu_dtype)
         return State(jax.tree.map(lambda w: jnp.zeros_like(w, mu_dtype), weights), jnp.float32(1))
 
     def update(self, gradients: Any, state: State, weights: Any, pace: Pace) -> tuple[Any, State]:
-        """The direction in which each weight moves, and the next state."""
         keys, b = self._keys, kept_share(self._keys, "muon_beta", pace)
         mu = jax.tree.map(lambda m, g: (1 - b) * g + b * m, state.mu, gradients)
         zeros = b * state.zeros_in_mu
@@ -69,8 +64,7 @@ class Rule:
         mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
         return directions, State(mu, zeros)
 
-    def second_moment(self, state: State) -> None:
-        """It has none."""
+    def second_moment(self, state: State) -> None: ...
 
     def _factor(self, weight: Any) -> float:
         of_layer, cut = weight.shape[len(weight.leading) :], len(weight.inputs)
@@ -81,8 +75,7 @@ class Rule:
 
 
 def orthogonal(tree: Any, epsilon: float) -> Any:
-    """A tree of weights with every layer's matrix nearly orthogonal, in their dtype; epsilon is
-    added to the norm that a matrix is divided by."""
+    """A tree of weights with every layer's matrix nearly orthogonal, in their dtype."""
     arrays, structure = jax.tree.flatten(tree)
     specs = [jax.typeof(x).sharding.spec for x in arrays]
     pools = collections.defaultdict(list)
@@ -124,7 +117,7 @@ class _Form:
 
     @classmethod
     def from_weight(cls, weight: Any, spec: Spec) -> "_Form":
-        """Of a weight with an array, sharded so: at most the first axis of each side is."""
+        """At most the first axis of each side is sharded."""
         sides, cut, layers = map(len, (weight.own, weight.inputs, weight.leading))
         partitions = [*spec.partitions, *(None,) * (weight.ndim - len(spec.partitions))]
         used = {*jax.tree.leaves(partitions)}
@@ -147,7 +140,6 @@ class _Form:
         return x.swapaxes(1, 2) if self.is_turned else x
 
     def weight(self, x_lmn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `matrices`."""
         return (x_lmn.swapaxes(1, 2) if self.is_turned else x_lmn).reshape(shape)
 
 
@@ -174,8 +166,7 @@ def _made_whole(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
 
 
 def newton_schulz(x_LMN: jax.Array, epsilon: float) -> jax.Array:
-    """Whole matrices, M <= N, with the same singular vectors, and singular values of about 0.7 to
-    1.2; epsilon is added to the Frobenius norm that each is divided by first."""
+    """Same singular vectors, values of 0.7 to 1.2; epsilon is added to the norm divided by."""
     dtype, (a, b, c) = x_LMN.dtype, _COEFFICIENTS
     x_LMN = x_LMN.astype(jnp.float32)
     norm = jnp.sqrt(jnp.square(x_LMN).sum((1, 2), keepdims=True))

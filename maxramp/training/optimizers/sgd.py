@@ -10,22 +10,17 @@ from maxramp.training.optimizers.half_lives import Pace, kept_share
 
 
 class Rule:
-    """Weights move against their gradients, or against a decaying sum of them.
-
-    The sum is PyTorch's and optax's: m = momentum * m + g. With a half-life in samples, a gradient
-    counts as much more as it is forgotten sooner, so that a constant gradient has the same effect
-    at any batch.
-    """
+    """Weights move against their gradients, or against a decaying sum m = momentum * m + g, as in
+    PyTorch and optax. With a half-life in samples, a gradient counts as much more as it is
+    forgotten sooner, so a constant gradient has the same effect at any batch."""
 
     def __init__(self, keys: OptimizerKeys):
         self._keys = keys
 
     def init(self, weights: Any) -> Any:
-        """Before the first step; without momentum it keeps nothing."""
         return jax.tree.map(jnp.zeros_like, weights) if self._keys.sgd_momentum else {}
 
     def update(self, gradients: Any, state: Any, weights: Any, pace: Pace) -> tuple[Any, Any]:
-        """The direction in which each weight moves, and the next state."""
         momentum = self._keys.sgd_momentum
         if not momentum:
             return gradients, state
@@ -34,5 +29,4 @@ class Rule:
         state = jax.tree.map(lambda m, g: (now * m + gain * g).astype(m.dtype), state, gradients)
         return state, state
 
-    def second_moment(self, state: Any) -> None:
-        """It has none."""
+    def second_moment(self, state: Any) -> None: ...

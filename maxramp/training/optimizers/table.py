@@ -1,9 +1,5 @@
-"""Which optimizer a weight takes, by its role: gradients -> directions of weights.
-
-An optimizer is a record in `training.keys` and the module of its name here, whose `Rule` has
-`init`, `update` and `second_moment`, on the weights that take it. Clipping and the learning rate
-are in `step.py`: the first needs the norm that is logged, the second the consumed samples.
-"""
+"""Which optimizer a weight takes, by its role. An optimizer is a record in `training.keys` and the
+module of its name here, whose `Rule` has `init`, `update` and `second_moment`."""
 
 import importlib
 from typing import Any
@@ -24,7 +20,6 @@ class Optimizer:
         self._parts = {name: _module(name).Rule(keys) for name in names}
 
     def init(self, weights: Any) -> dict[str, Any]:
-        """The states before the first step."""
         return {name: part.init(self._part(name, weights)) for name, part in self._parts.items()}
 
     def update(
