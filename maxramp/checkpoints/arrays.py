@@ -100,8 +100,7 @@ _ARRAY_KEYS = (
 
 
 def items_of(state: TrainState) -> dict[str, Any]:
-    """A state as it is stored: the weights can be read by themselves, of adapted ones the adapters
-    alone."""
+    """A state as it is stored: the weights can be read alone, of adapted ones the adapters."""
     names = ("consumed_samples", "buffers", "opt_state", "bad_steps")
     return {
         "model": stored_part(state.model),
@@ -115,7 +114,6 @@ def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tupl
 
 
 def _path(path: Any) -> str:
-    """One spelling for a leaf, whether it is an attribute or an entry of what Orbax read back."""
     names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
     return ".".join(name for name in names if name != "value")
 
@@ -162,7 +160,7 @@ def restore(
 
 
 def reason_of(error: Exception) -> str:
-    """What a library raised, in a line that a person can read; of the disk's errors the name."""
+    """What a library raised, in a line; of the disk's errors the name."""
     text = " ".join(str(error).split())
     known = [] if isinstance(error, OSError) else [name for name in _DISK_ERRORS if name in text]
     return known[0] if known else errors.reason_of(error)[:300]

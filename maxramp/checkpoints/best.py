@@ -8,7 +8,7 @@ from maxramp.errors import ConfigError
 
 
 class Best:
-    """Knows how good the checkpoints are that it was told of."""
+    """The best checkpoint among those that were added."""
 
     def __init__(self, how: str, evaluations: Mapping[str, str]):
         """
@@ -23,7 +23,6 @@ class Best:
     def add(
         self, step: int, evaluation: Mapping[str, float], evaluations: Mapping[str, str]
     ) -> None:
-        """Notes a complete checkpoint (arguments as in `Checkpoint`)."""
         score = self._score(evaluation)
         kind = {self._name.partition("_")[0]}
         known = select_kinds(self._evaluations, kind)
@@ -32,12 +31,12 @@ class Best:
 
     @property
     def step(self) -> int | None:
-        """Of the best checkpoint, of equal ones the first; None without one."""
+        """The first of equal ones; None without one."""
         scores = self._scores
         return max(scores, key=lambda step: (scores[step], -step), default=None)
 
     def check(self, names: Sequence[str]) -> None:
-        """Refuses a number that evaluations do not have; `names` are those that they have."""
+        """Refuses a number that evaluations do not have."""
         if self._name and self._name not in names:
             raise ConfigError(
                 f"checkpoint_best={self._how}: evaluations of this run have no {self._name}, but "
@@ -45,17 +44,14 @@ class Best:
             )
 
     def is_beaten(self, evaluation: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than that of every checkpoint."""
         score, step = self._score(evaluation), self.step
         return math.isfinite(score) and (step is None or score > self._scores[step])
 
     def _score(self, evaluation: Mapping[str, float]) -> float:
-        """The more the better; not finite where the evaluation does not say."""
         value = evaluation.get(self._name, math.nan)
         return -value if self._way == "lowest" else value
 
     def __str__(self) -> str:
-        """What it is, for a person; "" without one."""
         if self.step is None:
             return ""
         value = self._scores[self.step] * (-1 if self._way == "lowest" else 1)

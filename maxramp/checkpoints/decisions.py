@@ -20,7 +20,6 @@ FILE = "decisions.json"
 
 
 def read(run: Place) -> list[dict[str, Any]]:
-    """The decisions in a run's folder, in order."""
     path = run / FILE
     try:
         found = json.loads(path.read_bytes())["decisions"]
@@ -46,19 +45,16 @@ class DecisionsFile:
         self.taken = read(run)
 
     def write(self, taken: Sequence[dict[str, Any]], first: int | None) -> None:
-        """Writes all decisions, or keeps them until `flush`.
-
-        Args:
-          taken: in order.
-          first: rows of the first batch of the run; None for a run that no one ramp repeats, as
-            its schedule began after its first step.
+        """Writes all decisions, or keeps them until `flush`. `first` are the rows of the run's
+        first batch; None for a run that no single ramp repeats, as its schedule began after its
+        first step.
         """
         self.taken, self._unwritten = list(taken), _text(taken, first)
         with contextlib.suppress(OSError):  # `flush` says so
             self.flush()
 
     def flush(self) -> None:
-        """Makes sure that everything is written, or raises an OSError."""
+        """Writes what waits, or raises an OSError."""
         if self._unwritten:
             write_whole(self._path, self._unwritten)
             self._unwritten = b""

@@ -80,7 +80,7 @@ class Checkpoint:
         return self.stages[:1] + [s for s in self.stages[1:] if s[f"first_{of}"] < end]
 
     def stage(self) -> dict[str, Any]:
-        """The stage of the next step; after the last, that one's."""
+        """Of the next step; after the last, that one's."""
         return [stage for stage in self.stages_of_run() if stage["first_step"] <= self.step][-1]
 
     @property
@@ -91,7 +91,7 @@ class Checkpoint:
         return SightKeys(**{name: stage[name] for name in SIGHT_KEYS})
 
     def differences(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Keys that the checkpoint and `values` both have with different values: (there, here)."""
+        """Keys that both have with different values: (there, here)."""
         there, here = self.config, json.loads(json.dumps(dict(values)))
         return {
             name: (there[name], here[name])
@@ -101,7 +101,6 @@ class Checkpoint:
 
 
 def is_step(name: str) -> bool:
-    """Whether a folder of this name is a checkpoint's: the number of its steps."""
     return _STEP.fullmatch(name) is not None
 
 
@@ -111,7 +110,6 @@ def steps_in(folder: Place) -> list[int]:
 
 
 def step_folders(folder: Place) -> list[Place]:
-    """What in a folder has a checkpoint's name, in any order: saves, or what was exported."""
     return [p for p in folder.iterdir() if is_step(p.name)] if folder.is_dir() else []
 
 
@@ -124,10 +122,8 @@ def is_committed(path: Place) -> bool:
 
 
 def commit(checkpoint: Checkpoint) -> None:
-    """Commits a checkpoint whose arrays are all written, or adds to a committed one.
-
-    Raises:
-      OSError: it does not count.
+    """Commits a checkpoint whose arrays are written, or adds to a committed one. After an OSError
+    it does not count.
     """
     values = {f.name: getattr(checkpoint, f.name) for f in dataclasses.fields(checkpoint)}
     del values["path"]
@@ -137,10 +133,8 @@ def commit(checkpoint: Checkpoint) -> None:
 
 
 def remove(path: Place) -> None:
-    """Removes a checkpoint; after a kill, what is left of it does not count.
-
-    Raises:
-      OSError: it is still there.
+    """Removes a checkpoint; after a kill, what is left of it does not count. Raises an OSError if
+    it is still there.
     """
     (path / FILE).unlink()
     remove_tree(path)
@@ -159,10 +153,8 @@ def discard(folder: Place) -> None:
 
 
 def read(path: Place) -> Checkpoint:
-    """Reads what stands beside a checkpoint's arrays, and looks whether all its files are there.
-
-    Raises:
-      TornError: a file is missing, too short or damaged.
+    """Reads what stands beside a checkpoint's arrays; a TornError where a file is missing, too
+    short or damaged.
     """
     try:
         values = json.loads((path / FILE).read_bytes())
@@ -212,7 +204,6 @@ def read_whole(folder: Place) -> Iterator[Checkpoint]:
 
 
 def find_best(folder: Place) -> Place:
-    """The best checkpoint of a folder, by the keys of its newest."""
     last, _ = newest(folder)
     how = last.config.get("checkpoint_best") if last else ""
     best = Best(how or "", last.evaluations if last else {})
@@ -226,9 +217,8 @@ def find_best(folder: Place) -> Place:
 
 
 def find(path: Place) -> Place:
-    """The checkpoint that a path means: itself, or the newest of a checkpoints or run folder.
-
-    CHECKPOINTS/best is the best of a folder.
+    """The checkpoint that a path means: itself, the newest of a checkpoints or run folder, or the
+    best (CHECKPOINTS/best).
     """
     path = place(path).absolute()
     for folder in (path / "checkpoints", path):

@@ -55,7 +55,6 @@ def changes_since(
     versions: Mapping[str, str],
 ) -> str:
     """The keys and versions that a start changes against its checkpoint, in one line; "" for none.
-
     Refuses what makes the run another one, unless `allow_changed` names it. Mixtures to come may
     differ.
     """
@@ -89,7 +88,6 @@ def changes_since(
 
 
 def seen_mixtures(mixtures: Sequence[Any], consumed_samples: int) -> list[Any]:
-    """The mixtures that a run has consumed samples of."""
     return [mixture for mixture in mixtures if mixture[0] < consumed_samples]
 
 
@@ -177,7 +175,6 @@ class Span:
 
     @property
     def first_step(self) -> int:
-        """The step that this job begins with."""
         return self.position.step if self.position else 0
 
     @property
@@ -194,14 +191,13 @@ class Span:
         return stage
 
     def steps(self) -> Iterator[int]:
-        """The steps of this job; while it runs, the last of them may change."""
+        """While it runs, the last of them may change."""
         step = self.first_step
         while step < self.last_step:
             yield step
             step += 1
 
     def _find_end(self) -> None:
-        """The first stage, by its place in the list, that this job leaves to another; its steps."""
         ramp, step, keys = self.ramp, self.first_step, self.keys
         self.last_step, self._end = ramp.total_steps, len(ramp.stages)
         if step >= self.last_step:
@@ -234,17 +230,8 @@ def take_up(
     recorded: Sequence[dict[str, Any]] = (),
     fields: Fields = text_fields,
 ) -> Span:
-    """The schedule of a job, from where its run stands.
-
-    Args:
-      batch: resolved.
-      keys: where a job ends before its run does.
-      num_devices: of this job.
-      meshes: by the number of devices, for later jobs.
-      restart_passes: how long a change of nodes takes (`PassCost.restart`).
-      position: the checkpoint to continue from.
-      recorded: what the run has decided (`decisions.read`).
-      fields: the arrays of a batch.
+    """The schedule of a job, from where its run stands at `position`. `meshes` are those of later
+    jobs by devices, `restart_passes` are `PassCost.restart`, `recorded` is from `decisions.read`.
     """
     start, change = start_of(batch, num_devices, position, recorded)
     ramp = RampupBatchManager(batch, num_devices, start, fields=fields)
@@ -260,10 +247,8 @@ def take_up(
 def length_by_epochs(
     batch: BatchKeys, num_devices: int, position: Checkpoint | None, rows: int, num_epoch: int
 ) -> tuple[int, str]:
-    """The length of a run that no key gives one: whole steps of the `rows` of num_epoch passes.
-
-    Returns:
-      Its samples, and which rows no step trains on, in one line; "" if all are trained on.
+    """Samples of the whole steps in num_epoch passes of `rows`, and a line on the rows that no step
+    trains on, "" for none.
     """
     start, _ = start_of(batch, num_devices, position)
     ramp = RampupBatchManager(batch, num_devices, start)
@@ -356,7 +341,6 @@ def _trained_stages(stages: list[dict], step: int) -> list[dict]:
 
 
 def _shapes(stages: list[dict]) -> list[list]:
-    """The stages as any devices would train them."""
     return [[stage[name] for name in _SHAPE] for stage in stages]
 
 
@@ -365,10 +349,7 @@ def _json(ramp: RampupBatchManager) -> list[dict]:
 
 
 def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:
-    """(from which sample on, global batch size) of what is still to come at `sample`.
-
-    Stages of one size that follow each other are one.
-    """
+    """(from which sample on, global batch size) of what is still to come, equal sizes joined."""
     found: list[tuple[int, int]] = []
     for stage in stages:
         begins, size = max(stage["first_sample"], sample), stage["global_batch_size"]

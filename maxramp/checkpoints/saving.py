@@ -21,15 +21,9 @@ from maxramp.processes import agreement
 
 
 class Saves:
-    """Writes checkpoints in the background, and counts the minutes between them."""
+    """Writes checkpoints in the background."""
 
     def __init__(self, folder: Place, keys: CheckpointKeys, warn: Callable[[str], None]):
-        """
-        Args:
-          folder: of the checkpoints.
-          keys: after how many minutes the next save is due, and how many may fail in a row.
-          warn: takes a line about a fault that need not end the run.
-        """
         self._folder, self._keys, self._warn = folder, keys, warn
         self.newest: int | None = None  # the step of the newest that is whole
         self._failed_in_a_row = 0
@@ -40,7 +34,6 @@ class Saves:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """The minutes to the next save count from now."""
         self._since = time.monotonic()
 
     def is_time(self) -> bool:
@@ -101,25 +94,16 @@ class Saves:
         self._current = step, future
 
     def check(self) -> None:
-        """Notices a save that has failed by now, where one process can tell.
-
-        Raises:
-          TrainingError: too many in a row have failed.
+        """Raises a TrainingError where too many saves in a row have failed, as far as one process
+        can tell.
         """
         if self._current and jax.process_count() == 1 and self._current[1].done():
             self.settle()
 
     def settle(self, last: bool = False) -> None:
-        """Waits until the last save is done on every process, or has failed on one.
-
-        Where one process fails, Orbax lets the others wait for it for 20 minutes: they learn it
-        here.
-
-        Args:
-          last: no save comes after it, which could make up for it.
-
-        Raises:
-          TrainingError: it has failed, and is the last or one too many.
+        """Waits until the last save is done on every process, or has failed on one: Orbax would let
+        the others wait for it for 20 minutes. Raises a TrainingError where it has failed and is
+        `last`, or one too many.
         """
         if self._current is None:
             return
@@ -145,8 +129,9 @@ class Saves:
         self._warn(f"{line}; the run continues ({self._failed_in_a_row} of {most})")
 
     def finish(self, error: BaseException | None) -> None:
-        """Waits until this process has written; of a run that ends with an error, which may be that
-        a peer is lost: then it never would have."""
+        """Waits until this process has written, unless an error says that a peer may be lost: then
+        it never would have.
+        """
         if self._current is None or isinstance(error, PeerLostError):
             return  # the last save of a run that comes to its end was waited for
         step, saving = self._current

@@ -34,7 +34,7 @@ from maxramp.training.state import TrainState
 
 
 class Checkpoints(contextlib.AbstractContextManager):
-    """The checkpoints of a run's folder."""
+    """Saves, finds and removes the checkpoints of a run."""
 
     def __init__(
         self,
@@ -69,22 +69,18 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._torn: list[Place] = []
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits until this process has written."""
         self._saves.finish(error)
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest that is whole."""
         return self._saves.newest
 
     def check(self) -> None:
-        """Notices a save that has failed by now (`Saves.check`)."""
         self._saves.check()
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, or that of load_full_state_path; None without one.
-
-        The first process chooses, the others follow. Nothing in the folder is changed.
+        """The newest whole checkpoint, or that of load_full_state_path, as the first process sees
+        it; None without one. Nothing in the folder changes.
         """
         chosen = agreement.decide_on_first(self._choose)
         if not chosen:
@@ -95,7 +91,6 @@ class Checkpoints(contextlib.AbstractContextManager):
         return position
 
     def _choose(self) -> str:
-        """The checkpoint to continue from; "" for none."""
         if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):
             raise ConfigError(
                 f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "
@@ -119,7 +114,6 @@ class Checkpoints(contextlib.AbstractContextManager):
         return str(position.path) if position else ""
 
     def changes_since(self, checkpoint: Checkpoint) -> str:
-        """What this start changes against a checkpoint, as `resume.changes_since`."""
         allowed = self._keys.allow_changed
         return changes_since(checkpoint, self.values, allowed, self._data, versions())
 
@@ -136,7 +130,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                 self._note(checkpoint)
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
-        """Whether to save after `step` steps: the same answer on every process."""
+        """The same answer on every process."""
         keys = self._keys
         if not keys.enable_checkpointing:
             return False
@@ -204,12 +198,9 @@ class Checkpoints(contextlib.AbstractContextManager):
     def make_up(
         self, step: int, evaluation: Mapping[str, float], prepare: Callable[[], Callable[[], None]]
     ) -> None:
-        """Adds to this run's last checkpoint the numbers of the evaluations that it owes.
-
-        Nothing is done where the checkpoint is another run's; `prepare` is as in `save`.
-
-        Raises:
-          TrainingError: they cannot be written.
+        """Adds to this run's last checkpoint the numbers of the evaluations that it owes; nothing
+        where it is another run's. `prepare` is as in `save`; a TrainingError where they cannot be
+        written.
         """
 
         def write() -> None:
@@ -231,7 +222,6 @@ class Checkpoints(contextlib.AbstractContextManager):
     def _writer(
         self, checkpoint: Checkpoint, state: TrainState, prepare: Callable[[], Callable[[], None]]
     ) -> Callable[[], None]:
-        """Copies a state, and returns what writes it and makes the checkpoint count."""
         written = _begin(lambda: arrays.save(checkpoint.path, state))
         prepared = _begin(prepare)
 
@@ -255,9 +245,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.best.add(checkpoint.step, checkpoint.evaluation, checkpoint.evaluations)
 
     def _tidy(self) -> None:
-        """Removes what no restart needs; where that fails, the next save tries it again.
-
-        The newest max_num_checkpoints_to_keep stay, the first of every keep_period, and the best.
+        """Removes what no restart needs: all but the newest max_num_checkpoints_to_keep, the first
+        of every keep_period, and the best. Where that fails, the next save tries it again.
         """
         newest, period = self._keys.max_num_checkpoints_to_keep, self._keys.checkpoint_keep_period
         try:

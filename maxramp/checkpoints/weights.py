@@ -46,25 +46,18 @@ class Weights(abc.ABC):
     def prepare(
         self, model: Decoder, values: Mapping[str, Any], note: Note = print_note
     ) -> Callable[[], Decoder]:
-        """Makes sure that they are those of an abstract model.
-
-        Args:
-          model: the shapes, dtypes and shardings of its weights.
-          values: of all keys, resolved.
-          note: takes a line about tensors that no weight takes.
-
-        Returns:
-          What reads them, with the shardings of `model`; it raises a ConfigError too. Where `model`
-          has adapters and these weights have none, what it returns has none.
+        """Makes sure that they are those of an abstract model; returns what reads them, with the
+        shardings of `model`, which may raise a ConfigError too. Where `model` has adapters and
+        these weights have none, it returns none. `note` takes a line about tensors that no weight
+        takes.
         """
 
     def load(self, model: Decoder, values: Mapping[str, Any]) -> Decoder:
-        """The weights; arguments as in `prepare`."""
         return self.prepare(model, values, lambda line: None)()
 
 
 class ReleasedWeights(Weights):
-    """Those of a Hugging Face folder, of a model or of adapters."""
+    """Of a Hugging Face folder, of a model or of adapters."""
 
     def __init__(self, folder: ModelFolder):
         self.path, self.origin = (folder.adapter or folder).path, folder
@@ -72,7 +65,7 @@ class ReleasedWeights(Weights):
     def prepare(
         self, model: Decoder, values: Mapping[str, Any], note: Note = print_note
     ) -> Callable[[], Decoder]:
-        """As in `Weights`; refuses keys that contradict config.json."""
+        """Refuses keys that contradict config.json."""
         folder, adapter = self.origin, self.origin.adapter
         there, family = folder.keys, values["decoder_block"]
         refuse(
@@ -101,7 +94,7 @@ class ReleasedWeights(Weights):
 
 
 class SavedWeights(Weights):
-    """Those of a checkpoint."""
+    """Of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, base: str = ""):
         """`base` is where the weights below adapters are now; "" = where they were."""
@@ -110,13 +103,12 @@ class SavedWeights(Weights):
 
     @functools.cached_property
     def origin(self) -> ModelFolder | None:
-        """What the run has kept."""
         return find_kept(self.checkpoint.path.parent.parent)
 
     def prepare(
         self, model: Decoder, values: Mapping[str, Any], note: Note = print_note
     ) -> Callable[[], Decoder]:
-        """As in `Weights`; refuses a base that is not the one that adapters were trained on."""
+        """Refuses a base that is not the one that adapters were trained on."""
         there = self.checkpoint
         _check_adapters(self.path, there.config, model, values)
         adapts = bool(there.config.get("lora_rank"))
@@ -145,12 +137,8 @@ class SavedWeights(Weights):
 
 
 def open_weights(path: str, key: str = _KEY) -> Weights:
-    """The weights at a path; no array is read.
-
-    Args:
-      path: a checkpoint; a folder of them or of a run, whose newest counts; a Hugging Face folder,
-        of a model or of adapters, or the name of one there.
-      key: whose value the path is.
+    """The weights at a path, of which no array is read: a checkpoint, a folder of them or of a run,
+    whose newest counts, a Hugging Face folder or the name of one. `key` is whose value the path is.
     """
     if folder := released.find(key, path):
         return ReleasedWeights(folder)
@@ -177,7 +165,6 @@ def _check_adapters(
 
 
 def find_kept(run: Place) -> ModelFolder | None:
-    """What a run has kept of the Hugging Face folder that it began with, if it did."""
     return released.find(_KEY, f"{run.absolute()}/{released.KEPT_IN}")
 
 

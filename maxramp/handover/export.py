@@ -59,7 +59,7 @@ def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], N
 
 
 def _is_made(to: Place, opened: Opened) -> bool:
-    """Whether an export is of a checkpoint; sets aside one that is not."""
+    """Whether an export is of this state; sets aside one that is not."""
     if (made_of := writing.made_of(to)) is None:
         return False
     if made_of.get("weights") == opened.saved:
@@ -72,7 +72,7 @@ def _is_made(to: Place, opened: Opened) -> bool:
 
 
 def _whole(model: Decoder, dtype: str) -> Decoder:
-    """The model in a dtype with its adapters merged into it; it takes over the base's memory."""
+    """The model in a dtype with its adapters merged; it takes over the base's memory."""
     base = without_adapters(model)
     reusable = () if {x.dtype for x in jax.tree.leaves(base)} - {jnp.dtype(dtype)} else (0,)
     with jax.set_mesh(mesh_of(model)):
@@ -91,17 +91,9 @@ def export(
     merge: bool = False,
     pause: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes a model as a folder of Hugging Face's; every process of the job takes part.
-
-    Of a model with adapters these alone are written, as PEFT has them.
-
-    Args:
-      opened: what the weights are of.
-      model: the weights.
-      to: the folder.
-      dtype: of the tensors; "" for that in which they came, or weight_dtype.
-      merge: whether adapters are added to the model, and the whole is written.
-      pause: called between two tensors, on every process.
+    """Writes a model as a folder of Hugging Face's, on every process; of adapters these alone, as
+    PEFT has them, unless `merge`. `dtype` "" is that in which the tensors came, or weight_dtype.
+    `pause` is called between two tensors.
     """
     if has_adapters(model) and not merge:
         _export_adapters(opened, model, to, dtype, pause)
@@ -168,7 +160,7 @@ def _export_adapters(
 
 
 def _source(opened: Opened, model: Decoder) -> dict[str, Any]:
-    """What an export is of: a state that was saved, or weights by their hash."""
+    """What an export is of: a saved state by its name, or weights by their hash."""
     return {"weights": opened.saved or fingerprint_of_weights(order_by_layer(model))}
 
 
@@ -205,7 +197,6 @@ def _template_of(opened: Opened) -> dict[str, bytes]:
 
 
 def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """tokenizer.json, the file that names its marks, and its chat template."""
     named = zip(("bos_token", "eos_token"), (tokenizer.begin, tokenizer.end), strict=True)
     marks = {name: tokenizer.decode([mark]) for name, mark in named if mark is not None}
     files = {"tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast"} | marks)}

@@ -15,7 +15,7 @@ _KEYS = "load_parameters_path", "load_full_state_path"
 
 
 def key_of_first_weights(config: Config) -> str:
-    """The key that gives them: a run may also continue from a state, with other weights."""
+    """A run may also continue from a state, with other weights."""
     return next((name for name in _KEYS if config.values[name]), _KEYS[0])
 
 
@@ -35,7 +35,6 @@ def check_first_weights(config: Config) -> None:
 
 
 def open_first_weights(config: Config) -> Weights | None:
-    """The weights that a run begins with (`pin_first_weights`); None for new ones."""
     key = key_of_first_weights(config)
     return open_weights(config.values[key], key) if config.values[key] else None
 
@@ -69,18 +68,14 @@ def _find(name: str, given: str, position: Checkpoint | None) -> str:
 
 
 def _state_at(path: Place) -> str:
-    """The name of the state that a checkpoint holds; "" where none can be read."""
     with contextlib.suppress(ConfigError):
         return folder.read(path).saved if folder.is_committed(path) else ""
     return ""
 
 
 def states_of_first_weights(config: Config, position: Checkpoint | None) -> dict[str, str]:
-    """What `Checkpoint.first` keeps of a configuration with pinned weights.
-
-    Args:
-      config: with the weights that `pin_first_weights` chose.
-      position: the run's own newest checkpoint; what it began with may be gone by now.
+    """What `Checkpoint.first` keeps of pinned weights; `position` is the run's newest checkpoint,
+    as what it began with may be gone.
     """
     given = {name: config.values[name] for name in _KEYS if config.values[name]}
     return {
@@ -92,10 +87,7 @@ def states_of_first_weights(config: Config, position: Checkpoint | None) -> dict
 
 
 def pin_first_weights(config: Config) -> Config:
-    """The configuration with the paths of `find_first_weights`.
-
-    All processes take those of the first, before anything that takes long.
-    """
+    """The configuration with the paths that `find_first_weights` finds on the first process."""
     pinned = agreement.decide_on_first(lambda: find_first_weights(config))
     moved = any(config.values[name] != path for name, path in pinned.items())
     return config.replace(**pinned) if moved else config

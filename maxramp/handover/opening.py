@@ -80,22 +80,19 @@ class PromptTokenizer:
 
     @property
     def ends(self) -> list[int]:
-        """The ids that end an answer; none where documents have no mark at their end."""
+        """The ids that end an answer; none where documents have no end mark."""
         (ids,) = dataclasses.replace(self.tokenizer, add_bos=False).encode([""])
         return list(dict.fromkeys((*ids.tolist(), *self.released_ends)))
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """What makes chats text."""
         if not self.chats:
             raise ConfigError("a chat needs the tokenizer of a model with a chat template")
         return open_template(self.tokenizer, self.chats)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> ChatText:
-        """The text of a chat, which an answer continues.
-
-        Raises:
-          BadRecord: they are not messages, the template refuses them, or one holds a mark.
+        """The text of a chat, which an answer continues. A BadRecord where it is none, the template
+        refuses it, or it holds a mark.
         """
         chat, template = read({"messages": messages}), self.template
         for text in chat.texts():
@@ -137,13 +134,8 @@ class Opened:
         arguments: Sequence[str],
         may_give: Sequence[str] = _OPEN,
     ):
-        """Reads the keys; no device is touched.
-
-        Args:
-          weights: of the model.
-          own: the keys that the model brings.
-          arguments: key=value, of those that may be given beside it.
-          may_give: which they are.
+        """Reads the keys; no device is touched. `own` are those that the model brings, `arguments`
+        key=value of those in `may_give`.
         """
         *_, given = config_files.read(str(base.CONFIGS / "base.yml"), arguments, print_note)
         for name, value in given.values.items():
@@ -160,16 +152,14 @@ class Opened:
 
     @property
     def path(self) -> str:
-        """Of the weights."""
         return self.weights.path
 
     @property
     def origin(self) -> ModelFolder | None:
-        """What a Hugging Face folder says of them (`Weights.origin`)."""
         return self.weights.origin
 
     def load(self) -> Decoder:
-        """The weights, on a mesh of all devices; the backend was started."""
+        """The weights, on a mesh of all devices of a started backend."""
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
@@ -183,7 +173,6 @@ class Opened:
         return PromptTokenizer(tokenizers.load(kind, path, **marks), ends, self.config.data)
 
     def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
-        """Type, file and marks of the tokenizer of the documents."""
         return _document_tokenizer(self.config.data, self._another)
 
 
@@ -191,7 +180,6 @@ class ReleasedModel(Opened):
     """A model of a folder as Hugging Face has them."""
 
     def __init__(self, weights: ReleasedWeights, arguments: Sequence[str]):
-        """Reads the keys of its config.json."""
         origin = weights.origin
         longest = origin.config.get("max_position_embeddings")
         own = {"dataset_type": "synthetic", **origin.keys}
@@ -215,7 +203,6 @@ class TrainedRun(Opened):
     """A run of ours, or one of its checkpoints."""
 
     def __init__(self, weights: SavedWeights, arguments: Sequence[str]):
-        """Reads the keys of its checkpoint."""
         checkpoint = weights.checkpoint
         there = checkpoint.config | vars(checkpoint.sight)
         names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
@@ -240,12 +227,6 @@ class TrainedRun(Opened):
 
 
 def tokenizer_of(keys: DataKeys, origin: ModelFolder | None) -> PromptTokenizer:
-    """The tokenizer of the data that a run trains on.
-
-    Args:
-      keys: of the data.
-      origin: what a Hugging Face folder says of the weights that the run began with.
-    """
     kind, path, marks = _document_tokenizer(keys, another=False)
     ends = tuple(origin.ends) if origin else ()
     return PromptTokenizer(tokenizers.load(kind, path, **marks), ends)
@@ -293,7 +274,6 @@ def _full_name(path: str) -> str:
 
 
 def is_run(path: str) -> bool:
-    """Whether a path means a checkpoint of ours."""
     with contextlib.suppress(ConfigError):
         return bool(folder.find(place(path)))
     return False
@@ -306,6 +286,5 @@ def open_model(path: str, arguments: Sequence[str]) -> Opened:
 
 
 def open_with_keys(weights: Weights, arguments: Sequence[str]) -> Opened:
-    """The model that weights are of; `arguments` as in `open_model`."""
     kind = ReleasedModel if isinstance(weights, ReleasedWeights) else TrainedRun
     return kind(weights, arguments)

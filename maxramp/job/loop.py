@@ -37,18 +37,12 @@ class Trainer(Protocol):
         ...
 
     @property
-    def evaluation_names(self) -> Sequence[str]:
-        """The names of the numbers of its evaluations."""
-        ...
+    def evaluation_names(self) -> Sequence[str]: ...
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched | None:
-        """Hands step `step` to the devices; its samples begin with number `first_sample`.
-
-        Returns:
-          Its numbers; None if it was given up because somebody asks for the end: the state stands.
-
-        Raises:
-          StepError: it cannot be taken; the state stands.
+        """Hands step `step` to the devices; its samples begin with number `first_sample`. None if
+        it was given up because somebody asks for the end; then, and after a StepError, the state
+        stands.
         """
         ...
 
@@ -64,13 +58,11 @@ class Trainer(Protocol):
         """
         ...
 
-    def raise_failure(self) -> None:
-        """Raises why a program that was compiled ahead did not compile, if there is one."""
-        ...
+    def raise_failure(self) -> None: ...
 
 
 class _After:
-    """What a job does with its state after a step: evaluates and saves it."""
+    """Evaluates and saves the state after a step."""
 
     def __init__(self, job: Job, trainer: Trainer, log: MetricsLog, numbers: LastEvaluation):
         self._job, self._trainer, self._log, self._numbers = job, trainer, log, numbers
@@ -87,14 +79,9 @@ class _After:
 
     @contextlib.contextmanager
     def saving(self, done: int, owes: Sequence[str] = ()) -> Iterator[None]:
-        """Saves the state after `done` steps before an error ends the run, or says what is lost.
-
-        A StepError leaves the state as it was, on every process. Other errors may be those of one
+        """Saves the state after `done` steps before an error ends the run, or says what is lost. A
+        StepError leaves the state as it was, on every process. Other errors may be those of one
         process, which cannot save without the others, or may have taken the state's arrays.
-
-        Args:
-          done: steps.
-          owes: the evaluations that did not come.
         """
         try:
             yield
@@ -145,7 +132,6 @@ class _After:
         return True
 
     def is_best(self, step: int) -> bool:
-        """Whether the evaluation of the state after step `step` is better than any before."""
         if not self._job.config.checkpoints.checkpoint_best:
             return False
         self._log.flush()  # it decides whether the state is saved
@@ -154,14 +140,8 @@ class _After:
 
 
 def train(job: Job, trainer: Trainer) -> int:
-    """Trains the steps of a job.
-
-    Returns:
-      0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a stage (everything is
-      saved).
-
-    Raises:
-      TrainingError: the run cannot go on.
+    """Trains the steps of a job: 0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a
+    stage (everything is saved); a TrainingError where the run cannot go on.
     """
     config, output, checkpoints, span = job.config, job.output, job.checkpoints, job.span
     ramp, first_step = span.ramp, span.first_step

@@ -55,12 +55,8 @@ class WithReference:
 
 
 def add_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
-    """The corpus with the log-probabilities of its pairs, which are made where there are none yet.
-
-    Called by all processes of the job.
-
-    Raises:
-      Stopped: somebody asks for the end.
+    """The corpus with the log-probabilities of its pairs, made where there are none; on all
+    processes. Raises Stopped where somebody asks for the end.
     """
     parts = [*corpus.train, *corpus.held_out]
     sequences = [part.items for part in parts]
@@ -128,14 +124,12 @@ def _log_probs(
 
 
 def _spec(job: Job) -> StageSpec:
-    """One pass of the stage that the job begins with, over chats."""
     stage = job.span.ramp.stage_at_step(job.span.first_step).spec
     fields = text_fields(stage.tokens, separate=True)
     return dataclasses.replace(stage.resize(1, stage.rows), fields=fields)
 
 
 def _program(job: Job, spec: StageSpec, expansion: Expansion) -> Jitted:
-    """Weights and a batch -> the log-probabilities of its rows, on every device."""
     recipe = job.config.recipe.with_spec(spec)
 
     def find(model: Decoder, batch: Batch) -> jax.Array:

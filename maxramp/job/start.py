@@ -49,12 +49,8 @@ def run(
     work: Callable[["Start"], int],
     preemption: Preemption | None,
 ) -> int:
-    """Runs a command that trains, and says in one line why it cannot.
-
-    Args:
-      load: loads the configuration; gets what takes a note.
-      work: runs it on the devices; returns the exit status.
-      preemption: hears signals; made here if there is none.
+    """Runs a command that trains, and says in one line why it cannot. `load` gets what takes a
+    note, `work` returns the exit status.
     """
     preemption, notes = preemption or Preemption(), []
     try:
@@ -112,7 +108,6 @@ class Start:
         return self.preemption.should_stop(after_step=False)
 
     def say(self, line: str) -> None:
-        """Prints a line, on the first process."""
         if jax.process_index() == 0:
             self.preemption.say(line)
 
@@ -123,12 +118,8 @@ class Start:
             raise Stopped
 
     def open_run(self, data: DataIdentity, fields: Fields, rows: int = 0) -> "Job":
-        """Opens the run's folder, and finds where the run stands.
-
-        Args:
-          data: what identifies the data.
-          fields: the arrays of a batch.
-          rows: in num_epoch passes over the data: the length of a run that no key gives one.
+        """Opens the run's folder, and finds where the run stands. `rows`, of num_epoch passes, are
+        the length of a run that no key gives one.
         """
         output = self.closing.enter_context(Output(self.config.run, dump_config(self.config)))
         if jax.process_index() == 0:
@@ -188,7 +179,6 @@ class Job(Start):
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a step to train for this job, or an evaluation to make up for."""
         return self.span.first_step < self.span.last_step or bool(self.owes)
 
     @property
@@ -199,7 +189,7 @@ class Job(Start):
         return [what for what in (position.owes if position else ()) if known[what]]
 
     def abstract_state(self) -> TrainState:
-        """The train state's shapes and shardings, on the mesh of the first step."""
+        """On the mesh of the first step."""
         spec = self.span.ramp.stage_at_step(self.span.first_step).spec
         abstract = abstract_state(self.config.recipe, mesh_lib.reshape_mesh(self.mesh, spec.mesh))
         if self.span.position:
@@ -228,11 +218,6 @@ class Job(Start):
         return state_of(recipe, first)
 
     def load_reference(self, model: Decoder) -> Decoder:
-        """The first weights without adapters, to stay near to.
-
-        Args:
-          model: their shapes, dtypes and shardings.
-        """
         return self._bind(without_adapters(self.first_weights().load(model, self.config.values)))
 
     @property
