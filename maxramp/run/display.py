@@ -13,9 +13,8 @@ from maxramp.run.metrics import OF_SET, TASK, Record
 
 
 def describe_stage(stage: Stage, before: Stage, last: int, steps: int) -> str:
-    """A stage in one line, with what its tokens see otherwise than those of the stage `before`.
-
-    `last` is the number of the run's last stage, `steps` are those of this one in the run.
+    """A stage in one line, with what its tokens see otherwise than those of the stage `before`;
+    `last` is the run's last stage, `steps` are those of this one in the run.
     """
     per_device = plain_number(stage.per_device_batch_size)
     cut, sight = stage.spec.rows_of_sample > 1, vars(before.spec.sight)
@@ -59,7 +58,6 @@ class Display:
         self._held_out = ""  # the last evaluation
 
     def start(self, ramp: RampupBatchManager) -> None:
-        """Shows the live line, on a terminal; records of steps of `ramp` follow."""
         self._ramp = ramp
         if sys.stdout.isatty() and not self._quiet:
             from rich import progress
@@ -78,14 +76,12 @@ class Display:
         return self._ramp.stage_at_step(self._ramp.total_steps - 1).index  # a ramp may grow
 
     def say(self, line: str) -> None:
-        """Prints a line above the progress."""
         if self._progress is not None:
             self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif not self._quiet:
             print(line, flush=True)
 
     def __call__(self, record: Record) -> None:
-        """Shows a record."""
         step = f"step {record['step']:>6}"
         if "eval_seconds" in record:
             seconds = duration(record["eval_seconds"])
@@ -158,7 +154,6 @@ class Display:
         self._seconds += record["step_seconds"]
 
     def close(self) -> None:
-        """Takes the live line away."""
         if self._progress is not None:
             self._progress.stop()
 

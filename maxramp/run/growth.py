@@ -34,7 +34,6 @@ class Growth:
             self(record)
 
     def __call__(self, record: Record) -> None:
-        """Records a step; ignores other records."""
         if self._policy and "norms_noise_signal" in record:
             period = adaptive.period_of(record, self._policy.period)
             if period not in self._periods:
@@ -63,7 +62,7 @@ class Growth:
 
 
 def recent(records: Sequence[Record], span: Span) -> list[Record]:
-    """The records before a start that the next decisions may use."""
+    """Those before a start that the next decisions may use."""
     ramp = span.ramp
     if not ramp.rungs:
         return []

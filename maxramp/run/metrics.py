@@ -54,7 +54,6 @@ class MetricsLog:
     """
 
     def __init__(self, keys: RunKeys, writers: Sequence[Callable[[Record], None]]):
-        """`keys` say which records end the run; every record goes to all `writers`."""
         self._keys, self._writers = keys, writers
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._pending = self._reader.submit(lambda: None)  # the last record's
@@ -86,8 +85,6 @@ class MetricsLog:
         self._push(dispatched.numbers, record)
 
     def log_eval(self, step: int, consumed_samples: int, dispatched: Dispatched) -> None:
-        """Takes over an evaluation just dispatched, after step `step`."""
-
         def record(read: Any, begin: float, end: float) -> Record:
             at = {"step": step, "consumed_samples": consumed_samples}
             return {**at, **dispatched.to_record(read, begin, end), "eval_seconds": end - begin}
@@ -95,11 +92,10 @@ class MetricsLog:
         self._push(dispatched.numbers, record)
 
     def flush(self) -> None:
-        """Waits for everything that is pending: the device has then done all that was asked."""
+        """Waits for all that the device was asked to do."""
         self._pending.result()
 
     def close(self) -> None:
-        """Waits for nothing more, and writes nothing more."""
         with self._writing:
             self._ended = True
         self._reader.shutdown(wait=False, cancel_futures=True)
@@ -125,19 +121,18 @@ class MetricsLog:
 
 
 class LastEvaluation:
-    """The numbers of the evaluations after the last step that had one; a writer of records."""
+    """The numbers of the last step that was evaluated; a writer of records."""
 
     def __init__(self):
         self._step, self._numbers = -1, {}
 
     def __call__(self, record: Record) -> None:
-        """Takes note of an evaluation; of any other record, nothing."""
         if "eval_seconds" in record:
             before = self._numbers if record["step"] == self._step else {}
             self._step, self._numbers = record["step"], before | numbers_of(record)
 
     def numbers_after(self, step: int) -> dict[str, float]:
-        """The numbers after a step, by their names; none where it had no evaluation."""
+        """By their names; none where the step had no evaluation."""
         names = self._numbers if self._step == step else ()
         return {
             name: self._numbers[name]
@@ -147,7 +142,6 @@ class LastEvaluation:
 
 
 def batch_record(stage: Stage, consumed_samples: int) -> Record:
-    """What is recorded of a batch of a stage, and of the samples consumed by then."""
     return {
         "stage": stage.index,
         "per_device_batch_size": plain_number(stage.per_device_batch_size),
@@ -164,14 +158,9 @@ def evaluation_from_sums(
     shown: Sequence[str] = ("loss", "tokens"),
     divisor: str = "tokens",
 ) -> Dispatched:
-    """An evaluation that was just dispatched.
-
-    Args:
-      sums: of all batches of each held-out set by its name, or one tuple of each batch. Where sets
-        have names, what is recorded of one ends with its name; without it, of all of them.
-      by_batch: whether there is one of each batch, to be recorded.
-      shown: what each is a sum of, by the names of an objective.
-      divisor: which of them the others are divided by.
+    """An evaluation that was just dispatched: `sums` of all batches of each held-out set by its
+    name, with `by_batch` one tuple of each batch, of what `shown` names; the others are divided by
+    `divisor`. What is recorded of a named set ends with its name.
     """
 
     def averages(batches: np.ndarray, end: str) -> Record:
@@ -198,7 +187,7 @@ def evaluation_from_sums(
 
 
 def names_of_sums(sets: Sequence[str], shown: Sequence[str]) -> list[str]:
-    """The names of the numbers of an evaluation: of sets by their names, "" of the only one."""
+    """Of sets by their names, "" of the only one."""
     ends = ["", *(f"_{name}" for name in sets if name)]
     return [f"eval_{name}{end}" for end in ends for name in shown]
 
@@ -250,7 +239,7 @@ def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """A value whose numbers JSON has: null for NaN and infinity, in lists and objects too."""
+    """Null for NaN and infinity, in lists and objects too."""
     if isinstance(value, dict):
         return {name: as_json(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -285,7 +274,6 @@ def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -
 
 
 def _evaluated_on(record: Record) -> str | None:
-    """What the evaluation of a record was on; None for a step."""
     if "eval_seconds" not in record:
         return None
     return TASKS if any(name.startswith(TASK) for name in record) else HELD_OUT

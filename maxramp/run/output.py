@@ -66,7 +66,6 @@ class Output:
         self._writers: list[JsonlWriter | EventWriter | WandbWriter] = []
 
     def _take_folder(self) -> None:
-        """Makes the folder and takes it for this run, until the process ends."""
         try:
             if not self._is_first:
                 self.kept = follow(self.folder, self.warn)
@@ -104,7 +103,7 @@ class Output:
         )
 
     def _check_shared(self) -> None:
-        """Looks on every process for what the first one wrote; the same answer on all of them."""
+        """Whether every process sees what the first one wrote."""
         mark = self.folder / ".shared"
         number = str(agreement.all_gather_json(int.from_bytes(os.urandom(3)))[0]).encode()
         if self._is_first:
@@ -214,7 +213,6 @@ class Output:
         )
 
     def write_plan(self, ramp: RampupBatchManager) -> None:
-        """Writes plan.json, of a ramp that has grown."""
         if self._is_first:
             try:
                 _write_json(self.here / "plan.json", ramp.to_json())
@@ -222,7 +220,7 @@ class Output:
                 self.warn(str(self._refusal(error)))
 
     def write_next_stage(self, span: Span) -> None:
-        """Leaves next_stage.json for whoever starts the next job, and says so."""
+        """For whoever starts the next job."""
         if not self._is_first:
             return
         planned, step = span.planned, span.last_step
@@ -240,17 +238,14 @@ class Output:
         )
 
     def say(self, line: str) -> None:
-        """Prints a line, above the progress where there is one."""
         self._display.say(line)
 
     def warn(self, line: str) -> None:
-        """Warns on stderr of a fault that need not end the run."""
         print(f"warning: {' '.join(line.splitlines())}", file=sys.stderr, flush=True)
 
     def say_start(
         self, corpus: Corpus, state: TrainState, recipe: Recipe, span: Span, changes: Sequence[str]
     ) -> None:
-        """Says what is about to run, and what changed since its checkpoint."""
         ramp, mesh = span.ramp, mesh_of(state)
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
@@ -283,7 +278,6 @@ class Output:
             self.say(line)
 
     def say_stopped(self, step: int | None) -> None:
-        """Says that a signal ended the run after a step; None if this start did none."""
         if step is None:
             self.say("stopped by a signal before a step was done; start again to continue")
             return
@@ -292,7 +286,6 @@ class Output:
         self.say(f"stopped by a signal after step {step}, {left}")
 
     def say_finished(self, span: Span) -> None:
-        """Says that there is nothing to do."""
         state, where = span.position.path, self.folder
         rest = "for a new run give another run_name, to continue more steps"
         if state.parent != where / "checkpoints":

@@ -19,16 +19,14 @@ _RESULTS = {
 
 
 def draw_run(records: list[Record], path: pathlib.Path, run_name: str) -> None:
-    """Draws the records of metrics.jsonl; does nothing without a step."""
+    """Draws the records of metrics.jsonl; nothing without a step."""
     if figure := figure_of(records, run_name):
         figure.savefig(path, dpi=130)
 
 
 def figure_of(records: list[Record], run_name: str) -> "Figure | None":
-    """The picture of the records of metrics.jsonl; None without a step.
-
-    The large panel has the batch and the mean reward, or the loss where there are no rewards; a
-    small one below it has every other number that the steps' objective shows, by its name; and each
+    """None without a step. The large panel has the batch and the mean reward, or the loss where
+    there are no rewards; a small one below it every other number of the steps' objective, and each
     number of tasks has one.
     """
     steps = [record for record in records if record.get("loss") is not None]
@@ -102,7 +100,6 @@ def _draw_result(axes: "Axes", records: list[Record], steps: list[Record], resul
 
 
 def _objective_names(steps: list[Record]) -> list[str]:
-    """The names of what the objective shows, in the order in which they came."""
     names = dict.fromkeys(name for record in steps for name in numbers_of(record))
     others = ("batch", "speed", "noise")
     learning = [name for name in names if tag_of(name).partition("/")[0] not in others]

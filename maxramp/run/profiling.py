@@ -37,7 +37,6 @@ class Profiler:
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def close(self) -> None:
-        """Ends and writes the trace, if one is running."""
         if self._running:
             jax.profiler.stop_trace()
             self._running = False

@@ -39,7 +39,6 @@ class JsonlWriter(Appending):
     """metrics.jsonl: one object per optimizer step, and one per evaluation."""
 
     def __call__(self, record: Record) -> None:
-        """Appends a record; a number that JSON lacks (NaN, infinity) is null."""
         self.append((json.dumps(as_json(record)) + "\n").encode())
 
 
@@ -66,7 +65,6 @@ class EventWriter(Appending):
         self._begun = False
 
     def __call__(self, record: Record) -> None:
-        """Writes the numbers of a record."""
         from tensorboardX.proto import event_pb2, summary_pb2  # takes a while
 
         if not self._begun:
@@ -134,7 +132,6 @@ class WandbWriter:
             ) from None
 
     def __call__(self, record: Record) -> None:
-        """Hands the numbers of a record to wandb, which does not wait for the network."""
         numbers = {tag_of(name): value for name, value in numbers_of(record).items()}
         try:
             self._run.log(numbers, step=record["step"])
