@@ -29,7 +29,6 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns the exit status, unless the command ends the process."""
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help", "help"):
         print("usage: python -m maxramp COMMAND ...   or   maxramp COMMAND ...\n")

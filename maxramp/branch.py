@@ -30,7 +30,6 @@ from maxramp.run.metrics import as_json
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status, of a branch that did not end well too."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="its folder, or its address in an object storage")
@@ -55,7 +54,6 @@ def main(arguments: list[str]) -> int:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """The result as a table and a few lines."""
     columns = (
         *("batch", "steps", "learning\nrate", "held-out\nloss", "above the\nbest smaller"),
         *("90% interval", "within"),

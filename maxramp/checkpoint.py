@@ -31,7 +31,6 @@ from maxramp.keys.yamlfile import read_yaml
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("command", choices=("ls", "show", "verify"))
     parser.add_argument("path", nargs="+", type=place)
@@ -41,7 +40,6 @@ def main(arguments: list[str]) -> int:
 
 
 def ls(path: Place) -> int:
-    """Lists the checkpoints of a folder."""
     before: Checkpoint | None = None
     folders, best = _checkpoints(path), None
     with contextlib.suppress(ConfigError):
@@ -73,7 +71,6 @@ def ls(path: Place) -> int:
 
 
 def show(path: Place) -> int:
-    """Prints everything about one checkpoint."""
     checkpoint = folder_lib.read(folder_lib.find(path))
     stage, config = checkpoint.stage(), checkpoint.config
     last = checkpoint.stages_of_run()[-1]["index"]

@@ -27,7 +27,6 @@ from maxramp.processes.ending import run
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, or a Hugging Face folder")
     text = "where to write it"

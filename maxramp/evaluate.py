@@ -43,7 +43,6 @@ _SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "system_instruction"
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     given = _parse(arguments)
     opened = open_model(given.run, given.keys)
     seconds, keys = opened.config.run.hang_timeout_seconds, opened.config.backend

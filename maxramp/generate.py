@@ -37,7 +37,6 @@ _SELDOM = 16  # tokens
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     _generate(_parse(arguments))
     return 0
 
@@ -134,7 +133,6 @@ def _text(argument: str) -> str:
 
 
 def _user_chat(text: str, tokenizer: PromptTokenizer) -> ChatText:
-    """A chat that a user begins."""
     try:
         return tokenizer.chat([{"role": "user", "content": text}])
     except BadRecord as bad:

@@ -57,7 +57,6 @@ _SUMS = "configs/pre_train/sums.yml"  # of a model for the prompts that come fro
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
-    """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
     given = sys.argv[1:] if arguments is None else arguments
 
     def load_config(note: Callable[[str], None]) -> Config:
@@ -70,7 +69,6 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 
 def _refuse(config: Config) -> None:
-    """Refuses what reinforcement learning cannot do."""
     if config.model.max_target_length <= config.rollout.max_completion_length:
         raise ConfigError(
             f"max_completion_length={config.rollout.max_completion_length} leaves no room for a "
@@ -131,7 +129,6 @@ def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
 
 
 def _run(begun: start.Start) -> int:
-    """Opens the prompts and the run's folder, and trains from where it stands."""
     config = begun.config
     given = [f"split_special_tokens={config.rollout.split_special_tokens}"]
     opened = agreement.raise_everywhere(lambda: open_with_keys(begun.first_weights(), given))
@@ -177,7 +174,6 @@ def _evaluation(config: Config, corpus: Corpus) -> str:
 def _trainer(
     job: start.Job, tokenizer: PromptTokenizer, corpus: Corpus, prompts: Mapping[str, Prompts]
 ) -> PolicyTrainer:
-    """What takes the steps, with its programs announced to the compiler."""
     config, output, span = job.config, job.output, job.span
     abstract = job.abstract_state()
     rewards = agreement.raise_everywhere(lambda: _rewards(job))
@@ -203,7 +199,6 @@ def _trainer(
 
 
 def _rewards(job: start.Job) -> Rewards | None:
-    """The reward functions, on process 0."""
     keys = job.config.rollout
     if jax.process_index():
         return None

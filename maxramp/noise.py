@@ -31,7 +31,6 @@ _COLUMNS = (
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="its folder, or its address in an object storage")
@@ -58,7 +57,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(block: Block) -> list[str]:
-    """What the table says of a block."""
     scale, low, high = block.rows
     return [
         f"{short(block.first_sample)} - {short(block.last_sample)}",

@@ -22,7 +22,6 @@ from maxramp.measuring.suggestion import suggest
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     parser = config_parser(__doc__)
     text = "a run with log_gradient_noise_scale=true, which gives the shape of the ramp"
     parser.add_argument("--noise", metavar="RUN", help=text)
@@ -36,7 +35,6 @@ def main(arguments: list[str]) -> int:
 
 
 def print_suggestion(found: dict[str, Any]) -> None:
-    """The suggestion as a table and a few lines."""
     batches, first = found["batches"], found["rows"][0]
     rows = [
         [

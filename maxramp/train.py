@@ -62,7 +62,6 @@ from maxramp.training.state import HeldState, TrainState
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
-    """Runs a command line; returns the exit status of `errors`, 0 when training is finished."""
     given = sys.argv[1:] if arguments is None else arguments
 
     def load_config(note: Callable[[str], None]) -> Config:
@@ -74,7 +73,6 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 
 def _run(begun: Start) -> int:
-    """Opens the data and the run's folder, and trains from where it stands."""
     config = begun.config
     expansion = Expansion(begun.mesh, config.data.expansion_factor_real_data)
     phases, beat = config.batch.changing(MIXTURE), begun.watchdog.beat
@@ -144,17 +142,14 @@ class Pretrainer:
 
     @property
     def state(self) -> TrainState:
-        """The state after the steps that were taken."""
         return self._held.tree
 
     @property
     def evaluation_names(self) -> list[str]:
-        """The names of the numbers of its evaluations."""
         tasks = self._tasks.names if self._tasks else []
         return names_of_sums(self._loader.held_out, self._objective.shown) + tasks
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched:
-        """Hands the batch of step `step` to the train step of its stage (`Trainer`)."""
         batch, data_seconds = self._loader.batch(step)
         consumed_tokens = self._ramp.tokens(first_sample + stage.global_batch_size)
         train_step, compile_seconds = self._programs.train_step(stage)
@@ -195,11 +190,9 @@ class Pretrainer:
         return evaluation_from_sums(found, by_batch, self._objective.shown, self._objective.divisor)
 
     def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
-        """Evaluates the state on the tasks of the run (`Trainer`)."""
         return self._tasks.evaluate(self._ahead, self.state, sight)
 
     def raise_failure(self) -> None:
-        """Raises why a program that was compiled ahead did not compile, if there is one."""
         self._ahead.raise_failure()
 
 

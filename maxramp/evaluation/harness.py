@@ -49,7 +49,6 @@ class _LastError(logging.Handler):
     line = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps it."""
         self.line = record.getMessage()
 
 
@@ -76,11 +75,8 @@ class Tasks(TaskManager):
     """The tasks of some names, with their data, loaded once."""
 
     def __init__(self, key: str, names: Sequence[str], include_path: str):
-        """
-        Args:
-          key: whose value the names are, for messages.
-          names: of tasks, groups and tags; or files of tasks.
-          include_path: a folder of tasks beside lm-eval's own; "" = none.
+        """`names` are of tasks, groups, tags or files of tasks; `include_path` is a folder of tasks
+        beside lm-eval's own.
         """
         self.names = list(names)
         if include_path and not os.path.isdir(include_path):
@@ -160,7 +156,6 @@ class Model(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The longest row in tokens."""
         return self._together.longest
 
     @property
@@ -206,7 +201,6 @@ class Model(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each whole text."""
         windows, texts = [], []
         for number, request in enumerate(requests):
             cut = get_rolling_token_windows(
@@ -225,7 +219,6 @@ class Model(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes behind each context."""
         groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
         for number, request in enumerate(requests):
             asked = request.args[1]
@@ -264,7 +257,6 @@ class Model(TemplateLM):
         return text[:at] + (kept if text.startswith(kept, at) else last.strip())
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """What lm-eval notes of the template."""
         return self._tokenizer.chat_template if chat_template else None
 
     def _render(self, messages: list[dict[str, Any]], ask: bool) -> str:
@@ -310,7 +302,6 @@ def _is_text(x: Any) -> bool:
 
 
 def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
-    """lm-eval's results: of each task, group and metric."""
     # What its `simple_evaluate` does first; that ends with seconds of asking the system for all
     # that is installed, for which training would wait.
     random.seed(0)
@@ -337,7 +328,6 @@ def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
 
 
 def _set_up(task: Task, asking: Asking) -> None:
-    """Sets how a task asks, unless it says otherwise."""
     if asking.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config("generation_kwargs", dict(asking.gen_kwargs), update=True)
     own = task.get_config("num_fewshot")
@@ -347,7 +337,6 @@ def _set_up(task: Task, asking: Asking) -> None:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """lm-eval's tables of tasks and of groups."""
     parts = [make_table(results)]
     parts += [make_table(results, "groups")] if results.get("groups") else []
     return "\n".join(parts)

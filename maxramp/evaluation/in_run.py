@@ -36,11 +36,8 @@ class RunTasks:
     """The tasks of a run, loaded once."""
 
     def __init__(self, job: Job, abstract: TrainState):
-        """Loads them on process 0, and goes through all that they will ask.
-
-        Args:
-          job: of the run; `evaluate_tasks` names one at least.
-          abstract: the train state's shapes and shardings.
+        """Loads them on process 0, and goes through all that they will ask; `abstract` are the
+        train state's shapes and shardings.
         """
         config, self._job = job.config, job
         keys: EvalKeys = config.evaluation
@@ -64,7 +61,6 @@ class RunTasks:
         self._asked, self.names = broadcast_json(known, self._beat)  # and the names of its numbers
 
     def announce(self, ahead: Ahead, stage: Stage) -> None:
-        """Has the programs of a stage's evaluations compiled, where it may have one."""
         end = of_run = self._job.span.ramp.total_samples
         if stage.samples is not None:
             end = stage.first_sample + stage.samples
@@ -73,10 +69,8 @@ class RunTasks:
             expect(self._scorer(ahead, mesh, stage.spec.sight), self._asked)
 
     def evaluate(self, ahead: Ahead, state: TrainState, sight: SightKeys) -> Dispatched | None:
-        """Evaluates a state as it was trained; None where somebody asks for the end meanwhile.
-
-        Raises:
-          StepError: a task fails, on every process.
+        """None where somebody asks for the end meanwhile; a StepError where a task fails, on every
+        process.
         """
         self._tell = Throttle(self._job.output.say)  # 30 seconds from here
         scorer = self._scorer(ahead, mesh_of(state), sight)

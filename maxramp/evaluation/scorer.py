@@ -86,9 +86,7 @@ class Scorer:
 
     def score(self, model: Decoder, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
         """The log-probability of each row's last tokens, and whether each of them is the likeliest.
-
-        Raises:
-          NotFiniteError: the weights give logits that are not numbers.
+        A NotFiniteError where the weights give no numbers.
         """
         found: list[Any] = [None] * len(rows)
         waiting: collections.deque[tuple[list[int], Any]] = collections.deque()
@@ -129,15 +127,9 @@ class Scorer:
         writing: Writing,
         until: Sequence[str],
     ) -> list[str]:
-        """The text that the model writes behind each prompt, up to any of some texts.
-
-        Prompts too long for the rows of the model lose their beginning.
-
-        Args:
-          model: the weights.
-          prompts: token ids.
-          writing: how; the ids that end an answer are the scorer's.
-          until: texts that end an answer and are not part of it.
+        """The text that the model writes behind each prompt (token ids), up to any of the texts in
+        `until`; the ids that end an answer are the scorer's. Prompts too long for the rows lose
+        their beginning.
         """
         lengths = [len(prompt) for prompt in prompts]
         passes = self.expect_answers(lengths, writing)
@@ -162,10 +154,8 @@ class Scorer:
         return texts
 
     def expect_scores(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
-        """Has the programs compiled that score rows of some lengths, less one token each.
-
-        Returns:
-          The shape [B, T] of each pass, and which rows it has.
+        """Has the programs compiled that score rows of these lengths, less one token each; the
+        shape [B, T] of each pass, and its rows.
         """
         passes = self._passes(lengths)
         for (B, T), _ in passes:
@@ -177,14 +167,8 @@ class Scorer:
     def expect_answers(
         self, lengths: Sequence[int], writing: Writing
     ) -> list[tuple[list[Hashable], list[int]]]:
-        """Has the programs compiled that answer prompts of some lengths.
-
-        Args:
-          lengths: tokens of each prompt.
-          writing: as that of `write`.
-
-        Returns:
-          The programs of each pass, by what the compiler knows them by, and which prompts it has.
+        """Has the programs compiled that answer prompts of these lengths; the keys of each pass's
+        programs, and its prompts.
         """
         most_tokens = writing.most_tokens
         room = self.keys.max_target_length - most_tokens
@@ -219,7 +203,6 @@ class Scorer:
         return self._written[generator.writing, shape]
 
     def trace(self, B: int, T: int) -> jax.stages.Traced:
-        """The program that scores B rows of T tokens."""
         sharding = NamedSharding(self._mesh, TOKENS_BT)
         ids = jax.ShapeDtypeStruct((B, T), np.int32, sharding=sharding)
         return self._score.trace(self._abstract, ids, ids)

@@ -43,27 +43,19 @@ class Together:
 
     @property
     def longest(self) -> int:
-        """The longest row, in tokens."""
         return self.scorer.keys.max_target_length
 
     def score(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """`Scorer.score`; called by process 0."""
         return self._ask("score", [[row.tokens, row.count] for row in rows])
 
     def write(
         self, prompts: Sequence[Sequence[int]], writing: Writing, until: Sequence[str]
     ) -> list[str]:
-        """`Scorer.write`; called by process 0."""
         return self._ask("write", [[*map(list, prompts)], dataclasses.asdict(writing), [*until]])
 
     def run(self, lead: Callable[[], Any]) -> Any:
-        """Has process 0 do what asks, and the others compute with it.
-
-        Returns:
-          What `lead` returned; None but on process 0.
-
-        Raises:
-          ConfigError, TrainingError: on all processes, what `lead` raised.
+        """Has process 0 do what asks (`lead`), and the others compute with it. Returns, on process
+        0, and raises, on all, what `lead` did.
         """
         if jax.process_index():
             while asked := broadcast_json(None, self.beat):
@@ -95,38 +87,28 @@ class Together:
 
 
 class Rehearsal:
-    """Replaces `Together` and answers at once: lengths of rows depend on no weights.
-
-    Attributes:
-      asked: what was asked, as `expect` takes it.
+    """Replaces `Together` and answers at once: lengths of rows depend on no weights. `asked` is
+    what `expect` takes.
     """
 
     def __init__(self, longest: int, beat: Callable[[], None]):
-        """`longest` is the longest row, in tokens; `beat` is called now and then."""
         self.longest, self.beat = longest, beat
         self.asked: list[list[Any]] = []
 
     def score(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Answers as `Together.score`, that every row is as likely."""
         self.asked.append(["score", [len(row.tokens) - 1 for row in rows]])
         return [(-1.0, False)] * len(rows)
 
     def write(
         self, prompts: Sequence[Sequence[int]], writing: Writing, until: Sequence[str]
     ) -> list[str]:
-        """Answers as `Together.write`, with nothing."""
         lengths = [len(prompt) for prompt in prompts]
         self.asked.append(["write", lengths, dataclasses.asdict(writing)])
         return [""] * len(prompts)
 
 
 def expect(scorer: Scorer, asked: Sequence[Sequence[Any]]) -> None:
-    """Has the programs compiled for what will be asked of a scorer.
-
-    Args:
-      scorer: on every process.
-      asked: of a `Rehearsal`.
-    """
+    """Has the programs compiled for what will be asked of a scorer, on every process."""
     for what, lengths, *how in asked:
         if what == "score":
             scorer.expect_scores(lengths)

@@ -109,18 +109,10 @@ class Generator:
         prompts: Sequence[np.ndarray],
         samples: Sequence[int] | None = None,
     ) -> list[Answer]:
-        """The answers to prompts.
-
-        Args:
-          weights: from `prepare`.
-          prompts: token ids of each, one at least.
-          samples: a number for each prompt; draws depend on the seed, this number and the position
-            of a token, and so neither on the prompts beside it nor on how they are cut into
-            batches. Without, 0, 1, 2, ...
-
-        Raises:
-          ConfigError: a prompt is empty, or too long for the model's rows.
-          NotFiniteError: the weights give logits that are not numbers.
+        """The answers to prompts (token ids). Draws depend on the seed, the number of the prompt in
+        `samples` (0, 1, ...) and the position of a token, so neither on the prompts beside it nor
+        on how they are cut into batches. A ConfigError where a prompt is empty or too long, a
+        NotFiniteError where the weights give no numbers.
         """
         *_, answers = self.stream(weights, prompts, samples, self._keys.max_target_length)
         return answers
@@ -153,14 +145,9 @@ class Generator:
     def trace_programs(
         self, model: Decoder, count: int, longest: int = 0
     ) -> dict[str, Callable[[], jax.stages.Traced]]:
-        """The programs of `prepare` and `answer` for this many prompts, by what they do.
-
-        Lower and compile what they return, and a call finds it: JAX keeps what it lowers.
-
-        Args:
-          model: its shapes and shardings.
-          count: of prompts.
-          longest: tokens of the longest of them; 0 = `room`.
+        """The programs of `prepare` and `answer` for this many prompts, the longest of `longest`
+        tokens (0 = `room`). Lower and compile what they return, and a call finds it: JAX keeps what
+        it lowers.
         """
         weights, sizes = self.prepare.eval_shape(model), self._sizes(longest)
         rows = jax.tree.map(
@@ -189,14 +176,12 @@ class Generator:
         return {"sampling": self.writing.sampling, "stops": self.writing.stops}
 
     def _sizes(self, longest: int) -> dict[str, int]:
-        """Tokens of a row that are read at once, and all that there may be."""
         longest, most = self.writing.room or longest, self._keys.max_target_length
         slots = most if self.writing.most_tokens is None else longest + self.writing.most_tokens
         sizes = {"length": longest, "slots": slots}
         return {k: min(rounded_up(max(n, _FEWEST_TOKENS)), most) for k, n in sizes.items()}
 
     def _most_tokens(self, prompt: np.ndarray) -> int:
-        """Of the answer to a prompt."""
         most = self.writing.most_tokens
         return max(1, self._keys.max_target_length - len(prompt)) if most is None else most
 
@@ -219,7 +204,6 @@ class Generator:
                 )
 
     def _rows(self, count: int) -> int:
-        """Rows for this many prompts, as many on each device."""
         ranks = math.prod(self._mesh.shape[axis] for axis in ROW_AXES)
         return ranks * rounded_up(-(-count // ranks))
 
@@ -322,7 +306,6 @@ def _append(rows: Rows, logits_BV: jax.Array, sampling: Sampling, stops: tuple[i
 
 
 def _answers(rows: Rows, prompts: Sequence[np.ndarray], stops: Sequence[int]) -> list[Answer]:
-    """What stands behind the prompts, in arrays of their own."""
     if np.isnan(rows.log_probs_BS).any():
         raise NotFiniteError(
             "the weights give logits that are not numbers; take another checkpoint"

@@ -27,7 +27,6 @@ class Sampling:
     vocab_size: int = 0  # draw only ids below it: those behind a tokenizer's are not text; 0 = all
 
     def check(self) -> None:
-        """Checks each number, an option of a command."""
         is_temperature = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
         for name, holds, bound in (
             ("temperature", is_temperature, f"0, which is greedy, or {_COLDEST:g} or more"),
@@ -41,20 +40,11 @@ class Sampling:
 def sample(
     logits_BV: jax.Array, sampling: Sampling, draws_B2: jax.Array, positions_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The next token of every row, and the logarithm of its probability.
-
-    What is drawn is a function of the seed, the sample and the position alone: not of the row that
-    a sample lies in, nor of the rows beside it.
-
-    Args:
-      logits_BV: float32.
-      sampling: how to draw.
-      draws_B2: uint32, the seed and the number of each row's sample.
-      positions_B: int32, where the token will stand.
-
-    Returns:
-      Token ids, int32; and under softmax(logits / temperature), float32, whatever top_k, top_p and
-      vocab_size leave out. For temperature 0 that is softmax(logits).
+    """The next token of every row, int32, and its log-probability under softmax(logits /
+    temperature), float32, whatever top_k, top_p and vocab_size leave out (for temperature 0 under
+    softmax(logits)). What is drawn is a function of draws_B2 (uint32: seed and sample) and
+    positions_B (int32, where the token will stand) alone: not of the row that a sample lies in, nor
+    of the rows beside it.
     """
     logits_BV = logits_BV / (sampling.temperature or 1.0)
     kept_BV = _mask_unlikely(logits_BV, sampling)

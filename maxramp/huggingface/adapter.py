@@ -33,7 +33,6 @@ class AdapterFolder:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """adapter_config.json."""
         where = f"{self.path}/{CONFIG}"
         found = read_json(where)
         wanted = {"peft_type": ("LORA",), "bias": ("none", None)}
@@ -62,12 +61,11 @@ class AdapterFolder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Where its tensors lie (`safetensors.tensors_of`)."""
         return tensors_of(self.path, TENSORS)
 
     @functools.cached_property
     def layers(self) -> list[int]:
-        """The numbers of the layers that they adapt; none = all."""
+        """None = all."""
         if not isinstance(pattern := self.config.get("target_modules"), str):
             return sorted({*_list_of(self.config.get("layers_to_transform"))})
         # A regular expression chooses matrices one by one: those that it has chosen are there.
@@ -85,7 +83,6 @@ class AdapterFolder:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The keys of the adapters."""
         modules = {name.split(".")[-3] for name in self.tensors if name.count(".") > 2}
         targets = [name for name in LORA_MODULES if name in modules]
         if targets == list(LORA_MODULES):

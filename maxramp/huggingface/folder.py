@@ -47,7 +47,6 @@ class ModelFolder:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The keys of the model (`config_json.keys_of`)."""
         own = self.adapter.keys if self.adapter else {}
         return config_json.keys_of(self.config, f"{self.path}/config.json") | own
 
@@ -58,7 +57,7 @@ class ModelFolder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Where its tensors lie (`safetensors.tensors_of`), by their names in a text model."""
+        """By their names in a text model."""
         found: dict[str, Tensor] = {}
         for name, tensor in tensors_of(self.path).items():
             short = name.replace("language_model.", "", 1)
@@ -99,13 +98,11 @@ class ModelFolder:
 
     @property
     def side_files(self) -> dict[str, bytes]:
-        """The files BESIDE that it has."""
         paths = {name: f"{self.path}/{name}" for name in BESIDE}
         return {n: storage.read_bytes(path) for n, path in paths.items() if storage.exists(path)}
 
     @property
     def tokenizer(self) -> tuple[str, str]:
-        """Type and path of its tokenizer."""
         for name, kind in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
             if storage.exists(f"{self.path}/{name}"):
                 return kind, f"{self.path}/{name}"

@@ -103,7 +103,6 @@ def _name_of(name: str) -> str:
 
 
 def _check(path: str, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> None:
-    """Makes sure that the tensors are those of the model."""
     V, D, F = (config[name] for name in ("vocab_size", "hidden_size", "intermediate_size"))
     H, K = (config[f"num_{of}_heads"] * config["head_dim"] for of in ("attention", "key_value"))
     of_layer = {"q_proj": (H, D), "k_proj": (K, D), "v_proj": (K, D), "o_proj": (D, H)}
@@ -178,7 +177,6 @@ def _marks(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _tokenizer(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The files of a tokenizer that merges bytes, by their names."""
     said = {
         name: fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre", "add_bos_token")
     }

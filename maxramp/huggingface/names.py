@@ -31,7 +31,6 @@ class Form:
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
         sizes = dict(zip(self.axes, self.shape, strict=True))
         return tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
 
@@ -69,16 +68,12 @@ class Named:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it has an axis of layers in front."""
         return bool(self.weight.layers)
 
 
 def name_tensors(model: Decoder, decoder_block: str, layers: Sequence[int] = ()) -> Iterator[Named]:
-    """The weights of a model, or of its shapes, in the order of `jax.tree.leaves`.
-
-    Args:
-      model: in layer order (`model.order`).
-      layers: the numbers of those that have tensors; none = all.
+    """The weights of a model in layer order (`model.order`), or of its shapes, as `jax.tree.leaves`
+    has them; `layers` have tensors, none = all.
     """
     tensors = FAMILIES[decoder_block].tensors
     numbers = {kind: [] for kind in model.pattern.kinds}

@@ -107,13 +107,9 @@ def prepare_load(
     note: Callable[[str], None],
     layers: Sequence[int] = (),
 ) -> Callable[[], Decoder]:
-    """What reads the weights of a folder, which is known to have them all.
-
-    Args:
-      vocab_size: the rows that embedding and head have there.
-      model: the shapes, dtypes and shardings of the weights.
-      note: takes a line about tensors that no weight takes.
-      layers: the numbers of those that have tensors, the others are zeros; none = all.
+    """What reads the weights of a folder, which is known to have them all: `vocab_size` rows of
+    embedding and head, and of the `layers` that have tensors (none = all; the others are zeros).
+    `note` takes a line about tensors that no weight takes.
     """
     weights = list(name_tensors(order_by_layer(model), decoder_block, layers))
     check(weights, tensors, vocab_size, folder)
@@ -126,7 +122,6 @@ def prepare_load(
 def load(
     tensors: Mapping[str, Tensor], model: Decoder, decoder_block: str, layers: Sequence[int] = ()
 ) -> Decoder:
-    """The weights of checked tensors, with the shapes, dtypes and shardings of `model`."""
     ordered = order_by_layer(model)
     with ThreadPoolExecutor(1) as pool, jax.set_mesh(mesh_of(model)):
         weights = list(name_tensors(ordered, decoder_block, layers))
@@ -168,7 +163,6 @@ class _Parts:
 
     @classmethod
     def from_weight(cls, weight: Named) -> "_Parts":
-        """Those of the tensors of a weight."""
         mesh, spec = mesh_of(weight.weight), _spec_of(weight)
         split = tuple(spec[weight.form.axes.index(group[0])] for group in weight.form.groups)
         # What cuts the rows at last comes first, and what cuts the other axis last: so parts are
@@ -226,7 +220,6 @@ class _Parts:
 
     @property
     def _own(self) -> list[int]:
-        """The parts of this process."""
         devices, here = _line(self.mesh, self.axes), jax.process_index()
         return [i for i, at in enumerate(self.readers) if devices[at].process_index == here]
 

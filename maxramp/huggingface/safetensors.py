@@ -44,7 +44,6 @@ class Tensor:
 
     @property
     def rows(self) -> int:
-        """The length of the first axis."""
         return self.shape[0] if self.shape else 1
 
     def read(self, first: int, stop: int) -> np.ndarray:
@@ -151,12 +150,10 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """An object of a JSON file."""
     return parse_json(path, storage.read_bytes(path))
 
 
 def parse_json(path: str, data: bytes) -> dict[str, Any]:
-    """The object that is the content of a JSON file."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -58,15 +58,9 @@ def write(
     source: Mapping[str, Any],
     pause: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes a model's folder; every process of the job takes part.
-
-    Args:
-      folder: which is not there yet, or not whole.
-      model: the weights; others may be None.
-      form: how they are written.
-      beside: other files of the folder, by name; one of MARKS among them.
-      source: what the weights are, JSON; the folder keeps it (`made_of`).
-      pause: called between two tensors, on every process; what it raises ends the export.
+    """Writes a model's folder, which is not there yet or not whole, on every process of the job.
+    `beside` are other files by name, one of MARKS among them; `source` says what the weights are
+    (`made_of`); `pause` is called between two tensors: what it raises ends the export.
     """
     model, dtype = order_by_layer(model), form.dtype
     tensors = {
@@ -162,7 +156,6 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], form: Format) -> dict[str, list[str]]:
-    """The tensors of every file, by its name."""
     files: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():

@@ -27,7 +27,6 @@ _CLUSTERS = {"local": local.run, "slurm": slurm.submit, "gke": gke.apply}
 
 @command
 def main(arguments: list[str]) -> int:
-    """Runs a command line; returns the exit status."""
     parser = config_parser(__doc__)
     parser.add_argument("--cluster", required=True, choices=_CLUSTERS, help="where jobs run")
     text = "print everything that would be started"

@@ -86,7 +86,6 @@ exit "$status"
 
 
 def apply(run: Run, dry_run: bool) -> int:
-    """Writes the YAML and runs it to its end; returns the exit status."""
     launch, files = manifests(run)
     if dry_run:
         for name, text in files.items():

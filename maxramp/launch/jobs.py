@@ -87,12 +87,12 @@ class Run:
         )
 
     def steps_done(self) -> int:
-        """Steps done in the newest whole checkpoint; 0 before the first."""
+        """In the newest whole checkpoint; 0 before the first."""
         position = folder_lib.newest(self.folder / "checkpoints")[0]
         return position.step if position else 0
 
     def node_counts(self) -> list[int]:
-        """Every number of nodes that a job of the run has, in the order of the plan."""
+        """Of all jobs, in the order of the plan."""
         return list(dict.fromkeys([*(stage.nodes for stage in self.stages), self.next_nodes]))
 
     def stages_on(self, nodes: int) -> str:
@@ -100,11 +100,9 @@ class Run:
         return ", ".join(str(stage.index) for stage in self.stages if stage.nodes == nodes)
 
     def processes(self, nodes: int) -> int:
-        """Processes of a job."""
         return nodes * self.config.launch.processes_per_node
 
     def command(self, python: str = sys.executable) -> list[str]:
-        """The command line of one process."""
         return [python, "-m", self.module, *self.arguments]
 
 

@@ -99,7 +99,6 @@ exit "$status"
 
 
 def submit(run: Run, dry_run: bool) -> int:
-    """Writes the scripts and submits the first; returns the exit status."""
     scripts = {f"{nodes}-nodes.sh": script(run, nodes) for nodes in run.node_counts()}
     first, folder = f"{run.next_nodes}-nodes.sh", run.folder / "slurm"
     if dry_run:
@@ -136,10 +135,7 @@ _ENDS = {
 
 
 def print_status(run: Run) -> int:
-    """Prints the jobs of a run so far: where each stood, and what is in SLURM's queue; returns 0.
-
-    The oldest comes first, those that have not started last.
-    """
+    """The oldest job first, those that have not started last."""
     chain, metrics = run.folder / "slurm" / "chain.jsonl", run.folder / "metrics.jsonl"
     jobs: dict[int, list[dict[str, Any]]] = {}  # the start of each and what came then
     for line in chain.read_bytes().splitlines() if chain.exists() else ():
@@ -196,7 +192,6 @@ def _ask(refusal: str, *words: str, cwd: pathlib.Path | None = None) -> str:
 
 
 def script(run: Run, nodes: int) -> str:
-    """The batch script of the jobs on that many nodes."""
     keys, srun, devices = run.config.launch, [], run.config.batch.devices_per_node
     image, mounts = keys.container_image, keys.container_mounts
     command = run.command("python" if image else sys.executable)

@@ -117,13 +117,9 @@ class Experiment:
     """The branches of one checkpoint over one window of rows."""
 
     def __init__(self, run: str, at: int, sizes: str, tokens: str, keys: Sequence[str]):
-        """
-        Args:
-          run: the folder, or its address in an object storage.
-          at: the step of the checkpoint.
-          sizes: global batch sizes, comma-separated.
-          tokens: of the window, with a suffix; "" = a tenth of the run's.
-          keys: key=value for every branch.
+        """`run` is a folder or an address, `at` the step of a checkpoint, `sizes` are global
+        batches with commas, `tokens` those of the window ("" = a tenth of the run's), `keys`
+        key=value for every branch.
         """
         self._run, self._sizes, self._keys = place(run).absolute(), parse_sizes(sizes), list(keys)
         self._position = position = _checkpoint(self._run, at)
@@ -154,10 +150,8 @@ class Experiment:
                 raise ConfigError(f"{key}: a branch has its own {name}; leave it out")
 
     def train(self, out: IO[str]) -> int:
-        """Trains what is left to train; returns the exit status of what went wrong, or 0.
-
-        Args:
-          out: where progress goes: standard output or standard error.
+        """Trains what is left to train; the exit status of what went wrong, or 0. `out` takes the
+        progress.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
@@ -183,7 +177,7 @@ class Experiment:
         return 0
 
     def result(self, tolerance: float) -> dict[str, Any]:
-        """The comparison of all sizes, also written to branch.json in their folder."""
+        """The comparison of all sizes, also written to branch.json."""
         result = compare([self._branch(size) for size in self._sizes], tolerance)
         trained = read_records(self._folder / str(self._sizes[0]) / "metrics.jsonl")
         result |= {
@@ -222,14 +216,12 @@ class Experiment:
         return self._keys_of_branch(size)["learning_rate"]
 
     def _evaluation(self, size: int) -> dict[str, Any] | None:
-        """The evaluation of a branch that is done."""
         records = read_records(self._folder / str(size) / "metrics.jsonl")
         end = self._first + self._samples
         found = [r for r in records if r["consumed_samples"] == end and "eval_batch_tokens" in r]
         return found[-1] if found else None
 
     def _branch(self, size: int) -> Branch:
-        """The result of a size, which must be comparable with that of the smallest."""
         folder = self._folder / str(size)
         first, found = (self._evaluation(n) for n in (self._sizes[0], size))
         if not found:
@@ -286,7 +278,6 @@ class Experiment:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """The global batch sizes of --sizes, the smallest first."""
     parts = text.split(",")
     sizes = sorted({int(part) for part in parts if part.isascii() and part.strip().isdigit()})
     if len(sizes) != len(parts) or len(sizes) < 2 or sizes[0] < 1:
@@ -340,14 +331,8 @@ class _Progress:
 
 
 def _train(arguments: Sequence[str], show: Callable[[str], None]) -> tuple[int, str]:
-    """Trains in a process that does not outlive this one; a request to stop is passed on to it.
-
-    Args:
-      arguments: of maxramp.train.
-      show: takes every line that it prints.
-
-    Returns:
-      Its exit status, and what it printed.
+    """Trains in a process that does not outlive this one, and gets a request to stop passed on; its
+    exit status, and what it printed. `show` takes every line.
     """
     command, asked = bind([sys.executable, "-m", "maxramp.train", *arguments]), []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -43,18 +43,10 @@ def inherited_keys(config: Config, sample: int) -> dict[str, Any]:
 def branch_keys(
     config: Config, position: Checkpoint, rate: LearningRate, size: int, samples: int
 ) -> dict[str, Any]:
-    """The keys that a branch has for itself, but for the folder it runs in.
-
-    It trains at the rate that the run had at the checkpoint, times the root of the batches, and so
-    do weights decay whose half-life is in samples; what is remembered counts from the reference
-    batch of the run: a first threshold gives it, which lies before the checkpoint.
-
-    Args:
-      config: of the run, resolved.
-      position: where the branch begins.
-      rate: the run's.
-      size: the branch's global batch size.
-      samples: that it trains on.
+    """The keys that a branch of a resolved run has for itself, but for the folder it runs in. It
+    trains at the rate that the run had at the checkpoint, times the root of the batches, and so do
+    weights decay whose half-life is in samples; what is remembered counts from the reference batch
+    of the run: a first threshold gives it, which lies before the checkpoint.
     """
     first, keys = position.consumed_samples, config.optimizer
     batch = position.stage()["global_batch_size"]

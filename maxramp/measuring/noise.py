@@ -39,7 +39,6 @@ class Block:
 
     @property
     def row_target_tokens(self) -> float:
-        """The targets of a row."""
         return self.batch_target_tokens / self.batch_rows
 
     @property
@@ -50,7 +49,6 @@ class Block:
 
 
 def run_records(run: Place) -> list[Record]:
-    """What a run has logged."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run")
@@ -76,14 +74,10 @@ def noise_curves(run: Place, blocks: int) -> dict[str, list[Block]]:
 
 
 def noise_blocks(records: Sequence[Record], kind: str, count: int) -> list[Block]:
-    """The noise scale over `count` equal shares of the samples whose steps have an estimate.
-
-    A share in which the length of rows changes is cut there: an estimate holds for the length that
-    it was taken at. Those in which fewer than 8 steps have an estimate are left out.
-
-    Args:
-      records: of metrics.jsonl.
-      kind: one of KINDS.
+    """The noise scale over `count` equal shares of the samples whose steps have an estimate of a
+    kind of KINDS. A share in which the length of rows changes is cut there: an estimate holds for
+    the length that it was taken at. Those in which fewer than 8 steps have an estimate are left
+    out.
     """
     names = f"{kind}noise_signal", f"{kind}noise_variance"
     steps = [r for r in records if _is_of_step(r, names)]
@@ -102,7 +96,6 @@ def noise_blocks(records: Sequence[Record], kind: str, count: int) -> list[Block
 
 
 def _is_of_step(record: Record, estimates: Sequence[str]) -> bool:
-    """Whether it is one that a run writes of a step, with these estimates."""
     counts = [record.get(n) for n in ("global_batch_size", "consumed_samples", "target_tokens")]
     known = all(isinstance(record.get(name), float) for name in estimates)
     return known and all(type(n) is int for n in counts) and 0 < counts[0] <= counts[1]
@@ -159,11 +152,8 @@ def ratio_of_means(
 
 
 def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
-    """Draws noise scales with their intervals, by name, and the batch that was used.
-
-    Raises:
-      OSError: the picture cannot be written.
-      ValueError: the suffix names no format of pictures.
+    """Draws noise scales with their intervals, by name, and the batch that was used. An OSError
+    where it cannot be written, a ValueError where the suffix is no format of pictures.
     """
     from matplotlib.figure import Figure
 

@@ -109,7 +109,6 @@ class Evidence:
             self.limits += self._branch_limits(results)
 
     def _read_branches(self, given: str) -> list[dict[str, Any]]:
-        """What `maxramp.branch` wrote, by step and window."""
         path = place(given)
         files = [*path.glob("branches/*/branch.json"), *path.glob("branch.json")]
         try:
@@ -190,7 +189,6 @@ class Evidence:
         return here["max_target_length"] if _is_padded(here) else targets
 
     def _branch_limits(self, results: Sequence[dict[str, Any]]) -> Iterator[str]:
-        """What branches leave open above the batches that they allow at the last place."""
         order = sorted(results, key=lambda r: -r["largest"])  # of one place the least counts
         tops = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
         last, most = tops[max(tops)], max(tops.values())
@@ -247,11 +245,9 @@ class _Planned:
         return {name: x for name, x in keys.items() if name in own or before[name] != x}
 
     def plan(self, own: dict[str, Any]) -> PlannedRun:
-        """The run with the batches of `own` keys."""
         return PlannedRun.from_config(self._config.replace(**self.keys(own)), self._meshes)
 
     def divides(self, size: int) -> bool:
-        """Whether the devices divide the rows of a batch among them."""
         with contextlib.suppress(ConfigError):
             return bool(self.plan({"global_batch_size": size}))
         return False
@@ -309,7 +305,6 @@ def _largest_batches(fitted: _Batches, measured: Sequence[Measurement], row: int
 
 
 def _saving(configured: dict[str, Any], suggested: dict[str, Any]) -> str:
-    """What the suggestion saves against the user's config, in a sentence."""
     steps, before = suggested["steps"], configured["steps"]
     change = 1 - steps / before
     text = f"{abs(change):.0%} {'fewer' if change > 0 else 'more'} steps than your config"

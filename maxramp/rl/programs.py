@@ -89,7 +89,6 @@ class PolicyPrograms:
         self.reference = jit(reference)
 
     def announce(self, stage: Stage) -> None:
-        """Compiles a stage's programs after those that wait."""
         part = stage.spec.resize(1, stage.spec.rows)
         if part not in self._announced:  # stages whose parts are equal share their programs
             self._announced[part] = self.trace_functions(part)
@@ -98,10 +97,7 @@ class PolicyPrograms:
             self._ahead.announce(key, name, self._mesh, lambda trace=trace: trace().lower())
 
     def wait(self, stage: Stage) -> float:
-        """Waits until a stage's programs are compiled, and returns the seconds that took.
-
-        One program of a later stage is lowered too.
-        """
+        """The seconds spent waiting for a stage's programs; one of a later stage is lowered too."""
         part = stage.spec.resize(1, stage.spec.rows)
         waited = sum(self._ahead.get(key)[1] for key in self._announced[part])
         self._ahead.lower()

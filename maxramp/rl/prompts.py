@@ -52,13 +52,9 @@ class FilePrompts:
         key: str = "prompt_file",
         tokenizer: PromptTokenizer | None = None,
     ):
-        """
-        Args:
-          path: of the file; lines are objects with "prompt" and, if there is one, "answer". A
-            prompt is a text, or the messages of a chat, which may be named "messages".
-          seed: of the orders; None = as they stand in the file.
-          key: whose value the path is.
-          tokenizer: makes chats text; without it there can be none.
+        """Lines are objects with "prompt", a text or the messages of a chat (also named
+        "messages"), and perhaps "answer". `seed` None leaves them as they stand in the file; `key`
+        is whose value the path is; without `tokenizer` there can be no chats.
         """
         try:
             data = pathlib.Path(path).expanduser().read_bytes()
@@ -117,7 +113,6 @@ def open_prompts(
 
 
 def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
-    """Refuses a file that has fewer prompts than the `samples` that the run takes."""
     there, num_epoch = len(prompts.texts), keys.num_epoch
     if keys.prompt_file and samples > there * num_epoch:
         raise ConfigError(

@@ -52,12 +52,8 @@ class Rewards:
     """What reward functions give, worked out in processes of their own."""
 
     def __init__(self, names: Sequence[str], workers: int, timeout: float):
-        """Starts the workers, which import the functions.
-
-        Args:
-          names: module:function of each; modules are found in the current folder too.
-          workers: how many.
-          timeout: seconds that a part of a batch may take.
+        """Starts the workers, which import the functions (module:function, also from the current
+        folder); `timeout` is in seconds, for a part of a batch.
         """
         self._timeout, limit = timeout, max(timeout, _IMPORT_SECONDS)
         self._workers: list[_Worker] = []
@@ -86,7 +82,6 @@ class Rewards:
         return self._asker.submit(self._work, prompts, answers, truths)
 
     def _work(self, *lists: Sequence) -> tuple[np.ndarray, float]:
-        """Every worker takes its share of the answers."""
         start, size = time.monotonic(), -(-len(lists[0]) // len(self._workers))
         asked, found = [], []
         for worker, first in zip(self._workers, range(0, len(lists[0]), size), strict=False):
@@ -103,7 +98,6 @@ class Rewards:
         return np.concatenate(found, 1).T, time.monotonic() - start
 
     def close(self) -> None:
-        """Ends the workers."""
         for worker in self._workers:
             workers_lib.end(worker.process)
         self._asker.shutdown(wait=False, cancel_futures=True)
@@ -143,7 +137,6 @@ class _Worker:
 
 @workers_lib.lead_group()
 def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
-    """A worker's life: imports the functions, then answers until nobody asks."""
     console.outlive_readers()  # what functions print does not end them
     workers_lib.stay_with_parent()
     os.register_at_fork(after_in_child=pipe.close)  # the end of this process is its end
@@ -173,7 +166,6 @@ def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
 
 
 def _call_all(functions: dict[str, Callable], *lists: list) -> list[list[float]] | str:
-    """The rewards of each function, or what is wrong."""
     found = []
     for name, function in functions.items():
         found.append(_call(function, *lists))
@@ -221,5 +213,4 @@ def _format_value(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """A text as an error shows it: its beginning, in quotes."""
     return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")

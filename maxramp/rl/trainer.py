@@ -47,7 +47,7 @@ from maxramp.training.state import TrainState
 
 
 def policy_fields(tokens: int) -> tuple[Field, ...]:
-    """The arrays of a batch, of T tokens a row."""
+    """Of T tokens a row."""
     ids, numbers = ("tokens", "targets"), ("weights", "shares", "sampled_log_probs")
     dtypes = {**dict.fromkeys(ids, "int32"), **dict.fromkeys(numbers, "float32")}
     return tuple(Field(name, dtype, (tokens,)) for name, dtype in dtypes.items())
@@ -108,12 +108,9 @@ class Scorer:
         self._tokenizer, self._rewards = tokenizer, rewards
 
     def ask(self, weights: list[jax.Array], prompts: Sequence[Prompt], first: int) -> Part:
-        """Answers to prompts; their rewards are being worked out when this returns.
-
-        Args:
-          weights: from `Generator.prepare`.
-          prompts: each gets as many answers.
-          first: number of the first answer: with `rollout_seed`, numbers decide what is drawn.
+        """Answers to prompts, as many to each; their rewards are being worked out when this
+        returns. `weights` are from `Generator.prepare`; `first` numbers the first answer: with
+        `rollout_seed`, numbers decide what is drawn.
         """
         encoded = self._tokenizer.encode([prompt.text for prompt in prompts])
         each = range(self._policy.num_generations)
@@ -160,7 +157,6 @@ class Scorer:
         )
 
     def summary(self, part: Part) -> dict[str, float]:
-        """What the answers of a part are like, by name."""
         total_R = self._total(part)
         numbers = (
             total_R.mean(),
@@ -209,12 +205,9 @@ class PolicyTrainer:
         state: TrainState,
         reference: Decoder | None,
     ):
-        """
-        Args:
-          job: hears a beat whenever answers, rewards or gradients of a part are there, and says
-            after the answers to each part whether to give the step up.
-          prompts: by their key (`open_prompts`); evaluations are on those of eval_prompt_file.
-          reference: the weights to stay near to; None where grpo_beta = 0.
+        """`job` hears a beat for every part that has its answers, rewards or gradients; `prompts`
+        are from `open_prompts`; `reference` are the weights to stay near to, None where grpo_beta =
+        0.
         """
         self.state = state  # after the steps that were taken
         self._programs, self._reference, self._scorer = programs, reference, scorer
@@ -225,15 +218,12 @@ class PolicyTrainer:
 
     @property
     def evaluation_names(self) -> list[str]:
-        """The names of the numbers of its evaluations."""
         return [f"eval_{name}" for name in (*_OF_ANSWERS, "tokens")]
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched | None:
-        """One rollout batch and the updates on it, the last of which the devices still work on.
-
-        Raises:
-          StepError: a reward function failed.
-          NotFiniteError: the weights are not numbers.
+        """One rollout batch and the updates on it, the last of which the devices still work on. A
+        StepError where a reward function failed, a NotFiniteError where the weights are not
+        numbers.
         """
         phases: list[tuple[str, float]] = []  # when each began, and the one before ended
 
@@ -319,7 +309,6 @@ class PolicyTrainer:
         return self._programs.add(sums, self.state.trained, self.state.frozen, batch)
 
     def _batch(self, part: Part, tokens: int) -> Batch:
-        """A part to learn from, on the devices."""
         batch = jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, self._sharding, x.__getitem__),
             self._scorer.batch(part, tokens),
@@ -330,7 +319,7 @@ class PolicyTrainer:
         return batch
 
     def _update(self, sums: Any, batches: list[Batch], samples: np.uint32) -> dict[str, Any]:
-        """Moves the weights, as often as `num_iterations` says; returns what is shown."""
+        """Moves the weights num_iterations times; returns what is shown."""
         differences = []  # of the sampler, before an update moves the weights
         for again in range(self._policy.num_iterations):
             if again:
@@ -343,7 +332,6 @@ class PolicyTrainer:
         return {**shown, "sampler_difference": differences[0]}
 
     def _record(self, part: Part, seconds: collections.Counter, total: float) -> Record:
-        """What a step's answers were like, and how long each phase took."""
         answers = [answer.tokens for answer in part.answers]
         written, tokens = sum(map(len, answers)), sum(map(len, [*answers, *part.ids]))
         read = [np.insert(ids, 0, len(ids)).astype("<i4") for ids in [*part.ids, *answers]]
