@@ -46,6 +46,11 @@ class ModelFolder:
         return {name: found[name] for name in _OF_ALL_PARTS if name in found} | text
 
     @property
+    def _folders(self) -> list[str]:
+        """Where a file may lie that says how it is used, the first before the others."""
+        return [self.adapter.path, self.path] if self.adapter else [self.path]
+
+    @property
     def keys(self) -> dict[str, Any]:
         own = self.adapter.keys if self.adapter else {}
         return config_json.keys_of(self.config, f"{self.path}/config.json") | own
@@ -98,14 +103,20 @@ class ModelFolder:
 
     @property
     def side_files(self) -> dict[str, bytes]:
-        paths = {name: f"{self.path}/{name}" for name in BESIDE}
-        return {n: storage.read_bytes(path) for n, path in paths.items() if storage.exists(path)}
+        found = {}
+        for folder in reversed(self._folders):
+            paths = {name: f"{folder}/{name}" for name in BESIDE}
+            found |= {n: storage.read_bytes(x) for n, x in paths.items() if storage.exists(x)}
+        return found
 
     @property
     def tokenizer(self) -> tuple[str, str]:
-        for name, kind in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
-            if storage.exists(f"{self.path}/{name}"):
-                return kind, f"{self.path}/{name}"
+        """Its type and file; beside adapters lies the one that they were trained with."""
+        kinds = (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece"))
+        for folder in self._folders:
+            for name, kind in kinds:
+                if storage.exists(f"{folder}/{name}"):
+                    return kind, f"{folder}/{name}"
         raise ConfigError(
             f"{self.path}: has neither tokenizer.json nor tokenizer.model; give tokenizer_path=FILE"
         )

@@ -78,9 +78,10 @@ def test_storage_that_hangs_when_the_data_is_opened(tmp_path, cache_dir, hanging
         assert "hang_timeout_seconds=5" in stderr
 
 
-# Trains and exports, and sends a signal to its process where that hands over its fourth tensor.
+# Trains and exports, and sends a signal to its process where that hands over its fourth tensor; a
+# tensor takes as long as one of a real model, in which processes agree on where they end.
 SIGNALLED = """
-import os, sys
+import os, sys, time
 import jax
 from maxramp import train
 from maxramp.job.start import Start
@@ -90,6 +91,7 @@ def signalled(self):
     calls.append(self)
     if len(calls) == 4 and jax.process_index() == process:
         os.kill(os.getpid(), number)
+    time.sleep(0.1)
     pause(self)
 Start.pause = signalled
 end_process(train.main(sys.argv[3:], Preemption()))

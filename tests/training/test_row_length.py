@@ -79,7 +79,8 @@ def trained(stream, begins, tokens, samples, *keys):
 def test_a_cut_sample_is_rows_of_that_length(mesh):
     """Losses, gradients, noise scale and weights, to the last bit, with documents kept apart.
 
-    With dropout, masks and losses are; XLA adds up gradients in another order on several devices.
+    With dropout, masks are, and so the loss of the first step; XLA adds up gradients in another
+    order on several devices.
     """
     tolerance = 1e-6 if "adapters" in mesh else 0
     rng = np.random.default_rng(0)
@@ -90,9 +91,9 @@ def test_a_cut_sample_is_rows_of_that_length(mesh):
     rows = [key for key in keys if "per_device" not in key]
     rows += [f"per_device_batch_size={float(k.split('=')[1]) * K}" for k in keys if "_size" in k]
     wanted, of_rows = trained(stream, begins, T // K, R * K, *rows)
-    for ours, theirs in zip(cut, wanted, strict=True):
+    for step, (ours, theirs) in enumerate(zip(cut, wanted, strict=True)):
         for name in theirs.keys() - {"batch_fingerprint"}:
-            rtol = 0 if name == "loss" else tolerance
+            rtol = 0 if name == "loss" and step == 0 else tolerance
             np.testing.assert_allclose(ours[name], theirs[name], rtol=rtol, err_msg=name)
     for x, y in zip(weights, of_rows, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
