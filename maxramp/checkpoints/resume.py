@@ -319,16 +319,16 @@ def start_of(
     return start, (
         f"from sample {consumed} on (step {step}) the batch sizes are "
         f"{_format_sizes(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
-        f"{_format_sizes(before)}{_keep_devices(batch, num_devices, trained)}"
+        f"{_format_sizes(before)}{_keep_devices(batch, position.config)}"
     )
 
 
-def _keep_devices(batch: BatchKeys, num_devices: int, trained: Sequence[dict]) -> str:
+def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:
     """What keeps the batches of a notation that counts rows per device; "" where another is why."""
-    before = trained[-1]["devices"] if trained else num_devices
-    if batch.gives_global_batch or batch.devices_per_node != -1 or before == num_devices:
+    before = max(1, trained_with["num_nodes"]) * trained_with["devices_per_node"]
+    if batch.gives_global_batch or before == max(1, batch.num_nodes) * batch.devices_per_node:
         return ""
-    return f" (rows per device, on {before} devices: devices_per_node={before} keeps them)"
+    return f" (rows per device, on {count(before, 'device')}: devices_per_node={before} keeps them)"
 
 
 def _trained_stages(stages: list[dict], step: int) -> list[dict]:

@@ -190,3 +190,16 @@ def test_weights_of_another_model(tmp_path, cache_dir):
     done = run(*arguments(tmp_path, str(tmp_path / "cache"), "other", *given))
     assert done.returncode == 2 and "[2, 32, 128]" in done.stderr, done.stderr
     assert not list((tmp_path / "cache").glob("jit_step*"))
+
+
+def test_other_devices_say_what_keeps_the_batch():
+    """Where a notation counts rows per device; one of the whole batch needs nothing."""
+    for keys, said in (
+        (("enable_rampup_batch_size=False", "per_device_batch_size=4"), True),
+        (("global_batch_size=4",), False),
+    ):
+        position = standing(10, 40, *keys, "steps=100")
+        _, line = start_of(make_config(*keys, "steps=100", devices=2).batch, 2, position)
+        assert (
+            line.endswith(" (rows per device, on 1 device: devices_per_node=1 keeps them)") == said
+        )
