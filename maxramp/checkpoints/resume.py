@@ -77,7 +77,7 @@ def changes_since(
         raise ConfigError(
             f"{checkpoint.path}: trained with {_list_changes(refused)}, which would change what "
             "the run has seen; give the values from before, "
-            f"allow_changed=[{','.join(refused)}], or another run_name"
+            f"allow_changed=[{','.join([*allow_changed, *refused])}], or another run_name"
         )
     pairs |= {
         name: (checkpoint.versions[name], version)
