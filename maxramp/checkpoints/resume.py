@@ -325,8 +325,9 @@ def start_of(
 
 def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:
     """What keeps the batches of a notation that counts rows per device; "" where another is why."""
-    before = max(1, trained_with["num_nodes"]) * trained_with["devices_per_node"]
-    if batch.gives_global_batch or before == max(1, batch.num_nodes) * batch.devices_per_node:
+    before = BatchKeys.from_values(base.base() | trained_with)
+    before = before.nodes * before.devices_per_node
+    if batch.gives_global_batch or before < 1 or before == batch.nodes * batch.devices_per_node:
         return ""
     return f" (rows per device, on {count(before, 'device')}: devices_per_node={before} keeps them)"
 
