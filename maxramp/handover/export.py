@@ -1,5 +1,6 @@
 """Exports a run's weights: everything in a model's folder besides the tensors."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import steps_in
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
+from maxramp.data import tokenizers
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files import storage
@@ -65,10 +67,18 @@ def _is_made(to: Place, opened: Opened) -> bool:
     if made_of.get("weights") == opened.saved:
         return True
     try:
-        print_note(f"{to} is of another state than {opened.path}: now {set_aside(to, _STALE)}")
+        _note(
+            f"{to} is of another state than {opened.path}, or has lost files: now "
+            f"{set_aside(to, _STALE)}"
+        )
     except OSError as error:
         raise ConfigError(f"{to}: cannot be set aside: {reason_of(error)}") from None
     return False
+
+
+def _note(line: str) -> None:
+    if jax.process_index() == 0:
+        print_note(line)
 
 
 def _whole(model: Decoder, dtype: str) -> Decoder:
@@ -174,10 +184,10 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
                 f"{error}; without it nobody knows which of vocab_size={size} rows are tokens, "
                 f"beyond the {there} that the model came with; give tokenizer_path=FILE"
             ) from None
-        print_note(f"{error}; no tokenizer is written but what the model came with")
+        _note(f"{error}; no tokenizer is written but what the model came with")
         return None
     if tokenizer.type != "huggingface" and not opened.origin:
-        print_note(
+        _note(
             f"tokenizer_type={tokenizer.type}: transformers has no such tokenizer, so the "
             "folder has none"
         )
@@ -185,15 +195,28 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
 
 
 def _template_of(opened: Opened) -> dict[str, bytes]:
-    """The template that chats were trained with, where their tokenizer has none."""
-    if not (path := opened.config.data.chat_template):
-        return {}
+    """The template for chats, if it is not the one that the model came with: the tokenizer's own,
+    or where that has none the file that chats were trained with.
+    """
+    path = opened.config.data.chat_template
     try:
-        has_own = opened.tokenizer().tokenizer.chat_template
-        return {} if has_own else {"chat_template.jinja": storage.read_bytes(path)}
-    except ConfigError as error:
-        print_note(f"chat_template={path}: {error}; none is written but what the model came with")
+        tokenizer, came_with = opened.tokenizer().tokenizer, ""
+    except ConfigError:  # `_tokenizer_of` says it
         return {}
+    if own := tokenizer.chat_template:
+        if path:
+            _note(f"chat_template={path} was for training: the tokenizer's own is in the folder")
+        with contextlib.suppress(ConfigError):
+            if opened.origin:
+                came_with = tokenizers.load(*opened.origin.tokenizer, False, False).chat_template
+        return {} if own == came_with else {"chat_template.jinja": own.encode()}
+    try:
+        return {"chat_template.jinja": storage.read_bytes(path)} if path else {}
+    except ConfigError as error:
+        raise ConfigError(
+            f"chat_template={path}: {error}; put it back, or write the folder with "
+            f"maxramp.convert {opened.path} --to FOLDER chat_template=FILE (='' for none)"
+        ) from None
 
 
 def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:

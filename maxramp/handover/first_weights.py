@@ -45,10 +45,18 @@ def find_first_weights(config: Config) -> dict[str, str]:
 
     Of another run's folder that is the newest at the first start and the same one at every restart,
     also where that run has moved: a run's first weights do not change when the run that they are of
-    trains on.
+    trains on. A ConfigError says that they are the run's own.
     """
     given = {name: config.values[name] for name in _KEYS if config.values[name]}
-    position = folder.newest(config.run.folder / "checkpoints")[0] if given else None
+    own = config.run.folder.absolute()
+    for name, path in given.items():
+        if own in (within := place(path).absolute(), *within.parents):
+            raise ConfigError(
+                f"{name}={path}: lies in this run's own folder, whose checkpoints come and go; "
+                "leave it out or give what the run began with, which continues the run; or give "
+                "another run_name"
+            )
+    position = folder.newest(own / "checkpoints")[0] if given else None
     return {name: _find(name, path, position) for name, path in given.items()}
 
 

@@ -75,19 +75,26 @@ def write(
         for name, (weight, _) in tensors.items()
     }
     files = _files(shapes, form)
-    source = {**source, "dtype": dtype, "files": list(files)}
+    headers = {
+        file: header_of({name: (_CODES[dtype], shapes[name]) for name in names})
+        for file, names in files.items()
+    }
+    wanted = {
+        file: len(headers[file]) + sum(_bytes(shapes[name], dtype) for name in names)
+        for file, names in files.items()
+    }
+    wanted_beside = {name: len(data) for name, data in beside.items()}
+    source = {**source, "dtype": dtype, "files": wanted | wanted_beside}
     with contextlib.ExitStack() as held, jax.set_mesh(mesh_of(model)):
         done = agreement.raise_everywhere(lambda: _begin(folder, source, held))
         done = agreement.all_gather_json(done)[0]
         for number, (file, names) in enumerate(files.items()):
-            header = header_of({name: (_CODES[dtype], shapes[name]) for name in names})
-            size = len(header) + sum(_bytes(shapes[name], dtype) for name in names)
-            if done.get(file) == size:
+            if done.get(file) == wanted[file]:
                 continue
             is_own = number % jax.process_count() == jax.process_index()
             parts = _parts(tensors, names, shapes, dtype, is_own, pause)
             agreement.raise_everywhere(
-                functools.partial(_write_file, folder / file, header, parts, is_own)
+                functools.partial(_write_file, folder / file, headers[file], parts, is_own)
             )
         size = sum(_bytes(shape, dtype) for shape in shapes.values())
         agreement.raise_everywhere(lambda: _finish(folder, files, size, beside))
@@ -124,15 +131,19 @@ def check_free(folder: Place) -> None:
 def made_of(folder: Place) -> dict[str, Any] | None:
     """What a folder was made of, the `source` given to `write`.
 
-    Empty for a folder that something else wrote; None for one that is not there or not whole.
+    Empty for a folder that something else wrote, or that has lost files since; None for one that
+    is not there or not whole.
     """
     with _refusing(folder):
         if not is_whole(folder):
             return None
         try:
-            return json.loads((folder / _SOURCE).read_bytes())
+            source = json.loads((folder / _SOURCE).read_bytes())
         except (FileNotFoundError, ValueError):
             return {}
+        files = source["files"]
+        there = sizes(folder, files)
+        return source if files.items() <= there.items() else {}
 
 
 def _remove(folder: Place, names: Iterable[str]) -> None:

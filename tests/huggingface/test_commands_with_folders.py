@@ -354,6 +354,19 @@ def test_the_template_of_a_run_is_handed_over(tmp_path):
         assert (exported / "chat_template.jinja").read_text() == template
         chatting = open_model(str(exported), []).tokenizer()
         assert chatting.chat(chat[:1]).endswith("a?<|im_end|><|im_start|>assistant\n")
+    # Without the file there is no export; with a tokenizer that has a template it is not needed.
+    own = tmp_path / "own"
+    file.rename(tmp_path / "moved.jinja")
+    convert = (str(tmp_path / "whole"), "--to")
+    done = run(*convert, str(tmp_path / "lost"), module="convert")
+    assert done.returncode == 2 and f"chat_template={file}" in done.stderr
+    assert "put it back" in done.stderr and not (tmp_path / "lost").exists()
+    shutil.copytree(model, own)
+    (own / "chat_template.jinja").write_text("{{ messages }}")
+    done = run(*convert, str(tmp_path / "to"), f"tokenizer_path={own}", module="convert")
+    assert done.returncode == 0 and "was for training" in done.stderr
+    assert (tmp_path / "to" / "chat_template.jinja").read_text() == "{{ messages }}"
+    (tmp_path / "moved.jinja").rename(file)
     ask = (str(model), "--chat", "--prompt", "a?", "--max_new_tokens", "2")
     lacks = run(*ask, module="generate")
     assert lacks.returncode == 2 and "give chat_template=FILE" in lacks.stderr

@@ -360,6 +360,10 @@ def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
         write(tmp_path / "out", config, model)
     assert [p for p in os.listdir(tmp_path) if p.startswith(".")] == []
     assert {*os.listdir(tmp_path / "out")} >= {"config.json", ".source.json"}
+    assert writing.made_of(tmp_path / "out")["files"].keys() > {*before}
+    with (tmp_path / "out" / before[0]).open("ab") as file:
+        file.truncate(100)
+    assert writing.made_of(tmp_path / "out") == {}  # no longer what it was made of
 
 
 def test_an_export_begins_anew_once_there_is_room(tmp_path, monkeypatch):

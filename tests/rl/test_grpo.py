@@ -253,6 +253,9 @@ def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     newest = checkpoint(tmp_path / "third", 200, "d")
     given = config.replace(**{key: str(tmp_path / "third")})
     assert pin_first_weights(given).values[key] == str(newest)
+    for place in (run, run / "checkpoints", run / "checkpoints" / "6"):
+        with pytest.raises(ConfigError, match=f"{key}={place}: lies in this run's own folder"):
+            pin_first_weights(config.replace(**{key: str(place)}))
 
 
 def test_keys_are_those_of_the_weights_it_begins_with(tmp_path):

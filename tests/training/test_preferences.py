@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 
 import jax
@@ -270,7 +271,8 @@ def test_a_kill_in_the_pass_over_the_reference(first):
 @pytest.mark.slow
 def test_another_reference_is_refused(first):
     folder, given, _ = first
-    other = run(*given, "run_name=whole", f"load_parameters_path={folder}/whole", "steps=5")
+    shutil.copytree(folder / "whole", folder / "other")
+    other = run(*given, "run_name=whole", f"load_parameters_path={folder}/other", "steps=5")
     assert other.returncode == 2
     assert "not the weights that the run began with (hash " in other.stderr
 
