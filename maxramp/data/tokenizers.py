@@ -1,6 +1,7 @@
 """Text -> token ids and back: bytes, Hugging Face `tokenizers`, SentencePiece, tiktoken."""
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -21,7 +22,7 @@ from maxramp.files.storage import optional
 BEGIN, END = 256, 257  # marks around a document, after the 256 bytes
 
 # Marks by the names that published tokenizers give them; those that this file names come first.
-_MARKS = "tokenizer_config.json"
+_MARKS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _BEGIN_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|endoftext|>")
 _END_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
@@ -237,7 +238,10 @@ class Tokenizer:
         """The template beside its file, or in its config; "" if there is none. Where chats with
         tools have one of their own, it is both, each for its chats.
         """
-        beside = os.path.join(os.path.dirname(self.file), "chat_template.jinja")
+        if hub.is_name(path := os.path.expanduser(self.path)):
+            with contextlib.suppress(ConfigError):  # few have it, which not every cache knows
+                hub.fetch("tokenizer_path", path, _TEMPLATE, required=False)
+        beside = os.path.join(os.path.dirname(self.file), _TEMPLATE)
         if self.type == "huggingface" and storage.exists(beside):
             return storage.read_bytes(beside).decode(errors="replace")
         found = self._config.get("chat_template") or ""

@@ -61,6 +61,20 @@ def test_a_name_is_its_files_in_the_cache(cache, tmp_path):
     assert "not used" not in open_sources(of_set).note
 
 
+def test_a_chat_template_beside_the_tokenizer_comes_with_its_name(cache, monkeypatch):
+    """Also where nothing but the tokenizer was fetched so far; without a network, what is there."""
+    named = tokenizers.load("huggingface", NAME, True, True)
+    assert named.chat_template == ""
+
+    def download(name, file):
+        assert (name, file) == (NAME, "chat_template.jinja")
+        (cache / file).write_text("{{ messages }}")
+        return str(cache / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert named.chat_template == "{{ messages }}"
+
+
 @pytest.mark.parametrize(
     ("name", "file"),
     ((NAME, "tokenizer.model"), ("an-org/another", "tokenizer.json"), ("a/b", "tokenizer.json")),
