@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import maxramp
 from maxramp.errors import ConfigError, report
 from maxramp.keys.base import CONFIGS
+from maxramp.keys.megatron import meant_by
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,10 +30,22 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self._given: Sequence[str] = ()
         version, keys = f"maxramp {maxramp.__version__}", (CONFIGS / "base.yml").read_text()
         self.add_argument("--version", action="version", version=version, help="show the version")
         text = "list every key with its default, its unit and what it is for"
         self.add_argument("--help-keys", action="version", version=keys, help=text)
+
+    def parse_intermixed_args(self, args: Sequence[str], namespace: Any = None) -> Any:
+        self._given = args
+        found = super().parse_intermixed_args(args, namespace)
+        numbers = [word for word in getattr(found, "arguments", ()) if word.isdigit()]
+        if len(numbers) == 3:
+            raise ConfigError(
+                f'"{" ".join(numbers)}": a key is given as key=value; did you mean '
+                f"rampup_batch_size=[{','.join(numbers)}]?"
+            )
+        return found
 
     def error(self, message: str) -> NoReturn:
         what, colon, words = message.partition("unrecognized arguments: ")
@@ -40,6 +53,8 @@ class Parser(argparse.ArgumentParser):
             words = [word for word in words.split(" ") if word.startswith("-")]
             shown = ", ".join(f'"{word}"' for word in words)
             message = f"{shown}: no such option; a key is given as key=value, without dashes"
+            if meant := list(filter(None, (meant_by(word, self._given) for word in words))):
+                message += f": did you mean {shell_quote(meant)}?"
         message += " (--help lists the options, --help-keys the keys of key=value)"
         raise ConfigError(message)
 

@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports that take a second
 
     console.end_with_readers()
 
+import itertools
 import json
 import pathlib
 import sys
@@ -22,9 +23,10 @@ from maxramp.commandline import (
     count,
     print_progress,
     print_table,
+    shell_quote,
     short,
 )
-from maxramp.config.load import load
+from maxramp.config.load import find_sources, load
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.parallel.mesh import format_sizes
@@ -51,14 +53,19 @@ def main(arguments: list[str]) -> int:
     add("--trainer", metavar="NAME", help=text)
     given = parser.parse_intermixed_args(arguments)
     if given.trainer:
-        found = compare(given.trainer, *_file_and_devices(given.arguments))
-        print(json.dumps(found, indent=2)) if given.json else print_comparison(found)
+        file, keys, devices = _file_and_devices(given.arguments)
+        found = compare(given.trainer, file, devices)
+        if given.json:
+            print(json.dumps(found, indent=2))
+        else:
+            print_comparison(found)
+            _print_command(found, keys)
         return 0
     config = load(given.arguments, "plan")
     if given.fit:
         print(Pod.from_config(config, print_progress).largest_batch())
         return 0
-    plan = make_plan(config)
+    plan = make_plan(config, find_sources(given.arguments))
     if given.compiled:
         add_compiled(plan, place(given.compiled), config.planning)
     if given.plot:
@@ -70,10 +77,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _file_and_devices(arguments: list[str]) -> tuple[str, int | None]:
-    """FILE num_nodes=N devices_per_node=N -> FILE and the number of devices, if given."""
+def _file_and_devices(arguments: list[str]) -> tuple[str, list[str], int | None]:
+    """FILE num_nodes=N devices_per_node=N -> FILE, the keys, the number of devices, if given."""
     files = [argument for argument in arguments if "=" not in argument]
-    keys = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    given_keys = [argument for argument in arguments if "=" in argument]
+    keys = dict(argument.split("=", 1) for argument in given_keys)
     given = {name: parse_count(keys.pop(name, "")) for name in ("num_nodes", "devices_per_node")}
     if len(files) != 1 or files[0].startswith("-") or keys:
         raise ConfigError(
@@ -81,7 +89,7 @@ def _file_and_devices(arguments: list[str]) -> tuple[str, int | None]:
             "devices_per_node=N"
         )
     devices = given["devices_per_node"] and (given["num_nodes"] or 1) * given["devices_per_node"]
-    return files[0], devices
+    return files[0], given_keys, devices
 
 
 def print_comparison(found: dict[str, Any]) -> None:
@@ -96,6 +104,20 @@ def print_comparison(found: dict[str, Any]) -> None:
         print(f"maxramp: refuses it: {found['refused']}")
     elif found["theirs"] == found["ours"]:
         print("maxramp: takes the same batches from the same steps on")
+
+
+def _print_command(found: dict[str, Any], keys: list[str]) -> None:
+    """The command for maxramp, and its plan."""
+    arguments = [*found["arguments"], *(keys or ["num_nodes=N", "devices_per_node=N"])]
+    print(f"\npython -m maxramp.plan {shell_quote(arguments)}")
+    if found["left_out"]:
+        print(f"left out, without a key here: {', '.join(found['left_out'])}")
+    if keys:
+        try:
+            config = load(arguments, "plan", note=lambda line: None)
+            print_plan(make_plan(config, find_sources(arguments)))
+        except ConfigError as error:
+            print(f"maxramp: has no plan for it: {error}")
 
 
 def print_plan(plan: dict[str, Any]) -> None:
@@ -125,7 +147,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         (True, "global\nbatch", lambda s: f"{s['global_batch_size']:,}"),
         (short_rows, "row\nlength", lambda s: f"{s['row_length']:,}"),
         *map(sight_column, SIGHT_KEYS),
-        (passes, "per\ndevice", lambda s: f"{s['per_device_batch_size']:g}"),
+        (passes, "rows per\nrank", lambda s: f"{s['rows_per_rank']:g}"),
         (passes, "accum.", lambda s: str(s["gradient_accumulation_steps"])),
         (several_nodes, "nodes", lambda s: str(s["nodes"])),
         (several, "devices", lambda s: str(s["devices"])),
@@ -147,7 +169,7 @@ def print_plan(plan: dict[str, Any]) -> None:
 
 _EXPENDABLE = (
     *("devices", "samples", "first\nstep", "cost, time of\nall nodes", "accum."),
-    *("per\ndevice", "tokens", "GiB per\ndevice", "pipeline\nidle", "mesh"),
+    *("rows per\nrank", "tokens", "GiB per\ndevice", "pipeline\nidle", "mesh"),
 )
 _BOUNDS = {
     "earliest": "every rung as early as it may be",
@@ -161,13 +183,8 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
     first, final = totals["constant_first_batch"], totals["constant_final_batch"]
     size, ramp = f"{final['global_batch_size']:,}", len(stages) > 1
     most = max(stage["nodes"] for stage in stages)
-    unknown, hours, price = "planned_tflops_per_device=N gives hours", "", ""
-    if totals["hours"]:
-        hours = f"{totals['node_hours']:,.0f} node-hours in {totals['hours']:,.0f} hours"
-    if totals["price"]:
-        constant = f"; {amount(final['price'])} for a constant batch of {size}" if ramp else ""
-        price = f"{amount(totals['price'])} for {amount(totals['node_hours'])} node-hours "
-        price += f"(price_per_device_hour){constant}"
+    hours, price = _cost(totals, size if ramp else "")
+    and_so = ": " if totals["hours"] else "; "
 
     def ramp_text(bound: dict[str, Any]) -> str:
         sizes = " ".join(f"{short(sample)}:{size}" for sample, size in bound["batches"])
@@ -191,7 +208,7 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
             (True, name, f"{ramp_text(plan['adaptive'][name])}: {what}")
             for name, what in (_BOUNDS.items() if plan["adaptive"] else ())
         ),
-        (not ramp, "time", hours or unknown),  # a constant batch: there is nothing to compare
+        (not ramp, "time", hours),  # a constant batch: there is nothing to compare
         (
             ramp,
             "steps",
@@ -204,8 +221,7 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
             ramp,
             "node-time" if nodes > 1 else "time",
             f"{_change(totals['node_time'], final['node_time'], 'less')} than a constant batch of "
-            f"{size} {'on all nodes ' * (nodes > 1)}takes"
-            + (f": {hours}" if hours else f" ({unknown})"),
+            f"{size} {'on all nodes ' * (nodes > 1)}takes{and_so}{hours}",
         ),
         (
             totals["node_changes"],
@@ -225,6 +241,19 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
         (price, "price", price),
     ]
     return [(label, text) for shown, label, text in lines if shown]
+
+
+def _cost(totals: dict[str, Any], constant: str) -> tuple[str, str]:
+    """The run's hours, or how to learn them; and its price, beside that of a `constant` batch."""
+    if not totals["hours"]:
+        return "planned_tflops_per_device=N gives the hours (docs/pods.md)", ""
+    hours = f"{totals['node_hours']:,.0f} node-hours in {totals['hours']:,.0f} hours"
+    if not totals["price"]:
+        return f"{hours}; price_per_device_hour=P gives the price", ""
+    beside = amount(totals["constant_final_batch"]["price"])
+    beside = f"; {beside} for a constant batch of {constant}" if constant else ""
+    price, node_hours = amount(totals["price"]), amount(totals["node_hours"])
+    return hours, f"{price} for {node_hours} node-hours (price_per_device_hour){beside}"
 
 
 def _compiled_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -268,12 +297,37 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{SMALL_BUBBLE:.0%}{needs if others else ''}",
         )
     yield from (("warning", warning) for warning in plan["warnings"])
+    limit = plan["memory_limit"]
+    of_limit = f", of {limit['gib']:.3g} GiB ({limit['of']})" if limit else ""
     yield (
         "memory",
         f"per device in the last stage, estimated: weights {memory['weights']:.3g}, "
         f"optimizer {memory['optimizer']:.3g}, gradients {memory['gradients']:.3g}, "
-        f"activations {memory['activations']:.3g} GiB (--fit asks the compiler)",
+        f"activations {memory['activations']:.3g} GiB (remat_policy={last['remat_policy']})"
+        f"{of_limit}; --fit asks the compiler",
     )
+    if last["devices"] > 1 and not any(stage["move_gib"] for stage in plan["stages"]):
+        yield "mesh", _mesh_text(last["mesh"])
+    by_source = itertools.groupby(plan["defaults"], key=lambda one: one["source"])
+    defaults = [f"{', '.join(x['given'] for x in of)} ({source})" for source, of in by_source]
+    if defaults:
+        yield "not given", "; ".join(defaults)
+
+
+def _mesh_text(sizes: dict[str, int]) -> str:
+    """A mesh, also in the words of Megatron."""
+    fsdp, tensor, stages = sizes["fsdp"], sizes["tensor"], sizes["stage"]
+    says = [f"tensor-model-parallel-size {tensor}"] if tensor > 1 else []
+    says += [f"pipeline-model-parallel-size {stages}"] if stages > 1 else []
+    if fsdp > 1:
+        says.append(
+            f"weights, gradients and the optimizer's state over {fsdp} ranks (ZeRO stage 3; its "
+            "distributed optimizer is stage 1)"
+        )
+    if sizes["data"] > 1:
+        whole = "" if fsdp > 1 else " of the optimizer's state too (no distributed optimizer)"
+        says.append(f"{sizes['data']} copies{whole}")
+    return f"{format_sizes(sizes)}; in Megatron's words: {', '.join(says)}"
 
 
 def _change(value: float, reference: float, less: str = "fewer") -> str:

@@ -88,23 +88,8 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
     `program` that trains refuses a config for another, says what it does not read, and leaves that
     at its default.
     """
-    if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
-        raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
-    *files, command_line = read(arguments[0], arguments[1:], note)
+    *files, command_line = _read_layers(arguments, program, note)
     names = {name for given in (*files, command_line) for name in given.values}
-    chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
-    if chosen and chosen[-1] == "hf":
-        if program != "grpo":  # which takes sizes and tokenizer from its first weights of any kind
-            files.append(_read_folder(files, command_line))
-    elif chosen and chosen[-1] != "default":
-        path = CONFIGS / "models" / f"{chosen[-1]}.yml"
-        if len(chosen[-1]) > 100 or not path.is_file():
-            there = ", ".join(sorted(p.stem for p in path.parent.glob("*.yml")))
-            raise ConfigError(
-                f"model_name={chosen[-1]} has no file configs/models/{chosen[-1]}.yml; "
-                f"there are default, hf (the sizes of load_parameters_path), {there}"
-            )
-        files += read(str(path), (), note)[:-1]
     merged = dict(base.base())
     for given in (*files, command_line):
         choose(merged, given)
@@ -130,6 +115,33 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
     config.batch.refuse_unread(CHOICES, names & own, config.values)
     config.check()
     return config
+
+
+def find_sources(arguments: Sequence[str]) -> dict[str, str]:
+    """The config file that gives a key, "" for the command line; without keys that none gives."""
+    layers = _read_layers(arguments, "plan", lambda line: None)
+    return {name: given.where.removesuffix(": ") for given in layers for name in given.values}
+
+
+def _read_layers(arguments: Sequence[str], program: str, note: Note) -> list[Given]:
+    """The config's files, that of its model, and last the command line."""
+    if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
+        raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
+    *files, command_line = read(arguments[0], arguments[1:], note)
+    chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
+    if chosen and chosen[-1] == "hf":
+        if program != "grpo":  # which takes sizes and tokenizer from its first weights of any kind
+            files.append(_read_folder(files, command_line))
+    elif chosen and chosen[-1] != "default":
+        path = CONFIGS / "models" / f"{chosen[-1]}.yml"
+        if len(chosen[-1]) > 100 or not path.is_file():
+            there = ", ".join(sorted(p.stem for p in path.parent.glob("*.yml")))
+            raise ConfigError(
+                f"model_name={chosen[-1]} has no file configs/models/{chosen[-1]}.yml; "
+                f"there are default, hf (the sizes of load_parameters_path), {there}"
+            )
+        files += read(str(path), (), note)[:-1]
+    return [*files, command_line]
 
 
 def _read_folder(files: Sequence[Given], command_line: Given) -> Given:

@@ -15,6 +15,7 @@ from maxramp.keys.yamlfile import read_yaml
 # What each part is stands there.
 _TABLE = read_yaml(pathlib.Path(__file__).with_name("peers.yml"))
 RENAMED: dict[str, str] = _TABLE["renamed"]
+MEGATRON: dict[str, str] = _TABLE["megatron"]
 VALUES: dict[str, dict[str, Any]] = _TABLE["values"]
 _ONLY: dict[str, list[Any]] = _TABLE["only"]
 _DERIVED: dict[str, str] = _TABLE["derived"]

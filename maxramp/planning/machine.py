@@ -93,6 +93,19 @@ def describe(found: gpu.Cluster | topology.Topology, num_slices: int = 1) -> Seq
         raise ConfigError(f"{shown}: {what} does not make it: {reason_of(error)}") from None
 
 
+def usable_memory(keys: PlanKeys) -> tuple[float, str]:
+    """GiB of a device that a program can use, and what says so; 0 where unknown. No compiler is
+    asked."""
+    if keys.device_memory_gib != -1:
+        return keys.device_memory_gib, "device_memory_gib"
+    if not keys.compile_topology:
+        return device_memory(-1) / GIB, "this machine"
+    found = _parse(keys)
+    is_gpu = isinstance(found, gpu.Cluster)
+    gib = gpu.JAX_SHARE * found.gpu.memory_gib if is_gpu else found.chip.memory_gib
+    return gib, f"compile_topology={found}"
+
+
 def nodes(keys: PlanKeys) -> tuple[int, int]:
     """Slices and chips of each, or nodes and GPUs of each."""
     found, slices = _parse(keys), keys.compile_topology_num_slices

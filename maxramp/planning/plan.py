@@ -1,9 +1,10 @@
 """The plan of a run and its picture: stages with cost and memory, beside constant batches."""
 
+import dataclasses
 import itertools
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +14,13 @@ import numpy as np
 from maxramp.commandline import short
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of
+from maxramp.keys.base import CONFIGS, base
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_parameters
+from maxramp.model.keys import ModelKeys
 from maxramp.model.size import pass_bytes, pipeline_bubble
 from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
+from maxramp.planning.machine import usable_memory
 from maxramp.planning.stages import PlannedRun, price, with_nodes
 from maxramp.rampup import adaptive, ladder
 from maxramp.rampup.schedule import RampupBatchManager, Stage, Start
@@ -30,38 +34,88 @@ from maxramp.training.state import abstract_state
 SMALL_BUBBLE = 0.1  # of a pipeline, that a plan finds small enough
 
 
-def make_plan(config: Config) -> dict[str, Any]:
+# Keys that matter to a run and that a plan names where its own config does not give them, and those
+# of which one gives the length.
+_NAMED = ("learning_rate", "opt_type", "remat_policy", "dtype", "weight_dtype", "max_target_length")
+_LENGTHS = ("steps", "total_samples", "total_tokens", "num_epoch")
+
+
+def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[str, Any]:
     """plan.json's content for the nodes of a loaded config (default: this machine): stages with
     their part of the run, node-time and memory; totals, also of constant-batch runs over the same
-    samples; and the learning rate over samples."""
+    samples; the learning rate over samples; and what `sources` (`config.load.find_sources`) does
+    not name, and matters."""
     config = with_nodes(config)
     run = PlannedRun.from_config(config, meshes_of(config))
     ramp, config = run.ramp, run.config
     program, rate = config.run.program, config.learning_rate
     other = f"program={program}: times and memory are those of maxramp.train for the same keys"
-    warnings = ("" if program in ("", "train") else other, *ramp.warnings)
+    limit = usable_memory(config.planning)
     model = abstract_state(config.recipe, abstract_mesh(run.stages[-1].spec.mesh.sizes)).model
+    weights = num_parameters(without_adapters(model))
+    warnings = (
+        "" if program in ("", "train") else other,
+        *ramp.warnings,
+        "" if sources is None else _demo_rate(config, sources, weights),
+        _too_large(run, limit),
+    )
     return ramp.to_json() | {
-        "model": {
-            "name": config.run.model_name,
-            "weights": num_parameters(without_adapters(model)),
-        },
+        "model": {"name": config.run.model_name, "weights": weights},
         "num_nodes": config.batch.num_nodes,
         "devices_per_node": config.batch.devices_per_node,
         "max_target_length": run.stages[-1].spec.tokens,
         "restart_minutes": config.planning.restart_minutes,
         "warnings": [line for line in warnings if line],
+        "memory_limit": dict(zip(("gib", "of"), limit, strict=True)) if limit[0] else None,
         "stages": [
             stage.to_json() | _part_of_run(run, stage) | {"move_gib": _move(run, before, stage)}
             for before, stage in zip([None, *run.stages], run.stages, strict=False)
         ],
         "totals": _totals(run),
+        "defaults": [] if sources is None else _defaults(config, sources),
         "adaptive": _bounds_of_ramp(ramp) if config.batch.rampup_policy == "noise" else None,
         "smaller_bubble": _smaller_bubble(config, run.stages),
         "learning_rate": None
         if rate.learning_rate is None
         else _curve(LearningRate.from_keys(rate, ramp), ramp),
     }
+
+
+def _defaults(config: Config, sources: Mapping[str, str]) -> list[dict[str, str]]:
+    """Keys and values that come from base.yml or the model's file, by where."""
+    length = [] if {*_LENGTHS} & sources.keys() else ["steps"]
+    model = str(CONFIGS / "models")
+    found = []
+    for name in (*_NAMED, *length):
+        source = sources.get(name, "configs/base.yml")
+        if source.startswith(model) or name not in sources:
+            shown = source.replace(model, "configs/models")
+            found.append({"given": f"{name}={config.values[name]}", "source": shown})
+    return sorted(found, key=lambda one: one["source"])
+
+
+def _demo_rate(config: Config, sources: Mapping[str, str], weights: int) -> str:
+    """A warning where another model than base.yml's takes its learning rate."""
+    names = [field.name for field in dataclasses.fields(ModelKeys)]
+    own = all(config.values[name] == base()[name] for name in names if name.startswith("base_"))
+    if own or "learning_rate" in sources or config.data.use_dpo:
+        return ""
+    return (
+        f"learning_rate={config.values['learning_rate']:g} is that of base.yml's model of 0.87M "
+        f"weights, and this one has {short(weights)}; give its own"
+    )
+
+
+def _too_large(run: PlannedRun, limit: tuple[float, str]) -> str:
+    needs = {s.index: estimate(run.config.recipe, s.spec)["total"] for s in run.stages}
+    stage = max(needs, key=needs.__getitem__)
+    if not limit[0] or needs[stage] <= limit[0]:
+        return ""
+    return (
+        f"stage {stage} is estimated at {needs[stage]:.3g} GiB per device, and a program can use "
+        f"{limit[0]:.3g} ({limit[1]}); a larger fsdp or tensor axis, smaller passes "
+        "(micro_batch_size), or remat_policy=full takes less, and --fit asks the compiler"
+    )
 
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
@@ -79,6 +133,8 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
         "node_hours": cost.hours(time * stage.nodes),
         "hours_against_all_nodes": time / time_of_all,
         "node_hours_against_all_nodes": time * stage.nodes / (time_of_all * keys.nodes),
+        "rows_per_rank": stage.spec.rows / stage.spec.ranks,
+        "remat_policy": stage.spec.remat_policy,
         "memory_gib": estimate(run.config.recipe, stage.spec),
         "pipeline_bubble": pipeline_bubble(run.config.model, stage.spec),
     }

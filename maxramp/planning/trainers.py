@@ -16,7 +16,8 @@ from maxramp.config.load import flatten
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys import base
-from maxramp.keys.peers import RENAMED
+from maxramp.keys.megatron import translate_flags
+from maxramp.keys.peers import MEGATRON, RENAMED
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import parse_count
@@ -39,7 +40,8 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
     """What a trainer and maxramp do with the ramp of a file; of Megatron one with the command line.
 
     Returns `trainer`; `theirs` and `ours`, pairs of a step and the global batch from there on;
-    `lines` about theirs; `refused`, why maxramp takes the keys for wrong, or "".
+    `lines` about theirs; `refused`, why maxramp takes the keys for wrong, or ""; `arguments` with
+    which maxramp runs it, and `left_out`, Megatron's flags that have no key here.
     """
     if trainer not in TRAINERS:
         raise ConfigError(f"--trainer {trainer} must be one of {', '.join(TRAINERS)}")
@@ -60,7 +62,12 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
         ours = [(stage.first_step, stage.global_batch_size) for stage in stages]
     except ConfigError as error:
         refused = str(error)
-    return {"trainer": name, "theirs": theirs, "lines": lines, "ours": ours, "refused": refused}
+    found = {"trainer": name, "theirs": theirs, "lines": lines, "ours": ours, "refused": refused}
+    if trainer != "megatron":
+        return found | {"arguments": [file], "left_out": []}
+    others, left_out = translate_flags(_words(path))
+    given = [f"{key}={str(value).replace(' ', '')}" for key, value in (others | keys).items()]
+    return found | {"arguments": ["configs/base.yml", *given], "left_out": left_out}
 
 
 def side_by_side(found: Mapping[str, Any]) -> list[tuple[int, int | None, int | None]]:
@@ -153,14 +160,11 @@ def _run_maxtext(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]
 # --- Megatron, and NeMo, which is Megatron-Bridge ------------------------------------------------
 
 # Their arguments and keys -> maxramp's.
-_MEGATRON = {
-    "rampup-batch-size": "rampup_batch_size",
-    "global-batch-size": "global_batch_size",
-    "step-batch-size-schedule": "step_batch_size_schedule",
-    "seq-length": "max_target_length",
-    "train-samples": "total_samples",
-    "train-iters": "steps",
-}
+_RAMP = (
+    *("rampup-batch-size", "global-batch-size", "step-batch-size-schedule", "seq-length"),
+    *("train-samples", "train-iters"),
+)
+_MEGATRON = {flag: MEGATRON[flag] for flag in _RAMP}
 _NEMO = {
     **{theirs: name for theirs, name in RENAMED.items() if name in _MEGATRON.values()},
     **{name: name for name in _MEGATRON.values()},
@@ -177,11 +181,14 @@ def _read_megatron(path: Place) -> _Keys:
         count = 3 if name == "rampup_batch_size" else None
         parser.add_argument(f"--{argument}", dest=name, type=kind, nargs=count)
     try:
-        words = shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
-        found, _ = parser.parse_known_args(words)
+        found, _ = parser.parse_known_args(_words(path))
     except (ValueError, argparse.ArgumentError) as error:
         raise ConfigError(f"{path}: cannot be read as a command line: {error}") from None
     return {name: value for name, value in vars(found).items() if value is not None}
+
+
+def _words(path: Place) -> list[str]:
+    return shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
 
 
 def _read_nemo(path: Place) -> _Keys:

@@ -23,7 +23,7 @@ from maxramp.checkpoints.resume import Span, take_up
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
-from maxramp.plan import print_plan
+from maxramp.plan import main, print_plan
 from maxramp.planning.plan import estimate, make_plan
 from maxramp.rampup.schedule import RampupBatchManager, Start
 from maxramp.run.metrics import read_records
@@ -515,10 +515,29 @@ def test_random_changes_keep_the_clock():
             assert stage.global_batch_size == due.global_batch_size
 
 
+def test_what_a_plan_takes_from_the_demo_is_named(capsys):
+    """Where a larger model takes base.yml's learning rate, and where its passes do not fit."""
+    keys = ["model_name=llama2-7b", "compile_topology=h100:1x8", "max_target_length=4096"]
+    assert main([BASE, *keys, "ici_data_parallelism=2", "per_device_batch_size=8"]) == 0
+    lines = {line[:10].strip(): line[10:] for line in capsys.readouterr().out.splitlines()}
+    given = "opt_type=adamw, remat_policy=none, weight_dtype=float32, steps=320 (configs/base.yml)"
+    assert f"learning_rate=0.003, {given}; dtype=bfloat16 (configs/models" in lines["not given"]
+    assert (
+        "in Megatron's words: weights, gradients and the optimizer's state over 4 ranks"
+        in (lines["mesh"])
+    )
+    assert "GiB (remat_policy=none), of 59.3 GiB (compile_topology=h100:1x8)" in lines["memory"]
+    plan = make_plan(load([BASE, *keys, "per_device_batch_size=8"]), {"learning_rate": ""})
+    assert [line.partition(" is ")[0] for line in plan["warnings"]] == ["stage 0"]
+    plan = make_plan(load([BASE, *keys]), {})
+    assert any("learning_rate=0.003 is that of base.yml's model" in x for x in plan["warnings"])
+    assert not make_plan(load([BASE, "devices_per_node=1"]), {})["warnings"]
+
+
 def test_the_plan_in_the_docs_is_the_plan(monkeypatch, capsys):
     """Line by line, as it is printed."""
     monkeypatch.setenv("COLUMNS", "130")
-    print_plan(make_plan(load([str(ROOT / "configs" / "schedules" / "nemo-gpt3-5b.yml")])))
+    assert main([str(ROOT / "configs" / "schedules" / "nemo-gpt3-5b.yml")]) == 0
     shown = [line.rstrip() for line in (ROOT / "docs" / "running.md").read_text().splitlines()]
     for line in capsys.readouterr().out.splitlines():
         assert line.rstrip() in shown

@@ -2,10 +2,12 @@
 
 import json
 import math
+import shlex
 
 import pytest
 
 from maxramp import plan
+from maxramp.config.load import load
 from maxramp.planning.trainers import TRAINERS, side_by_side
 
 MAXTEXT = """
@@ -108,6 +110,29 @@ def test_megatron_reads_the_old_flag_no_more(compared):
     assert compared("megatron", text)["theirs"] == [[0, 16], [6, 32]]
     text = text.replace(ramp, f"{ramp} --global-batch-size 32")
     assert "stops with a ValueError" in compared("megatron", text)["printed"]
+
+
+def test_megatrons_command_line_becomes_ours(compared):
+    """The command that is printed is that of the plan below it; what has no key here is named."""
+    more = "--hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --bf16 --lr 3e-4"
+    more += " --min-lr 3e-5 --lr-warmup-samples 20 --tensor-model-parallel-size 2 --swiglu"
+    more += " --micro-batch-size 2 --untie-embeddings-and-output-weights --optimizer adam"
+    found = compared("megatron", MEGATRON.replace("#", f"{more} #"), "devices_per_node=4")
+    assert found["left_out"] == ["--swiglu"]
+    line = next(x for x in found["printed"].splitlines() if x.startswith("python -m"))
+    _, _, _, *arguments = shlex.split(line)
+    config = load(arguments)
+    model, batch = config.model, config.batch
+    assert (model.base_num_decoder_layers, model.base_emb_dim, model.head_dim) == (32, 512, 64)
+    assert (model.base_num_kv_heads, model.base_mlp_dim) == (8, 1408)
+    assert not model.logits_via_embedding and model.dtype == "bfloat16"
+    assert (batch.rampup_batch_size, batch.micro_batch_size) == ([16, 16, 96], 2)
+    assert (batch.global_batch_size, batch.total_samples) == (32, 1000)
+    assert (batch.max_target_length, config.mesh.ici_tensor_parallelism) == (10, 2)
+    rate = config.learning_rate
+    assert (rate.warmup_steps_fraction, rate.learning_rate_final_fraction) == (0.02, 0.1)
+    assert "fsdp 2 x tensor 2" in found["printed"] and "left out" in found["printed"]
+    assert "num_nodes=N devices_per_node=N" in compared("megatron", MEGATRON)["printed"]
 
 
 def test_megatrons_thresholds_go_through_floats(compared):
