@@ -4,65 +4,74 @@ python benchmarks/schedules.py [--plot docs/schedules.png]
 """
 
 import argparse
-import math
 import pathlib
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from maxramp.commandline import short
-from maxramp.config.load import load
-from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.planning.beside import find_published
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-_GAP = 0.07  # of two names, in decades of the batch
-
-
-def ramp_of(path: pathlib.Path) -> tuple[list[int], list[int]]:
-    """Where the stages of a file begin and the last one ends, and their batches, in tokens."""
-    batch = load([str(path)], note=lambda line: None).batch
-    ramp, row = RampupBatchManager(batch, 1), batch.max_target_length
-    stages = ramp.stages_between(0, ramp.total_steps)
-    starts = [stage.first_sample * row for stage in stages]
-    sizes = [stage.global_batch_size * row for stage in stages]
-    return [*starts, ramp.total_samples * row], sizes
-
-
-def apart(heights: list[float]) -> list[float]:
-    """Heights of names in order, the lowest first: as near to these as the gap allows."""
-    blocks: list[list[float]] = []  # [middle, names] of those that touch
-    for height in heights:
-        blocks.append([height, 1])
-        while len(blocks) > 1:
-            (below, n), (above, m) = blocks[-2:]
-            if above - below >= _GAP * (n + m) / 2:
-                break
-            blocks[-2:] = [[(below * n + above * m) / (n + m), n + m]]
-    return [middle + _GAP * (i - (n - 1) / 2) for middle, n in blocks for i in range(int(n))]
+# Weights of the models, by the sources that the files name; those of all experts.
+WEIGHTS = {
+    "bloom-176b": 176e9,
+    "deepseek-v2": 236e9,
+    "deepseek-v3": 671e9,
+    "deepseek-v4-flash": 284e9,
+    "deepseek-v4-pro": 1.6e12,
+    "falcon-180b": 180e9,
+    "falcon-40b": 40e9,
+    "falcon-7b": 7e9,
+    "falcon-mamba-7b": 7e9,
+    "glm-4.5": 355e9,
+    "gpt3-175b": 175e9,
+    "ling-plus": 290e9,
+    "llama3-405b": 405e9,
+    "lucie-7b": 7e9,
+    "marin-32b": 32e9,
+    "marin-8b": 8e9,
+    "mimo-v2-flash": 309e9,
+    "minimax-01": 456e9,
+    "modded-nanogpt": 124e6,
+    "nemo-gpt3-5b": 5e9,
+    "nemotron-4-15b": 15e9,
+    "nemotron-4-340b": 340e9,
+    "olmo-1b": 1e9,
+    "palm-540b": 540e9,
+}
 
 
 def draw(files: list[pathlib.Path], path: pathlib.Path) -> None:
-    """One line a file, from its first batch to its end, with its name there."""
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    """A panel a file, from its first batch to its end, before all others in grey; by weights."""
+    figure = Figure(figsize=(9.5, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    ramps = sorted(((*ramp_of(file), file.stem) for file in files), key=lambda r: (r[1][-1], r[0]))
-    right = 1.25 * max(places[-1] for places, _, _ in ramps)
-    names = apart([math.log10(sizes[-1]) for _, sizes, _ in ramps])
-    for index, ((places, sizes, name), height) in enumerate(zip(ramps, names, strict=True)):
-        x = [max(places[0], sizes[0]), *places[1:]]  # the first step's end: there is no log of 0
-        color = f"C{index % 10}"
-        style = "-" if len(sizes) < 12 else (0, (4, 1))
-        axes.step(x, [*sizes, sizes[-1]], where="post", color=color, linewidth=1.3, linestyle=style)
-        end, label = (places[-1], sizes[-1]), (right, 10**height)
-        axes.plot(*zip(end, label, strict=True), color=color, linewidth=0.5, alpha=0.6)
-        axes.annotate(name, label, color=color, fontsize=7, va="center", annotation_clip=False)
-    axes.set(xscale="log", yscale="log", xlim=(2e7, right))
-    axes.set(xlabel="tokens consumed", ylabel="tokens of a batch")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda number, place: short(number))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    panels = figure.subplots(-(-len(files) // 4), 4, sharex=True, sharey=True).flat
+    curves = {
+        # From the end of the first step: there is no log of 0.
+        run["name"]: (
+            [max(run["starts"][0], run["batches"][0]), *run["starts"][1:], run["end"]],
+            [*run["batches"], run["batches"][-1]],
+        )
+        for run in find_published(",".join(file.stem for file in files))
+    }
+    for axes, name in zip(
+        panels, sorted(curves, key=lambda name: (WEIGHTS[name], name)), strict=False
+    ):
+        for x, y in curves.values():
+            axes.step(x, y, where="post", color="0.85", linewidth=0.7)
+        x, y = curves[name]
+        axes.step(x, y, where="post", color="#0072B2", linewidth=1.8)
+        axes.plot(x[-1], y[-1], color="#D55E00", marker="|", markersize=9, markeredgewidth=1.8)
+        axes.set_title(f"{name} ({short(WEIGHTS[name])})", loc="left", fontsize=9)
+        axes.set(xscale="log", yscale="log", xlim=(2e7, 6e13))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+        for axis, ticks in ((axes.xaxis, (1e8, 1e10, 1e12)), (axes.yaxis, (1e5, 1e6, 1e7, 1e8))):
+            axis.set_ticks(ticks, map(short, ticks))
+            axis.set_ticks((), minor=True)
+    figure.supxlabel("tokens consumed")
+    figure.supylabel("tokens of a batch")
     figure.savefig(path, dpi=110)
 
 

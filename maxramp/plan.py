@@ -30,6 +30,7 @@ from maxramp.config.load import find_sources, load
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.parallel.mesh import format_sizes
+from maxramp.planning.beside import find_published, summarize_ramp
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
@@ -48,6 +49,8 @@ def main(arguments: list[str]) -> int:
     add("--fit", action="store_true", help=text + "it, for compile_topology or this machine")
     text = "add memory and times from compiled.json, which maxramp.compile writes"
     add("--compiled", metavar="FILE", help=text)
+    text = "show ramps of published runs too, by the names in configs/schedules: lucie-7b,falcon-7b"
+    add("--beside", metavar="NAMES", help=text)
     text = "compare with what another trainer's newest version does with the ramp in FILE, its "
     text += "own config (for Megatron, a file that holds its command line)"
     add("--trainer", metavar="NAME", help=text)
@@ -66,6 +69,8 @@ def main(arguments: list[str]) -> int:
         print(Pod.from_config(config, print_progress).largest_batch())
         return 0
     plan = make_plan(config, find_sources(given.arguments))
+    if given.beside:
+        plan["beside"] = find_published(given.beside)
     if given.compiled:
         add_compiled(plan, place(given.compiled), config.planning)
     if given.plot:
@@ -162,9 +167,40 @@ def print_plan(plan: dict[str, Any]) -> None:
     if left_out := print_table(list(cells), rows, [name for name in _EXPENDABLE if name in cells]):
         names = "; ".join(" ".join(name.split()) for name in left_out)
         print(f"columns   left out on this narrow terminal: {names} (--json has all)")
+    if "beside" in plan:
+        _print_beside(plan)
     model = "model", "{name}: {weights:,} weights".format(**plan["model"])
     for label, text in (model, *_run_lines(plan), *_compiled_lines(plan), *_advice(plan)):
         print(f"{label:<10}{text}")
+
+
+def _print_beside(plan: dict[str, Any]) -> None:
+    """The ramp and those of published runs, in tokens."""
+    stages = [(s["first_sample"], s["global_batch_size"]) for s in plan["stages"]]
+    own = summarize_ramp("this run", stages, plan["total_samples"], plan["max_target_length"])
+    heads = (
+        "run",
+        "first\nbatch",
+        "last\nbatch",
+        "stages",
+        "ramp\nends at",
+        "run\nends at",
+        "share",
+    )
+    print_table(
+        heads,
+        [
+            [
+                run["name"],
+                *(short(run["batches"][i]) for i in (0, -1)),
+                str(len(run["batches"])),
+                short(run["starts"][-1]),
+                short(run["end"]),
+                f"{run['starts'][-1] / run['end']:.1%}",
+            ]
+            for run in (own, *plan["beside"])
+        ],
+    )
 
 
 _EXPENDABLE = (

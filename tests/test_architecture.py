@@ -16,6 +16,7 @@ FLOORS = (
     ("errors", "console"),
     ("keys",),
     ("commandline",),
+    ("drawing",),
     ("files",),
     ("parallel", "processes"),
     ("stage",),
@@ -97,19 +98,19 @@ def test_imports_go_down():
     [
         (
             {"model.a": "from maxramp.training import loss", "training.loss": ""},
-            "model.a (floor 6) imports training.loss (floor 9)",
+            "model.a (floor 7) imports training.loss (floor 10)",
         ),
         (
             {"model.a": "def f():\n    import maxramp.run.b", "run.b": ""},
-            "model.a (floor 6) imports",
+            "model.a (floor 7) imports",
         ),
         (
             {"model.a": "from maxramp.run.b import x", "run.b": ""},
-            "model.a (floor 6) imports run.b",
+            "model.a (floor 7) imports run.b",
         ),
         (
             {"processes.a": "from maxramp.parallel import b", "parallel.b": ""},
-            "processes.a (floor 4)",
+            "processes.a (floor 5)",
         ),
         (
             {"data.a": "from maxramp.data import b", "data.b": "import maxramp.data.c"}

@@ -151,7 +151,7 @@ def train(job: Job, trainer: Trainer) -> int:
     writers = output.open_files(ramp, first_step, job.owes)
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
     numbers = LastEvaluation()
-    log = MetricsLog(config.run, [growth, numbers, *writers])
+    log = MetricsLog(config.run, [growth, numbers, *writers], continues=job.span.first_step > 0)
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)

@@ -11,9 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxramp.commandline import short
+from maxramp.commandline import amount, count, short
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of
+from maxramp.drawing import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    draw_steps,
+    make_panels,
+    name_consumption,
+    name_values,
+)
 from maxramp.keys.base import CONFIGS, base
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_parameters
@@ -60,6 +70,7 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
         _too_large(run, limit),
     )
     return ramp.to_json() | {
+        "run_name": config.run.run_name,
         "model": {"name": config.run.model_name, "weights": weights},
         "num_nodes": config.batch.num_nodes,
         "devices_per_node": config.batch.devices_per_node,
@@ -243,7 +254,8 @@ def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] |
 
 
 def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
-    points = np.linspace(0, ramp.total_samples - 1, 200).astype(np.int64)
+    last = ramp.total_samples - 1
+    points = [*np.linspace(0, last, 200), *np.geomspace(1, max(1, last), 200)]
     steps = sorted({ramp.step_at_sample(int(n)) for n in points})
     starts = [ramp.samples_before(step) for step in steps]
     return {
@@ -252,39 +264,51 @@ def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
     }
 
 
-def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
-    from matplotlib.figure import Figure
+def _draw_beside(axes: Any, plan: dict[str, Any], end: int) -> None:
+    """Published ramps in grey, as far as the run goes, in samples of this run."""
+    length, top, styles = plan["max_target_length"], axes.get_ylim()[1], ("--", ":", "-.", "-")
+    for run, style in zip(plan["beside"], itertools.cycle(styles), strict=False):
+        places, sizes = [*run["starts"], run["end"]], [*run["batches"], run["batches"][-1]]
+        x, y = ([n / length for n in numbers] for numbers in (places, sizes))
+        axes.step(x, y, style, where="post", color="0.5", linewidth=1, label=run["name"])
+        top = max(top, *(1.15 * b for a, b in zip(x, y, strict=True) if a < end))
+    axes.set_ylim(0, top)
+    name_values(axes, [s["global_batch_size"] for s in plan["stages"]])
+    axes.legend(frameon=False, fontsize="small", loc="upper left")
 
-    stages, rate = plan["stages"], plan["learning_rate"]
-    x = [*(s["first_sample"] for s in stages), plan["total_samples"]]
-    panels_of = [
-        ("global_batch_size", "tab:blue", "global batch size\n(samples)"),
-        ("nodes", "tab:green", "nodes"),
-    ]
-    if any(s["row_length"] != plan["max_target_length"] for s in stages):
-        panels_of.append(("row_length", "tab:purple", "row length\n(tokens)"))
-    ratios = (2, *[1] * (len(panels_of) - 1 + bool(rate)))
-    figure = Figure(figsize=(7, 1.3 * sum(ratios)), layout="constrained")
-    panels = figure.subplots(len(ratios), sharex=True, height_ratios=ratios)
-    for axes, (key, color, label) in zip(panels, panels_of, strict=False):
-        y = [*(s[key] for s in stages), stages[-1][key]]
-        axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
-        axes.step(x, y, where="post", color=color, linewidth=1.8)
-        axes.set(ylim=(0, max(y) * 1.15), ylabel=label)
-    if rate:
-        panels[-1].plot(rate["samples"], rate["rate"], color="tab:orange", linewidth=1.8)
-        panels[-1].set(ylim=(0, None), ylabel="learning rate")
-        panels[-1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    panels[-1].set(xlabel="consumed samples", xlim=(0, plan["total_samples"]))
-    panels[-1].xaxis.set_major_formatter(lambda number, place: short(number))
-    length = plan["max_target_length"]
-    tokens = panels[0].secondary_xaxis(
-        "top", functions=(lambda n: n * length, lambda n: n / length)
+
+def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
+    """Batch, nodes, row length and learning rate over the samples; logarithmic where the ramp takes
+    less than a quarter of them."""
+    stages, rate, end = plan["stages"], plan["learning_rate"], plan["total_samples"]
+    numbers = (
+        ("global_batch_size", BLUE, "global batch\n(samples)"),
+        ("nodes", GREEN, "nodes"),
+        ("row_length", PURPLE, "row length\n(tokens)"),
     )
-    tokens.set_xlabel("consumed tokens")
-    tokens.xaxis.set_major_formatter(lambda number, place: short(number))
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
+    shown = [x for i, x in enumerate(numbers) if not i or len({s[x[0]] for s in stages}) > 1]
+    names = dict.fromkeys([plan["run_name"], plan["model"]["name"]])
+    model = f"{': '.join(names)}, {short(plan['model']['weights'])} weights"
+    nodes, devices = count(plan["num_nodes"], "node"), count(plan["devices_per_node"], "device")
+    title = f"{model}\n{short(plan['total_tokens'])} tokens on {nodes} of {devices}"
+    if hours := plan["totals"]["node_hours"]:
+        title += f", {amount(hours)} node-hours"
+    if cost := plan["totals"]["price"]:
+        title += f", a price of {amount(cost)}"
+    figure, panels = make_panels((2.6, *[1.3] * (len(shown) - 1 + bool(rate))), title)
+    x = [*(s["first_sample"] for s in stages), end]
+    if is_log := len(stages) > 1 and x[-2] < end / 4:
+        x[0] = max(stages[0]["global_batch_size"], x[1] // 10)  # there is no log of 0
+        panels[-1].set_xscale("log")
+    for axes, (key, color, label) in zip(panels, shown, strict=False):
+        draw_steps(axes, x, [s[key] for s in stages], color, label)
+    if "beside" in plan:
+        _draw_beside(panels[0], plan, end)
+    if rate:
+        panels[-1].plot(rate["samples"], rate["rate"], color=ORANGE, linewidth=1.8)
+        panels[-1].set(ylim=(0, max(rate["rate"]) * 1.15), ylabel="learning\nrate")
+        name_values(panels[-1], [0, max(rate["rate"]), rate["rate"][-1]])
+    panels[-1].set_xlim(x[0] if is_log else 0, end)
+    name_consumption(panels, plan["max_target_length"])
     figure.align_ylabels()
     figure.savefig(path, dpi=150)

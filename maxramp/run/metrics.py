@@ -31,7 +31,7 @@ TASK = "task_"  # what the names of numbers of tasks begin with
 OF_SET = "eval_loss_"  # and those of the losses on held-out sets that have names
 _OF_BATCH = (
     *("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size"),
-    "row_length",
+    *("row_length", "devices"),
 )
 
 
@@ -53,8 +53,12 @@ class MetricsLog:
     its own end, waiting for data and compiles included.
     """
 
-    def __init__(self, keys: RunKeys, writers: Sequence[Callable[[Record], None]]):
+    def __init__(
+        self, keys: RunKeys, writers: Sequence[Callable[[Record], None]], continues: bool = False
+    ):
+        """The first step of a job that `continues` a run is recorded as restarted."""
         self._keys, self._writers = keys, writers
+        self._begins = {"restarted": True} if continues else {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._pending = self._reader.submit(lambda: None)  # the last record's
         self._last_end = time.perf_counter()
@@ -73,10 +77,13 @@ class MetricsLog:
         Every scalar of it is recorded under its name. `consumed_samples` are those after the step.
         """
 
+        begins, self._begins = self._begins, {}
+
         def record(read: dict[str, Any], begin: float, end: float) -> Record:
             check_numbers(self._keys, step, read)
             return {
                 "step": step,
+                **begins,
                 **batch_record(stage, consumed_samples),
                 **{name: value.item() for name, value in read.items() if not np.ndim(value)},
                 **dispatched.to_record(read, begin, end),
@@ -148,6 +155,7 @@ def batch_record(stage: Stage, consumed_samples: int) -> Record:
         "gradient_accumulation_steps": stage.gradient_accumulation_steps,
         "global_batch_size": stage.global_batch_size,
         "row_length": stage.spec.row_length,
+        "devices": stage.devices,
         "consumed_samples": consumed_samples,
     }
 
@@ -194,7 +202,7 @@ def names_of_sums(sets: Sequence[str], shown: Sequence[str]) -> list[str]:
 
 def numbers_of(record: Record) -> dict[str, int | float]:
     """What can be drawn as a curve over steps."""
-    return {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
+    return {k: v for k, v in record.items() if k != "step" and type(v) in (int, float)}
 
 
 def tag_of(name: str) -> str:

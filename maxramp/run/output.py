@@ -226,7 +226,7 @@ class Output:
         planned, step = span.planned, span.last_step
         stage = planned.stage_at_step(step)
         following = batch_record(stage, planned.samples_before(step))
-        following |= {"nodes": stage.nodes, "devices": stage.devices}
+        following |= {"nodes": stage.nodes}
         try:
             _write_json(self.here / "next_stage.json", following)
         except OSError as error:  # the next start plans the same

@@ -3,11 +3,23 @@
 import pathlib
 from typing import TYPE_CHECKING
 
+from maxramp.commandline import count
+from maxramp.drawing import (
+    BLUE,
+    COLORS,
+    ORANGE,
+    PURPLE,
+    RED,
+    draw_steps,
+    make_panels,
+    name_consumption,
+)
 from maxramp.run.metrics import OF_SET, TASK, Record, numbers_of, tag_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 # Not of the objective, or drawn in the large panel.
 _NOT_SMALL = ("grad_norm", "learning_rate", "bad_steps")
@@ -21,82 +33,74 @@ _RESULTS = {
 def draw_run(records: list[Record], path: pathlib.Path, run_name: str) -> None:
     """Draws the records of metrics.jsonl; nothing without a step."""
     if figure := figure_of(records, run_name):
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=150)
 
 
 def figure_of(records: list[Record], run_name: str) -> "Figure | None":
-    """None without a step. The large panel has the batch and the mean reward, or the loss where
-    there are no rewards; a small one below it every other number of the steps' objective, and each
-    number of tasks has one.
+    """None without a step. Panels of the batch and of the mean reward, or the loss where there are
+    no rewards; small ones below for every other number of the steps' objective and of tasks.
     """
     steps = [record for record in records if record.get("loss") is not None]
     if not steps:
         return None
-    # The object interface and its file backend: no window system, no global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     result = "reward" if any("reward" in record for record in steps) else "loss"
-    small = [name for name in _objective_names(steps) if name != result]
-    if len({r["row_length"] for r in steps if "row_length" in r}) > 1:
-        small.insert(0, "row_length")
     tasks = _names_with(records, TASK)
-    heights = [4.5, *[0.9] * (len(small) + len(tasks))]
-    figure = Figure(figsize=(9, sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    result_axes = panels[0].twinx()
-    result_axes.patch.set_visible(False)
-    _draw_batch(panels[0], steps)
-    _draw_result(result_axes, records, steps, result)
-    figure.legend(handles=result_axes.lines, loc="outside upper right", ncols=2, frameon=False)
-    for name, axes in zip(small, panels[1:], strict=False):
-        axes.plot(*_curve(steps, name), color="tab:orange", linewidth=1)
-    for name, axes in zip(tasks, panels[1 + len(small) :], strict=True):
-        curve = _curve(_records_with(records, name), name)
-        axes.plot(*curve, color="tab:red", linewidth=1, marker="o", clip_on=False)
-    for name, axes in zip([*small, *tasks], panels[1:], strict=True):
+    small = [*(name for name in _objective_names(steps) if name != result), *tasks]
+    lengths = ["row_length"] if len({r.get("row_length") for r in steps}) > 1 else []
+    heights = [1.6, *[0.9] * len(lengths), 3.0, *[0.9] * len(small)]
+    figure, panels = make_panels(heights, f"{run_name}: batch size and {result}")
+    starts = [r["consumed_samples"] - r["global_batch_size"] for r in steps]
+    ends, colors = [*starts, steps[-1]["consumed_samples"]], (BLUE, PURPLE)
+    large, below = panels[: 2 + len(lengths)], panels[2 + len(lengths) :]
+    for name, axes, color in zip(["global_batch_size", *lengths], large, colors, strict=False):
+        label = "global batch\n(samples)" if name != "row_length" else "row length\n(tokens)"
+        draw_steps(axes, ends, [r[name] for r in steps], color, label)
+    _draw_result(large[-1], records, steps, result)
+    handles = [*large[-1].lines, *_draw_restarts(large, starts, steps)]
+    figure.legend(handles=handles, loc="outside lower right", ncols=4, frameon=False)
+    for name, axes in zip(small, below, strict=True):
+        style = {"color": RED, "marker": "o", "clip_on": False} if name in tasks else {}
+        curve = _curve(_records_with(records, name) if name in tasks else steps, name)
+        axes.plot(*curve, **{"color": ORANGE, "linewidth": 1} | style)
         axes.set_title(name, loc="left", fontsize="medium", parse_math=False)
-        axes.grid(alpha=0.3)
-        axes.spines["right"].set_visible(False)
-    for axes in (*panels, result_axes):
-        axes.spines["top"].set_visible(False)
-    panels[-1].set_xlabel("consumed samples")
-    # A run may be named $x$.
-    panels[0].set_title(f"{run_name}: batch size and {result}", loc="left", parse_math=False)
+    panels[-1].set_xlim(0, ends[-1] * 1.01)  # the last evaluation lies at the end
+    ratios = {r["consumed_tokens"] / r["consumed_samples"] for r in steps if "consumed_tokens" in r}
+    name_consumption(panels, ratios.pop() if len(ratios) == 1 else 0)
+    figure.align_ylabels()
     return figure
 
 
-def _draw_batch(axes: "Axes", steps: list[Record]) -> None:
-    starts = [r["consumed_samples"] - r["global_batch_size"] for r in steps]
-    sizes = [r["global_batch_size"] for r in steps]
-    x, y = [*starts, steps[-1]["consumed_samples"]], [*sizes, sizes[-1]]
-    axes.fill_between(x, y, step="post", color="tab:blue", alpha=0.15, linewidth=0)
-    axes.step(x, y, where="post", color="tab:blue", linewidth=1.8)
-    axes.set_ylim(0, max(y) * 1.15)
-    axes.set_xlim(0, x[-1])
-    axes.set_ylabel("global batch size (samples)", color="tab:blue")
-    axes.tick_params(axis="y", colors="tab:blue")
+def _draw_restarts(panels: list["Axes"], starts: list[int], steps: list[Record]) -> list["Line2D"]:
+    """Lines where the run was continued, with the devices where their number changed."""
+    lines, before = [], steps[0].get("devices")
+    for start, record in zip(starts, steps, strict=True):
+        if record.get("restarted"):
+            style = {"color": "0.4", "linestyle": ":", "linewidth": 1, "label": "restart"}
+            lines = [axes.axvline(start, **style) for axes in panels][:1]
+        if (now := record.get("devices")) != before:
+            place = {"xy": (start, 1), "xycoords": ("data", "axes fraction"), "fontsize": "small"}
+            panels[0].annotate(count(now, "device"), va="top", **place)
+            before = now
+    return lines
 
 
 def _draw_result(axes: "Axes", records: list[Record], steps: list[Record], result: str) -> None:
     has_pairs = any("rewards/margins" in record for record in steps)
     label, axis_label, held_out = _RESULTS["pairs" if has_pairs else result]
-    axes.plot(*_curve(steps, result), color="tab:orange", linewidth=1, label=label)
+    axes.plot(*_curve(steps, result), color=ORANGE, linewidth=1, label=label)
     for i, name in enumerate([f"eval_{result}", *_names_with(records, OF_SET)]):
         if not (evaluations := _records_with(records, name)):
             continue
         axes.plot(
             *_curve(evaluations, name),
-            color=f"C{(3 + i) % 10}",  # of the first, red
+            color=COLORS[i % len(COLORS)],
             linestyle="none",
             marker="osD^v"[i % 5],
             markersize=5,
             clip_on=False,
             label=name.removeprefix(OF_SET) if i else held_out,
         )
-    axes.set_ylabel(axis_label, color="tab:orange")
-    axes.tick_params(axis="y", colors="tab:orange")
+    axes.set_ylabel(axis_label)
 
 
 def _objective_names(steps: list[Record]) -> list[str]:

@@ -19,6 +19,7 @@ STAGE = types.SimpleNamespace(
     per_device_batch_size=2,
     gradient_accumulation_steps=1,
     global_batch_size=2,
+    devices=1,
     spec=types.SimpleNamespace(row_length=16),
 )
 
@@ -41,7 +42,7 @@ def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
     assert [record["balance"] for record in records] == [0, 0.25, 0.5]
     assert all("pair" not in record and record["word"] == "x" for record in records)
     assert events.shown(tmp_path / "tb")["learning/balance"] == {0: 0, 1: 0.25, 2: 0.5}
-    large, small, _ = figure_of(records, "a run").axes
+    large, _, small = figure_of(records, "a run").axes
     assert large.get_title("left") == "a run: batch size and loss"
     assert small.get_title("left") == "balance"
     assert [*small.lines[0].get_ydata()] == [0, 0.25, 0.5]

@@ -31,6 +31,7 @@ FIELDS = {
     "gradient_accumulation_steps",
     "global_batch_size",
     "row_length",
+    "devices",
     "consumed_samples",
     "consumed_tokens",
     "target_tokens",

@@ -1,0 +1,72 @@
+"""Panels over the samples that a run consumes, for the pictures of plans and of runs."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from maxramp.commandline import short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Of Okabe and Ito's palette, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
+COLORS = (RED, GREEN, PURPLE, BLUE, "#56B4E9")
+_APART = 0.22  # inches between two ticks, at least
+
+
+def make_panels(
+    heights: Sequence[float], title: str, width: float = 7.5
+) -> tuple["Figure", list["Axes"]]:
+    """A figure of panels of these heights in inches that share the horizontal axis. The object
+    interface and its file backend: no window system, no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = [
+        *figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    ]
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    panels[0].set_title(title, loc="left", parse_math=False)  # a run may be named $x$
+    return figure, panels
+
+
+def draw_steps(
+    axes: "Axes", x: Sequence[float], y: Sequence[float], color: str, label: str
+) -> None:
+    """A number that holds from each x on to the next, with ticks at its values; `x` has one more,
+    the end. The area below is filled where the number changes.
+    """
+    y = [*y, y[-1]]
+    axes.step(x, y, where="post", color=color, linewidth=1.8)
+    if len({*y}) > 1:
+        axes.fill_between(x, y, step="post", color=color, alpha=0.15, linewidth=0)
+    axes.set(ylim=(0, max(y) * 1.15), ylabel=label)
+    name_values(axes, y)
+
+
+def name_values(axes: "Axes", values: Iterable[float]) -> None:
+    """Ticks at the values that occur, the largest and the smallest first, as far as they fit."""
+    first, *others = sorted({*values}, reverse=True)
+    spot = axes.get_subplotspec()
+    height = spot.get_gridspec().get_height_ratios()[spot.rowspan.start]
+    ticks, room = [first], axes.get_ylim()[1] * _APART / height
+    for value in [*others[-1:], *others[:-1]]:
+        if all(abs(value - tick) >= room for tick in ticks):
+            ticks.append(value)
+    axes.set_yticks(ticks, [f"{tick:,}" if tick == int(tick) else f"{tick:g}" for tick in ticks])
+
+
+def name_consumption(panels: Sequence["Axes"], tokens_per_sample: float) -> None:
+    """Consumed samples below the panels, and above them tokens, unless a sample has 0 of them."""
+    panels[-1].set_xlabel("consumed samples")
+    panels[-1].xaxis.set_major_formatter(lambda number, place: short(number))
+    if tokens_per_sample:
+        n = tokens_per_sample
+        above = panels[0].secondary_xaxis("top", functions=(lambda x: x * n, lambda x: x / n))
+        above.set_xlabel("consumed tokens")
+        above.xaxis.set_major_formatter(lambda number, place: short(number))
