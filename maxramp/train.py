@@ -26,7 +26,7 @@ if __name__ == "__main__":  # before the imports that take a second
         sys.exit(report(error))
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,27 @@ def _run(begun: Start) -> int:
     return train(job, Pretrainer(job, loader, abstract, tasks))
 
 
+_FEW_TOKENS = 10_000  # of an evaluation, whose loss moves by more than a run's progress
+
+
+def _describe_rows(corpus: Corpus, config: Config) -> Iterator[str]:
+    """What is held out, and how far the rows of a mixture reach."""
+    length, asked = config.data.max_target_length, config.evaluation.eval_samples
+    for part in corpus.held_out if config.data.eval_interval != -1 else ():
+        there = len(part.items)
+        rows = there if asked == -1 else min(asked, there)
+        few = "; few tokens make a noisy loss: hold out more" * (rows * length < _FEW_TOKENS)
+        yield (
+            f"held out {f'{part.name}: ' * bool(part.name)}{rows:,} of {there:,} held-out rows in "
+            f"an evaluation, {rows * length:,} tokens at most{few}"
+        )
+    mixed = [part for part in corpus.train if part.weight]
+    if len(mixed) > 1:
+        total = sum(part.weight for part in mixed)
+        rows, name = min((len(part.items) * total / part.weight, part.name) for part in mixed)
+        yield f"mixture  {name} repeats after {rows:,.0f} rows of these weights"
+
+
 def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
     """What the numbers of evaluations depend on, as in `DataIdentity`."""
     names = "eval_samples", "use_dpo", "dpo_beta", "dpo_loss_type", "dpo_label_smoothing"
@@ -134,6 +155,8 @@ class Pretrainer:
         job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
         for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
+        for line in _describe_rows(loader.corpus, config):
+            say(line)
         self._held = HeldState(job.first_state(abstract))
         # Of an evaluation, on the devices.
         self._objective = objective_of(config.recipe)

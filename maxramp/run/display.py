@@ -11,6 +11,9 @@ from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.metrics import OF_SET, TASK, Record
 
+_LAST = 10  # steps whose mean stands in the closing line
+_SIGN_OF_LIFE = 30.0  # seconds between two lines at most, where steps end
+
 
 def describe_stage(stage: Stage, before: Stage, last: int, steps: int) -> str:
     """A stage in one line, with what its tokens see otherwise than those of the stage `before`;
@@ -54,7 +57,8 @@ class Display:
         # Of this start: steps, tokens and those of them that are targets, the seconds they took,
         # the first and the last loss.
         self._steps_done, self._tokens, self._targets, self._seconds = 0, 0, 0, 0.0
-        self._result, self._first, self._last = "loss", 0.0, 0.0
+        self._result, self._first, self._shown = "loss", 0.0, time.perf_counter()
+        self._last = collections.deque(maxlen=_LAST)  # losses or rewards of the last steps
         self._held_out = ""  # the last evaluation
 
     def start(self, ramp: RampupBatchManager) -> None:
@@ -104,7 +108,7 @@ class Display:
             pairs = f"accuracy {accuracy:.2f}  margin {margin:.3f}  "
         line = (
             f"{step}  stage {stage.index} of 0-{self._last_stage}  batch "
-            f"{record['global_batch_size']:>4}  {self._result} {self._last:.4f}  {pairs}"
+            f"{record['global_batch_size']:>4}  {self._result} {self._last[-1]:.4f}  {pairs}"
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )
         if self._progress is not None:
@@ -113,7 +117,9 @@ class Display:
             )
         is_shown = record["step"] % self._log_period == 0
         is_shown |= record["step"] == self._ramp.total_steps - 1
+        is_shown |= time.perf_counter() - self._shown >= _SIGN_OF_LIFE
         if self._progress is None and is_shown:
+            self._shown = time.perf_counter()
             self.say(line.rstrip())
         for answer in record.get("answers", []) if is_shown else []:
             prompt, text = (
@@ -141,9 +147,10 @@ class Display:
 
     def _add_step(self, record: Record) -> None:
         self._result = "reward" if "reward" in record else "loss"
-        self._last, tokens = record[self._result], record["tokens_per_second"]
+        tokens = record["tokens_per_second"]
+        self._last.append(record[self._result])
         if not self._steps_done:
-            self._first = self._last
+            self._first = self._last[-1]
         else:  # the first step of a start holds its compile: it says nothing about the pace
             seconds = record["step_seconds"] - record["compile_seconds"]
             self._paces.append(seconds / record["global_batch_size"])
@@ -166,9 +173,12 @@ class Display:
             end = f"so far   {done:,} of {steps}; this start: "
         elif self._steps_done < done:
             end = f"done     {steps}; this start: "
+        last = f"{statistics.fmean(self._last):.4f}"
+        if self._steps_done > 1:
+            last += f" (mean of {count(len(self._last), 'step')})"
         targets = "" if self._targets == self._tokens else f" ({self._targets:,} targets)"
         return (
             f"{end}{count(self._steps_done, 'step')}, {self._tokens:,} tokens{targets} in "
             f"{duration(time.perf_counter() - self._started)}; {self._result} {self._first:.4f} -> "
-            f"{self._last:.4f}{self._held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
+            f"{last}{self._held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
         )

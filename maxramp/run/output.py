@@ -270,8 +270,11 @@ class Output:
             lines.append(f"ramp     decided while the run trains: batch {rungs}")
         lines += [f"ramp     {line}" for line in ramp.warnings]
         if step := span.first_step:
+            before = [s for s in span.position.stages if s["first_step"] < step][-1:]
+            devices = [s["devices"] for s in before if s.get("devices", mesh.size) != mesh.size]
+            moved = f", on {mesh.size} devices in place of {devices[0]}" if devices else ""
             lines.append(
-                f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed"
+                f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed{moved}"
             )
         lines += [*changes, *([f"change   {span.change}"] if span.change else [])]
         for line in lines:
