@@ -9,6 +9,7 @@ run with other batches.
 import contextlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from maxramp.keys.yamlfile import read_yaml
 from maxramp.measuring.noise import KINDS, Block, noise_blocks, run_records
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.planning.stages import PlannedRun, with_nodes
+from maxramp.training.learning_rate import LearningRate
 
 _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is not worth its trouble
 _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
@@ -230,19 +232,38 @@ class _Planned:
         self.total_samples = self.configured.ramp.total_samples
         self.first_batch = self.configured.stages[0].global_batch_size
 
-    def keys(self, own: dict[str, Any]) -> dict[str, Any]:
+    def keys(self, own: dict[str, Any], rates: dict[str, float] | None = None) -> dict[str, Any]:
         """The keys that give the run the batches of `own` keys, in place of the config's.
 
-        They unset what gives batches or length now, and keep what else phases change.
+        They unset what gives batches or length now, and keep what else phases change, but for the
+        learning rates of the phases in `rates`.
         """
-        phases = {
-            threshold: rest
-            for threshold, given in self._config.batch.phases.items()
-            if (rest := {name: x for name, x in given.items() if name not in _OF_RAMPS})
-        }
+        phases = {}
+        for name, given in self._config.batch.phases.items():
+            if rest := {key: x for key, x in given.items() if key not in _OF_RAMPS}:
+                rate = {"learning_rate": rates[name]} if rates and name in rates else {}
+                phases[name] = rest | rate
         own = own | {"total_samples": self.total_samples}
         keys, before = no_batch() | {"phases": phases} | own, self._config.values
         return {name: x for name, x in keys.items() if name in own or before[name] != x}
+
+    def phase_rates(self, first: int) -> dict[str, float]:
+        """Learning rates of phases, which are for the batches there, for a batch of `first`."""
+        found = {}
+        for phase in self._config.batch.changing("learning_rate"):
+            configured = phase.given["learning_rate"]
+            rate = self.rate(configured, phase.first_sample, first)
+            if phase.first_sample and not math.isclose(rate, configured, rel_tol=5e-3):
+                found[phase.name] = rate
+        return found
+
+    def rate(self, configured: float, sample: int, batch: int) -> float:
+        """The learning rate for a batch of this many samples in place of the one at `sample`, by
+        the square-root rule (`LearningRate`)."""
+        ramp, keys = self.configured.ramp, self.configured.config.learning_rate
+        there = ramp.stage_at_sample(sample).global_batch_size
+        scaled = configured * LearningRate.from_keys(keys, ramp).pace(there).rate
+        return float(f"{scaled * (batch / there) ** 0.5:.3g}")
 
     def plan(self, own: dict[str, Any]) -> PlannedRun:
         return PlannedRun.from_config(self._config.replace(**self.keys(own)), self._meshes)
@@ -388,13 +409,16 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
         return found | {"evidence": evidence.lines, "limits": limits}
     batches = fitted = _fit(evidence, planned, row)
     (_, first), rate = batches[0], config.learning_rate.learning_rate
-    rates = {}
-    if rate and first != planned.first_batch:
-        rates["learning_rate"] = float(f"{rate * (first / planned.first_batch) ** 0.5:.3g}")
+    rates, own = {}, planned.rate(rate, 0, first) if rate else rate
+    if rate and not math.isclose(own, rate, rel_tol=5e-3):
+        rates["learning_rate"] = own
         limits.append(
             f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
-            f"{first} use {rates['learning_rate']:g}, or tune it"
+            f"{first} use {own:g}, or tune it"
         )
+    phase_rates = planned.phase_rates(first) if rate else {}
+    for name, phase_rate in phase_rates.items():
+        limits.append(f"phases.{name}.learning_rate={phase_rate:g} is for a batch of {first}, too")
     if (steps := config.learning_rate.learning_rate_schedule_steps) != -1:
         limits.append(
             f"learning_rate_schedule_steps={steps} counts steps, which have other batches now; "
@@ -414,9 +438,10 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     for one in rows:
         places = [sample for sample, _ in (*one["pairs"], *allowed)]
         one["within"] = all(_batch_at(one["pairs"], n) <= _batch_at(allowed, n) for n in places)
+    keys = planned.keys(_ramp_keys(batches), phase_rates)
     return {
         "batches": batches,
-        "keys": planned.keys(_ramp_keys(batches)) | (scaling if len(batches) > 1 else {}) | rates,
+        "keys": keys | (scaling if len(batches) > 1 else {}) | rates,
         "saves": _saving(*rows[:2]),
         "evidence": evidence.lines,
         "limits": limits,

@@ -14,6 +14,7 @@ from maxramp.measuring import noise
 from maxramp.measuring.suggestion import Measurement, branch_measurements, fit_ramp
 from maxramp.planning.stages import PlannedRun, with_nodes
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.learning_rate import LearningRate
 
 
 def result(first_sample, largest, surely, sizes=(8, 16, 32, 64), noise=None, run="x"):
@@ -125,6 +126,26 @@ def test_the_line_makes_the_run_that_is_shown(tmp_path, capsys, keys, sizes):
             for name in ("row_length", "remat_policy"):
                 there, here = (getattr(c.batch.keys_at(sample), name) for c in (before, config))
                 assert there == here
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (16, 16)], ids=["a ramp", "no ramp"])
+def test_rates_follow_the_batches(tmp_path, capsys, sizes):
+    """By the square-root rule, also in phases that give a rate of their own."""
+    run = write_branches(tmp_path, result(0, sizes[0], 8), result(6000, sizes[1], sizes[1]))
+    phases = "phases={4000: {global_batch_size: 32}, 12000: {learning_rate: 2e-3}}"
+    line = [BASE, "total_samples=20000", "devices_per_node=1", "learning_rate=1e-3", phases]
+    line += ["phases_unit=samples", "global_batch_size=8", "lr_schedule_type=wsd"]
+    assert suggest.main([*line, "--branch", run]) == 0
+    said = capsys.readouterr().out
+    assert "limit     phases.12000.learning_rate=" in said
+    configs = [load(keys) for keys in (line, [*line, *shlex.split(said.splitlines()[-1])])]
+    plans = [PlannedRun.from_config(with_nodes(c), meshes_of(c)) for c in configs]
+    ramps = [plan.ramp for plan in plans]
+    curves = [LearningRate.from_keys(plan.config.learning_rate, plan.ramp) for plan in plans]
+    for sample, batch in ((3000, 8), (14_000, 32)):
+        there = ramps[1].stage_at_sample(sample).global_batch_size
+        expected = float(curves[0](sample, batch)) * (there / batch) ** 0.5
+        assert float(curves[1](sample, there)) == pytest.approx(expected, rel=0.01)
 
 
 def write_branches(folder, *results):
