@@ -16,11 +16,13 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import jax
 
-from maxramp.commandline import Parser, command
-from maxramp.files.place import place
+from maxramp.commandline import Parser, command, shell_quote
+from maxramp.files.place import place, sizes
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface import gguf, writing
+from maxramp.model.adapters import without_adapters
+from maxramp.model.decoder import num_parameters
 from maxramp.processes import backend
 from maxramp.processes.ending import run
 
@@ -44,9 +46,14 @@ def main(arguments: list[str]) -> int:
         return 0
     opened = open_model(given.run, given.keys)
     backend.start(opened.config.backend)
-    export(opened, opened.load(), given.to, given.dtype or "", given.merge)
+    model = opened.load()
+    weights = num_parameters(without_adapters(model))
+    export(opened, model, given.to, given.dtype or "", given.merge)
     if jax.process_index() == 0:
-        print(f"wrote {given.to}")
+        size = sum(sizes(given.to).values())
+        of = "adapters of a model" if opened.adapted and not given.merge else "a model"
+        print(f"wrote    {given.to}: {of} of {weights:,} weights, {size / 1e6:,.1f} MB")
+        print(f"next     python -m maxramp.generate {shell_quote([given.to])} --prompt TEXT")
     return 0
 
 

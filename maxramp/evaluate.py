@@ -143,6 +143,8 @@ def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) ->
 
     tasks = run_on_first(load_tasks, watchdog.beat)  # before weights are read
     watchdog.beat()
+    if jax.process_index() == 0:
+        print_progress(f"reading the weights of {opened.path}")
     model = opened.load()
     watchdog.beat()
     tell = Throttle(print_progress if jax.process_index() == 0 else lambda line: None)
