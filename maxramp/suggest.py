@@ -69,7 +69,7 @@ def print_suggestion(found: dict[str, Any]) -> None:
         )
     else:
         print("suggested a ramp; its learning rate is that of its first batch, at the peak")
-    print(f"saves     {found['saves']}")
+    print(f"steps     {found['saves']}")
     texts = (x if isinstance(x, str) else json.dumps(x) for x in found["keys"].values())
     print(shell_quote(map("=".join, zip(found["keys"], texts, strict=True))))
 
