@@ -5,8 +5,7 @@ import concurrent.futures
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -14,13 +13,13 @@ import numpy as np
 from maxramp.data.batch import Batch, stack
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
-from maxramp.data.order import EvalBatches, RunRows, StepBatches
+from maxramp.data.order import RunRows, read_step
 from maxramp.data.prefetch import ReadAhead, SharedRamp
 from maxramp.data.relay import Expansion
 from maxramp.data.row import PADDING, Row
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.stage import text_fields
+from maxramp.stage import StageSpec, text_fields
 
 _SAMPLES = 64  # of each row length that cuts samples, in which losses are counted
 
@@ -50,9 +49,11 @@ class Loader:
         steps = ramp.total_steps
         stages = ramp.stages_between(first_step, steps) + ramp.rungs
         largest = max(stages, key=lambda stage: stage.global_batch_size)
-        batches = StepBatches(rows, steps, self._shared_ramp, expansion.share)
-        abstract, workers = expansion.abstract_batch(largest.spec), reading.grain_worker_count
-        self._batches = self._read_ahead(batches, first_step, steps, abstract, workers)
+        self._batches = _read_ahead(
+            *("the batch of step", range(first_step, steps), expansion, largest.spec),
+            functools.partial(read_step, rows, self._shared_ramp, expansion.share),
+            *(reading, reading.grain_worker_count),
+        )
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
         self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
         self._next_step = first_step
@@ -104,29 +105,51 @@ class Loader:
 
     def eval_batches(self, stage: Stage, keys: EvalKeys, held_out: str = "") -> Iterator[Batch]:
         """As from `batch` with A = 1: all of a held-out set once, or the first eval_samples."""
-        expansion = self.expansion
-        spec = stage.spec.single_pass(keys.rows(expansion.mesh.size))
-        abstract = expansion.abstract_batch(spec)
-        rows, share = self._held_out[held_out], expansion.share
-        batches = EvalBatches(rows, spec, share, keys.eval_samples)
-        ahead = self._read_ahead(batches, 0, len(batches), abstract, workers=0)
-        with contextlib.closing(ahead):
-            for local in ahead:
-                yield expansion.place(local, abstract)
+        rows, most = self._held_out[held_out], keys.eval_samples
+        spec = stage.spec.single_pass(keys.rows(self.expansion.mesh.size))
+        return read_all(rows, spec, self.expansion, self._reading, most)
 
     def close(self) -> None:
         self._shared_ramp.close()
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
 
-    def _read_ahead(
-        self, batches: Any, first: int, last: int, largest: Batch, workers: int
-    ) -> Iterator[Batch | None]:
-        if not self.expansion.reads:
-            return (None for _ in range(first, last))
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(largest))
-        size //= jax.process_count()
-        return ReadAhead(batches, first, last, self._reading, size, workers)
+
+def read_all(
+    rows: Sequence[Row], spec: StageSpec, expansion: Expansion, reading: ReadingKeys, most: int = -1
+) -> Iterator[Batch]:
+    """All rows or the first `most` in batches on the devices, the last filled up with padding."""
+    count = len(rows) if most == -1 else min(most, len(rows))
+    padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))
+
+    def read(index: int) -> Batch:
+        def row(place: int) -> Row:
+            number = index * spec.rows + place
+            return rows[number] if number < count else padding
+
+        return expansion.share.read(row, spec)
+
+    numbers, abstract = range(-(-count // spec.rows)), expansion.abstract_batch(spec)
+    ahead = _read_ahead("evaluation batch", numbers, expansion, spec, read, reading)
+    with contextlib.closing(ahead):
+        for local in ahead:
+            yield expansion.place(local, abstract)
+
+
+def _read_ahead(
+    what: str,
+    numbers: range,
+    expansion: Expansion,
+    largest: StageSpec,
+    read: Callable[[int], Batch],
+    reading: ReadingKeys,
+    workers: int = 0,
+) -> Iterator[Batch | None]:
+    if not expansion.reads:
+        return (None for _ in numbers)
+    abstract = jax.tree.leaves(expansion.abstract_batch(largest))
+    size = sum(x.size * x.dtype.itemsize for x in abstract) // jax.process_count()
+    return ReadAhead(what, read, numbers, reading, size, workers)
 
 
 def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:

@@ -6,10 +6,10 @@ error in one ends all with the same line, before anything is trained.
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -103,7 +103,7 @@ def _lay_out(
         lay_out = packing.LAYOUTS[data.grain_packing_type]
     how = [length, separate, data.packing and data.grain_packing_type]
     if lay_out is packing.concat_then_split:
-        lay_out = functools.partial(lay_out, separate=separate)
+        lay_out = partial(lay_out, separate=separate)
 
     def make_rows(part: Part, counted: np.ndarray) -> Part:
         rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
@@ -147,24 +147,12 @@ def _held_out_key(data: DataKeys, name: str) -> str:
     return next(given, f"eval_fraction={data.eval_fraction}")
 
 
-class _Counts:
-    """Element n: of the n-th block, int32 [documents, 4]: tokens, targets among them, the number in
-    LEFT_OUT, and a hash of it all.
+def _measure_block(documents: Sequence[Document], index: int) -> np.ndarray:
+    """Of its documents, int32 [documents, 4]: tokens, targets among them, the number in LEFT_OUT,
+    and a hash of it all.
     """
-
-    def __init__(self, documents: Sequence[Document]):
-        self._documents = documents
-
-    def __len__(self) -> int:
-        return -(-len(self._documents) // _BLOCK)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        last = min((index + 1) * _BLOCK, len(self._documents))
-        block = (self._documents[i] for i in range(index * _BLOCK, last))
-        return np.array([_measure(document) for document in block], np.int32)
-
-    def __repr__(self) -> str:
-        return f"{self._documents}: block of {_BLOCK} documents"
+    block = range(len(documents))[index * _BLOCK : (index + 1) * _BLOCK]
+    return np.array([_measure(documents[i]) for i in block], np.int32)
 
 
 def _measure(document: Document) -> tuple[int, int, int, int]:
@@ -183,13 +171,12 @@ def _count(
     nothing = np.empty((0, 4), np.int32)
     if not len(documents):
         return nothing
-    blocks, me = _Counts(documents), jax.process_index()
+    blocks, me = range(-(-len(documents) // _BLOCK)), jax.process_index()
     per_reader = -(-len(blocks) // len(readers))
-    first = last = 0
-    if me in readers:
-        first = min(readers.index(me) * per_reader, len(blocks))
-        last = min(first + per_reader, len(blocks))
-    ahead = ReadAhead(blocks, first, last, reading, 4 * _BLOCK, reading.grain_worker_count)
+    first = readers.index(me) * per_reader if me in readers else len(blocks)
+    what, read = f"{documents}: block of {_BLOCK} documents", partial(_measure_block, documents)
+    numbers, workers = blocks[first : first + per_reader], reading.grain_worker_count
+    ahead = ReadAhead(what, read, numbers, reading, 4 * _BLOCK, workers)
     counts = [nothing]
     with contextlib.closing(ahead):
         for _ in range(0, per_reader, _ROUND):

@@ -24,7 +24,7 @@ from grain.experimental import index_shuffle
 
 from maxramp.data.batch import Batch, stack
 from maxramp.data.prefetch import SharedRamp
-from maxramp.data.row import PADDING, Row
+from maxramp.data.row import Row
 from maxramp.stage import StageSpec
 
 _LONGEST_PERIOD = 100_000
@@ -199,43 +199,8 @@ class Share:
         return jax.tree.map(lay_out, stack([row(place) for place in places], spec.fields, places))
 
 
-class StepBatches:
-    """Element k: what this process reads for step k."""
-
-    def __init__(self, rows: Sequence[Row], steps: int, ramp: SharedRamp, share: Share):
-        """`steps` is the most that there can be: a ramp that grows ends after fewer."""
-        self._rows, self._steps, self._ramp, self._share = rows, steps, ramp, share
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, step: int) -> Batch:
-        ramp = self._ramp.wait_for_step(step)
-        spec, first = ramp.stage_at_step(step).spec, ramp.samples_before(step)
-        return self._share.read(lambda place: self._rows[first + place], spec)
-
-    def __repr__(self) -> str:
-        return "the batch of step"
-
-
-class EvalBatches:
-    """Element n: what this process reads of evaluation batch n; past the last row is padding."""
-
-    def __init__(self, rows: Sequence[Row], spec: StageSpec, share: Share, most: int = -1):
-        """Of the first `most` rows; -1 = of all."""
-        self._rows, self._spec, self._share = rows, spec, share
-        self._count = len(rows) if most == -1 else min(most, len(rows))
-        self._padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))
-
-    def __len__(self) -> int:
-        return -(-self._count // self._spec.rows)
-
-    def __getitem__(self, index: int) -> Batch:
-        def row(place: int) -> Row:
-            number = index * self._spec.rows + place
-            return self._rows[number] if number < self._count else self._padding
-
-        return self._share.read(row, self._spec)
-
-    def __repr__(self) -> str:
-        return "evaluation batch"
+def read_step(rows: Sequence[Row], ramp: SharedRamp, share: Share, step: int) -> Batch:
+    """What this process reads for a step; waits until the ramp has settled it."""
+    settled = ramp.wait_for_step(step)
+    spec, first = settled.stage_at_step(step).spec, settled.samples_before(step)
+    return share.read(lambda place: rows[first + place], spec)

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.managers import BaseManager
 from typing import Any
 
@@ -69,22 +69,22 @@ def _connect(address: tuple[str, int]) -> Any:
 
 
 class ReadAhead(Iterator[Any]):
-    """Elements first .. last - 1, read ahead; close it."""
+    """The elements of some numbers, in order, read ahead; close it."""
 
     def __init__(
         self,
-        elements: Sequence[Any],
-        first: int,
-        last: int,
+        what: str,
+        read: Callable[[int], Any],
+        numbers: range,
         reading: ReadingKeys,
         element_bytes: int,
         workers: int,
     ):
-        """The text of `elements` says what one is; `element_bytes` is of the largest. Reads
+        """`what` an element is, for a person; `element_bytes` is of the largest. Reads
         grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead, whichever is less.
         `workers` are processes, which take seconds to start; 0 = threads of this process.
         """
-        self._elements, self._next, self._shared = elements, first, workers > 0
+        self._what, self._next, self._shared = what, numbers.start, workers > 0
         bound = int(reading.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)
         buffer = max(1, min(reading.grain_prefetch_buffer_size, bound))
         # A worker holds what its threads have read and one more, on its way.
@@ -92,7 +92,7 @@ class ReadAhead(Iterator[Any]):
         per_worker = max(1, buffer // workers - 1) if workers else buffer
         threads = min(reading.grain_num_threads, per_worker)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=per_worker)
-        dataset = grain.MapDataset.source(elements)[first:last].to_iter_dataset(options)
+        dataset = grain.MapDataset.source(numbers).map(read).to_iter_dataset(options)
         if workers:
             if not flags.FLAGS.is_parsed():  # Grain hands its flags on to the workers
                 flags.FLAGS.mark_as_parsed()
@@ -110,7 +110,7 @@ class ReadAhead(Iterator[Any]):
         except (ConfigError, TrainingError) as error:
             raise type(error)(str(error)) from None  # without what Grain adds to it
         except Exception as error:  # whatever a file, a library or a worker died of
-            what = f"{self._elements} {self._next} could not be read: {one_line(error, 300)}"
+            what = f"{self._what} {self._next} could not be read: {one_line(error, 300)}"
             raise TrainingError(what) from None
         self._next += 1
         # A copy, since what workers share is not freed while a device array lies on it.
