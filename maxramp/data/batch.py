@@ -47,12 +47,8 @@ class Batch:
 def abstract_batch(
     fields: Sequence[Field], leading: tuple[int, ...], sharding: NamedSharding
 ) -> Batch:
-    return Batch(
-        **{
-            name: jax.ShapeDtypeStruct((*leading, *suffix), dtype, sharding=sharding)
-            for name, dtype, suffix in fields
-        }
-    )
+    make = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    return Batch(**{name: make((*leading, *suffix), dtype) for name, dtype, suffix in fields})
 
 
 def stack(

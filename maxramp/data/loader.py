@@ -175,11 +175,7 @@ def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatc
         return
     once, _ = rows.length(1)
     part = rows.length(num_epoch)[1]
-    most = num_epoch
-    while rows.length(most)[0] < needed:
-        most *= 2
-    found = range(num_epoch, most + 1)
-    epochs = found[bisect.bisect_left(found, needed, key=lambda n: rows.length(n)[0])]
+    epochs = bisect.bisect_left(range(needed), needed, num_epoch, key=lambda n: rows.length(n)[0])
     has = f"{once} x num_epoch={num_epoch} = {there}"
     has = f"{there} with num_epoch={num_epoch}" if corpus.later else has
     length, why = ramp.shown_length, ""

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from maxramp.commandline import count
 from maxramp.data import packing
-from maxramp.data.corpus import Corpus, Part, Sources, hash_of
+from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.rows import LEFT_OUT, Document
@@ -60,22 +60,20 @@ def open_rows(
                 f"{hash_of(known[process])}, not {hash_of(known[0])}); give all processes the same "
                 "files"
             )
-    sources = opened or Sources.from_summary(known[0])
+    sources = opened or Corpus.from_summary(known[0])
     mixtures = [(row, dict(parse_mixture("grain_train_files", value))) for row, value in later]
-    rows, layout = sources, ""
+    rows = sources
     if sources.train[0].noun != "rows":
         beat()
-        rows, layout = _lay_out(data, sources, lambda x: _count(reading, x.items, readers, beat))
-    return Corpus(
-        rows.train,
-        rows.held_out,
-        f"{_describe(sources, mixtures)}{layout}{sources.note}",
-        rows.packed,
-        [(row, [of.get(part.name, 0.0) for part in rows.train]) for row, of in mixtures],
+        rows = _lay_out(data, sources, lambda x: _count(reading, x.items, readers, beat))
+    return dataclasses.replace(
+        rows,
+        description=f"{_describe(sources, mixtures)}{rows.description}",
+        later=[(row, [of.get(part.name, 0.0) for part in rows.train]) for row, of in mixtures],
     )
 
 
-def _describe(sources: Sources, mixtures: Sequence[tuple[int, dict[str, float]]]) -> str:
+def _describe(sources: Corpus, mixtures: Sequence[tuple[int, dict[str, float]]]) -> str:
     first = [(part.name, part.weight) for part in sources.train if part.weight]
     changes = "".join(f"; from row {row} on {_shares(of.items())}" for row, of in mixtures)
     parts = sources.train, sources.held_out
@@ -95,8 +93,8 @@ def _shares(weights: Iterable[tuple[str, float]]) -> str:
 
 
 def _lay_out(
-    data: DataKeys, sources: Sources, count_documents: Callable[[Part], np.ndarray]
-) -> tuple[Sources, str]:
+    data: DataKeys, sources: Corpus, count_documents: Callable[[Part], np.ndarray]
+) -> Corpus:
     length, lay_out = data.max_target_length, packing.one_per_row
     separate = data.use_dpo or (data.packing and data.separate_documents)
     if data.packing:
@@ -136,7 +134,7 @@ def _lay_out(
         tokens, targets = documents[:, :2].sum(0, dtype=np.int64)
         layout += f", {targets / tokens:.1%} of the tokens are targets"
     layout += f"; left out: {', '.join(left_out)}" if left_out else ""
-    return Sources(train, held_out, packed=separate), layout
+    return Corpus(train, held_out, f"{layout}{sources.description}", separate)
 
 
 def _held_out_key(data: DataKeys, name: str) -> str:

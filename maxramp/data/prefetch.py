@@ -24,16 +24,19 @@ class SharedRamp:
 
     def __init__(self, ramp: RampupBatchManager):
         self._changed, self._closed = threading.Condition(), False
-        self._ramp, self._address = copy.deepcopy(ramp), None
+        self._ramp, self._proxy = copy.deepcopy(ramp), None
 
     def __reduce__(self) -> Any:
-        if self._address is None:
-            served = _server_class(self)
+        if self._proxy is None:
+            served = type("Served", (BaseManager,), {})
+            served.register("ramp", lambda: self, exposed=["wait_for_step"])
             # No socket in a folder, which would be cleaned away under a run of weeks.
             server = served(("127.0.0.1", 0)).get_server()
             threading.Thread(target=server.serve_forever, daemon=True).start()
-            self._address = server.address
-        return _connect, (self._address,)
+            client = served(server.address)
+            client.connect()
+            self._proxy = client.ramp()
+        return self._proxy.__reduce__()
 
     def publish(self, ramp: RampupBatchManager) -> None:
         """Only one thread may call it."""
@@ -54,18 +57,6 @@ class SharedRamp:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-
-def _server_class(ramp: SharedRamp | None) -> type[BaseManager]:
-    served = type("Served", (BaseManager,), {})
-    served.register("ramp", lambda: ramp, exposed=["wait_for_step"])
-    return served
-
-
-def _connect(address: tuple[str, int]) -> Any:
-    manager = _server_class(None)(address)
-    manager.connect()
-    return manager.ramp()
 
 
 class ReadAhead(Iterator[Any]):
