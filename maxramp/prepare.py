@@ -172,7 +172,8 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
                 )
             if tokenizer:
                 _say(f"tokenizer  {tokenizer.describe()}")
-            work = shards.Preparation(folder, tokenizer, given.deduplicate, planned, encoder)
+            how = given.deduplicate, planned, encoder, given.workers, given.max_bad_records
+            work = shards.Preparation(folder, tokenizer, *how)
             there, size = len(work.finished_shards()), sum(shard.size for shard in planned)
             earlier = f", {there} of them made by an earlier start" if there else ""
             _say(
@@ -180,7 +181,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
                 f"{count(len(planned), 'shard')}{earlier}"
             )
             with _progress(size) as show:
-                manifest = preparation.make(work, given.workers, given.max_bad_records, show)
+                manifest = preparation.make(work, show)
     seconds = time.perf_counter() - start
     _say(f"done       {prepared.contents(manifest)} in {seconds:.1f}s (hash {manifest['hash']})")
     _say_what_follows(manifest, output, keys)

@@ -44,7 +44,7 @@ class Loader:
         self._rows, self._reading, self._ramp = rows, reading, ramp
         self.corpus, self.expansion = corpus, expansion
         # In random order, so that the first eval_samples are a fair sample of all.
-        self._held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
+        self.held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
         self._shared_ramp = SharedRamp(ramp)
         steps = ramp.total_steps
         stages = ramp.stages_between(first_step, steps) + ramp.rungs
@@ -98,14 +98,9 @@ class Loader:
         abstract = self.expansion.abstract_batch(self._ramp.stage_at_step(step).spec)
         return self.expansion.place(next(self._batches), abstract)
 
-    @property
-    def held_out(self) -> list[str]:
-        """The names of the held-out sets; "" of the only one."""
-        return list(self._held_out)
-
     def eval_batches(self, stage: Stage, keys: EvalKeys, held_out: str = "") -> Iterator[Batch]:
         """As from `batch` with A = 1: all of a held-out set once, or the first eval_samples."""
-        rows, most = self._held_out[held_out], keys.eval_samples
+        rows, most = self.held_out[held_out], keys.eval_samples
         spec = stage.spec.single_pass(keys.rows(self.expansion.mesh.size))
         return read_all(rows, spec, self.expansion, self._reading, most)
 

@@ -59,26 +59,24 @@ _HASHED_TOGETHER = 1 << 14  # bytes of hashes after which a maker looks whether 
 _AHEAD = 2  # batches that wait for each thread
 
 
-def make(
-    work: Preparation, workers: int, allowed: int, show: Callable[[int, int, int], None]
-) -> dict[str, Any]:
-    """Makes the missing shards and the manifest; returns the manifest. At most `allowed` records
-    are bad. `show` gets the documents and tokens made and the bytes read, several times a second.
+def make(work: Preparation, show: Callable[[int, int, int], None]) -> dict[str, Any]:
+    """Makes the missing shards and the manifest; returns the manifest. `show` gets the documents
+    and tokens made and the bytes read, several times a second.
     """
     work.remove_others()
     done = work.finished_shards()
     bad = [one for record in done.values() for one in record["bad"]]
-    if len(bad) > allowed:
-        _refuse(f"{bad[0]['file']}: {bad[0]['reason']}", allowed)
+    if len(bad) > work.allowed:
+        _refuse(f"{bad[0]['file']}: {bad[0]['reason']}", work.allowed)
     left_out = [np.empty(0, np.int64)] * len(work.shards)
     if work.deduplicate:
         unhashed = [(shard,) for shard in work.shards if not work.hashes_of(shard).exists()]
-        _run(work, workers, allowed, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
+        _run(work, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
         left_out = find_duplicates([work.hashes_of(shard) for shard in work.shards])
     there = sum(shard.size for shard in work.shards if shard.name in done)
     both = zip(work.shards, left_out, strict=True)
     tasks = [(shard, numbers) for shard, numbers in both if shard.name not in done]
-    _run(work, workers, allowed, _make_shard, tasks, [0, 0, there, 0, len(bad)], show)
+    _run(work, _make_shard, tasks, [0, 0, there, 0, len(bad)], show)
     return _finish(work, sum(map(len, left_out)))
 
 
@@ -135,8 +133,6 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
 
 def _run(
     work: Preparation,
-    workers: int,
-    allowed: int,
     task: Callable[..., None],
     given: Sequence[tuple],
     counted: Sequence[int],
@@ -146,8 +142,8 @@ def _run(
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", list(counted))
     mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
-    makers = max(1, min(workers, len(given)))
-    start = (work, counts, allowed, max(1, workers // makers))
+    makers = max(1, min(work.workers, len(given)))
+    start = (work, counts, max(1, work.workers // makers))
     with concurrent.futures.ProcessPoolExecutor(makers, context, _start_worker, start) as pool:
         try:
             with delay_signals():
@@ -174,8 +170,8 @@ def _run(
 
 def _start_worker(*given: Any) -> None:
     """Of a maker, like all that follows down to `_read`."""
-    global _job, _counts, _allowed, _threads
-    _job, _counts, _allowed, _threads = given
+    global _job, _counts, _threads
+    _job, _counts, _threads = given
     stay_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a pool ends what is left of it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads are the parallelism
@@ -226,8 +222,8 @@ def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[li
             if isinstance(record, BadRecord):
                 # A line has its byte; its number would take a count.
                 bad.append({"file": file.path, file.unit: record.place, "reason": str(record)})
-                if _count(0, 0, 0, bad=1) > _allowed:
-                    _refuse(f"{file.where_place(record.place)}: {record}", _allowed)
+                if _count(0, 0, 0, bad=1) > _job.allowed:
+                    _refuse(f"{file.where_place(record.place)}: {record}", _job.allowed)
                 continue
             number += 1
             if number in skipped:

@@ -132,7 +132,7 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
     pairs = (text.partition("=") for text in keys.chat_template_switches)
     switches = {name: parse(value) for name, _, value in pairs}
     date = datetime.date.fromisoformat(keys.chat_template_date)
-    return ChatTemplate(source, tokenizer.special, tokenizer.named_marks, date, switches)
+    return ChatTemplate(source, tokenizer.model.special, tokenizer.named_marks, date, switches)
 
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:

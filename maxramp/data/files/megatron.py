@@ -35,10 +35,7 @@ class MegatronFile(RecordFile):
     def __init__(self, path: str, column: str = "", tokens: bool = True):
         """`path` is that of both files, with or without .bin or .idx; the rest is not used."""
         super().__init__(path.removesuffix(".bin").removesuffix(".idx"), column, True)
-
-    @property
-    def data_path(self) -> str:
-        return f"{self.path}.bin"
+        self.data_path = f"{self.path}.bin"
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -188,13 +185,12 @@ class TokenStream:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
-        found = [file.tokens_between(a, b) for file, a, b, _ in self._parts(start, stop)]
-        return np.concatenate(found) if len(found) > 1 else found[0]
+        parts = self._parts(start, stop)
+        return np.concatenate([file.tokens_between(a, b) for file, a, b, _ in parts])
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         parts = self._parts(start, stop)
-        found = [offset + file.document_starts(a, b) for file, a, b, offset in parts]
-        return np.concatenate(found) if len(found) > 1 else found[0]
+        return np.concatenate([at + file.document_starts(a, b) for file, a, b, at in parts])
 
     def where(self, position: int) -> str:
         index = bisect.bisect_right(self._starts, position) - 1
