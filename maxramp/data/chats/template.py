@@ -183,13 +183,6 @@ def _end(text: str, at: int, mark: str) -> int:
 
 
 def _find_blocks(marked: str) -> tuple[list[Span], str]:
-    spans, parts, at = [], [], 0
-    for part in re.split(f"({_BEGIN}|{_END})", marked):
-        if part == _BEGIN:
-            start = at
-        elif part == _END:
-            spans.append((start, at))
-        else:
-            parts.append(part)
-            at += len(part)
-    return spans, "".join(parts)
+    found = re.finditer(f"{_BEGIN}.*?{_END}", marked, re.DOTALL)
+    spans = [(match.start() - 2 * i, match.end() - 2 * i - 2) for i, match in enumerate(found)]
+    return spans, marked.replace(_BEGIN, "").replace(_END, "")

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import os
+import pathlib
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 from maxramp.data.files.records import RecordFile
 from maxramp.errors import ConfigError
 from maxramp.files import storage
+from maxramp.files.place import write_whole
 
 _MAGIC = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)
 _HEADER = struct.Struct("<17sBQQ")
@@ -202,7 +204,8 @@ class MegatronWriter(contextlib.AbstractContextManager):
 
     def __init__(self, path: str, dtype: np.dtype):
         self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
-        self._data = open(self._temporary_path("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
+        self._unfinished = f"{path}.bin.{os.getpid()}.tmp"  # no other process writes to it
+        self._data = open(self._unfinished, "wb", buffering=1 << 20)  # noqa: SIM115
         self._sizes = array.array("i")
         self.num_tokens, self.max_token = 0, -1
 
@@ -222,18 +225,11 @@ class MegatronWriter(contextlib.AbstractContextManager):
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
         borders = np.arange(len(sizes) + 1, dtype="<i8")
         code = next(code for code, name in _DTYPES.items() if np.dtype(name) == self._dtype)
-        parts = _HEADER.pack(_MAGIC, code, len(sizes), len(borders)), sizes, pointers, borders
-        digest = hashlib.blake2b(digest_size=8)
-        with open(self._temporary_path("idx"), "wb") as index:
-            for part in map(memoryview, parts):
-                index.write(part)
-                digest.update(part)
-            for file, suffix in ((self._data, "bin"), (index, "idx")):
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(self._temporary_path(suffix), f"{self._path}.{suffix}")
+        header = _HEADER.pack(_MAGIC, code, len(sizes), len(borders))
+        index = b"".join([header, sizes, pointers, borders])
+        self._data.flush()
+        os.fsync(self._data.fileno())
+        os.replace(self._unfinished, f"{self._path}.bin")
+        write_whole(pathlib.Path(f"{self._path}.idx"), index)
         counts = {"documents": len(sizes), "tokens": self.num_tokens, "max_token": self.max_token}
-        return counts | {"index": digest.hexdigest()}
-
-    def _temporary_path(self, suffix: str) -> str:
-        return f"{self._path}.{suffix}.{os.getpid()}.tmp"  # no other process writes to it
+        return counts | {"index": hashlib.blake2b(index, digest_size=8).hexdigest()}
