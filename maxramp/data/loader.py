@@ -3,18 +3,18 @@
 import bisect
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
 from maxramp.data.batch import Batch, stack
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import RunRows, read_step
-from maxramp.data.prefetch import ReadAhead, SharedRamp
+from maxramp.data.prefetch import SharedRamp
 from maxramp.data.relay import Expansion
 from maxramp.data.row import PADDING, Row
 from maxramp.errors import ConfigError
@@ -49,11 +49,9 @@ class Loader:
         steps = ramp.total_steps
         stages = ramp.stages_between(first_step, steps) + ramp.rungs
         largest = max(stages, key=lambda stage: stage.global_batch_size)
-        self._batches = _read_ahead(
-            *("the batch of step", range(first_step, steps), expansion, largest.spec),
-            functools.partial(read_step, rows, self._shared_ramp, expansion.share),
-            *(reading, reading.grain_worker_count),
-        )
+        read = functools.partial(read_step, rows, self._shared_ramp, expansion.share)
+        what = "the batch of step", read, range(first_step, steps), reading
+        self._batches = expansion.read_ahead(*what, largest.spec)
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
         self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
         self._next_step = first_step
@@ -125,26 +123,11 @@ def read_all(
         return expansion.share.read(row, spec)
 
     numbers, abstract = range(-(-count // spec.rows)), expansion.abstract_batch(spec)
-    ahead = _read_ahead("evaluation batch", numbers, expansion, spec, read, reading)
+    here = dataclasses.replace(reading, grain_worker_count=0)
+    ahead = expansion.read_ahead("evaluation batch", read, numbers, here, spec)
     with contextlib.closing(ahead):
         for local in ahead:
             yield expansion.place(local, abstract)
-
-
-def _read_ahead(
-    what: str,
-    numbers: range,
-    expansion: Expansion,
-    largest: StageSpec,
-    read: Callable[[int], Batch],
-    reading: ReadingKeys,
-    workers: int = 0,
-) -> Iterator[Batch | None]:
-    if not expansion.reads:
-        return (None for _ in numbers)
-    abstract = jax.tree.leaves(expansion.abstract_batch(largest))
-    size = sum(x.size * x.dtype.itemsize for x in abstract) // jax.process_count()
-    return ReadAhead(what, read, numbers, reading, size, workers)
 
 
 def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:

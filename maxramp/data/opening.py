@@ -173,8 +173,7 @@ def _count(
     per_reader = -(-len(blocks) // len(readers))
     first = readers.index(me) * per_reader if me in readers else len(blocks)
     what, read = f"{documents}: block of {_BLOCK} documents", partial(_measure_block, documents)
-    numbers, workers = blocks[first : first + per_reader], reading.grain_worker_count
-    ahead = ReadAhead(what, read, numbers, reading, 4 * _BLOCK, workers)
+    ahead = ReadAhead(what, read, blocks[first : first + per_reader], reading, 4 * _BLOCK)
     counts = [nothing]
     with contextlib.closing(ahead):
         for _ in range(0, per_reader, _ROUND):

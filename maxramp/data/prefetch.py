@@ -17,6 +17,9 @@ from maxramp.processes.workers import stay_with_parent
 from maxramp.rampup.schedule import RampupBatchManager
 
 
+Read = Callable[[int], Any]  # an element by its number
+
+
 class SharedRamp:
     """The ramp as far as it is settled; asking for a later step waits. Grain's worker processes get
     a proxy that asks this object.
@@ -62,21 +65,14 @@ class SharedRamp:
 class ReadAhead(Iterator[Any]):
     """The elements of some numbers, in order, read ahead; close it."""
 
-    def __init__(
-        self,
-        what: str,
-        read: Callable[[int], Any],
-        numbers: range,
-        reading: ReadingKeys,
-        element_bytes: int,
-        workers: int,
-    ):
-        """`what` an element is, for a person; `element_bytes` is of the largest. Reads
-        grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead, whichever is less.
-        `workers` are processes, which take seconds to start; 0 = threads of this process.
+    def __init__(self, what: str, read: Read, numbers: range, reading: ReadingKeys, size: int):
+        """`what` an element is, for a person; `size` are the bytes of the largest. Reads
+        grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead, whichever is less,
+        in processes, which take seconds to start, or with grain_worker_count=0 in threads.
         """
+        workers = reading.grain_worker_count
         self._what, self._next, self._shared = what, numbers.start, workers > 0
-        bound = int(reading.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)
+        bound = int(reading.grain_prefetch_buffer_gib * 2**30) // max(1, size)
         buffer = max(1, min(reading.grain_prefetch_buffer_size, bound))
         # A worker holds what its threads have read and one more, on its way.
         workers = min(workers, max(1, buffer // 2))

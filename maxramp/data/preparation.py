@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION
 from typing import Any
@@ -57,9 +56,10 @@ LIST = "bad_records.jsonl"  # in the folder of a set: what was left out of it, a
 _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
 _HASHED_TOGETHER = 1 << 14  # bytes of hashes after which a maker looks whether it is to leave
 _AHEAD = 2  # batches that wait for each thread
+Show = Callable[[int, int, int], None]
 
 
-def make(work: Preparation, show: Callable[[int, int, int], None]) -> dict[str, Any]:
+def make(work: Preparation, show: Show) -> dict[str, Any]:
     """Makes the missing shards and the manifest; returns the manifest. `show` gets the documents
     and tokens made and the bytes read, several times a second.
     """
@@ -132,15 +132,11 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
 
 
 def _run(
-    work: Preparation,
-    task: Callable[..., None],
-    given: Sequence[tuple],
-    counted: Sequence[int],
-    show: Callable[[int, int, int], None],
+    work: Preparation, task: Callable[..., None], given: list[tuple], counted: list[int], show: Show
 ) -> None:
     """Counts documents, tokens and bytes read; whether the workers are to leave; bad records."""
     context = multiprocessing.get_context("spawn")
-    counts = context.Array("q", list(counted))
+    counts = context.Array("q", counted)
     mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
     makers = max(1, min(work.workers, len(given)))
     start = (work, counts, max(1, work.workers // makers))
@@ -292,9 +288,6 @@ def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Itera
                 break
 
 
-_BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
-
-
 def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     (column,) = keys.train_data_columns
     tokens = not keys.tokenize_train_data
@@ -336,22 +329,3 @@ def open_tokenizer(
         ]
     )
     return None if tokens or training else tokenizers.load(kind, path, **keys.mark_keys)
-
-
-def train_bpe(
-    size: int,
-    file: pathlib.Path,
-    inputs: Sequence[RecordFile],
-    keys: DataKeys,
-    allowed: int,
-    say: Callable[[str], None],
-) -> Tokenizer:
-    """Trained now or by an earlier start, without bad records."""
-    if file.exists():
-        say(f"tokenizer  {file} is there from an earlier start")
-    else:
-        start = time.perf_counter()
-        texts = sample_texts(inputs, _BPE_BYTES, allowed)
-        place.write_whole(file, tokenizers.train_bpe(texts, size))
-        say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
-    return tokenizers.load("huggingface", str(file), **keys.mark_keys)

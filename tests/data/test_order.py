@@ -111,8 +111,7 @@ class Elements:
 
 def read(elements, first, last, *arguments, size=24):
     keys = make_config(*arguments).reading
-    workers, numbers = keys.grain_worker_count, range(first, last)
-    reading = ReadAhead("element", elements.__getitem__, numbers, keys, size, workers)
+    reading = ReadAhead("element", elements.__getitem__, range(first, last), keys, size)
     with contextlib.closing(reading):
         return [int(element[0]) for element in reading]
 
@@ -155,9 +154,9 @@ def test_workers_stay_with_their_parent(ending):
         "import os, time, test_order, conftest\n"
         "from maxramp.data.prefetch import ReadAhead\n"
         "if __name__ == '__main__':\n"
-        "    keys = conftest.make_config().reading\n"
+        "    keys = conftest.make_config('grain_worker_count=2').reading\n"
         "    read = test_order.Elements().__getitem__\n"
-        "    ahead = ReadAhead('element', read, range(100), keys, 24, workers=2)\n"
+        "    ahead = ReadAhead('element', read, range(100), keys, 24)\n"
         "    next(ahead), next(ahead)  # one of each worker: both are up\n"
         "    import multiprocessing\n"
         "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
@@ -214,7 +213,7 @@ class Counted(Elements):
 def test_what_is_read_ahead_is_bounded(arguments, size, ahead):
     elements = Counted()
     keys = make_config(*arguments).reading
-    reading = ReadAhead("element", elements.__getitem__, range(100), keys, size, workers=0)
+    reading = ReadAhead("element", elements.__getitem__, range(100), keys, size)
     for taken in range(20):
         next(reading)
         deadline = time.monotonic() + 5
