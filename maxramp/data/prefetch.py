@@ -16,7 +16,6 @@ from maxramp.errors import ConfigError, TrainingError, one_line
 from maxramp.processes.workers import stay_with_parent
 from maxramp.rampup.schedule import RampupBatchManager
 
-
 Read = Callable[[int], Any]  # an element by its number
 
 
