@@ -44,10 +44,7 @@ class _Descriptor(io.FileIO):
     """A file descriptor that can always be written to."""
 
     def __init__(self, number: int, patience: float | None):
-        """`patience`: seconds to wait for a reader before what he does not take is dropped.
-
-        None waits for ever, and ends the program where standard output fails.
-        """
+        """Without `patience` it waits for ever, and ends the program where stdout fails."""
         super().__init__(number, "w", closefd=False)
         self._patience, self._reader_stalls = patience, False
         self._ends_program = patience is None and number == 1

@@ -131,9 +131,7 @@ def read_all(
 
 
 def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
-    """Documents (a row read as one text is one), those cut into rows of `length`, and rows without
-    a target.
-    """
+    """Documents (one text is one), those cut into rows of `length`, and rows without a target."""
     tokens = len(rows[0].tokens) - 1
     batch = stack(rows, text_fields(tokens, separate=True))
     segments_NT = np.where(batch.tokens == PADDING, PADDING, batch.segments)

@@ -146,9 +146,7 @@ def _held_out_key(data: DataKeys, name: str) -> str:
 
 
 def _measure_block(documents: Sequence[Document], index: int) -> np.ndarray:
-    """Of its documents, int32 [documents, 4]: tokens, targets among them, the number in LEFT_OUT,
-    and a hash of it all.
-    """
+    """int32 [documents, 4]: tokens, targets of them, number in LEFT_OUT, and a hash of it all."""
     block = range(len(documents))[index * _BLOCK : (index + 1) * _BLOCK]
     return np.array([_measure(documents[i]) for i in block], np.int32)
 

@@ -94,6 +94,9 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     whole = 0
     for shard in shards:
         whole = prepared.join(whole, int(shard["hash"], 16), shard["documents"])
+    files = work.tokenizer.files() if work.tokenizer else {}
+    for name, data in files.items():
+        place.write_whole(work.staging_folder / name, data)
     manifest = {
         "format": prepared.FORMAT,
         "version": prepared.VERSION,
@@ -101,7 +104,7 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
         "tokenizer": work.tokenizer
         and {
             "type": work.tokenizer.type,
-            "file": work.tokenizer.copy_to(work.staging_folder),
+            "file": next(iter(files), ""),
             "hash": work.tokenizer.hash,
             "vocab_size": work.tokenizer.vocab_size,
             **work.tokenizer.mark_keys,

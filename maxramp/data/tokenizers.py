@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from maxramp.data import hub
 from maxramp.data.keys import MARK_KEYS
 from maxramp.errors import ConfigError, one_line
-from maxramp.files import place, storage
+from maxramp.files import storage
 from maxramp.files.storage import optional
 
 BEGIN, END = 256, 257  # marks around a document, after the 256 bytes
@@ -161,9 +160,7 @@ class Tokenizer:
         return [np.concatenate([begin, np.asarray(ids, np.int32), end]) for ids in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [n] of a text that names marks itself, and the characters [n, 2] of each; of
-        type huggingface only.
-        """
+        """Ids [n] of a text that names its marks, and the characters [n, 2] of each: huggingface's."""
         ids, offsets = self.model.encode_with_offsets(text)
         return np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
 
@@ -201,17 +198,12 @@ class Tokenizer:
         return os.path.join(path, "tokenizer.json") if is_folder else path
 
     def files(self) -> dict[str, bytes]:
+        """Its copy in a prepared set, its own file first."""
         name = TYPES[self.type][1]
         files = {name: storage.read_bytes(self.file)} if name else {}
         if self.type == "huggingface" and storage.exists(marks := _marks_file(self.file)):
             files[_MARKS] = storage.read_bytes(marks)
         return files
-
-    def copy_to(self, folder: pathlib.Path) -> str:
-        """Returns the name of the tokenizer's own file in the folder."""
-        for name, data in self.files().items():
-            place.write_whole(folder / name, data)
-        return TYPES[self.type][1]
 
     @property
     def mark_keys(self) -> dict[str, bool]:

@@ -69,7 +69,9 @@ class ChatTemplate:
         wanted = sum(message["role"] == ANSWERS for message in chat.messages)
         text, spans = self._render(chat, None, False), []
         if self._has_blocks:
-            spans, text = _find_blocks(text)
+            found = enumerate(re.finditer(f"{_BEGIN}.*?{_END}", text, re.DOTALL))
+            spans = [(match.start() - 2 * i, match.end() - 2 * i - 2) for i, match in found]
+            text = text.replace(_BEGIN, "").replace(_END, "")
         elif wanted:
             mark = self._end_mark(chat)
             spans = self._find_by_headers(chat, text, wanted, mark)
@@ -180,9 +182,3 @@ def _first_answer(chat: Chat) -> int:
 def _end(text: str, at: int, mark: str) -> int:
     end = text.find(mark, at) if mark else -1
     return end + len(mark) if end >= 0 else len(text)
-
-
-def _find_blocks(marked: str) -> tuple[list[Span], str]:
-    found = re.finditer(f"{_BEGIN}.*?{_END}", marked, re.DOTALL)
-    spans = [(match.start() - 2 * i, match.end() - 2 * i - 2) for i, match in enumerate(found)]
-    return spans, marked.replace(_BEGIN, "").replace(_END, "")
