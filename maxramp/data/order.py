@@ -45,24 +45,21 @@ class Interleaving:
         """
         self._shares = _whole_shares(weights)
         period = sum(self._shares)
-        counts, picks, ranks = [0] * len(weights), [], []
-        for n in range(1, period + 1):
+        self._picks, self._places = [], [[] for _ in weights]
+        for n in range(period):
             behind = (
-                (Fraction(count + 1, share), part)
-                for part, (count, share) in enumerate(zip(counts, self._shares, strict=True))
-                if count * period < share * n
+                (Fraction(len(places) + 1, share), part)
+                for part, (places, share) in enumerate(zip(self._places, self._shares, strict=True))
+                if len(places) * period < share * (n + 1)
             )
             part = min(behind)[1]
-            picks.append(part)
-            ranks.append(counts[part])
-            counts[part] += 1
-        self._picks, self._ranks = picks, ranks
-        self._places = [[n for n in range(period) if picks[n] == p] for p in range(len(weights))]
+            self._picks.append(part)
+            self._places[part].append(n)
 
     def locate(self, item: int) -> tuple[int, int]:
         period, place = divmod(item, len(self._picks))
         part = self._picks[place]
-        return part, period * self._shares[part] + self._ranks[place]
+        return part, period * self._shares[part] + bisect.bisect_left(self._places[part], place)
 
     def count(self, items: int) -> list[int]:
         periods, rest = divmod(items, len(self._picks))

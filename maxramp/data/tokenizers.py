@@ -160,7 +160,7 @@ class Tokenizer:
         return [np.concatenate([begin, np.asarray(ids, np.int32), end]) for ids in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids [n] of a text that names its marks, and the characters [n, 2] of each: huggingface's."""
+        """Ids [n] of a text that names its marks, and the characters [n, 2] of each."""
         ids, offsets = self.model.encode_with_offsets(text)
         return np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
 

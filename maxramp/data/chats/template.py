@@ -70,6 +70,7 @@ class ChatTemplate:
         text, spans = self._render(chat, None, False), []
         if self._has_blocks:
             found = enumerate(re.finditer(f"{_BEGIN}.*?{_END}", text, re.DOTALL))
+            # As they will be without the two characters around each.
             spans = [(match.start() - 2 * i, match.end() - 2 * i - 2) for i, match in found]
             text = text.replace(_BEGIN, "").replace(_END, "")
         elif wanted:
