@@ -170,8 +170,7 @@ class Share:
 
     def _groups(self, spec: StageSpec) -> tuple[np.ndarray, np.ndarray]:
         """The groups whose rows are read, ascending, and which of them each place holds."""
-        groups, slots = np.unique(self.places // spec.mesh.model_parallel_size, return_inverse=True)
-        return groups, slots.reshape(self.places.shape)
+        return np.unique(self.places // spec.mesh.model_parallel_size, return_inverse=True)
 
     def rows(self, spec: StageSpec) -> list[int]:
         size = spec.rows // spec.ranks

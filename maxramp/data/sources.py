@@ -124,7 +124,15 @@ def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[
     train = _find_entries(keys, train_key, getattr(keys, train_key))
     others = [_find_entries(keys, train_key, value) for value in later]
     for mixture in [train, *others] if others else ():
-        _check_names(train_key, [entry.name for entry in mixture])
+        names = [entry.name for entry in mixture]
+        refuse(
+            (
+                names.count(name) > 1,
+                f"{train_key}: {name} stands there twice, and where phases change the mixture a "
+                "part is known by its name; give it once, with the sum of its weights",
+            )
+            for name in names
+        )
     known = {entry.name for entry in train}
     new = {x.name: dataclasses.replace(x, weight=0.0) for x in itertools.chain(*others)}
     train += (entry for name, entry in new.items() if name not in known)
@@ -264,18 +272,6 @@ def _hash(entry: _Entry, items: Sequence[Any], made_by: str) -> str:
         if item.is_target is not None:
             digest.update(item.is_target.tobytes())
     return digest.hexdigest()
-
-
-def _check_names(key: str, names: Sequence[str]) -> None:
-    """Where the mixture changes, names identify parts."""
-    refuse(
-        (
-            names.count(name) > 1,
-            f"{key}: {name} stands there twice, and where phases change the mixture a part is "
-            "known by its name; give it once, with the sum of its weights",
-        )
-        for name in names
-    )
 
 
 def _check_kinds(keys: DataKeys, entries: list[_Entry]) -> str:
