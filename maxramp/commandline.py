@@ -131,9 +131,7 @@ def amount(number: float) -> str:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:
-    """Prints a table; in a narrow terminal without `expendable` columns, the first of them first.
-    Returns the heads of those that were left out.
-    """
+    """Prints a table; returns which `expendable` columns a narrow terminal has no room for."""
     from rich import box
     from rich.console import Console
     from rich.measure import Measurement

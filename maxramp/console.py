@@ -10,29 +10,14 @@ import select
 import signal
 import sys
 
-_PATIENCE = 10.0  # seconds that a reader may keep a program waiting that works for hours
 
-
-def outlive_readers() -> None:
+def outlive_readers(patience: float | None = 10.0) -> None:
     """For programs that run for hours: nothing that they or a library print can fail.
 
     What no one can read any more (a pipe that was closed, a full disk, a terminal that is gone) is
-    dropped, and so is what no one reads for a while (a pager that waits, a terminal that was
-    stopped). Ctrl-C ends the program without a traceback, until it sets a handler of its own.
+    dropped, and so is what no one reads for `patience` seconds (a pager that waits, a terminal that
+    was stopped). Ctrl-C ends the program without a traceback, until it sets a handler of its own.
     """
-    _replace_streams(_PATIENCE)
-
-
-def end_with_readers() -> None:
-    """For commands that only print: they end with their readers.
-
-    Where a pipe is closed, they end quietly, as other tools do (`| head`); where there is no room,
-    with one line; and Ctrl-C without a traceback.
-    """
-    _replace_streams(None)
-
-
-def _replace_streams(patience: float | None) -> None:
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -46,14 +31,20 @@ def _replace_streams(patience: float | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def end_with_readers() -> None:
+    """For commands that only print: they end with their readers.
+
+    Where a pipe is closed, they end quietly, as other tools do (`| head`); where there is no room,
+    with one line; and Ctrl-C without a traceback.
+    """
+    outlive_readers(patience=None)
+
+
 class _Descriptor(io.FileIO):
     """A file descriptor that can always be written to."""
 
     def __init__(self, number: int, patience: float | None):
-        """`patience`: seconds to wait for a reader before what he does not take is dropped.
-
-        None waits for ever, and ends the program where standard output fails.
-        """
+        """Without `patience` it waits for ever, and ends the program where stdout fails."""
         super().__init__(number, "w", closefd=False)
         self._patience, self._reader_stalls = patience, False
         self._ends_program = patience is None and number == 1

@@ -31,20 +31,21 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp.commandline import Parser, command, count
 from maxramp.config.load import load
-from maxramp.data import preparation, shards, sources
+from maxramp.data import preparation, shards, sources, tokenizers
 from maxramp.data.chats.chats import ChatEncoder
 from maxramp.data.chats.keys import ChatKeys
 from maxramp.data.files import prepared
+from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.errors import EXIT_FAILED, ConfigError
-from maxramp.files import storage
+from maxramp.files import place, storage
 from maxramp.keys.base import CONFIGS, base
 from maxramp.keys.section import is_address, refuse
 
@@ -59,6 +60,7 @@ INSPECTION_KEYS = (
     *ChatKeys.names(),
 )
 
+_BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
 _say = functools.partial(print, flush=True)
 
 
@@ -167,12 +169,12 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
         else:
             if trained:
                 bpe = folder / f"{trained}.json"
-                tokenizer = preparation.train_bpe(
-                    given.train_bpe, bpe, files, keys, given.max_bad_records, _say
-                )
+                _train_bpe(given, bpe, files)
+                tokenizer = tokenizers.load("huggingface", str(bpe), **keys.mark_keys)
             if tokenizer:
                 _say(f"tokenizer  {tokenizer.describe()}")
-            work = shards.Preparation(folder, tokenizer, given.deduplicate, planned, encoder)
+            how = given.deduplicate, planned, encoder, given.workers, given.max_bad_records
+            work = shards.Preparation(folder, tokenizer, *how)
             there, size = len(work.finished_shards()), sum(shard.size for shard in planned)
             earlier = f", {there} of them made by an earlier start" if there else ""
             _say(
@@ -180,10 +182,21 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
                 f"{count(len(planned), 'shard')}{earlier}"
             )
             with _progress(size) as show:
-                manifest = preparation.make(work, given.workers, given.max_bad_records, show)
+                manifest = preparation.make(work, show)
     seconds = time.perf_counter() - start
     _say(f"done       {prepared.contents(manifest)} in {seconds:.1f}s (hash {manifest['hash']})")
     _say_what_follows(manifest, output, keys)
+
+
+def _train_bpe(given: argparse.Namespace, file: pathlib.Path, inputs: list[RecordFile]) -> None:
+    """Unless an earlier start did; without bad records."""
+    if file.exists():
+        _say(f"tokenizer  {file} is there from an earlier start")
+        return
+    start = time.perf_counter()
+    texts = preparation.sample_texts(inputs, _BPE_BYTES, given.max_bad_records)
+    place.write_whole(file, tokenizers.train_bpe(texts, given.train_bpe))
+    _say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
 
 
 def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: DataKeys) -> None:
@@ -208,7 +221,7 @@ def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: Data
 
 
 @contextlib.contextmanager
-def _progress(size: int) -> Iterator[Callable[[int, int, int], None]]:
+def _progress(size: int) -> Iterator[preparation.Show]:
     """Shows documents, tokens and bytes: a bar on a terminal, elsewhere a line at every tenth."""
     start, tenths = time.perf_counter(), 0
     columns = (BarColumn(30), "{task.description}", TimeRemainingColumn())

@@ -47,12 +47,8 @@ class Batch:
 def abstract_batch(
     fields: Sequence[Field], leading: tuple[int, ...], sharding: NamedSharding
 ) -> Batch:
-    return Batch(
-        **{
-            name: jax.ShapeDtypeStruct((*leading, *suffix), dtype, sharding=sharding)
-            for name, dtype, suffix in fields
-        }
-    )
+    make = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    return Batch(**{name: make((*leading, *suffix), dtype) for name, dtype, suffix in fields})
 
 
 def stack(
@@ -78,15 +74,13 @@ def stack(
         numbers = np.arange(len(at) + 1, dtype=np.int32)
         segments_NS = np.repeat(numbers, np.diff(at, prepend=0, append=N * S)).reshape(N, S)
         segments_NT = segments_NS[:, :-1] - segments_NS[:, :1]
-    references_N2 = None
-    if any(field.name == "reference_log_probs" for field in fields):
-        none_2 = np.zeros(2, np.float32)  # of padding
-        found = (row.reference_log_probs for row in rows)
-        references_N2 = np.stack([none_2 if x is None else x for x in found])
-    return Batch(
-        *(tokens_NS[:, :-1], targets_NS[:, 1:], segments_NT, hashes_N2),
-        reference_log_probs=references_N2,
-    )
+    batch = Batch(tokens_NS[:, :-1], targets_NS[:, 1:], segments_NT, hashes_N2)
+    if all(field.name != "reference_log_probs" for field in fields):
+        return batch
+    none_2 = np.zeros(2, np.float32)  # of padding
+    found = (row.reference_log_probs for row in rows)
+    references_N2 = np.stack([none_2 if x is None else x for x in found])
+    return dataclasses.replace(batch, reference_log_probs=references_N2)
 
 
 def hash_rows(tokens_NS: np.ndarray, places: tuple[int, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a run trains on and is evaluated on: sources, and the rows made of them."""
+"""What a run trains on and is evaluated on."""
 
 import dataclasses
 import hashlib
@@ -23,34 +23,6 @@ class Part:
     rows_id: str = ""  # of a held-out set's rows as they are laid out: equal id, equal rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Sources:
-    """What the data keys name, opened: all rows, or all documents."""
-
-    train: Sequence[Part]
-    held_out: Sequence[Part]  # without items where nothing is held out
-    note: str = ""  # behind the description
-    packed: bool = False  # rows say where documents begin, which do not see each other
-
-    @property
-    def summary(self) -> list[Any]:
-        """As JSON, with the number of items: what a process that reads nothing needs."""
-        parts = [
-            [dataclasses.astuple(dataclasses.replace(x, items=len(x.items))) for x in parts]
-            for parts in (self.train, self.held_out)
-        ]
-        return [*parts, self.note, self.packed]
-
-    @classmethod
-    def from_summary(cls, summary: list[Any]) -> "Sources":
-        *parts, note, packed = summary
-        parts = [
-            [dataclasses.replace(x, items=range(x.items)) for x in (Part(*x) for x in of)]
-            for of in parts
-        ]
-        return cls(*parts, note, packed)
-
-
 def hash_of(value: Any) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
@@ -71,14 +43,31 @@ class DataIdentity:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The rows to train on and those held out, with what identifies them."""
+    """What to train on and what is held out: rows, or documents until they are laid out."""
 
     train: Sequence[Part]
-    held_out: Sequence[Part]  # without a row where nothing is held out
-    description: str  # one line for a person
+    held_out: Sequence[Part]  # without items where nothing is held out
+    description: str  # one line for a person; of what is just opened, how that ends
     packed: bool = False  # rows say where documents begin, which do not see each other
     # (first row, weight of each part of `train`) of the mixtures after the first
     later: Sequence[tuple[int, Sequence[float]]] = ()
+
+    @property
+    def summary(self) -> list[Any]:
+        """Of what is just opened, as JSON: what a process that reads nothing needs."""
+        parts = [
+            [dataclasses.astuple(dataclasses.replace(x, items=len(x.items))) for x in parts]
+            for parts in (self.train, self.held_out)
+        ]
+        return [*parts, self.description, self.packed]
+
+    @classmethod
+    def from_summary(cls, summary: list[Any]) -> "Corpus":
+        """Ranges stand for the items."""
+        *parts, description, packed = summary
+        known = ([Part(*x) for x in of] for of in parts)
+        parts = [[dataclasses.replace(x, items=range(x.items)) for x in of] for of in known]
+        return cls(*parts, description, packed)
 
     @property
     def hash(self) -> str:

@@ -21,9 +21,7 @@ def is_name(path: str) -> bool:
 
 @functools.cache
 def fetch(key: str, name: str, file: str, required: bool = True) -> str:
-    """The local path of a model's file; "" where it is missing and not `required`. Files in the
-    cache are not looked for on the hub.
-    """
+    """The path of a model's file, in the cache or else from the hub; "" if it is not `required`."""
 
     def ask(hub: Any) -> str:
         cached = hub.try_to_load_from_cache(name, file)

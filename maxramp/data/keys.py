@@ -121,14 +121,12 @@ class EvalKeys(Keys):
         reached = interval > 0 and consumed // interval > before // interval
         return bool(self.evaluate_tasks) and (reached or is_last)
 
-    def is_due(self, step: int, total_steps: int) -> bool:
-        interval = self.eval_interval
-        return interval > 0 and (step % interval == 0 or step == total_steps)
-
     def due(self, step: int, before: int, consumed: int, total_steps: int) -> list[str]:
         """What to evaluate after `step` steps, the last over samples [before, consumed)."""
-        tasks = self.tasks_are_due(before, consumed, step == total_steps)
-        return [HELD_OUT] * self.is_due(step, total_steps) + [TASKS] * tasks
+        interval, is_last = self.eval_interval, step == total_steps
+        held_out = interval > 0 and (step % interval == 0 or is_last)
+        tasks = self.tasks_are_due(before, consumed, is_last)
+        return [HELD_OUT] * held_out + [TASKS] * tasks
 
     def rows(self, num_devices: int) -> int:
         """Rows of an evaluation batch on all devices; 0 = the run never evaluates."""

@@ -3,24 +3,23 @@
 import bisect
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import jax
 import numpy as np
 
 from maxramp.data.batch import Batch, stack
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
-from maxramp.data.order import EvalBatches, RunRows, StepBatches
-from maxramp.data.prefetch import ReadAhead, SharedRamp
+from maxramp.data.order import RunRows, read_step
+from maxramp.data.prefetch import SharedRamp
 from maxramp.data.relay import Expansion
 from maxramp.data.row import PADDING, Row
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager, Stage
-from maxramp.stage import text_fields
+from maxramp.stage import StageSpec, text_fields
 
 _SAMPLES = 64  # of each row length that cuts samples, in which losses are counted
 
@@ -45,14 +44,14 @@ class Loader:
         self._rows, self._reading, self._ramp = rows, reading, ramp
         self.corpus, self.expansion = corpus, expansion
         # In random order, so that the first eval_samples are a fair sample of all.
-        self._held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
+        self.held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
         self._shared_ramp = SharedRamp(ramp)
         steps = ramp.total_steps
         stages = ramp.stages_between(first_step, steps) + ramp.rungs
         largest = max(stages, key=lambda stage: stage.global_batch_size)
-        batches = StepBatches(rows, steps, self._shared_ramp, expansion.share)
-        abstract, workers = expansion.abstract_batch(largest.spec), reading.grain_worker_count
-        self._batches = self._read_ahead(batches, first_step, steps, abstract, workers)
+        read = functools.partial(read_step, rows, self._shared_ramp, expansion.share)
+        what = "the batch of step", read, range(first_step, steps), reading
+        self._batches = expansion.read_ahead(*what, largest.spec)
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
         self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
         self._next_step = first_step
@@ -97,42 +96,42 @@ class Loader:
         abstract = self.expansion.abstract_batch(self._ramp.stage_at_step(step).spec)
         return self.expansion.place(next(self._batches), abstract)
 
-    @property
-    def held_out(self) -> list[str]:
-        """The names of the held-out sets; "" of the only one."""
-        return list(self._held_out)
-
     def eval_batches(self, stage: Stage, keys: EvalKeys, held_out: str = "") -> Iterator[Batch]:
         """As from `batch` with A = 1: all of a held-out set once, or the first eval_samples."""
-        expansion = self.expansion
-        spec = stage.spec.single_pass(keys.rows(expansion.mesh.size))
-        abstract = expansion.abstract_batch(spec)
-        rows, share = self._held_out[held_out], expansion.share
-        batches = EvalBatches(rows, spec, share, keys.eval_samples)
-        ahead = self._read_ahead(batches, 0, len(batches), abstract, workers=0)
-        with contextlib.closing(ahead):
-            for local in ahead:
-                yield expansion.place(local, abstract)
+        rows, most = self.held_out[held_out], keys.eval_samples
+        spec = stage.spec.single_pass(keys.rows(self.expansion.mesh.size))
+        return read_all(rows, spec, self.expansion, self._reading, most)
 
     def close(self) -> None:
         self._shared_ramp.close()
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
 
-    def _read_ahead(
-        self, batches: Any, first: int, last: int, largest: Batch, workers: int
-    ) -> Iterator[Batch | None]:
-        if not self.expansion.reads:
-            return (None for _ in range(first, last))
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(largest))
-        size //= jax.process_count()
-        return ReadAhead(batches, first, last, self._reading, size, workers)
+
+def read_all(
+    rows: Sequence[Row], spec: StageSpec, expansion: Expansion, reading: ReadingKeys, most: int = -1
+) -> Iterator[Batch]:
+    """All rows or the first `most` in batches on the devices, the last filled up with padding."""
+    count = len(rows) if most == -1 else min(most, len(rows))
+    padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))
+
+    def read(index: int) -> Batch:
+        def row(place: int) -> Row:
+            number = index * spec.rows + place
+            return rows[number] if number < count else padding
+
+        return expansion.share.read(row, spec)
+
+    numbers, abstract = range(-(-count // spec.rows)), expansion.abstract_batch(spec)
+    here = dataclasses.replace(reading, grain_worker_count=0)
+    ahead = expansion.read_ahead("evaluation batch", read, numbers, here, spec)
+    with contextlib.closing(ahead):
+        for local in ahead:
+            yield expansion.place(local, abstract)
 
 
 def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
-    """Documents (a row read as one text is one), those cut into rows of `length`, and rows without
-    a target.
-    """
+    """Documents (one text is one), those cut into rows of `length`, and rows without a target."""
     tokens = len(rows[0].tokens) - 1
     batch = stack(rows, text_fields(tokens, separate=True))
     segments_NT = np.where(batch.tokens == PADDING, PADDING, batch.segments)
@@ -152,11 +151,7 @@ def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatc
         return
     once, _ = rows.length(1)
     part = rows.length(num_epoch)[1]
-    most = num_epoch
-    while rows.length(most)[0] < needed:
-        most *= 2
-    found = range(num_epoch, most + 1)
-    epochs = found[bisect.bisect_left(found, needed, key=lambda n: rows.length(n)[0])]
+    epochs = bisect.bisect_left(range(needed), needed, num_epoch, key=lambda n: rows.length(n)[0])
     has = f"{once} x num_epoch={num_epoch} = {there}"
     has = f"{there} with num_epoch={num_epoch}" if corpus.later else has
     length, why = ramp.shown_length, ""

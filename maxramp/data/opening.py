@@ -6,10 +6,10 @@ error in one ends all with the same line, before anything is trained.
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from maxramp.commandline import count
 from maxramp.data import packing
-from maxramp.data.corpus import Corpus, Part, Sources, hash_of
+from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.data.keys import DataKeys, ReadingKeys
 from maxramp.data.prefetch import ReadAhead
 from maxramp.data.rows import LEFT_OUT, Document
@@ -60,22 +60,20 @@ def open_rows(
                 f"{hash_of(known[process])}, not {hash_of(known[0])}); give all processes the same "
                 "files"
             )
-    sources = opened or Sources.from_summary(known[0])
+    sources = opened or Corpus.from_summary(known[0])
     mixtures = [(row, dict(parse_mixture("grain_train_files", value))) for row, value in later]
-    rows, layout = sources, ""
+    rows = sources
     if sources.train[0].noun != "rows":
         beat()
-        rows, layout = _lay_out(data, sources, lambda x: _count(reading, x.items, readers, beat))
-    return Corpus(
-        rows.train,
-        rows.held_out,
-        f"{_describe(sources, mixtures)}{layout}{sources.note}",
-        rows.packed,
-        [(row, [of.get(part.name, 0.0) for part in rows.train]) for row, of in mixtures],
+        rows = _lay_out(data, sources, lambda x: _count(reading, x.items, readers, beat))
+    return dataclasses.replace(
+        rows,
+        description=f"{_describe(sources, mixtures)}{rows.description}",
+        later=[(row, [of.get(part.name, 0.0) for part in rows.train]) for row, of in mixtures],
     )
 
 
-def _describe(sources: Sources, mixtures: Sequence[tuple[int, dict[str, float]]]) -> str:
+def _describe(sources: Corpus, mixtures: Sequence[tuple[int, dict[str, float]]]) -> str:
     first = [(part.name, part.weight) for part in sources.train if part.weight]
     changes = "".join(f"; from row {row} on {_shares(of.items())}" for row, of in mixtures)
     parts = sources.train, sources.held_out
@@ -95,15 +93,15 @@ def _shares(weights: Iterable[tuple[str, float]]) -> str:
 
 
 def _lay_out(
-    data: DataKeys, sources: Sources, count_documents: Callable[[Part], np.ndarray]
-) -> tuple[Sources, str]:
+    data: DataKeys, sources: Corpus, count_documents: Callable[[Part], np.ndarray]
+) -> Corpus:
     length, lay_out = data.max_target_length, packing.one_per_row
     separate = data.use_dpo or (data.packing and data.separate_documents)
     if data.packing:
         lay_out = packing.LAYOUTS[data.grain_packing_type]
     how = [length, separate, data.packing and data.grain_packing_type]
     if lay_out is packing.concat_then_split:
-        lay_out = functools.partial(lay_out, separate=separate)
+        lay_out = partial(lay_out, separate=separate)
 
     def make_rows(part: Part, counted: np.ndarray) -> Part:
         rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
@@ -136,7 +134,7 @@ def _lay_out(
         tokens, targets = documents[:, :2].sum(0, dtype=np.int64)
         layout += f", {targets / tokens:.1%} of the tokens are targets"
     layout += f"; left out: {', '.join(left_out)}" if left_out else ""
-    return Sources(train, held_out, packed=separate), layout
+    return Corpus(train, held_out, f"{layout}{sources.description}", separate)
 
 
 def _held_out_key(data: DataKeys, name: str) -> str:
@@ -147,24 +145,10 @@ def _held_out_key(data: DataKeys, name: str) -> str:
     return next(given, f"eval_fraction={data.eval_fraction}")
 
 
-class _Counts:
-    """Element n: of the n-th block, int32 [documents, 4]: tokens, targets among them, the number in
-    LEFT_OUT, and a hash of it all.
-    """
-
-    def __init__(self, documents: Sequence[Document]):
-        self._documents = documents
-
-    def __len__(self) -> int:
-        return -(-len(self._documents) // _BLOCK)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        last = min((index + 1) * _BLOCK, len(self._documents))
-        block = (self._documents[i] for i in range(index * _BLOCK, last))
-        return np.array([_measure(document) for document in block], np.int32)
-
-    def __repr__(self) -> str:
-        return f"{self._documents}: block of {_BLOCK} documents"
+def _measure_block(documents: Sequence[Document], index: int) -> np.ndarray:
+    """int32 [documents, 4]: tokens, targets of them, number in LEFT_OUT, and a hash of it all."""
+    block = range(len(documents))[index * _BLOCK : (index + 1) * _BLOCK]
+    return np.array([_measure(documents[i]) for i in block], np.int32)
 
 
 def _measure(document: Document) -> tuple[int, int, int, int]:
@@ -183,13 +167,11 @@ def _count(
     nothing = np.empty((0, 4), np.int32)
     if not len(documents):
         return nothing
-    blocks, me = _Counts(documents), jax.process_index()
+    blocks, me = range(-(-len(documents) // _BLOCK)), jax.process_index()
     per_reader = -(-len(blocks) // len(readers))
-    first = last = 0
-    if me in readers:
-        first = min(readers.index(me) * per_reader, len(blocks))
-        last = min(first + per_reader, len(blocks))
-    ahead = ReadAhead(blocks, first, last, reading, 4 * _BLOCK, reading.grain_worker_count)
+    first = readers.index(me) * per_reader if me in readers else len(blocks)
+    what, read = f"{documents}: block of {_BLOCK} documents", partial(_measure_block, documents)
+    ahead = ReadAhead(what, read, blocks[first : first + per_reader], reading, 4 * _BLOCK)
     counts = [nothing]
     with contextlib.closing(ahead):
         for _ in range(0, per_reader, _ROUND):

@@ -24,7 +24,7 @@ from grain.experimental import index_shuffle
 
 from maxramp.data.batch import Batch, stack
 from maxramp.data.prefetch import SharedRamp
-from maxramp.data.row import PADDING, Row
+from maxramp.data.row import Row
 from maxramp.stage import StageSpec
 
 _LONGEST_PERIOD = 100_000
@@ -45,24 +45,21 @@ class Interleaving:
         """
         self._shares = _whole_shares(weights)
         period = sum(self._shares)
-        counts, picks, ranks = [0] * len(weights), [], []
-        for n in range(1, period + 1):
+        self._picks, self._places = [], [[] for _ in weights]
+        for n in range(period):
             behind = (
-                (Fraction(count + 1, share), part)
-                for part, (count, share) in enumerate(zip(counts, self._shares, strict=True))
-                if count * period < share * n
+                (Fraction(len(places) + 1, share), part)
+                for part, (places, share) in enumerate(zip(self._places, self._shares, strict=True))
+                if len(places) * period < share * (n + 1)
             )
             part = min(behind)[1]
-            picks.append(part)
-            ranks.append(counts[part])
-            counts[part] += 1
-        self._picks, self._ranks = picks, ranks
-        self._places = [[n for n in range(period) if picks[n] == p] for p in range(len(weights))]
+            self._picks.append(part)
+            self._places[part].append(n)
 
     def locate(self, item: int) -> tuple[int, int]:
         period, place = divmod(item, len(self._picks))
         part = self._picks[place]
-        return part, period * self._shares[part] + self._ranks[place]
+        return part, period * self._shares[part] + bisect.bisect_left(self._places[part], place)
 
     def count(self, items: int) -> list[int]:
         periods, rest = divmod(items, len(self._picks))
@@ -173,8 +170,7 @@ class Share:
 
     def _groups(self, spec: StageSpec) -> tuple[np.ndarray, np.ndarray]:
         """The groups whose rows are read, ascending, and which of them each place holds."""
-        groups, slots = np.unique(self.places // spec.mesh.model_parallel_size, return_inverse=True)
-        return groups, slots.reshape(self.places.shape)
+        return np.unique(self.places // spec.mesh.model_parallel_size, return_inverse=True)
 
     def rows(self, spec: StageSpec) -> list[int]:
         size = spec.rows // spec.ranks
@@ -199,43 +195,8 @@ class Share:
         return jax.tree.map(lay_out, stack([row(place) for place in places], spec.fields, places))
 
 
-class StepBatches:
-    """Element k: what this process reads for step k."""
-
-    def __init__(self, rows: Sequence[Row], steps: int, ramp: SharedRamp, share: Share):
-        """`steps` is the most that there can be: a ramp that grows ends after fewer."""
-        self._rows, self._steps, self._ramp, self._share = rows, steps, ramp, share
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, step: int) -> Batch:
-        ramp = self._ramp.wait_for_step(step)
-        spec, first = ramp.stage_at_step(step).spec, ramp.samples_before(step)
-        return self._share.read(lambda place: self._rows[first + place], spec)
-
-    def __repr__(self) -> str:
-        return "the batch of step"
-
-
-class EvalBatches:
-    """Element n: what this process reads of evaluation batch n; past the last row is padding."""
-
-    def __init__(self, rows: Sequence[Row], spec: StageSpec, share: Share, most: int = -1):
-        """Of the first `most` rows; -1 = of all."""
-        self._rows, self._spec, self._share = rows, spec, share
-        self._count = len(rows) if most == -1 else min(most, len(rows))
-        self._padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))
-
-    def __len__(self) -> int:
-        return -(-self._count // self._spec.rows)
-
-    def __getitem__(self, index: int) -> Batch:
-        def row(place: int) -> Row:
-            number = index * self._spec.rows + place
-            return self._rows[number] if number < self._count else self._padding
-
-        return self._share.read(row, self._spec)
-
-    def __repr__(self) -> str:
-        return "evaluation batch"
+def read_step(rows: Sequence[Row], ramp: SharedRamp, share: Share, step: int) -> Batch:
+    """What this process reads for a step; waits until the ramp has settled it."""
+    settled = ramp.wait_for_step(step)
+    spec, first = settled.stage_at_step(step).spec, settled.samples_before(step)
+    return share.read(lambda place: rows[first + place], spec)

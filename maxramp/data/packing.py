@@ -9,7 +9,6 @@ but its first is predicted once. A document of fewer than two tokens predicts no
 out. The rest of a row is padding.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,24 +17,16 @@ from maxramp.data.row import PADDING, Row
 from maxramp.data.rows import Document
 
 
-@dataclasses.dataclass(frozen=True)
 class RowLayout:
     """Which pieces make which rows: pieces first[i] .. first[i + 1] - 1 make row i, in order."""
 
-    document: np.ndarray  # of every piece, int64
-    start: np.ndarray  # of every piece in its document, in tokens, int32
-    size: np.ndarray  # of every piece, in tokens, int32
-    first: np.ndarray  # int64 [rows + 1]
-
-    @classmethod
-    def from_pieces(
-        cls, document: np.ndarray, start: np.ndarray, size: np.ndarray, row: np.ndarray
-    ) -> "RowLayout":
+    def __init__(self, document: np.ndarray, start: np.ndarray, size: np.ndarray, row: np.ndarray):
+        """Of every piece its document, its start in that and its size, in tokens, and its row."""
         order = np.argsort(row, kind="stable")
         rows = int(row.max()) + 1 if len(row) else 0
-        first = np.searchsorted(row[order], np.arange(rows + 1))
-        start, size = start[order].astype(np.int32), size[order].astype(np.int32)
-        return cls(document[order], start, size, first)
+        self.first = np.searchsorted(row[order], np.arange(rows + 1))
+        self.start, self.size = start[order].astype(np.int32), size[order].astype(np.int32)
+        self.document = document[order]
 
 
 class PackedRows:
@@ -83,13 +74,13 @@ def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -
     row = first_row[which] + piece
     start = np.maximum(begin[which], row * length)
     stop = np.minimum(end[which], row * length + length + 1)
-    return RowLayout.from_pieces(document[which], start - begin[which], stop - start, row)
+    return RowLayout(document[which], start - begin[which], stop - start, row)
 
 
 def one_per_row(lengths: np.ndarray, length: int) -> RowLayout:
     """Every document in a row of its own, a longer one in several."""
     document, start, size = _cut(lengths, length)
-    return RowLayout.from_pieces(document, start, size, np.arange(len(document)))
+    return RowLayout(document, start, size, np.arange(len(document)))
 
 
 def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
@@ -118,7 +109,7 @@ def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
     first_piece = np.full(rows, len(document))
     np.minimum.at(first_piece, row, np.arange(len(document)))
     place = np.argsort(np.argsort(first_piece))
-    return RowLayout.from_pieces(document, start, size, place[row])
+    return RowLayout(document, start, size, place[row])
 
 
 def _select_predicting(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.managers import BaseManager
 from typing import Any
 
@@ -16,6 +16,8 @@ from maxramp.errors import ConfigError, TrainingError, one_line
 from maxramp.processes.workers import stay_with_parent
 from maxramp.rampup.schedule import RampupBatchManager
 
+Read = Callable[[int], Any]  # an element by its number
+
 
 class SharedRamp:
     """The ramp as far as it is settled; asking for a later step waits. Grain's worker processes get
@@ -24,16 +26,19 @@ class SharedRamp:
 
     def __init__(self, ramp: RampupBatchManager):
         self._changed, self._closed = threading.Condition(), False
-        self._ramp, self._address = copy.deepcopy(ramp), None
+        self._ramp, self._proxy = copy.deepcopy(ramp), None
 
     def __reduce__(self) -> Any:
-        if self._address is None:
-            served = _server_class(self)
+        if self._proxy is None:
+            served = type("Served", (BaseManager,), {})
+            served.register("ramp", lambda: self, exposed=["wait_for_step"])
             # No socket in a folder, which would be cleaned away under a run of weeks.
             server = served(("127.0.0.1", 0)).get_server()
             threading.Thread(target=server.serve_forever, daemon=True).start()
-            self._address = server.address
-        return _connect, (self._address,)
+            client = served(server.address)
+            client.connect()
+            self._proxy = client.ramp()
+        return self._proxy.__reduce__()
 
     def publish(self, ramp: RampupBatchManager) -> None:
         """Only one thread may call it."""
@@ -56,43 +61,24 @@ class SharedRamp:
             self._changed.notify_all()
 
 
-def _server_class(ramp: SharedRamp | None) -> type[BaseManager]:
-    served = type("Served", (BaseManager,), {})
-    served.register("ramp", lambda: ramp, exposed=["wait_for_step"])
-    return served
-
-
-def _connect(address: tuple[str, int]) -> Any:
-    manager = _server_class(None)(address)
-    manager.connect()
-    return manager.ramp()
-
-
 class ReadAhead(Iterator[Any]):
-    """Elements first .. last - 1, read ahead; close it."""
+    """The elements of some numbers, in order, read ahead; close it."""
 
-    def __init__(
-        self,
-        elements: Sequence[Any],
-        first: int,
-        last: int,
-        reading: ReadingKeys,
-        element_bytes: int,
-        workers: int,
-    ):
-        """The text of `elements` says what one is; `element_bytes` is of the largest. Reads
-        grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead, whichever is less.
-        `workers` are processes, which take seconds to start; 0 = threads of this process.
+    def __init__(self, what: str, read: Read, numbers: range, reading: ReadingKeys, size: int):
+        """`what` an element is, for a person; `size` are the bytes of the largest. Reads
+        grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead, whichever is less,
+        in processes, which take seconds to start, or with grain_worker_count=0 in threads.
         """
-        self._elements, self._next, self._shared = elements, first, workers > 0
-        bound = int(reading.grain_prefetch_buffer_gib * 2**30) // max(1, element_bytes)
+        workers = reading.grain_worker_count
+        self._what, self._next, self._shared = what, numbers.start, workers > 0
+        bound = int(reading.grain_prefetch_buffer_gib * 2**30) // max(1, size)
         buffer = max(1, min(reading.grain_prefetch_buffer_size, bound))
         # A worker holds what its threads have read and one more, on its way.
         workers = min(workers, max(1, buffer // 2))
         per_worker = max(1, buffer // workers - 1) if workers else buffer
         threads = min(reading.grain_num_threads, per_worker)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=per_worker)
-        dataset = grain.MapDataset.source(elements)[first:last].to_iter_dataset(options)
+        dataset = grain.MapDataset.source(numbers).map(read).to_iter_dataset(options)
         if workers:
             if not flags.FLAGS.is_parsed():  # Grain hands its flags on to the workers
                 flags.FLAGS.mark_as_parsed()
@@ -110,7 +96,7 @@ class ReadAhead(Iterator[Any]):
         except (ConfigError, TrainingError) as error:
             raise type(error)(str(error)) from None  # without what Grain adds to it
         except Exception as error:  # whatever a file, a library or a worker died of
-            what = f"{self._elements} {self._next} could not be read: {one_line(error, 300)}"
+            what = f"{self._what} {self._next} could not be read: {one_line(error, 300)}"
             raise TrainingError(what) from None
         self._next += 1
         # A copy, since what workers share is not freed while a device array lies on it.

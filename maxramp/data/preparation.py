@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION
 from typing import Any
@@ -57,28 +56,27 @@ LIST = "bad_records.jsonl"  # in the folder of a set: what was left out of it, a
 _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
 _HASHED_TOGETHER = 1 << 14  # bytes of hashes after which a maker looks whether it is to leave
 _AHEAD = 2  # batches that wait for each thread
+Show = Callable[[int, int, int], None]
 
 
-def make(
-    work: Preparation, workers: int, allowed: int, show: Callable[[int, int, int], None]
-) -> dict[str, Any]:
-    """Makes the missing shards and the manifest; returns the manifest. At most `allowed` records
-    are bad. `show` gets the documents and tokens made and the bytes read, several times a second.
+def make(work: Preparation, show: Show) -> dict[str, Any]:
+    """Makes the missing shards and the manifest; returns the manifest. `show` gets the documents
+    and tokens made and the bytes read, several times a second.
     """
     work.remove_others()
     done = work.finished_shards()
     bad = [one for record in done.values() for one in record["bad"]]
-    if len(bad) > allowed:
-        _refuse(f"{bad[0]['file']}: {bad[0]['reason']}", allowed)
+    if len(bad) > work.allowed:
+        _refuse(f"{bad[0]['file']}: {bad[0]['reason']}", work.allowed)
     left_out = [np.empty(0, np.int64)] * len(work.shards)
     if work.deduplicate:
         unhashed = [(shard,) for shard in work.shards if not work.hashes_of(shard).exists()]
-        _run(work, workers, allowed, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
+        _run(work, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
         left_out = find_duplicates([work.hashes_of(shard) for shard in work.shards])
     there = sum(shard.size for shard in work.shards if shard.name in done)
     both = zip(work.shards, left_out, strict=True)
     tasks = [(shard, numbers) for shard, numbers in both if shard.name not in done]
-    _run(work, workers, allowed, _make_shard, tasks, [0, 0, there, 0, len(bad)], show)
+    _run(work, _make_shard, tasks, [0, 0, there, 0, len(bad)], show)
     return _finish(work, sum(map(len, left_out)))
 
 
@@ -96,6 +94,9 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     whole = 0
     for shard in shards:
         whole = prepared.join(whole, int(shard["hash"], 16), shard["documents"])
+    files = work.tokenizer.files() if work.tokenizer else {}
+    for name, data in files.items():
+        place.write_whole(work.staging_folder / name, data)
     manifest = {
         "format": prepared.FORMAT,
         "version": prepared.VERSION,
@@ -103,7 +104,7 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
         "tokenizer": work.tokenizer
         and {
             "type": work.tokenizer.type,
-            "file": work.tokenizer.copy_to(work.staging_folder),
+            "file": next(iter(files), ""),
             "hash": work.tokenizer.hash,
             "vocab_size": work.tokenizer.vocab_size,
             **work.tokenizer.mark_keys,
@@ -134,20 +135,14 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
 
 
 def _run(
-    work: Preparation,
-    workers: int,
-    allowed: int,
-    task: Callable[..., None],
-    given: Sequence[tuple],
-    counted: Sequence[int],
-    show: Callable[[int, int, int], None],
+    work: Preparation, task: Callable[..., None], given: list[tuple], counted: list[int], show: Show
 ) -> None:
     """Counts documents, tokens and bytes read; whether the workers are to leave; bad records."""
     context = multiprocessing.get_context("spawn")
-    counts = context.Array("q", list(counted))
+    counts = context.Array("q", counted)
     mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
-    makers = max(1, min(workers, len(given)))
-    start = (work, counts, allowed, max(1, workers // makers))
+    makers = max(1, min(work.workers, len(given)))
+    start = (work, counts, max(1, work.workers // makers))
     with concurrent.futures.ProcessPoolExecutor(makers, context, _start_worker, start) as pool:
         try:
             with delay_signals():
@@ -174,8 +169,8 @@ def _run(
 
 def _start_worker(*given: Any) -> None:
     """Of a maker, like all that follows down to `_read`."""
-    global _job, _counts, _allowed, _threads
-    _job, _counts, _allowed, _threads = given
+    global _job, _counts, _threads
+    _job, _counts, _threads = given
     stay_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a pool ends what is left of it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads are the parallelism
@@ -226,8 +221,8 @@ def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[li
             if isinstance(record, BadRecord):
                 # A line has its byte; its number would take a count.
                 bad.append({"file": file.path, file.unit: record.place, "reason": str(record)})
-                if _count(0, 0, 0, bad=1) > _allowed:
-                    _refuse(f"{file.where_place(record.place)}: {record}", _allowed)
+                if _count(0, 0, 0, bad=1) > _job.allowed:
+                    _refuse(f"{file.where_place(record.place)}: {record}", _job.allowed)
                 continue
             number += 1
             if number in skipped:
@@ -296,9 +291,6 @@ def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Itera
                 break
 
 
-_BPE_BYTES = 1 << 30  # of text that a BPE is trained on, at most
-
-
 def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
     (column,) = keys.train_data_columns
     tokens = not keys.tokenize_train_data
@@ -340,22 +332,3 @@ def open_tokenizer(
         ]
     )
     return None if tokens or training else tokenizers.load(kind, path, **keys.mark_keys)
-
-
-def train_bpe(
-    size: int,
-    file: pathlib.Path,
-    inputs: Sequence[RecordFile],
-    keys: DataKeys,
-    allowed: int,
-    say: Callable[[str], None],
-) -> Tokenizer:
-    """Trained now or by an earlier start, without bad records."""
-    if file.exists():
-        say(f"tokenizer  {file} is there from an earlier start")
-    else:
-        start = time.perf_counter()
-        texts = sample_texts(inputs, _BPE_BYTES, allowed)
-        place.write_whole(file, tokenizers.train_bpe(texts, size))
-        say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
-    return tokenizers.load("huggingface", str(file), **keys.mark_keys)

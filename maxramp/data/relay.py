@@ -15,6 +15,7 @@ Shapes: f slots, A gradient accumulation steps, B rows of a micro batch, N rows 
 """
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxramp.data.batch import Batch, abstract_batch
+from maxramp.data.keys import ReadingKeys
 from maxramp.data.order import Share
+from maxramp.data.prefetch import Read, ReadAhead
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import reshape_mesh
@@ -83,6 +86,16 @@ class Expansion:
             rows = spec.rows * spec.mesh.model_parallel_size
             leading, lies = (self.factor, spec.accumulation, rows), SLOTS_fANT
         return abstract_batch(spec.fields, leading, NamedSharding(self.mesh_of(spec), lies))
+
+    def read_ahead(
+        self, what: str, read: Read, numbers: range, reading: ReadingKeys, largest: StageSpec
+    ) -> Iterator[Batch | None]:
+        """What `place` takes; `largest` is the largest batch."""
+        if not self.reads:
+            return (None for _ in numbers)
+        abstract = jax.tree.leaves(self.abstract_batch(largest))
+        size = sum(x.size * x.dtype.itemsize for x in abstract) // jax.process_count()
+        return ReadAhead(what, read, numbers, reading, size)
 
     def place(self, local: Batch | None, batch: Batch) -> Batch:
         """`local` is None where this process does not read."""

@@ -48,7 +48,9 @@ class Preparation:
     tokenizer: Tokenizer | None  # None where the inputs hold tokens
     deduplicate: bool  # whether a document that an earlier one equals is left out
     shards: tuple[Shard, ...]
-    encoder: ChatEncoder | None = None  # of chats; None where the inputs hold documents
+    encoder: ChatEncoder | None  # of chats; None where the inputs hold documents
+    workers: int  # processes
+    allowed: int  # bad records
 
     @property
     def staging_folder(self) -> pathlib.Path:

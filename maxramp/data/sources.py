@@ -16,7 +16,7 @@ import numpy as np
 
 from maxramp.data import tokenizers
 from maxramp.data.chats.chats import ChatEncoder, Chats
-from maxramp.data.corpus import Part, Sources, hash_of
+from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import WHOLE, RecordFile
@@ -59,7 +59,7 @@ class _Entry:
         return any("chats" in manifest for manifest in self.sets.values())
 
 
-def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
+def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Corpus:
     """`later` are values of grain_train_files after the first. A part is the same in all that name
     it; nothing is held out of parts that the first does not have.
     """
@@ -94,7 +94,7 @@ def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Sources:
     if path and not (tokenizer or has_tokenizer):
         note = f"; tokenizer_path={path} is not used, the files hold tokens"
     packed = any(map(_is_separate, opened))
-    return Sources(parts, held_out, note, packed)
+    return Corpus(parts, held_out, note, packed)
 
 
 def _hold_out(name: str, parts: Sequence[Part], length: int, digest: str = "") -> Part:
@@ -107,7 +107,7 @@ def _is_separate(part: Part) -> bool:
     return getattr(part.items, "separate", False)
 
 
-def _open_synthetic(keys: DataKeys) -> Sources:
+def _open_synthetic(keys: DataKeys) -> Corpus:
     seed, sizes = keys.data_shuffle_seed, (keys.vocab_size, keys.max_target_length)
     train = SyntheticRows(2**31 - 1, *sizes, 2 * seed)
     held_out = SyntheticRows(1024, *sizes, 2 * seed + 1)
@@ -116,7 +116,7 @@ def _open_synthetic(keys: DataKeys) -> Sources:
         note += f"; tokenizer_path={keys.tokenizer_path} is not used"
     digest = f"{seed}, {sizes}"
     evaluated = Part("", 1.0, held_out, rows_id=digest)
-    return Sources([Part("synthetic", 1.0, train, digest)], [evaluated], note)
+    return Corpus([Part("synthetic", 1.0, train, digest)], [evaluated], note)
 
 
 def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
@@ -124,7 +124,15 @@ def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[
     train = _find_entries(keys, train_key, getattr(keys, train_key))
     others = [_find_entries(keys, train_key, value) for value in later]
     for mixture in [train, *others] if others else ():
-        _check_names(train_key, [entry.name for entry in mixture])
+        names = [entry.name for entry in mixture]
+        refuse(
+            (
+                names.count(name) > 1,
+                f"{train_key}: {name} stands there twice, and where phases change the mixture a "
+                "part is known by its name; give it once, with the sum of its weights",
+            )
+            for name in names
+        )
     known = {entry.name for entry in train}
     new = {x.name: dataclasses.replace(x, weight=0.0) for x in itertools.chain(*others)}
     train += (entry for name, entry in new.items() if name not in known)
@@ -264,18 +272,6 @@ def _hash(entry: _Entry, items: Sequence[Any], made_by: str) -> str:
         if item.is_target is not None:
             digest.update(item.is_target.tobytes())
     return digest.hexdigest()
-
-
-def _check_names(key: str, names: Sequence[str]) -> None:
-    """Where the mixture changes, names identify parts."""
-    refuse(
-        (
-            names.count(name) > 1,
-            f"{key}: {name} stands there twice, and where phases change the mixture a part is "
-            "known by its name; give it once, with the sum of its weights",
-        )
-        for name in names
-    )
 
 
 def _check_kinds(keys: DataKeys, entries: list[_Entry]) -> str:

@@ -9,7 +9,7 @@ import sysconfig
 import numpy as np
 
 from maxramp.commandline import count
-from maxramp.data.corpus import Part, Sources, hash_of
+from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.data.files.records import UTF16, is_utf16
 from maxramp.data.keys import DataKeys
 from maxramp.data.rows import StreamRows
@@ -17,7 +17,7 @@ from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 
 
-def open_texts(keys: DataKeys) -> Sources:
+def open_texts(keys: DataKeys) -> Corpus:
     length = keys.max_target_length
     files, name = _find_files(keys.text_files)
     tokens = _read_documents(files)
@@ -37,7 +37,7 @@ def open_texts(keys: DataKeys) -> Sources:
             )
     note = f"; {count(len(files), 'file')}, {len(tokens) / 1e6:.1f} MB"
     evaluated = Part("", 1.0, held_out, rows_id=hash_of([_hash(tokens[cut:]), length]))
-    return Sources([Part(name, 1.0, train, _hash(tokens))], [evaluated], note)
+    return Corpus([Part(name, 1.0, train, _hash(tokens))], [evaluated], note)
 
 
 def _hash(tokens: np.ndarray) -> str:

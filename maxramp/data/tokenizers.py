@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from maxramp.data import hub
 from maxramp.data.keys import MARK_KEYS
 from maxramp.errors import ConfigError, one_line
-from maxramp.files import place, storage
+from maxramp.files import storage
 from maxramp.files.storage import optional
 
 BEGIN, END = 256, 257  # marks around a document, after the 256 bytes
@@ -35,7 +34,9 @@ _WORDS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Model:
+class Model:
+    """What a tokenizer's library knows and does."""
+
     vocab_size: int  # one more than the largest id
     begin: int | None
     end: int | None
@@ -46,16 +47,16 @@ class _Model:
     special: Sequence[str] = ()  # the texts of its marks
 
 
-def _open_bytes(file: str, split: bool) -> _Model:
+def _open_bytes(file: str, split: bool) -> Model:
     shown = {i: bytes([i]) for i in range(256)} | {BEGIN: b"<s>", END: b"</s>"}
-    return _Model(
+    return Model(
         *(len(shown), BEGIN, END),
         encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
         decode=lambda ids: b"".join(map(shown.__getitem__, ids)).decode(errors="replace"),
     )
 
 
-def _open_huggingface(file: str, split: bool) -> _Model:
+def _open_huggingface(file: str, split: bool) -> Model:
     library = optional("tokenizers", "tokenizers", file)
     model = library.Tokenizer.from_buffer(storage.read_bytes(file))
     model.no_truncation()  # a file may have the settings of another use
@@ -85,7 +86,7 @@ def _open_huggingface(file: str, split: bool) -> _Model:
 
     whole = library.Tokenizer.from_str(model.to_str())  # whose marks are marks
     added = model.get_added_tokens_decoder().values()
-    return _Model(
+    return Model(
         vocab_size=max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         begin=marks[0],
         end=marks[1],
@@ -105,21 +106,21 @@ def _read_config(file: str) -> dict[str, Any]:
     return json.loads(storage.read_bytes(beside)) if storage.exists(beside) else {}
 
 
-def _open_sentencepiece(file: str, split: bool) -> _Model:
+def _open_sentencepiece(file: str, split: bool) -> Model:
     library = optional("sentencepiece", "sentencepiece", file)
     model = library.SentencePieceProcessor(model_proto=storage.read_bytes(file))
     begin, end = (mark if mark >= 0 else None for mark in (model.bos_id(), model.eos_id()))
-    return _Model(model.vocab_size(), begin, end, model.encode, model.decode)
+    return Model(model.vocab_size(), begin, end, model.encode, model.decode)
 
 
-def _open_tiktoken(file: str, split: bool) -> _Model:
+def _open_tiktoken(file: str, split: bool) -> Model:
     library = optional("tiktoken", "tiktoken", file)
     pairs = (line.split() for line in storage.read_bytes(file).splitlines() if line.strip())
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     begin = max(ranks.values()) + 1  # where Llama 3 has its marks
     marks = {_BEGIN_NAMES[0]: begin, _END_NAMES[0]: begin + 1}
     model = library.Encoding(file, pat_str=_WORDS, mergeable_ranks=ranks, special_tokens=marks)
-    return _Model(
+    return Model(
         vocab_size=begin + 2,
         begin=begin,
         end=begin + 1,
@@ -155,23 +156,21 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int32, with its marks."""
-        (begin, end), encoded = self._marks, self._model.encode(list(texts))
+        (begin, end), encoded = self._marks, self.model.encode(list(texts))
         return [np.concatenate([begin, np.asarray(ids, np.int32), end]) for ids in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [n] of a text that names marks itself, and the characters [n, 2] of each; of
-        type huggingface only.
-        """
-        ids, offsets = self._model.encode_with_offsets(text)
+        """Ids [n] of a text that names its marks, and the characters [n, 2] of each."""
+        ids, offsets = self.model.encode_with_offsets(text)
         return np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode([int(i) for i in ids])
+        return self.model.decode([int(i) for i in ids])
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest id that it can give."""
-        return self._model.vocab_size
+        return self.model.vocab_size
 
     @functools.cached_property
     def hash(self) -> str:
@@ -199,33 +198,16 @@ class Tokenizer:
         return os.path.join(path, "tokenizer.json") if is_folder else path
 
     def files(self) -> dict[str, bytes]:
+        """Its copy in a prepared set, its own file first."""
         name = TYPES[self.type][1]
         files = {name: storage.read_bytes(self.file)} if name else {}
         if self.type == "huggingface" and storage.exists(marks := _marks_file(self.file)):
             files[_MARKS] = storage.read_bytes(marks)
         return files
 
-    def copy_to(self, folder: pathlib.Path) -> str:
-        """Returns the name of the tokenizer's own file in the folder."""
-        for name, data in self.files().items():
-            place.write_whole(folder / name, data)
-        return TYPES[self.type][1]
-
-    @property
-    def begin(self) -> int | None:
-        return self._model.begin
-
-    @property
-    def end(self) -> int | None:
-        return self._model.end
-
     @property
     def mark_keys(self) -> dict[str, bool]:
         return {name: getattr(self, name) for name in MARK_KEYS}
-
-    @property
-    def special(self) -> Sequence[str]:
-        return self._model.special
 
     @property
     def named_marks(self) -> dict[str, str]:
@@ -259,7 +241,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _marks(self) -> tuple[np.ndarray, np.ndarray]:
-        begin, end = self._model.begin, self._model.end
+        begin, end = self.model.begin, self.model.end
         for key, mark in (("add_bos", begin), ("add_eos", end)):
             if getattr(self, key) and mark is None:
                 raise ConfigError(f"{key}=True, but {self.file} has no such mark; use {key}=False")
@@ -267,7 +249,7 @@ class Tokenizer:
         return tuple(np.asarray(mark, np.int32) for mark in marks)
 
     @functools.cached_property
-    def _model(self) -> _Model:
+    def model(self) -> Model:
         if not self.file and self.type != "bytes":
             raise ConfigError(
                 f"tokenizer_path is empty: tokenizer_type={self.type} needs a file; "

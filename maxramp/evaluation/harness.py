@@ -139,13 +139,13 @@ class Model(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The mark at the end of a text, or the one at its beginning."""
-        end = self._tokenizer.end
+        end = self._tokenizer.model.end
         return self.prefix_token_id if end is None else end
 
     @property
     def prefix_token_id(self) -> int:
         """The mark before a text whose first token is scored too."""
-        marks = self._tokenizer.begin, self._tokenizer.end
+        marks = self._tokenizer.model.begin, self._tokenizer.model.end
         found = next((mark for mark in marks if mark is not None), None)
         if found is None:
             raise ConfigError(
@@ -168,7 +168,7 @@ class Model(TemplateLM):
     ) -> list[int]:
         """Ids of a text, as `hf` has them."""
         self._together.beat()  # a task may have hundreds of thousands of them
-        mark = self._tokenizer.begin
+        mark = self._tokenizer.model.begin
         if add_special_tokens is None:
             begins = mark is not None and has_bos_prefix(string, self._tokenizer.decode([mark]))
             add_special_tokens = self._tokenizer.add_bos and not begins

@@ -261,7 +261,7 @@ class Scorer:
         """The text of an answer as far as it has come, and whether it is whole."""
         ids = answer.tokens[: len(answer.tokens) - (answer.done and not answer.truncated)]
         text = self._tokenizer.decode(ids)
-        for mark in self._tokenizer.special:
+        for mark in self._tokenizer.model.special:
             text = text.replace(mark, "")
         cut = min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=-1)
         return (text[:cut], True) if cut >= 0 else (text, answer.done)

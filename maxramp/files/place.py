@@ -27,9 +27,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class ObjectPath(pathlib.PurePosixPath):
-    """An address in an object storage, with the part of pathlib.Path that such a storage has. All
-    its errors are OSErrors, as on a disk.
-    """
+    """An address in an object storage, with what that has of pathlib.Path; its errors: OSErrors."""
 
     kind = ""  # where a listing has just told it
 

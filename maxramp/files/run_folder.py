@@ -46,9 +46,7 @@ class Claim:
     """A run's claim to its folder, until `release` or the end of the process."""
 
     def __init__(self, path: ObjectPath, owner: str):
-        """Waits where its owner may have been killed on another machine. A BlockingIOError names an
-        owner that lives.
-        """
+        """Waits where its owner may have been killed; a BlockingIOError names one that lives."""
         self._path, self._renewed, self._lost = path, 0.0, ""
         # No two writes are alike, as an ETag is made from the content.
         self._content = {"owner": owner, "token": secrets.token_hex(8), "beat": 0}

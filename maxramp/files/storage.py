@@ -3,14 +3,13 @@
 All errors are ConfigErrors that name the path. A run writes to a `place`.
 """
 
-import contextlib
 import functools
 import glob
 import importlib
 import logging
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -40,10 +39,6 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def _store(path: str) -> Any:
-    return store_of(path.partition("://")[0])
-
-
 @functools.cache
 def store_of(protocol: str) -> Any:
     fsspec = optional("fsspec", "fsspec", f"{protocol}://")
@@ -61,20 +56,14 @@ def store_of(protocol: str) -> Any:
         raise ConfigError(f"{protocol}:// cannot be read: {reason}") from None
 
 
-@contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
+def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
     try:
-        yield
+        return far(store_of(path.partition("://")[0])) if is_remote(path) else near()
     except ConfigError:
         raise
     except Exception as error:  # a store's client has errors of its own
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
-
-
-def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
-    with _reading(path):
-        return far(_store(path)) if is_remote(path) else near()
 
 
 def find(pattern: str) -> list[str]:
@@ -113,12 +102,14 @@ def read_bytes(path: str) -> bytes:
 
 def map_bytes(path: str) -> Any:
     """The bytes of a file, uint8, whose slices are read on access: from memory, or by ranges."""
-    size = size_of(path)
-    if is_remote(path):
-        return _RemoteBytes(path, size)
-    with _reading(path):
-        # As a plain array: slices of a memmap take microseconds.
-        return np.asarray(np.memmap(path, np.uint8, "r")) if size else np.empty(0, np.uint8)
+    if not (size := size_of(path)):
+        return np.empty(0, np.uint8)
+    # As a plain array: slices of a memmap take microseconds.
+    return _ask(
+        path,
+        lambda: np.asarray(np.memmap(path, np.uint8, "r")),
+        lambda store: _RemoteBytes(path, size),
+    )
 
 
 class _RemoteBytes:
@@ -130,19 +121,16 @@ class _RemoteBytes:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self._size)
-        if stop <= start:
-            return np.empty(0, np.uint8)
-        with _reading(self._path):
-            data = _store(self._path).cat_file(self._path, start=start, end=stop)
-        return np.frombuffer(data, np.uint8)
+        return read_range(self._path, start, stop) if start < stop else np.empty(0, np.uint8)
 
 
 def read_range(path: str, start: int, stop: int) -> np.ndarray:
     """The bytes [start, stop) of a file, uint8, in memory of their own."""
-    if is_remote(path):
-        return np.array(map_bytes(path)[start:stop])
-    with _reading(path):
-        data = np.fromfile(path, np.uint8, stop - start, offset=start)
+    data = _ask(
+        path,
+        lambda: np.fromfile(path, np.uint8, stop - start, offset=start),
+        lambda store: np.array(np.frombuffer(store.cat_file(path, start, stop), np.uint8)),
+    )
     if len(data) < stop - start:
         raise ConfigError(f"{path}: is torn: it ends at byte {start + len(data)}, before {stop}")
     return data

@@ -123,7 +123,7 @@ def export(
                 f"tokens, and the model has vocab_size={keys.vocab_size}; give the tokenizer that "
                 "it was trained with"
             )
-        marks = {"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end}
+        marks = {"bos_token_id": tokenizer.model.begin, "eos_token_id": tokenizer.model.end}
         beside = {name: data for name, data in beside.items() if name not in TOKENIZER} | files
     vocab_size, known = keys.vocab_size, tokenizer.vocab_size if tokenizer else 0
     if came_in:  # rows that only the mesh asked for
@@ -220,8 +220,8 @@ def _template_of(opened: Opened) -> dict[str, bytes]:
 
 
 def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
-    named = zip(("bos_token", "eos_token"), (tokenizer.begin, tokenizer.end), strict=True)
-    marks = {name: tokenizer.decode([mark]) for name, mark in named if mark is not None}
+    named = {"bos_token": tokenizer.model.begin, "eos_token": tokenizer.model.end}
+    marks = {name: tokenizer.decode([mark]) for name, mark in named.items() if mark is not None}
     files = {"tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast"} | marks)}
     if template := tokenizer.chat_template:
         files["chat_template.jinja"] = template.encode()

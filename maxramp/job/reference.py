@@ -22,8 +22,7 @@ import numpy as np
 from maxramp.commandline import Throttle, count
 from maxramp.data.batch import Batch
 from maxramp.data.corpus import Corpus
-from maxramp.data.order import EvalBatches
-from maxramp.data.prefetch import ReadAhead
+from maxramp.data.loader import read_all
 from maxramp.data.relay import Expansion
 from maxramp.data.row import Row
 from maxramp.data.rows import Chain
@@ -109,18 +108,10 @@ def _log_probs(
     if not len(rows):
         return
     spec = _spec(job)
-    abstract, batches = expansion.abstract_batch(spec), EvalBatches(rows, spec, expansion.share)
     program = _program(job, spec, expansion)
-    ahead: Iterator[Batch | None] = iter([None] * len(batches))
-    with contextlib.ExitStack() as closing:
-        if expansion.reads:
-            size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
-            size //= jax.process_count()
-            ahead = ReadAhead(batches, 0, len(batches), job.config.reading, size, 0)
-            closing.callback(ahead.close)
-        for number, local in enumerate(ahead):
-            found_n2 = program(model, expansion.place(local, abstract))
-            yield np.asarray(found_n2)[: len(rows) - number * spec.rows]
+    with contextlib.closing(read_all(rows, spec, expansion, job.config.reading)) as batches:
+        for number, batch in enumerate(batches):
+            yield np.asarray(program(model, batch))[: len(rows) - number * spec.rows]
 
 
 def _spec(job: Job) -> StageSpec:

@@ -37,11 +37,9 @@ def start_devices(hardware: str) -> None:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second where no plugin is installed
         reason = str(error).partition("(")[0].strip().rstrip(".:")[:200] or "no such backend"
-        remedy = (
-            "hardware=auto takes what this machine has"
-            if hardware != "auto"
-            else f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} may ask for it"
-        )
+        remedy = "hardware=auto takes what this machine has"
+        if hardware == "auto":
+            remedy = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} may ask for it"
         raise ConfigError(f"hardware={hardware}: {reason}; {remedy}") from None
 
 

@@ -120,10 +120,8 @@ class _Peers:
             return
         if hung:  # which of the two made the other wait shows where both stand
             faulthandler.dump_traceback(all_threads=True)
-        why = (
-            f"was lost (killed, or it hung); {START_AGAIN}"
-            if status == EXIT_LOST
-            else f"ended with exit status {status}; its own output says why"
-        )
+        why = f"ended with exit status {status}; its own output says why"
+        if status == EXIT_LOST:
+            why = f"was lost (killed, or it hung); {START_AGAIN}"
         print(f"error: process {place} of the job {why}", file=sys.stderr, flush=True)
         end_now(status)

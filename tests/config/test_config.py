@@ -450,7 +450,7 @@ def test_every_key_is_used():
             used |= names_in(path.read_text())
     used |= {name for name in KEYS if re.match("(ici|dcn)_", name)}  # MeshKeys.group reads them
     used |= {name for name in KEYS if name.startswith("slurm_")}  # as sbatch's options
-    used |= {"eval_interval", "eval_per_device_batch_size"}  # EvalKeys.is_due, EvalKeys.rows
+    used |= {"eval_interval", "eval_per_device_batch_size"}  # EvalKeys.due, EvalKeys.rows
     used |= {"evaluate_tasks_interval"}  # EvalKeys.tasks_are_due
     assert KEYS - used == set()
 

@@ -9,7 +9,7 @@ from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 from test_formats import write_megatron
 
 from maxramp import train
-from maxramp.data.corpus import Sources
+from maxramp.data.corpus import Corpus
 from maxramp.data.opening import open_rows
 from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
@@ -48,7 +48,7 @@ def test_each_set_has_its_rows_and_training_keeps_all(files):
     assert train == set("abc") and found == {"code": set("fgh"), "wiki": set("de")}
     assert "12 documents to train on and 20 held out in code, wiki" in corpus.description
     told = json.loads(json.dumps(open_sources(config.data).summary))
-    unread = {part.name: len(part.items) for part in Sources.from_summary(told).held_out}
+    unread = {part.name: len(part.items) for part in Corpus.from_summary(told).held_out}
     assert unread == {"code": 12, "wiki": 8}
     other = make_config(*keys(files, sets_of(files, "code", "wiki")))  # in another order
     assert open_rows(other.data, other.reading, True).hash == corpus.hash

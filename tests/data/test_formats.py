@@ -19,7 +19,7 @@ from conftest import make_config
 
 from maxramp import prepare
 from maxramp.data import tokenizers
-from maxramp.data.corpus import Sources
+from maxramp.data.corpus import Corpus
 from maxramp.data.files import formats
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
 from maxramp.data.rows import StreamRows
@@ -360,7 +360,7 @@ def test_marks_named_beside_the_tokenizer(models, tmp_path):
 # --- The corpus --------------------------------------------------------------------------------
 
 
-def corpus(files, *arguments: str) -> Sources:
+def corpus(files, *arguments: str) -> Corpus:
     given = (f"grain_train_files={files}", "train_data_columns=[body]", "vocab_size=320")
     return open_sources(make_config("dataset_type=grain", *given, *arguments).data)
 
@@ -457,7 +457,7 @@ def test_what_the_hash_of_a_token_file_covers(tmp_path):
 def test_what_a_process_that_opens_nothing_is_told(tmp_path):
     """All but the items, as JSON."""
     opened = corpus(write_file(tmp_path, "jsonl", TEXTS))
-    received = Sources.from_summary(json.loads(json.dumps(opened.summary)))
+    received = Corpus.from_summary(json.loads(json.dumps(opened.summary)))
     assert received.summary == opened.summary
     for ours, part in ((received.train, opened.train), (received.held_out, opened.held_out)):
         assert ours == [dataclasses.replace(part[0], items=range(len(part[0].items)))]

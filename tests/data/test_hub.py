@@ -58,7 +58,7 @@ def test_a_name_is_its_files_in_the_cache(cache, tmp_path):
     items = open_sources(make_config(*keys, f"grain_train_files={source}").data).train[0].items
     assert items[3].tokens.tolist() == documents(tmp_path / "name")[3]
     of_set = make_config(*keys, f"grain_train_files={tmp_path}/name").data
-    assert "not used" not in open_sources(of_set).note
+    assert "not used" not in open_sources(of_set).description
 
 
 def test_a_chat_template_beside_the_tokenizer_comes_with_its_name(cache, monkeypatch):

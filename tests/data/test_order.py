@@ -101,9 +101,6 @@ class Elements:
         self._broken, self._deadly = broken, deadly
         self._error = error or OSError("no such device\nline 2")
 
-    def __len__(self):
-        return 100
-
     def __getitem__(self, index):
         if index == self._broken:
             raise self._error
@@ -111,13 +108,10 @@ class Elements:
             os.kill(os.getpid(), signal.SIGKILL)
         return np.full(3, index)
 
-    def __repr__(self):
-        return "element"
-
 
 def read(elements, first, last, *arguments, size=24):
     keys = make_config(*arguments).reading
-    reading = ReadAhead(elements, first, last, keys, size, keys.grain_worker_count)
+    reading = ReadAhead("element", elements.__getitem__, range(first, last), keys, size)
     with contextlib.closing(reading):
         return [int(element[0]) for element in reading]
 
@@ -160,8 +154,9 @@ def test_workers_stay_with_their_parent(ending):
         "import os, time, test_order, conftest\n"
         "from maxramp.data.prefetch import ReadAhead\n"
         "if __name__ == '__main__':\n"
-        "    keys = conftest.make_config().reading\n"
-        "    ahead = ReadAhead(test_order.Elements(), 0, 100, keys, 24, workers=2)\n"
+        "    keys = conftest.make_config('grain_worker_count=2').reading\n"
+        "    read = test_order.Elements().__getitem__\n"
+        "    ahead = ReadAhead('element', read, range(100), keys, 24)\n"
         "    next(ahead), next(ahead)  # one of each worker: both are up\n"
         "    import multiprocessing\n"
         "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
@@ -217,7 +212,8 @@ class Counted(Elements):
 )
 def test_what_is_read_ahead_is_bounded(arguments, size, ahead):
     elements = Counted()
-    reading = ReadAhead(elements, 0, 100, make_config(*arguments).reading, size, workers=0)
+    keys = make_config(*arguments).reading
+    reading = ReadAhead("element", elements.__getitem__, range(100), keys, size)
     for taken in range(20):
         next(reading)
         deadline = time.monotonic() + 5

@@ -163,7 +163,7 @@ def test_sets_of_the_same_tokenizer(f):
     shutil.copytree(f / "set_one", f / "copy", dirs_exist_ok=True)
     keys = ("dataset_type=grain", "vocab_size=448", f"tokenizer_path={f}/one/tokenizer.json")
     opened = open_sources(make_config(*keys, f"grain_train_files={f}/set_one,1;{f}/copy,1").data)
-    assert "not used" not in opened.note
+    assert "not used" not in opened.description
     keys = ("dataset_type=grain", "vocab_size=448", f"grain_train_files={f}/megatron,1;{f}/copy,1")
     assert len(open_sources(make_config(*keys).data).train) == 2  # nobody knows of Megatron's
 
@@ -174,8 +174,8 @@ def test_what_is_not_used_is_said(f):
     megatron = ("dataset_type=grain", f"grain_train_files={f}/megatron", "vocab_size=448")
     megatron += ("eval_interval=-1",)
     for keys in (("dataset_type=synthetic",), megatron):
-        assert f"{path} is not used" in open_sources(make_config(*keys, path).data).note
-        assert "not used" not in open_sources(make_config(*keys).data).note
+        assert f"{path} is not used" in open_sources(make_config(*keys, path).data).description
+        assert "not used" not in open_sources(make_config(*keys).data).description
     maxtexts = "tokenizer_path=assets/tokenizer.llama2"
     assert make_config("dataset_type=synthetic", maxtexts).data.tokenizer_type == "bytes"
 

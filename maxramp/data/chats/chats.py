@@ -1,6 +1,5 @@
 """The chats of several files, as tokens with what each is a target for."""
 
-import bisect
 import datetime
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -132,14 +131,12 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
     pairs = (text.partition("=") for text in keys.chat_template_switches)
     switches = {name: parse(value) for name, _, value in pairs}
     date = datetime.date.fromisoformat(keys.chat_template_date)
-    return ChatTemplate(source, tokenizer.special, tokenizer.named_marks, date, switches)
+    return ChatTemplate(source, tokenizer.model.special, tokenizer.named_marks, date, switches)
 
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
     """Which tokens, with `offsets` [n, 2] in a text, have a character in a span: bool [n]."""
-    starts = [start for start, _ in spans]
-    found = np.zeros(len(offsets), bool)
-    for i, (begin, end) in enumerate(offsets):
-        which = bisect.bisect_left(starts, end) - 1  # the last that begins before the token's end
-        found[i] = end > begin and which >= 0 and begin < spans[which][1]
-    return found
+    begins, ends = offsets.T
+    starts, stops = np.array([*spans, (0, -1)]).T
+    which = np.searchsorted(starts[:-1], ends) - 1  # the last that begins before the token's end
+    return (begins < ends) & (begins < stops[which])  # of -1, where none does, it is False

@@ -69,7 +69,10 @@ class ChatTemplate:
         wanted = sum(message["role"] == ANSWERS for message in chat.messages)
         text, spans = self._render(chat, None, False), []
         if self._has_blocks:
-            spans, text = _find_blocks(text)
+            found = enumerate(re.finditer(f"{_BEGIN}.*?{_END}", text, re.DOTALL))
+            # As they will be without the two characters around each.
+            spans = [(match.start() - 2 * i, match.end() - 2 * i - 2) for i, match in found]
+            text = text.replace(_BEGIN, "").replace(_END, "")
         elif wanted:
             mark = self._end_mark(chat)
             spans = self._find_by_headers(chat, text, wanted, mark)
@@ -180,16 +183,3 @@ def _first_answer(chat: Chat) -> int:
 def _end(text: str, at: int, mark: str) -> int:
     end = text.find(mark, at) if mark else -1
     return end + len(mark) if end >= 0 else len(text)
-
-
-def _find_blocks(marked: str) -> tuple[list[Span], str]:
-    spans, parts, at = [], [], 0
-    for part in re.split(f"({_BEGIN}|{_END})", marked):
-        if part == _BEGIN:
-            start = at
-        elif part == _END:
-            spans.append((start, at))
-        else:
-            parts.append(part)
-            at += len(part)
-    return spans, "".join(parts)

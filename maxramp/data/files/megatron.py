@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import os
+import pathlib
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 from maxramp.data.files.records import RecordFile
 from maxramp.errors import ConfigError
 from maxramp.files import storage
+from maxramp.files.place import write_whole
 
 _MAGIC = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)
 _HEADER = struct.Struct("<17sBQQ")
@@ -35,10 +37,7 @@ class MegatronFile(RecordFile):
     def __init__(self, path: str, column: str = "", tokens: bool = True):
         """`path` is that of both files, with or without .bin or .idx; the rest is not used."""
         super().__init__(path.removesuffix(".bin").removesuffix(".idx"), column, True)
-
-    @property
-    def data_path(self) -> str:
-        return f"{self.path}.bin"
+        self.data_path = f"{self.path}.bin"
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -188,13 +187,12 @@ class TokenStream:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
-        found = [file.tokens_between(a, b) for file, a, b, _ in self._parts(start, stop)]
-        return np.concatenate(found) if len(found) > 1 else found[0]
+        parts = self._parts(start, stop)
+        return np.concatenate([file.tokens_between(a, b) for file, a, b, _ in parts])
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         parts = self._parts(start, stop)
-        found = [offset + file.document_starts(a, b) for file, a, b, offset in parts]
-        return np.concatenate(found) if len(found) > 1 else found[0]
+        return np.concatenate([at + file.document_starts(a, b) for file, a, b, at in parts])
 
     def where(self, position: int) -> str:
         index = bisect.bisect_right(self._starts, position) - 1
@@ -206,7 +204,8 @@ class MegatronWriter(contextlib.AbstractContextManager):
 
     def __init__(self, path: str, dtype: np.dtype):
         self._path, self._dtype = path, np.dtype(dtype).newbyteorder("<")
-        self._data = open(self._temporary_path("bin"), "wb", buffering=1 << 20)  # noqa: SIM115
+        self._unfinished = f"{path}.bin.{os.getpid()}.tmp"  # no other process writes to it
+        self._data = open(self._unfinished, "wb", buffering=1 << 20)  # noqa: SIM115
         self._sizes = array.array("i")
         self.num_tokens, self.max_token = 0, -1
 
@@ -226,18 +225,11 @@ class MegatronWriter(contextlib.AbstractContextManager):
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
         borders = np.arange(len(sizes) + 1, dtype="<i8")
         code = next(code for code, name in _DTYPES.items() if np.dtype(name) == self._dtype)
-        parts = _HEADER.pack(_MAGIC, code, len(sizes), len(borders)), sizes, pointers, borders
-        digest = hashlib.blake2b(digest_size=8)
-        with open(self._temporary_path("idx"), "wb") as index:
-            for part in map(memoryview, parts):
-                index.write(part)
-                digest.update(part)
-            for file, suffix in ((self._data, "bin"), (index, "idx")):
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(self._temporary_path(suffix), f"{self._path}.{suffix}")
+        header = _HEADER.pack(_MAGIC, code, len(sizes), len(borders))
+        index = b"".join([header, sizes, pointers, borders])
+        self._data.flush()
+        os.fsync(self._data.fileno())
+        os.replace(self._unfinished, f"{self._path}.bin")
+        write_whole(pathlib.Path(f"{self._path}.idx"), index)
         counts = {"documents": len(sizes), "tokens": self.num_tokens, "max_token": self.max_token}
-        return counts | {"index": digest.hexdigest()}
-
-    def _temporary_path(self, suffix: str) -> str:
-        return f"{self._path}.{suffix}.{os.getpid()}.tmp"  # no other process writes to it
+        return counts | {"index": hashlib.blake2b(index, digest_size=8).hexdigest()}

@@ -38,16 +38,13 @@ class RecordFile(abc.ABC):
     def __init__(self, path: str, column: str, tokens: bool):
         """`path` may be one of fsspec's; `column` is the field of the document, or WHOLE."""
         self.path, self.column, self.tokens = path, column, tokens
+        self.data_path = path
         self._make: Callable[[Any], Any] = lambda record: record
 
     def with_maker(self, make: Callable[[Any], Any]) -> Self:
         other = copy.copy(self)
         other._make = make
         return other
-
-    @property
-    def data_path(self) -> str:
-        return self.path
 
     @property
     def num_bytes(self) -> int:
@@ -93,8 +90,7 @@ class RecordFile(abc.ABC):
     def where(self, index: int) -> str:
         return f"{self.path}: record {index}"
 
-    def where_place(self, place: int) -> str:
-        return self.where(place)
+    where_place = where
 
     def __reduce__(self):
         return type(self), (self.path, self.column, self.tokens)
