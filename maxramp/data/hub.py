@@ -20,18 +20,21 @@ def is_name(path: str) -> bool:
 
 
 @functools.cache
-def fetch(key: str, name: str, file: str, required: bool = True) -> str:
-    """The path of a model's file, in the cache or else from the hub; "" if it is not `required`."""
+def fetch(key: str, name: str, file: str, beside: str = "") -> str:
+    """The path of a model's file, in the cache or else from the hub. `beside` is the path of
+    another one: then it is of the same commit, and "" where that has none.
+    """
+    revision = os.path.basename(os.path.dirname(beside)) if beside else None
 
     def ask(hub: Any) -> str:
-        cached = hub.try_to_load_from_cache(name, file)
+        cached = hub.try_to_load_from_cache(name, file, revision=revision)
         if isinstance(cached, str):
             return cached
-        if cached is not None and not required:  # known not to be there
+        if cached is not None and beside:  # known not to be there
             return ""
-        return hub.hf_hub_download(name, file)
+        return hub.hf_hub_download(name, file, revision=revision)
 
-    return _ask(key, f"{name} {file}", ask, required)
+    return _ask(key, f"{name} {file}", ask, required=not beside)
 
 
 @functools.cache

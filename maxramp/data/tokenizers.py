@@ -97,6 +97,13 @@ def _open_huggingface(file: str, split: bool) -> Model:
     )
 
 
+@functools.cache
+def _fetch_template(name: str, file: str) -> None:
+    """A chat template beside a tokenizer's file, if the hub can be asked: few models have one."""
+    with contextlib.suppress(ConfigError):
+        hub.fetch("tokenizer_path", name, _TEMPLATE, beside=file)
+
+
 def _marks_file(file: str) -> str:
     return os.path.join(os.path.dirname(file), _MARKS)
 
@@ -192,7 +199,7 @@ class Tokenizer:
         if hub.is_name(path):
             file = hub.fetch("tokenizer_path", path, TYPES[self.type][1])
             if self.type == "huggingface":  # its marks come to lie beside it
-                hub.fetch("tokenizer_path", path, _MARKS, required=False)
+                hub.fetch("tokenizer_path", path, _MARKS, beside=file)
             return file
         is_folder = self.type == "huggingface" and os.path.isdir(path)
         return os.path.join(path, "tokenizer.json") if is_folder else path
@@ -220,13 +227,14 @@ class Tokenizer:
         """The template beside its file, or in its config; "" if there is none. Where chats with
         tools have one of their own, it is both, each for its chats.
         """
-        if hub.is_name(path := os.path.expanduser(self.path)):
-            with contextlib.suppress(ConfigError):  # few have it, which not every cache knows
-                hub.fetch("tokenizer_path", path, _TEMPLATE, required=False)
-        beside = os.path.join(os.path.dirname(self.file), _TEMPLATE)
-        if self.type == "huggingface" and storage.exists(beside):
-            return storage.read_bytes(beside).decode(errors="replace")
+        if self.type != "huggingface":
+            return ""
         found = self._config.get("chat_template") or ""
+        beside = os.path.join(os.path.dirname(self.file), _TEMPLATE)
+        if not found and hub.is_name(path := os.path.expanduser(self.path)):
+            _fetch_template(path, self.file)
+        if storage.exists(beside):
+            return storage.read_bytes(beside).decode(errors="replace")
         if isinstance(found, list):  # several, by their names
             named = {one["name"]: one["template"] for one in found}
             found, of_tools = named.get("default", ""), named.get("tool_use", "")
