@@ -6,6 +6,7 @@ python -m maxramp.prepare hf_path=NAME --output DIR [--train_bpe SIZE] [key=valu
 python -m maxramp.prepare CHATS... --output DIR use_sft=true tokenizer_path=FOLDER [key=value ...]
 python -m maxramp.prepare --inspect DIR [max_target_length=T] [separate_documents=False]
 python -m maxramp.prepare --inspect CHATS use_sft=true tokenizer_path=FOLDER/tokenizer.json
+python -m maxramp.prepare --inspect CONFIG.yml [key=value ...]
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -71,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     add("inputs", nargs="*", metavar="INPUT", help="file, glob or URL; or key=value")
     add("--output", metavar="DIR", help="folder to write the prepared set to")
     add("--train_bpe", type=int, metavar="SIZE", help="train a byte-level BPE of SIZE ids first")
+    text = "write its tokenizer.json to DIR and nothing else, for several sets (tokenizer_path=)"
+    add("--tokenizer_only", action="store_true", help=text)
     text = "processes (one per core)"
     add("--workers", type=int, metavar="N", default=os.cpu_count(), help=text)
     text = "megabytes of input per shard (128)"
@@ -78,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "leave out up to N records that cannot be read (0)"
     add("--max_bad_records", type=int, metavar="N", default=0, help=text)
     add("--deduplicate", action="store_true", help="leave out documents that equal an earlier one")
-    add("--inspect", metavar="DIR", help="print what a prepared set or a file of chats holds")
+    text = "print what a prepared set or a file of chats holds, or what a config trains on of these"
+    add("--inspect", metavar="DIR", help=text)
     return parser
 
 
@@ -90,28 +94,57 @@ def main(arguments: list[str]) -> int:
         keys = [x for x in given.inputs if re.match(r"\w+=", x) and not storage.find(x)]
         names = [text for text in given.inputs if text not in keys]
         if given.inspect:
-            keys = _load_keys(keys, "inspecting", INSPECTION_KEYS)
-            is_file = storage.exists(given.inspect) and not keys.reads_chats
-            why = "is a file: give use_sft=true (chats) or use_dpo=true (pairs); without them "
-            refuse([(is_file, f"{given.inspect} {why}--inspect reads a prepared set")])
-            # Imports jax, which a preparation does not.
-            from maxramp.data.inspection import inspect, inspect_chats
-
-            of_files = keys.reads_chats and not prepared.is_prepared(given.inspect)
-            (inspect_chats if of_files else inspect)(given.inspect, keys)
+            _inspect(given.inspect, keys)
         else:
             _check(given, names or [text for text in keys if text.startswith("hf_path=")])
-            prepare(given, names, _load_keys(keys, "preparing", KEYS))
+            work = _write_tokenizer if given.tokenizer_only else prepare
+            work(given, names, _load_keys(keys, "preparing", KEYS))
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr)
         return EXIT_FAILED
     return 0
 
 
+def _inspect(named: str, arguments: list[str]) -> None:
+    if named.endswith((".yml", ".yaml")):
+        keys = load([named, *arguments], "train").data
+        keys = dataclasses.replace(keys, tokenizer_type=keys.type_of_tokenizer)
+        named = keys.grain_train_files
+    else:
+        keys = _load_keys(arguments, "inspecting", INSPECTION_KEYS)
+    is_set = prepared.is_prepared(named)
+    why = "is not a prepared set: give use_sft=true (chats) or use_dpo=true (pairs); without them "
+    refuse(
+        [
+            (
+                not is_set and not keys.reads_chats and storage.exists(named),
+                f"{named} {why}--inspect reads a prepared set",
+            )
+        ]
+    )
+    # Imports jax, which a preparation does not.
+    from maxramp.data.inspection import inspect, inspect_chats
+
+    (inspect_chats if keys.reads_chats and not is_set else inspect)(named, keys)
+
+
+def _write_tokenizer(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
+    file = pathlib.Path(given.output).expanduser() / "tokenizer.json"
+    if file.exists():
+        raise ConfigError(f"--output {given.output} has a tokenizer.json already; remove it first")
+    inputs = preparation.open_inputs(names, keys)
+    preparation.open_tokenizer(given.train_bpe, keys, inputs)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _train_bpe(given, file, inputs)
+    _say(f"wrote      {file}; prepare with tokenizer_path={shlex.quote(str(file))}")
+
+
 def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
     needed = (("INPUT", names), ("--output DIR", given.output))
     usage = "given: python -m maxramp.prepare INPUT... --output DIR"
     refuse((not value, f"no {flag} {usage}") for flag, value in needed)
+    alone = given.tokenizer_only and not given.train_bpe
+    refuse([(alone, "--tokenizer_only trains a tokenizer: give --train_bpe SIZE too")])
     above_zero = (
         ("workers", given.workers, "above 0"),
         ("shard_megabytes", given.shard_megabytes * 1e6, "above 0"),

@@ -23,6 +23,7 @@ from maxramp.data.tokenizers import Tokenizer
 from maxramp.stage import text_fields
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
+_BEGIN, _END = "\u27e6", "\u27e7"  # around targets: brackets that texts hardly have
 _TOKENS = 64  # of each document or piece that are shown
 # Of control characters, which a terminal obeys or drops.
 _ESCAPES = {n: repr(chr(n))[1:-1] for n in range(160) if chr(n) not in "\n\t" and not 31 < n < 127}
@@ -111,7 +112,7 @@ def _show_chat(
         shown = Text()
         for text, is_learnt in pieces:
             text = text.translate(_ESCAPES)
-            shown.append(*((f"[{text}]", "bold green") if is_learnt else (text,)))
+            shown.append(*((f"{_BEGIN}{text}{_END}", "bold green") if is_learnt else (text,)))
         console.print(shown, soft_wrap=True)
 
 

@@ -69,6 +69,23 @@ def test_workers_do_not_change_the_set(tmp_path):
     assert content(tmp_path / "1") == content(tmp_path / "3")
 
 
+def test_a_tokenizer_for_several_sets(tmp_path, capsys):
+    """The one that a preparation trains on these inputs; a second one takes no other's place."""
+    pytest.importorskip("tokenizers")
+    path = str(write_file(tmp_path, "jsonl", TEXTS))
+    given = [path, COLUMN, "--train_bpe", "300"]
+    assert prepare_lib.main([*given, "--output", str(tmp_path / "set")]) == 0
+    only = [*given, "--tokenizer_only", "--output", str(tmp_path / "tok")]
+    assert prepare_lib.main(only) == 0
+    file = tmp_path / "tok" / "tokenizer.json"
+    named = prepared.read_manifest(str(tmp_path / "set"))["tokenizer"]["file"]
+    assert file.read_bytes() == (tmp_path / "set" / named).read_bytes()
+    assert [*file.parent.iterdir()] == [file]
+    assert prepare_lib.main(only) == 2 and prepare_lib.main([*only[:2], *only[4:]]) == 2
+    error = capsys.readouterr().err
+    assert "has a tokenizer.json already" in error and "give --train_bpe SIZE too" in error
+
+
 def test_tokens_are_prepared_as_they_are(tmp_path):
     ids = [[1, 2, 3], [70000], [5] * 40]
     source, tokens = write_file(tmp_path, "parquet", ids), "tokenize_train_data=False"

@@ -177,12 +177,15 @@ def test_inspection(folder):
     """Targets stand in brackets; what is left out says why."""
     prepare(folder, LEAVE)
     shown = run("--inspect", str(folder / "set"), module="prepare").stdout
-    assert "<|im_start|>assistant\n[0 a" in shown and "<|im_end|>]" in shown and "60 chats" in shown
+    assert "<|im_start|>assistant\n⟦0 a" in shown and "<|im_end|>⟧" in shown and "60 chats" in shown
     lines = run(
         *("--inspect", str(folder / "pairs.jsonl"), "use_dpo=true", f"tokenizer_path={folder}"),
         module="prepare",
     )
-    assert "[yes 0<|im_end|>]" in lines.stdout and "[no<|im_end|>]" in lines.stdout, lines.stderr
+    assert "⟦yes 0<|im_end|>⟧" in lines.stdout and "⟦no<|im_end|>⟧" in lines.stdout, lines.stderr
+    config = (BASE, *keys(folder, "pairs.jsonl", reads="use_dpo"), "load_parameters_path=x")
+    of_config = run("--inspect", *config, module="prepare")
+    assert of_config.stdout == lines.stdout, of_config.stderr
     assert "\npair 0, " in lines.stdout and "\nrejected:\n<|im_start|>user" in lines.stdout
 
 
