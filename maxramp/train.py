@@ -46,6 +46,7 @@ from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.reference import add_reference
 from maxramp.job.start import Job, Start
+from maxramp.model.decoder import Decoder
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
@@ -91,9 +92,9 @@ def _run(begun: Start) -> int:
     ramp, first_step = job.span.ramp, job.span.first_step
     loader = Loader(config.data, config.reading, corpus, ramp, expansion, first_step)
     job.closing.callback(loader.close)
-    abstract = job.abstract_state()
+    abstract, read = job.abstract_state()
     tasks = RunTasks(job, abstract) if config.evaluation.evaluate_tasks else None
-    return train(job, Pretrainer(job, loader, abstract, tasks))
+    return train(job, Pretrainer(job, loader, abstract, read, tasks))
 
 
 def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
@@ -108,9 +109,16 @@ def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
 class Pretrainer:
     """Takes the steps of next-token prediction on rows of text."""
 
-    def __init__(self, job: Job, loader: Loader, abstract: TrainState, tasks: RunTasks | None):
-        """Announces the programs of every stage, and makes or restores the state meanwhile; it has
-        the shapes and shardings of `abstract`."""
+    def __init__(
+        self,
+        job: Job,
+        loader: Loader,
+        abstract: TrainState,
+        read: Callable[[], Decoder] | None,
+        tasks: RunTasks | None,
+    ):
+        """Announces the programs of every stage, and makes or restores the state meanwhile;
+        `abstract` and `read` are from `Job.abstract_state`."""
         config, span, say = job.config, job.span, job.output.say
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
         self._recipe, self._ramp = config.recipe, span.ramp
@@ -134,7 +142,7 @@ class Pretrainer:
         job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
         for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
-        self._held = HeldState(job.first_state(abstract))
+        self._held = HeldState(job.first_state(abstract, read))
         # Of an evaluation, on the devices.
         self._objective = objective_of(config.recipe)
         count = len(self._objective.shown)

@@ -163,7 +163,7 @@ class Opened:
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
-        return self.weights.load(model, self.config.values)
+        return self.weights.prepare(model, self.config.values)()
 
     def tokenizer(self) -> PromptTokenizer:
         """The tokenizer of the data that it was trained on, or the one that was given."""

@@ -6,7 +6,6 @@ gives it the run's folder and says where the run stands.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -16,7 +15,7 @@ from maxramp.checkpoints import arrays, decisions
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.resume import Span, length_by_epochs, rate_change, take_up
 from maxramp.checkpoints.store import Checkpoints
-from maxramp.checkpoints.weights import SavedWeights, Weights, keep_released
+from maxramp.checkpoints.weights import SavedWeights, keep_released
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import dump_config
@@ -25,13 +24,8 @@ from maxramp.data.corpus import DataIdentity
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError, Stopped, report
 from maxramp.handover.export import export_run
-from maxramp.handover.first_weights import (
-    key_of_first_weights,
-    open_first_weights,
-    pin_first_weights,
-    states_of_first_weights,
-)
-from maxramp.model.adapters import has_adapters, without_adapters
+from maxramp.handover.first_weights import FirstWeights, pin_first_weights
+from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.order import order_by_layer
 from maxramp.parallel import mesh as mesh_lib
@@ -82,10 +76,9 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
         watchdog.beat()
         preemption.begin(jax.process_count() > 1)
         config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
-        config = pin_first_weights(config)
-        weights = functools.cache(lambda: open_first_weights(config))
+        config, first = pin_first_weights(config)
         mesh = mesh_lib.make_mesh(config.mesh)
-        yield Start(config, mesh, meshes_of(loaded), preemption, watchdog, closing, weights)
+        yield Start(config, mesh, meshes_of(loaded), preemption, watchdog, closing, first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +92,7 @@ class Start:
     # gets a beat at every step or part of one, and before the first for what is opened
     watchdog: Watchdog
     closing: contextlib.ExitStack  # closes what the job opens, the last first
-    # what the run begins with, None for new weights; opened when somebody asks first: a restart
-    # may not need them, and then they may be gone
-    first_weights: Callable[[], Weights | None]
+    first: FirstWeights  # what the run begins with
 
     def is_asked_to_stop(self) -> bool:
         """Whether to give up the step that is being done; the same answer on every process."""
@@ -139,13 +130,11 @@ class Start:
             checkpoints.values = config.values
         changed = checkpoints.changes_since(position) if position else ""
         goes_on = checkpoints.newest is not None
-        checkpoints.first = agreement.decide_on_first(
-            lambda: states_of_first_weights(config, position if goes_on else None)
-        )
+        checkpoints.first = self.first.states
         if not goes_on:  # what an earlier start kept, which left no checkpoint, binds nobody
 
             def keep() -> None:
-                first = SavedWeights(position) if position else self.first_weights()
+                first = SavedWeights(position) if position else self.first.weights
                 keep_released(first, output.folder)
 
             agreement.decide_on_first(keep)
@@ -188,37 +177,37 @@ class Job(Start):
         known = {HELD_OUT: keys.eval_interval != -1, TASKS: bool(keys.evaluate_tasks)}
         return [what for what in (position.owes if position else ()) if known[what]]
 
-    def abstract_state(self) -> TrainState:
-        """On the mesh of the first step."""
-        spec = self.span.ramp.stage_at_step(self.span.first_step).spec
-        abstract = abstract_state(self.config.recipe, mesh_lib.reshape_mesh(self.mesh, spec.mesh))
-        if self.span.position:
-            arrays.compare(self.span.position, abstract, self.config.values)
-        elif weights := self.first_weights():
-            weights.prepare(abstract.model, self.config.values, self.output.say)
-        return abstract
-
-    def first_state(self, abstract: TrainState) -> TrainState:
-        """The state that the job begins with: of a checkpoint, of the first weights, or new.
-
-        Of adapted weights a checkpoint has the adapters alone: the others are the first weights.
+    def abstract_state(self) -> tuple[TrainState, Callable[[], Decoder] | None]:
+        """The state on the mesh of the first step, and what reads the weights that `first_state`
+        takes. Refuses a checkpoint or weights that do not fit.
         """
+        config, position = self.config, self.span.position
+        spec = self.span.ramp.stage_at_step(self.span.first_step).spec
+        mesh = mesh_lib.reshape_mesh(self.mesh, spec.mesh)
+        abstract = abstract_state(config.recipe, mesh)
+        if position:
+            arrays.compare(position, abstract, config.values)
+        # Of adapted weights a checkpoint has the adapters alone: the others are the first weights.
+        if (position and not config.model.lora_rank) or not (weights := self.first.weights):
+            return abstract, None
+        note = (lambda line: None) if position else self.output.say
+        return abstract, weights.prepare(abstract.model, config.values, note)
+
+    def first_state(self, abstract: TrainState, read: Callable[[], Decoder] | None) -> TrainState:
+        """The state that the job begins with: of a checkpoint, of the first weights, or new."""
         recipe, position = self.config.recipe, self.span.position
-        adapts = has_adapters(abstract.model)
-        if position and not adapts:
-            return arrays.restore(position, abstract)
-        if not (weights := self.first_weights()):
-            with jax.set_mesh(mesh_lib.mesh_of(abstract)):
-                return initial_state(recipe)
-        first = weights.load(abstract.model, self.config.values)
-        if adapts:
-            base = self._bind(without_adapters(first))
+        if read:
+            model = self._bind(read) if self.config.model.lora_rank else read()
             if position:
-                return arrays.restore(position, abstract, base)
-        return state_of(recipe, first)
+                return arrays.restore(position, abstract, without_adapters(model))
+            return state_of(recipe, model)
+        if position:
+            return arrays.restore(position, abstract)
+        with jax.set_mesh(mesh_lib.mesh_of(abstract)):
+            return initial_state(recipe)
 
     def load_reference(self, model: Decoder) -> Decoder:
-        return self._bind(without_adapters(self.first_weights().load(model, self.config.values)))
+        return without_adapters(self._bind(self.first.weights.prepare(model, self.config.values)))
 
     @property
     def known_reference(self) -> str:
@@ -228,15 +217,18 @@ class Job(Start):
         is_own = position and position.path.parent.parent == self.config.run.folder.absolute()
         return position.reference if is_own else ""
 
-    def _bind(self, weights: Decoder) -> Decoder:
-        """Keeps the hash of frozen weights in every checkpoint, and continues with no others."""
-        config = self.config
-        found = self.checkpoints.reference = fingerprint_of_weights(order_by_layer(weights))
-        key, so_far = key_of_first_weights(config), self.known_reference
-        if so_far not in ("", found) and key not in config.checkpoints.allow_changed:
+    def _bind(self, read: Callable[[], Decoder]) -> Decoder:
+        """Reads weights; keeps the hash of the frozen ones in every checkpoint, and continues with
+        no others.
+        """
+        weights, key = read(), self.first.key
+        frozen = order_by_layer(without_adapters(weights))
+        found = self.checkpoints.reference = fingerprint_of_weights(frozen)
+        so_far = self.known_reference
+        if so_far not in ("", found) and key not in self.config.checkpoints.allow_changed:
             raise ConfigError(
-                f"{key}={config.values[key]}: not the weights that the run began with (hash "
-                f"{found}, was {so_far}); give those, allow_changed=[{key}], or another run_name"
+                f"{key}={self.first.path}: not the weights that the run began with (hash {found}, "
+                f"was {so_far}); give those, allow_changed=[{key}], or another run_name"
             )
         return weights
 
