@@ -21,7 +21,6 @@ from maxramp.files.place import Place, set_aside
 from maxramp.handover.opening import Opened, is_run, open_model
 from maxramp.huggingface import adapter, config_json, writing
 from maxramp.huggingface.folder import TOKENIZER
-from maxramp.huggingface.safetensors import parse_json
 from maxramp.model.adapters import (
     attach_adapters,
     has_adapters,
@@ -133,7 +132,7 @@ def export(
     beside["config.json"] = _json(values)
     if marks:
         name = "generation_config.json"
-        beside[name] = _json(parse_json(name, beside.get(name, b"{}")) | marks)
+        beside[name] = _json(storage.parse_json(name, beside.get(name, b"{}")) | marks)
     form = writing.Format(keys.decoder_block, dtype, vocab_size)
     writing.write(to, model, form, beside, _source(opened, model), pause)
 
