@@ -117,15 +117,12 @@ def prepare_load(
     used = {name for weight in weights for name in weight.names.values()}
     for why, names in left_out(tensors, used, model.tied).items():
         note(f"{folder}: {len(names)} tensors are left out, {why}: {', '.join(names[:3])}")
-    return functools.partial(load, tensors, model, decoder_block, layers)
+    return functools.partial(load, tensors, model, weights)
 
 
-def load(
-    tensors: Mapping[str, Tensor], model: Decoder, decoder_block: str, layers: Sequence[int] = ()
-) -> Decoder:
-    ordered = order_by_layer(model)
+def load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[Named]) -> Decoder:
+    structure = jax.tree.structure(order_by_layer(model))
     with ThreadPoolExecutor() as pool, jax.set_mesh(mesh_of(model)):
-        weights = list(name_tensors(ordered, decoder_block, layers))
         arrays = list(map(_nothing, weights))
         steps = [
             (at, weight, layer, tensors[name], parts)
@@ -142,7 +139,7 @@ def load(
             arrays[at] = _put(arrays[at], x_NR, layer, weight.is_stack, *moved)
             del x_NR
             jax.block_until_ready(arrays[at])  # programs that wait would hold their parts
-    return order_by_stage(jax.tree.unflatten(jax.tree.structure(ordered), arrays), model)
+    return order_by_stage(structure.unflatten(arrays), model)
 
 
 def _nothing(weight: Named) -> jax.Array:
@@ -161,7 +158,9 @@ class _Parts:
 
     @classmethod
     def from_weight(cls, weight: Named) -> "_Parts":
-        spec = _spec_of(weight)
+        (array,) = jax.tree.leaves(weight.weight)
+        spec = array.sharding.spec.partitions + (None,) * array.ndim
+        spec = spec[len(weight.weight.leading) :]  # of one layer
         split = tuple(spec[weight.form.axes.index(group[0])] for group in weight.form.groups)
         # What cuts the rows at last comes first, and what cuts the other axis last: so parts are
         # exchanged along that one, and joined along the others.
@@ -204,14 +203,6 @@ class _Parts:
                 new = jnp.broadcast_to(mean, (wanted - rows, *x.shape[1:]))
                 x = jnp.concatenate([x, new])
         return jax.reshard(x, axes_spec(row_axis, *rest))
-
-
-def _spec_of(weight: Named) -> tuple[str | None, ...]:
-    """The mesh axis of each axis of one layer's weight."""
-    (array,) = jax.tree.leaves(weight.weight)
-    partitions = array.sharding.spec.partitions
-    partitions += (None,) * (array.ndim - len(partitions))
-    return partitions[len(weight.weight.leading) :]
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), donate_argnums=0)

@@ -245,18 +245,15 @@ def _write_file(path: Place, header: bytes, parts: Iterator[np.ndarray], is_own:
     try:
         if is_own:
             with _refusing(path):
-                if isinstance(path, ObjectPath):
-                    with path.ask("open", "wb") as file:
-                        file.write(header)
-                        for part in parts:
-                            file.write(part.reshape(-1).view(np.uint8).data)
-                else:
-                    with open(unfinished, "wb") as file:
-                        file.write(header)
-                        for part in parts:
-                            file.write(part.reshape(-1).view(np.uint8).data)
+                is_far = isinstance(path, ObjectPath)
+                with path.ask("open", "wb") if is_far else open(unfinished, "wb") as file:
+                    file.write(header)
+                    for part in parts:
+                        file.write(part.reshape(-1).view(np.uint8).data)
+                    if not is_far:
                         file.flush()
                         os.fsync(file.fileno())
+                if not is_far:
                     os.replace(unfinished, path)
     except (ConfigError, TrainingError) as error:
         failure = error
