@@ -108,18 +108,15 @@ def items_of(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, str]:
+    """What is written of each, as float32[2, 3]."""
     leaves = jax.tree_util.tree_leaves_with_path({name: tree.get(name) for name in names})
-    return {_path(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
+    return {_path(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
 def _path(path: Any) -> str:
-    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+    names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
     return ".".join(name for name in names if name != "value")
-
-
-def _describe_leaf(leaf: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
 
 
 def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) -> None:
@@ -139,11 +136,12 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
     changed = [k for k in _ARRAY_KEYS if checkpoint.config.get(k) != values[k]]
     keys = ", ".join(f"{k}={values[k]} (there {checkpoint.config.get(k)})" for k in changed)
     for path in sorted(there.keys() | wanted.keys()):
-        if there.get(path) != wanted.get(path):
+        found, expected = there.get(path, "missing"), wanted.get(path, "missing")
+        if found != expected:
             raise ConfigError(
-                f"{checkpoint.path}: {path} is {_describe_leaf(there.get(path))}, but "
-                f"{keys or 'this config'} makes it {_describe_leaf(wanted.get(path))}; give the "
-                "model and optimizer keys it was trained with, or another run_name"
+                f"{checkpoint.path}: {path} is {found}, but {keys or 'this config'} makes it "
+                f"{expected}; give the model and optimizer keys it was trained with, or another "
+                "run_name"
             )
 
 

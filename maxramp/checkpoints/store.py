@@ -124,10 +124,9 @@ class Checkpoints(contextlib.AbstractContextManager):
             for path in self._torn:
                 set_aside(path, folder_lib.TORN)
             folder_lib.discard(self._folder)
-            for checkpoint in (
-                folder_lib.read_whole(self._folder) if self._keys.checkpoint_best else ()
-            ):
-                self._note(checkpoint)
+            if self._keys.checkpoint_best:
+                for checkpoint in folder_lib.read_whole(self._folder):
+                    self._note(checkpoint)
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """The same answer on every process."""

@@ -62,11 +62,14 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 # How a task has the model write: what each of its values must be.
 _WRITING = {
     **dict.fromkeys(_LENGTHS, ("a whole number, 1 or more", lambda x: _is_whole(x) and x >= 1)),
-    "until": ("text, or a list of texts", lambda x: _is_text(x)),
+    "until": (
+        "text, or a list of texts",
+        lambda x: isinstance(x, str | list | tuple) and all(isinstance(text, str) for text in x),
+    ),
     "do_sample": ("true or false", lambda x: isinstance(x, bool)),
-    "temperature": ("a number, 0 or more", lambda x: _is_number(x) and x >= 0),
+    "temperature": ("a number, 0 or more", lambda x: type(x) in (int, float) and x >= 0),
     "top_k": ("a whole number, 0 or more", lambda x: _is_whole(x) and x >= 0),
-    "top_p": ("above 0 and at most 1", lambda x: _is_number(x) and 0 < x <= 1),
+    "top_p": ("above 0 and at most 1", lambda x: type(x) in (int, float) and 0 < x <= 1),
 }
 _SEED = 1234  # lm-eval's own
 
@@ -288,17 +291,8 @@ def _check_writing(asked: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
 def _is_whole(x: Any) -> bool:
-    return _is_number(x) and float(x).is_integer()
-
-
-def _is_text(x: Any) -> bool:
-    texts = x if isinstance(x, list | tuple) else [x]
-    return all(isinstance(text, str) for text in texts)
+    return type(x) in (int, float) and float(x).is_integer()
 
 
 def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
