@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -149,6 +150,7 @@ class Opened:
         own = {k: v for k, v in own.items() if not (self._another and k in _TOKENIZER)}
         self.config = Config.from_values({**base.base(), **own, **_CONSTANT, **given.values})
         self.config.check()
+        self._data = self.config.data
 
     @property
     def path(self) -> str:
@@ -167,13 +169,7 @@ class Opened:
 
     def tokenizer(self) -> PromptTokenizer:
         """The tokenizer of the data that it was trained on, or the one that was given."""
-        kind, path, marks = self._tokenizer_keys()
-        marks |= {name: value for name, value in self._given.items() if name in marks}
-        ends = tuple(self.origin.ends) if self.origin and not self._another else ()
-        return PromptTokenizer(tokenizers.load(kind, path, **marks), ends, self.config.data)
-
-    def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
-        return _document_tokenizer(self.config.data, self._another)
+        return tokenizer_of(self._data, self.origin, self._another, self._given)
 
 
 class ReleasedModel(Opened):
@@ -189,14 +185,14 @@ class ReleasedModel(Opened):
         own["add_eos"] = False
         super().__init__(weights, own, arguments)
         # Synthetic documents stand for those that it was trained on, which had a tokenizer.
-        self._data = dataclasses.replace(self.config.data, dataset_type="grain")
+        self._data = dataclasses.replace(self.config.data, dataset_type="hf")
         if origin.adapter:
             self.adapted = _full_name(origin.adapter.base)
 
-    def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
-        if not self.config.data.tokenizer_path:
+    def tokenizer(self) -> PromptTokenizer:
+        if not self._data.tokenizer_path:
             _ = self.origin.data_keys  # raises what is wrong with the folder's tokenizer
-        return self._data.type_of_tokenizer, self._data.tokenizer_path, self._data.mark_keys
+        return super().tokenizer()
 
 
 class TrainedRun(Opened):
@@ -226,14 +222,21 @@ class TrainedRun(Opened):
                 self.adapted = _full_name(found.adapter.base if found.adapter else below)
 
 
-def tokenizer_of(keys: DataKeys, origin: ModelFolder | None) -> PromptTokenizer:
-    kind, path, marks = _document_tokenizer(keys, another=False)
-    ends = tuple(origin.ends) if origin else ()
-    return PromptTokenizer(tokenizers.load(kind, path, **marks), ends)
+def tokenizer_of(
+    keys: DataKeys,
+    origin: ModelFolder | None,
+    another: bool = False,
+    given: Mapping[str, Any] = types.MappingProxyType({}),
+) -> PromptTokenizer:
+    """Of a run's data, with the marks that are `given`; `another` replaces the one of its data."""
+    kind, path, marks = _document_tokenizer(keys, another)
+    marks |= {name: value for name, value in given.items() if name in marks}
+    ends = tuple(origin.ends) if origin and not another else ()
+    return PromptTokenizer(tokenizers.load(kind, path, **marks), ends, keys)
 
 
 def _document_tokenizer(keys: DataKeys, another: bool) -> tuple[str, str, dict[str, bool]]:
-    """Type, file and marks of a run's tokenizer; `another` replaces the one of its data."""
+    """Type, file and marks."""
     of_keys = kind, path, marks = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
     # A document of text_files has both marks, and so would one that synthetic stands for.
     if kind == "bytes" and keys.dataset_type in ("text", "synthetic"):
