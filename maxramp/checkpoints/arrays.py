@@ -148,9 +148,8 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
 def restore(
     checkpoint: Checkpoint, abstract: TrainState, base: Decoder | None = None
 ) -> TrainState:
-    """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
-
-    A checkpoint does not hold the `base` of adapted weights.
+    """The state of a checkpoint, which holds no `base` of adapted weights, with the shapes,
+    dtypes and shardings of `abstract`.
     """
     loaded = load(checkpoint.path, items_of(abstract))
     model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
@@ -165,14 +164,12 @@ def reason_of(error: Exception) -> str:
 
 
 def save(path: Place, state: TrainState) -> Callable[[], None]:
-    """Copies a state from the devices, and writes it in threads of Orbax.
+    """Copies a state from the devices, and writes it in threads of Orbax; returns what waits until
+    its arrays are written on all processes.
 
     An array of all layers is stored by layer, so that reading one reads no other. With an object
     storage nothing is asked before the arrays are copied: that there is no checkpoint of this
     number is known.
-
-    Returns:
-      What waits until the arrays are written on all processes.
     """
     items = order_by_layer(items_of(state))
     leaves = jax.tree_util.tree_leaves_with_path(items, is_leaf=is_weight)
@@ -212,11 +209,8 @@ def _reading(path: Place) -> Iterator[None]:
 
 
 def stored_arrays(path: Place) -> Iterator[np.ndarray]:
-    """The arrays of a checkpoint, in order, read a few at a time.
-
-    Raises:
-      TornError: one cannot be read.
-      MemoryError, JaxRuntimeError: it does not fit into memory here.
+    """The arrays of a checkpoint, in order, read a few at a time. A TornError where one cannot be
+    read, a MemoryError or JaxRuntimeError where it does not fit into memory here.
     """
     try:
         stored = ocp.checkpointables_metadata(os.fspath(path)).metadata

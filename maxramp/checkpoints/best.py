@@ -11,10 +11,8 @@ class Best:
     """The best checkpoint among those that were added."""
 
     def __init__(self, how: str, evaluations: Mapping[str, str]):
-        """
-        Args:
-          how: "lowest NAME" or "highest NAME"; "" where no checkpoint is the best.
-          evaluations: as in `DataIdentity`: numbers of other evaluations do not compare.
+        """`how` is "lowest NAME" or "highest NAME", "" where no checkpoint is the best; numbers of
+        other `evaluations` (`DataIdentity`) do not compare.
         """
         self._how, self._evaluations = how, evaluations
         self._way, _, self._name = how.partition(" ")

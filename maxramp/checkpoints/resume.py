@@ -262,7 +262,8 @@ def start_of(
     position: Checkpoint | None,
     recorded: Sequence[dict[str, Any]] = (),
 ) -> tuple[Start, str]:
-    """Where the schedule of today's keys begins in a run that stands at a checkpoint.
+    """Where the schedule of today's keys begins in a run that stands at a checkpoint, and what
+    changed, in one line, "" if nothing.
 
     If today's keys make the stages that were trained, and the batch sizes that were to come, the
     checkpoint's schedule holds; else a new one begins where the run stands, and what was trained
@@ -270,9 +271,6 @@ def start_of(
     checkpoint's last step was in if it has its batch size, and the next otherwise.
 
     Batch sizes do not depend on `num_devices`; `recorded` is as in `take_up`.
-
-    Returns:
-      The start, and what changed, in one line, "" if nothing.
     """
     decided = decisions.binding(batch, recorded, position)
     if not position:

@@ -60,11 +60,9 @@ class Scorer:
     ):
         """
         Args:
-          recipe: of the model, whose `max_target_length` is the longest row; and of the loss, which
-            says how many logits exist at a time on a device.
+          recipe: its `max_target_length` is the longest row, its loss says how many logits exist
+            at a time on a device.
           model: its shapes and shardings.
-          tokenizer: makes text of what the model writes, and knows the ids that end an answer.
-          ahead: compiles the programs.
           batch_size: rows of a device in a pass; 0 = as many as make 8,192 tokens.
           beat: called when a pass or a part of one is done, with how far the work is, on all
             processes after the same part; what it raises ends the work.

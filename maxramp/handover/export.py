@@ -141,14 +141,12 @@ def _export_adapters(
     opened: Opened, model: Decoder, to: Place, dtype: str, pause: Callable[[], None]
 ) -> None:
     if not opened.adapted:
-        below = opened.weights.base
-        why = (
-            f"adapts {below}, a run and no folder of Hugging Face's"
-            if is_run(below)
-            else f"sees by other positions or windows than {below}, which it adapts"
-        )
+        below, why = opened.weights.base, "by whose positions and windows it no longer sees"
+        if is_run(below):
+            why = "a run and no folder of Hugging Face's"
         raise ConfigError(
-            f"{opened.path} {why}: PEFT cannot open it; give --merge, which writes the whole model"
+            f"{opened.path} adapts {below}, {why}: PEFT cannot open it; give --merge, which writes "
+            "the whole model"
         )
     keys, beside = opened.config.model, dict(opened.origin.side_files if opened.origin else {})
     for name in ("config.json", "generation_config.json"):

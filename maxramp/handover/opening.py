@@ -117,16 +117,12 @@ class PromptTokenizer:
 
 
 class Opened:
-    """A model that can be used by itself: its weights, still to be read, with their keys.
-
-    Attributes:
-      weights: of which nothing was read yet.
-      config: its keys, on other devices; resolved once the weights are loaded.
-      adapted: of adapters, the Hugging Face folder or name of the model that they adapt; else "".
-      saved: the name of a state that a run has saved (`Checkpoint.saved`); else "".
+    """A model that can be used by itself: its `weights`, still to be read, and its keys, `config`,
+    on other devices; resolved once the weights are loaded.
     """
 
-    adapted, saved = "", ""
+    adapted = ""  # of adapters, the Hugging Face folder or name of the model that they adapt
+    saved = ""  # the name of a state that a run has saved (`Checkpoint.saved`)
 
     def __init__(
         self,

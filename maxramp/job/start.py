@@ -63,9 +63,8 @@ def run(
 
 @contextlib.contextmanager
 def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Iterator["Start"]:
-    """Starts the backend and joins the processes of the job; on the way out, closes all of it.
-
-    `loaded` is from `config.load`; the first process prints `notes`.
+    """Starts the backend and joins the processes of the job; on the way out, closes all of it. The
+    first process prints `notes`.
     """
     hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
     with Watchdog(hang, join) as watchdog, contextlib.ExitStack() as closing:
@@ -132,13 +131,12 @@ class Start:
         goes_on = checkpoints.newest is not None
         checkpoints.first = self.first.states
         if not goes_on:  # what an earlier start kept, which left no checkpoint, binds nobody
-
-            def keep() -> None:
-                first = SavedWeights(position) if position else self.first.weights
-                keep_released(first, output.folder)
-
-            agreement.decide_on_first(keep)
-        recorded = agreement.raise_everywhere(lambda: goes_on and decisions.read(output.here))
+            agreement.decide_on_first(
+                lambda: keep_released(
+                    SavedWeights(position) if position else self.first.weights, output.folder
+                )
+            )
+        recorded = agreement.decide_on_first(lambda: decisions.read(output.here) if goes_on else [])
         span = take_up(
             config.batch,
             config.checkpoints,
@@ -146,15 +144,15 @@ class Start:
             self.meshes,
             PassCost(config).restart,
             position,
-            agreement.all_gather_json(recorded or [])[0],
+            recorded,
             fields,
         )
         checkpoints.history = span.ramp.history
         jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
         lines = {"keys": changed, "rate": jump, "rows": left_over}
         changes = [f"{name}     {line}" for name, line in lines.items() if line]
-        begun = vars(self) | {"config": config}
-        return Job(**begun, output=output, checkpoints=checkpoints, span=span, changes=changes)
+        own = {"output": output, "checkpoints": checkpoints, "span": span, "changes": changes}
+        return Job(**vars(self) | own | {"config": config})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,10 +231,8 @@ class Job(Start):
         return weights
 
     def check(self) -> bool:
-        """Whether to save and end after a step; the same answer on every process.
-
-        Raises:
-          TrainingError: the run's folder is lost, or a save failed that cannot be made up for.
+        """Whether to save and end after a step; the same answer on every process. A TrainingError
+        where the run's folder is lost, or a save failed that cannot be made up for.
         """
         self.watchdog.beat()
         self.output.kept.check()
