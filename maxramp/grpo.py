@@ -182,14 +182,8 @@ def _trainer(
     memory = device_memory(config.planning.device_memory_gib)
     ahead = Ahead(memory, output.say, job.preemption.ask)
     job.closing.callback(ahead.close)
-    programs = PolicyPrograms(
-        config,
-        LearningRate.from_keys(config.learning_rate, span.ramp),
-        abstract,
-        writing(config, tokenizer),
-        ahead,
-        options,
-    )
+    rate, how = LearningRate.from_keys(config.learning_rate, span.ramp), writing(config, tokenizer)
+    programs = PolicyPrograms(config, rate, abstract, how, ahead, options)
     for stage in span.stages:
         programs.announce(stage)
     ahead.lower()

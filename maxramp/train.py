@@ -126,14 +126,8 @@ class Pretrainer:
         self._ahead = Ahead(limit, say, job.preemption.ask)
         job.closing.callback(self._ahead.close)
         rate = LearningRate.from_keys(config.learning_rate, span.ramp)
-        self._programs = Programs(
-            config.recipe,
-            loader.expansion,
-            rate,
-            abstract,
-            self._ahead,
-            config.evaluation.rows(job.mesh.size),
-        )
+        rows, expansion = config.evaluation.rows(job.mesh.size), loader.expansion
+        self._programs = Programs(config.recipe, expansion, rate, abstract, self._ahead, rows)
         for stage in span.stages:
             self._programs.add(stage)
             if tasks:

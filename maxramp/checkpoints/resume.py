@@ -22,23 +22,11 @@ from maxramp.training.learning_rate import LearningRate
 
 # Keys that decide which rows the run has seen, and from which weights it began.
 _HISTORY_KEYS = (
-    "dataset_type",
-    "max_target_length",
-    "eval_fraction",
-    "enable_data_shuffling",
-    "data_shuffle_seed",
-    "init_weights_seed",
-    "lora_alpha",
-    "use_rslora",
-    "trainable_layers",
-    "tokenizer_type",
-    "tokenizer_path",
-    "add_bos",
-    "add_eos",
-    "split_special_tokens",
-    "packing",
-    "grain_packing_type",
-    "separate_documents",
+    *("dataset_type", "max_target_length", "eval_fraction"),
+    *("enable_data_shuffling", "data_shuffle_seed"),
+    *("init_weights_seed", "lora_alpha", "use_rslora", "trainable_layers"),
+    *("tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "split_special_tokens"),
+    *("packing", "grain_packing_type", "separate_documents"),
 )
 _SMALL = 1e-3  # relative: a curve that is rounded to other batches does not count as another one
 # Of a stage in plan.json, what no devices decide.

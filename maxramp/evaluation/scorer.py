@@ -241,7 +241,9 @@ class Scorer:
         too large for the memory shows at once."""
         order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
         passes = []
-        for T, group in itertools.groupby(order, lambda n: self._round_up(lengths[n])):
+        longest = self.keys.max_target_length
+        rounded = [max(n, min(rounded_up(max(n, _FEWEST_TOKENS)), longest)) for n in lengths]
+        for T, group in itertools.groupby(order, rounded.__getitem__):
             numbers = list(group)
             most = self._rows(self._batch_size or max(1, _TOKENS_AT_ONCE // T))
             B = min(most, self._rows(rounded_up(-(-len(numbers) // self._ranks))))
@@ -250,10 +252,6 @@ class Scorer:
 
     def _rows(self, of_rank: int) -> int:
         return -(-of_rank * self._ranks // self._unit) * self._unit
-
-    def _round_up(self, length: int) -> int:
-        longest = max(length, _FEWEST_TOKENS)
-        return min(rounded_up(longest), max(length, self.keys.max_target_length))
 
     def _text(self, answer: Answer, until: Sequence[str]) -> tuple[str, bool]:
         """The text of an answer as far as it has come, and whether it is whole."""

@@ -154,14 +154,8 @@ def _export_adapters(
     beside |= _template_of(opened)
     layers = opened.config.optimizer.trainable_layers
     beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers)
-    form = writing.Format(
-        keys.decoder_block,
-        dtype or "float32",
-        keys.vocab_size,
-        layers,
-        adapter.TENSORS,
-        file_bytes=math.inf,
-    )
+    written = keys.decoder_block, dtype or "float32", keys.vocab_size, layers
+    form = writing.Format(*written, adapter.TENSORS, file_bytes=math.inf)
     model = stored_part(model)
     writing.write(to, model, form, beside, _source(opened, model), pause)
 

@@ -43,11 +43,8 @@ from maxramp.training.state import abstract_state
 _BASE = "load_parameters_path"  # of adapters, the weights below them
 # Keys of a run that say how it was computed and not what: they take their defaults.
 _OF_TRAINING = (
-    "attention",
-    "num_pipeline_microbatches",
-    "num_layers_per_pipeline_stage",
-    "num_pipeline_repeats",
-    "eval_interval",
+    *("num_pipeline_microbatches", "num_layers_per_pipeline_stage", "num_pipeline_repeats"),
+    *("attention", "eval_interval"),
 )
 # Keys that may be given beside a run.
 _OPEN = (
@@ -141,16 +138,12 @@ class Opened:
                     f"{name}={value} does not change what a run generates; the keys that do are "
                     f"{', '.join(may_give)}"
                 )
-        self.weights, self._given = weights, given.values
+        self.weights, self.path, self._given = weights, weights.path, given.values
         self._another = not _TOKENIZER.isdisjoint(given.values)
         own = {k: v for k, v in own.items() if not (self._another and k in _TOKENIZER)}
         self.config = Config.from_values({**base.base(), **own, **_CONSTANT, **given.values})
         self.config.check()
         self._data = self.config.data
-
-    @property
-    def path(self) -> str:
-        return self.weights.path
 
     @property
     def origin(self) -> ModelFolder | None:

@@ -120,10 +120,10 @@ class Start:
         )
         self.closing.enter_context(agreement.report_lost_peers())
         position = checkpoints.latest()
-        left_over = ""
+        left_over, devices = "", jax.device_count()
         if config.batch.is_open:
             samples, left_over = length_by_epochs(
-                config.batch, jax.device_count(), position, rows, config.data.num_epoch
+                config.batch, devices, position, rows, config.data.num_epoch
             )
             config = config.replace(total_samples=samples)
             checkpoints.values = config.values
@@ -137,15 +137,9 @@ class Start:
                 )
             )
         recorded = agreement.decide_on_first(lambda: decisions.read(output.here) if goes_on else [])
+        batch, restart = config.batch, PassCost(config).restart
         span = take_up(
-            config.batch,
-            config.checkpoints,
-            jax.device_count(),
-            self.meshes,
-            PassCost(config).restart,
-            position,
-            recorded,
-            fields,
+            batch, config.checkpoints, devices, self.meshes, restart, position, recorded, fields
         )
         checkpoints.history = span.ramp.history
         jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
