@@ -55,12 +55,8 @@ sys.unraisablehook = _report_unless_late
 
 # What TensorStore says of them stands among paths and line numbers of its own.
 _DISK_ERRORS = (
-    "No space left on device",
-    "Read-only file system",
-    "Disk quota exceeded",
-    "File too large",
-    "Input/output error",
-    "Permission denied",
+    *("No space left on device", "Read-only file system", "Disk quota exceeded"),
+    *("File too large", "Input/output error", "Permission denied"),
 )
 
 _BATCH_BYTES = 1 << 28  # of arrays that are read together: a request for each takes long

@@ -17,10 +17,10 @@ _KEYS = "load_parameters_path", "load_full_state_path"
 
 @dataclasses.dataclass(frozen=True)
 class FirstWeights:
-    """What a run begins with."""
+    """What a run begins with; the `path` is the value of `key`, "" for new weights."""
 
     key: str
-    path: str  # its value; "" for new weights
+    path: str
     states: dict[str, str]  # as `Checkpoint.first`
 
     @functools.cached_property
@@ -54,9 +54,10 @@ def check_first_weights(config: Config) -> None:
 def pin_first_weights(config: Config) -> tuple[Config, FirstWeights]:
     """The configuration with the paths that `find_first_weights` finds on the first process."""
     found = agreement.decide_on_first(lambda: find_first_weights(config))
-    if any(config.values[name] != path for name, (path, _) in found.items()):
-        config = config.replace(**{name: path for name, (path, _) in found.items()})
-    key, states = key_of_first_weights(config), {name: state for name, (_, state) in found.items()}
+    paths, states = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+    if any(config.values[name] != path for name, path in paths.items()):
+        config = config.replace(**paths)
+    key = key_of_first_weights(config)
     return config, FirstWeights(key, config.values[key], states)
 
 

@@ -90,7 +90,8 @@ def write(
             if done.get(file) == wanted[file]:
                 continue
             is_own = number % jax.process_count() == jax.process_index()
-            parts = _parts(tensors, names, shapes, dtype, is_own, pause)
+            wanted_parts = [(name, *tensors[name], shapes[name][0]) for name in names]
+            parts = _parts(wanted_parts, dtype, is_own, pause)
             agreement.raise_everywhere(
                 functools.partial(_write_file, folder / file, headers[file], parts, is_own)
             )
@@ -205,20 +206,17 @@ def _begin(folder: Place, source: Mapping[str, Any], held: contextlib.ExitStack)
 
 
 def _parts(
-    tensors: Mapping[str, tuple[Named, int]],
-    names: list[str],
-    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Named, int, int]],
     dtype: str,
     is_own: bool,
     pause: Callable[[], None],
 ) -> Iterator[np.ndarray]:
-    """The tensors of a file; every process makes them, and the one that writes it reads them."""
+    """The tensors of a file, by name, weight, layer and rows; every process makes them, and the one
+    that writes it reads them."""
     too_large = ""
-    for name in names:
+    for name, weight, layer, rows in tensors:
         pause()
-        weight, layer = tensors[name]
         (array,) = jax.tree.leaves(weight.weight)
-        rows = shapes[name][0]
         x = _take(array, layer, weight.is_stack, weight.form, rows, dtype)
         jax.block_until_ready(x)
         if is_own:
