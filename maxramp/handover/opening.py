@@ -48,8 +48,7 @@ _OF_TRAINING = (
 )
 # Keys that may be given beside a run.
 _OPEN = (
-    *(field.name for section in (BackendKeys, MeshKeys) for field in dataclasses.fields(section)),
-    *("dtype", "attention", "max_target_length"),
+    *(*BackendKeys.names(), *MeshKeys.names(), "dtype", "attention", "max_target_length"),
     *("tokenizer_type", "tokenizer_path", *MARK_KEYS),
     *("chat_template", "chat_template_date", "chat_template_switches"),
 )
@@ -190,11 +189,10 @@ class TrainedRun(Opened):
     def __init__(self, weights: SavedWeights, arguments: Sequence[str]):
         checkpoint = weights.checkpoint
         there = checkpoint.config | vars(checkpoint.sight)
-        names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
-        names.add("trainable_layers")  # of adapters, those that there are
-        taken = (names & there.keys()).difference(_OF_TRAINING)
+        # Of adapters, trainable_layers are those that there are.
+        names = {*ModelKeys.names(), *DataKeys.names(), "trainable_layers"}.difference(_OF_TRAINING)
+        own = {name: there[name] for name in names if name in there}
         adapts = bool(there.get("lora_rank"))
-        own = {name: there[name] for name in taken}
         super().__init__(weights, own, arguments, (*_OPEN, *[_BASE] * adapts))
         self.saved = checkpoint.saved
         if adapts:
