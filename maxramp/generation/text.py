@@ -41,13 +41,7 @@ class AnswerText:
 
     def new(self) -> str:
         """What was not returned yet and cannot become part of a text that ends the answer."""
-        begun = (
-            size  # of the beginning of a text, with which this one ends
-            for stop in self._stops
-            for size in range(1, len(stop))
-            if self._text.endswith(stop[:size])
-        )
-        held = 0 if self.done else max(begun, default=0)
+        held = 0 if self.done else max(map(self._count_begun, self._stops), default=0)
         text = self._text[self._shown : len(self._text) - held]
         self._shown += len(text)
         return text
@@ -61,3 +55,8 @@ class AnswerText:
             return ""
         self._begin, self._end = self._end, len(tokens)
         return now[len(before) :]
+
+    def _count_begun(self, stop: str) -> int:
+        """Characters at the end that may be the beginning of a text."""
+        sizes = range(min(len(stop) - 1, len(self._text)), 0, -1)
+        return next((n for n in sizes if self._text.endswith(stop[:n])), 0)
