@@ -54,7 +54,8 @@ ROOTS = {
 FIRST_WEIGHTS = {
     "weights": [
         ("config/load.py", "_read_folder"),
-        *(("handover/first_weights.py", f"{do}_first_weights") for do in ("check", "pin", "open")),
+        *(("handover/first_weights.py", f"{do}_first_weights") for do in ("check", "pin")),
+        ("checkpoints/weights.py", "open_weights"),
         ("checkpoints/weights.py", "keep_released"),
         ("checkpoints/weights.py", "ReleasedWeights.prepare"),
         ("job/start.py", "Job.first_state"),

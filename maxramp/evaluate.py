@@ -108,11 +108,6 @@ def _parse_gen_kwargs(text: str) -> dict[str, Any]:
     return found
 
 
-def _describe_settings(given: argparse.Namespace) -> str:
-    """What else the numbers of a table depend on, in a line."""
-    return ", ".join(f"{name}: {getattr(given, name)!r}" for name in _SETTINGS)
-
-
 def _check_output(path: str) -> None:
     """Looks whether results can be written, before hours go into them."""
     file = place(path)
@@ -162,9 +157,8 @@ def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) ->
         from maxramp.evaluation import harness
 
         asked = harness.Model(together, tokenizer)
-        asking = Asking(
-            **{name: getattr(given, name) for name in _SETTINGS}, log_samples=given.log_samples
-        )
+        settings = {name: getattr(given, name) for name in _SETTINGS}
+        asking = Asking(**settings, log_samples=given.log_samples)
         results = harness.evaluate(tasks, asked, asking)
         results["config"]["model_args"] = {"path": opened.path}
         try:  # before the table: a reader who has gone away ends this process
@@ -172,7 +166,8 @@ def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) ->
                 text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
                 write_whole(place(given.output_path), text.encode())
         finally:
-            print(f"{opened.path}: {_describe_settings(given)}")
+            shown = ", ".join(f"{name}: {value!r}" for name, value in settings.items())
+            print(f"{opened.path}: {shown}")
             print(harness.table(results))
         seconds = time.perf_counter() - start
         print(f"{', '.join(given.names)}: {seconds:.1f} s, compiling included", file=sys.stderr)

@@ -102,7 +102,8 @@ def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
     key = key_of_first_weights(config)
     path = config.values[key]
     try:
-        config = config.replace(**find_first_weights(config))
+        found = find_first_weights(config)
+        config = config.replace(**{name: path for name, (path, _) in found.items()})
         there = open_model(config.values[key], []).config.values
     except ConfigError as error:
         if config.rollout.prompt_file:
@@ -131,7 +132,7 @@ def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
 def _run(begun: start.Start) -> int:
     config = begun.config
     given = [f"split_special_tokens={config.rollout.split_special_tokens}"]
-    opened = agreement.raise_everywhere(lambda: open_with_keys(begun.first_weights(), given))
+    opened = agreement.raise_everywhere(lambda: open_with_keys(begun.first.weights, given))
     tokenizer = agreement.raise_everywhere(opened.tokenizer)
     if not tokenizer.ends and jax.process_index() == 0:
         print_note(
@@ -175,27 +176,22 @@ def _trainer(
     job: start.Job, tokenizer: PromptTokenizer, corpus: Corpus, prompts: Mapping[str, Prompts]
 ) -> PolicyTrainer:
     config, output, span = job.config, job.output, job.span
-    abstract = job.abstract_state()
+    abstract, read = job.abstract_state()
     rewards = agreement.raise_everywhere(lambda: _rewards(job))
     options = compiler_options(job.mesh.devices.flat[0].platform)
     memory = device_memory(config.planning.device_memory_gib)
     ahead = Ahead(memory, output.say, job.preemption.ask)
     job.closing.callback(ahead.close)
-    programs = PolicyPrograms(
-        config,
-        LearningRate.from_keys(config.learning_rate, span.ramp),
-        abstract,
-        writing(config, tokenizer),
-        ahead,
-        options,
-    )
+    rate, how = LearningRate.from_keys(config.learning_rate, span.ramp), writing(config, tokenizer)
+    programs = PolicyPrograms(config, rate, abstract, how, ahead, options)
     for stage in span.stages:
         programs.announce(stage)
     ahead.lower()
     output.say_start(corpus, abstract, config.recipe, span, job.changes)
     reference = job.load_reference(abstract.model) if config.policy.grpo_beta else None
     scorer = Scorer(config, programs.generator, tokenizer, rewards)
-    return PolicyTrainer(job, programs, scorer, prompts, job.first_state(abstract), reference)
+    state = job.first_state(abstract, read)
+    return PolicyTrainer(job, programs, scorer, prompts, state, reference)
 
 
 def _rewards(job: start.Job) -> Rewards | None:

@@ -46,6 +46,7 @@ from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.reference import add_reference
 from maxramp.job.start import Job, Start
+from maxramp.model.decoder import Decoder
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
 from maxramp.processes.ending import Preemption, run
@@ -91,9 +92,9 @@ def _run(begun: Start) -> int:
     ramp, first_step = job.span.ramp, job.span.first_step
     loader = Loader(config.data, config.reading, corpus, ramp, expansion, first_step)
     job.closing.callback(loader.close)
-    abstract = job.abstract_state()
+    abstract, read = job.abstract_state()
     tasks = RunTasks(job, abstract) if config.evaluation.evaluate_tasks else None
-    return train(job, Pretrainer(job, loader, abstract, tasks))
+    return train(job, Pretrainer(job, loader, abstract, read, tasks))
 
 
 _FEW_TOKENS = 10_000  # of an evaluation, whose loss moves by more than a run's progress
@@ -129,9 +130,16 @@ def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
 class Pretrainer:
     """Takes the steps of next-token prediction on rows of text."""
 
-    def __init__(self, job: Job, loader: Loader, abstract: TrainState, tasks: RunTasks | None):
-        """Announces the programs of every stage, and makes or restores the state meanwhile; it has
-        the shapes and shardings of `abstract`."""
+    def __init__(
+        self,
+        job: Job,
+        loader: Loader,
+        abstract: TrainState,
+        read: Callable[[], Decoder] | None,
+        tasks: RunTasks | None,
+    ):
+        """Announces the programs of every stage, and makes or restores the state meanwhile;
+        `abstract` and `read` are from `Job.abstract_state`."""
         config, span, say = job.config, job.span, job.output.say
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
         self._recipe, self._ramp = config.recipe, span.ramp
@@ -139,14 +147,8 @@ class Pretrainer:
         self._ahead = Ahead(limit, say, job.preemption.ask)
         job.closing.callback(self._ahead.close)
         rate = LearningRate.from_keys(config.learning_rate, span.ramp)
-        self._programs = Programs(
-            config.recipe,
-            loader.expansion,
-            rate,
-            abstract,
-            self._ahead,
-            config.evaluation.rows(job.mesh.size),
-        )
+        rows, expansion = config.evaluation.rows(job.mesh.size), loader.expansion
+        self._programs = Programs(config.recipe, expansion, rate, abstract, self._ahead, rows)
         for stage in span.stages:
             self._programs.add(stage)
             if tasks:
@@ -157,7 +159,7 @@ class Pretrainer:
             say(f"rows     {line}")
         for line in _describe_rows(loader.corpus, config):
             say(line)
-        self._held = HeldState(job.first_state(abstract))
+        self._held = HeldState(job.first_state(abstract, read))
         # Of an evaluation, on the devices.
         self._objective = objective_of(config.recipe)
         count = len(self._objective.shown)

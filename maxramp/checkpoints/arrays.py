@@ -55,12 +55,8 @@ sys.unraisablehook = _report_unless_late
 
 # What TensorStore says of them stands among paths and line numbers of its own.
 _DISK_ERRORS = (
-    "No space left on device",
-    "Read-only file system",
-    "Disk quota exceeded",
-    "File too large",
-    "Input/output error",
-    "Permission denied",
+    *("No space left on device", "Read-only file system", "Disk quota exceeded"),
+    *("File too large", "Input/output error", "Permission denied"),
 )
 
 _BATCH_BYTES = 1 << 28  # of arrays that are read together: a request for each takes long
@@ -108,18 +104,15 @@ def items_of(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, str]:
+    """What is written of each, as float32[2, 3]."""
     leaves = jax.tree_util.tree_leaves_with_path({name: tree.get(name) for name in names})
-    return {_path(path): (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves}
+    return {_path(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
 def _path(path: Any) -> str:
-    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+    names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
     return ".".join(name for name in names if name != "value")
-
-
-def _describe_leaf(leaf: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
 
 
 def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) -> None:
@@ -139,20 +132,20 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
     changed = [k for k in _ARRAY_KEYS if checkpoint.config.get(k) != values[k]]
     keys = ", ".join(f"{k}={values[k]} (there {checkpoint.config.get(k)})" for k in changed)
     for path in sorted(there.keys() | wanted.keys()):
-        if there.get(path) != wanted.get(path):
+        found, expected = there.get(path, "missing"), wanted.get(path, "missing")
+        if found != expected:
             raise ConfigError(
-                f"{checkpoint.path}: {path} is {_describe_leaf(there.get(path))}, but "
-                f"{keys or 'this config'} makes it {_describe_leaf(wanted.get(path))}; give the "
-                "model and optimizer keys it was trained with, or another run_name"
+                f"{checkpoint.path}: {path} is {found}, but {keys or 'this config'} makes it "
+                f"{expected}; give the model and optimizer keys it was trained with, or another "
+                "run_name"
             )
 
 
 def restore(
     checkpoint: Checkpoint, abstract: TrainState, base: Decoder | None = None
 ) -> TrainState:
-    """The state of a checkpoint, with the shapes, dtypes and shardings of `abstract`.
-
-    A checkpoint does not hold the `base` of adapted weights.
+    """The state of a checkpoint, which holds no `base` of adapted weights, with the shapes,
+    dtypes and shardings of `abstract`.
     """
     loaded = load(checkpoint.path, items_of(abstract))
     model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
@@ -167,14 +160,12 @@ def reason_of(error: Exception) -> str:
 
 
 def save(path: Place, state: TrainState) -> Callable[[], None]:
-    """Copies a state from the devices, and writes it in threads of Orbax.
+    """Copies a state from the devices, and writes it in threads of Orbax; returns what waits until
+    its arrays are written on all processes.
 
     An array of all layers is stored by layer, so that reading one reads no other. With an object
     storage nothing is asked before the arrays are copied: that there is no checkpoint of this
     number is known.
-
-    Returns:
-      What waits until the arrays are written on all processes.
     """
     items = order_by_layer(items_of(state))
     leaves = jax.tree_util.tree_leaves_with_path(items, is_leaf=is_weight)
@@ -214,11 +205,8 @@ def _reading(path: Place) -> Iterator[None]:
 
 
 def stored_arrays(path: Place) -> Iterator[np.ndarray]:
-    """The arrays of a checkpoint, in order, read a few at a time.
-
-    Raises:
-      TornError: one cannot be read.
-      MemoryError, JaxRuntimeError: it does not fit into memory here.
+    """The arrays of a checkpoint, in order, read a few at a time. A TornError where one cannot be
+    read, a MemoryError or JaxRuntimeError where it does not fit into memory here.
     """
     try:
         stored = ocp.checkpointables_metadata(os.fspath(path)).metadata

@@ -11,29 +11,21 @@ class Best:
     """The best checkpoint among those that were added."""
 
     def __init__(self, how: str, evaluations: Mapping[str, str]):
-        """
-        Args:
-          how: "lowest NAME" or "highest NAME"; "" where no checkpoint is the best.
-          evaluations: as in `DataIdentity`: numbers of other evaluations do not compare.
+        """`how` is "lowest NAME" or "highest NAME", "" where no checkpoint is the best; numbers of
+        other `evaluations` (`DataIdentity`) do not compare.
         """
         self._how, self._evaluations = how, evaluations
         self._way, _, self._name = how.partition(" ")
-        self._scores: dict[int, float] = {}  # replaced as a whole: two threads look at it
+        self.step: int | None = None  # the first of equal ones; None without one
+        self._score = -math.inf
 
     def add(
         self, step: int, evaluation: Mapping[str, float], evaluations: Mapping[str, str]
     ) -> None:
-        score = self._score(evaluation)
         kind = {self._name.partition("_")[0]}
         known = select_kinds(self._evaluations, kind)
-        if math.isfinite(score) and select_kinds(evaluations, kind) == known:
-            self._scores = self._scores | {step: score}
-
-    @property
-    def step(self) -> int | None:
-        """The first of equal ones; None without one."""
-        scores = self._scores
-        return max(scores, key=lambda step: (scores[step], -step), default=None)
+        if self.is_beaten(evaluation) and select_kinds(evaluations, kind) == known:
+            self.step, self._score = step, self._score_of(evaluation)
 
     def check(self, names: Sequence[str]) -> None:
         """Refuses a number that evaluations do not have."""
@@ -44,17 +36,16 @@ class Best:
             )
 
     def is_beaten(self, evaluation: Mapping[str, float]) -> bool:
-        score, step = self._score(evaluation), self.step
-        return math.isfinite(score) and (step is None or score > self._scores[step])
+        return self._score < self._score_of(evaluation) < math.inf
 
-    def _score(self, evaluation: Mapping[str, float]) -> float:
+    def _score_of(self, evaluation: Mapping[str, float]) -> float:
         value = evaluation.get(self._name, math.nan)
         return -value if self._way == "lowest" else value
 
     def __str__(self) -> str:
         if self.step is None:
             return ""
-        value = self._scores[self.step] * (-1 if self._way == "lowest" else 1)
+        value = self._score_of({self._name: self._score})
         return f"checkpoint {self.step} has the {self._how}, {value:.4f}"
 
 

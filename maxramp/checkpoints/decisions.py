@@ -83,9 +83,8 @@ def binding(
     """
     if keys.rampup_policy != "noise":
         return []
-    found, source, below = recorded, FILE, None
-    if recorded:
-        below = recorded[0].get("previous_batch_size")
+    found, source = recorded, FILE
+    below = recorded[0].get("previous_batch_size") if recorded else None
     if not recorded and position and position.config.get("rampup_policy") == "noise":
         first, least = position.config["rampup_ladder"][0], keys.rampup_ladder[0]
         found = [

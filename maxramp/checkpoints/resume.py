@@ -22,23 +22,11 @@ from maxramp.training.learning_rate import LearningRate
 
 # Keys that decide which rows the run has seen, and from which weights it began.
 _HISTORY_KEYS = (
-    "dataset_type",
-    "max_target_length",
-    "eval_fraction",
-    "enable_data_shuffling",
-    "data_shuffle_seed",
-    "init_weights_seed",
-    "lora_alpha",
-    "use_rslora",
-    "trainable_layers",
-    "tokenizer_type",
-    "tokenizer_path",
-    "add_bos",
-    "add_eos",
-    "split_special_tokens",
-    "packing",
-    "grain_packing_type",
-    "separate_documents",
+    *("dataset_type", "max_target_length", "eval_fraction"),
+    *("enable_data_shuffling", "data_shuffle_seed"),
+    *("init_weights_seed", "lora_alpha", "use_rslora", "trainable_layers"),
+    *("tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "split_special_tokens"),
+    *("packing", "grain_packing_type", "separate_documents"),
 )
 _SMALL = 1e-3  # relative: a curve that is rounded to other batches does not count as another one
 # Of a stage in plan.json, what no devices decide.
@@ -115,28 +103,14 @@ def _mixture(mixture: list[Any] | None) -> str:
 
 def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
     """How a start changes the learning rate of its run, in one line; "" if it keeps its curve."""
-    step = position.step
+    step, values = position.step, base.base() | position.config
     if not 0 < step < ramp.total_steps:
         return ""
-    values = base.base() | position.config
-    first = position.stages[0]
-    before = RampupBatchManager(
-        BatchKeys.from_values(values),
-        ramp.stages[0].devices,
-        Start(
-            first["first_step"],
-            first["first_sample"],
-            first["index"],
-            position.history,
-            [(s["first_sample"], s["global_batch_size"]) for s in position.stages[1:]]
-            if values["rampup_policy"] == "noise"
-            else [],
-        ),
-    )
-    old, new = (
-        LearningRate.from_keys(LearningRateKeys.from_values(values), before),
-        LearningRate.from_keys(keys, ramp),
-    )
+    sizes = [(stage["first_sample"], stage["global_batch_size"]) for stage in position.stages[1:]]
+    start = _start_of_schedule(position, sizes if values["rampup_policy"] == "noise" else [])
+    before = RampupBatchManager(BatchKeys.from_values(values), ramp.stages[0].devices, start)
+    old = LearningRate.from_keys(LearningRateKeys.from_values(values), before)
+    new = LearningRate.from_keys(keys, ramp)
     sample = before.samples_before(step - 1)
     batch = before.stage_at_step(step - 1).global_batch_size
     today = dataclasses.replace(new, ramp=before)  # its ramp may begin after that step
@@ -276,7 +250,8 @@ def start_of(
     position: Checkpoint | None,
     recorded: Sequence[dict[str, Any]] = (),
 ) -> tuple[Start, str]:
-    """Where the schedule of today's keys begins in a run that stands at a checkpoint.
+    """Where the schedule of today's keys begins in a run that stands at a checkpoint, and what
+    changed, in one line, "" if nothing.
 
     If today's keys make the stages that were trained, and the batch sizes that were to come, the
     checkpoint's schedule holds; else a new one begins where the run stands, and what was trained
@@ -284,18 +259,11 @@ def start_of(
     checkpoint's last step was in if it has its batch size, and the next otherwise.
 
     Batch sizes do not depend on `num_devices`; `recorded` is as in `take_up`.
-
-    Returns:
-      The start, and what changed, in one line, "" if nothing.
     """
     decided = decisions.binding(batch, recorded, position)
     if not position:
         return Start(decided=decided), ""
-    # A run whose ramp was changed before has its schedule start where it was changed.
-    first = position.stages[0]
-    start = Start(
-        first["first_step"], first["first_sample"], first["index"], position.history, decided
-    )
+    start = _start_of_schedule(position, decided)
     step, consumed = position.step, position.consumed_samples
     ramp = RampupBatchManager(batch, num_devices, start)
     before = _sizes_from(position.stages, consumed)
@@ -306,7 +274,7 @@ def start_of(
     if same and ramp.samples_before(step) == consumed and _shapes(today) == _shapes(trained):
         return start, ""
     history = [*position.history, *trained]
-    start = Start(step, consumed, first["index"], history, decided)
+    start = Start(step, consumed, start.first_index, history, decided)
     ramp = RampupBatchManager(batch, num_devices, start)
     if history:
         new = ramp.stages[0].global_batch_size != history[-1]["global_batch_size"]
@@ -321,6 +289,13 @@ def start_of(
         f"{_format_sizes(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
         f"{_format_sizes(before)}{_keep_devices(batch, position.config)}"
     )
+
+
+def _start_of_schedule(position: Checkpoint, decided: Sequence[tuple[int, int]]) -> Start:
+    """Of the checkpoint's; where a run's ramp was changed before, it starts there."""
+    first = position.stages[0]
+    of_stage = (first[name] for name in ("first_step", "first_sample", "index"))
+    return Start(*of_stage, position.history, decided)
 
 
 def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:

@@ -44,13 +44,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         values: Mapping[str, Any],
         warn: Callable[[str], None],
     ):
-        """
-        Args:
-          keys: when to save, what to keep, where to start.
-          folder: of the checkpoints; every process of the job sees it.
-          data: what identifies the data.
-          values: of all keys, resolved; every checkpoint keeps them.
-          warn: takes a line about a fault that need not end the run.
+        """Every process of the job sees the `folder` of the checkpoints, which keep the `values` of
+        all keys, resolved. `warn` takes a line about a fault that need not end the run.
         """
         self._keys, self._folder, self._warn = keys, folder.absolute(), warn
         self._saves = Saves(self._folder, keys, warn)
@@ -124,10 +119,9 @@ class Checkpoints(contextlib.AbstractContextManager):
             for path in self._torn:
                 set_aside(path, folder_lib.TORN)
             folder_lib.discard(self._folder)
-            for checkpoint in (
-                folder_lib.read_whole(self._folder) if self._keys.checkpoint_best else ()
-            ):
-                self._note(checkpoint)
+            if self._keys.checkpoint_best:
+                for checkpoint in folder_lib.read_whole(self._folder):
+                    self._note(checkpoint)
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """The same answer on every process."""
@@ -154,7 +148,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         evaluation: Mapping[str, float] = types.MappingProxyType({}),
         owes: Sequence[str] = (),
     ) -> None:
-        """Saves the state after `step` steps, unless that was the last save.
+        """Saves the state after `step` steps, unless that was the last save. A TrainingError where
+        max_failed_saves saves in a row have failed, or the last one.
 
         Returns when the state is copied; files are written in the background if
         `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
@@ -164,9 +159,6 @@ class Checkpoints(contextlib.AbstractContextManager):
           prepare: writes what must be there before the checkpoint counts, and returns what waits
             until it is there, for the first process; where either raises, nothing counts.
           last: nothing is trained after it: returns when it is written.
-
-        Raises:
-          TrainingError: max_failed_saves saves in a row have failed, or the last one.
         """
         if not self._keys.enable_checkpointing or (not last and self._saves.is_late(step)):
             return

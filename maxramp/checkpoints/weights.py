@@ -14,7 +14,6 @@ from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as checkpoints
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.commandline import print_note
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place, write_whole
 from maxramp.huggingface import folder as released
@@ -44,16 +43,13 @@ class Weights(abc.ABC):
 
     @abc.abstractmethod
     def prepare(
-        self, model: Decoder, values: Mapping[str, Any], note: Note = print_note
+        self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
         """Makes sure that they are those of an abstract model; returns what reads them, with the
         shardings of `model`, which may raise a ConfigError too. Where `model` has adapters and
         these weights have none, it returns none. `note` takes a line about tensors that no weight
         takes.
         """
-
-    def load(self, model: Decoder, values: Mapping[str, Any]) -> Decoder:
-        return self.prepare(model, values, lambda line: None)()
 
 
 class ReleasedWeights(Weights):
@@ -63,7 +59,7 @@ class ReleasedWeights(Weights):
         self.path, self.origin = (folder.adapter or folder).path, folder
 
     def prepare(
-        self, model: Decoder, values: Mapping[str, Any], note: Note = print_note
+        self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
         """Refuses keys that contradict config.json."""
         folder, adapter = self.origin, self.origin.adapter
@@ -106,7 +102,7 @@ class SavedWeights(Weights):
         return find_kept(self.checkpoint.path.parent.parent)
 
     def prepare(
-        self, model: Decoder, values: Mapping[str, Any], note: Note = print_note
+        self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
         """Refuses a base that is not the one that adapters were trained on."""
         there = self.checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from maxramp.checkpoints import folder as checkpoints
+from maxramp.checkpoints.folder import step_folders
 from maxramp.commandline import print_note
 from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
@@ -155,7 +155,13 @@ def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
     own = "/".join((output, value.get("run_name") or "hf", released.KEPT_IN))
     folder = released.find_or_kept("load_parameters_path", path, own)
     if not folder:
-        raise ConfigError(f"load_parameters_path={path}{_why_no_model(place(path))}")
+        exported = filter(released.is_whole, step_folders(place(path) / "exported"))
+        newest = max(exported, key=lambda export: int(export.name), default="")
+        write = f"python -m maxramp.convert {path} --to FOLDER"
+        raise ConfigError(
+            f"load_parameters_path={path}: no config.json there, which model_name=hf takes the "
+            f"sizes from; give a model's folder, of a run {newest or f'the one that {write} makes'}"
+        )
     sizes = folder.keys
     for name, size in sizes.items():
         said = value.get(name, size)
@@ -175,20 +181,6 @@ def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
     keys = folder.data_keys if kind != "synthetic" and "tokenizer_path" not in given else {}
     keys = {name: value for name, value in keys.items() if name not in given}
     return Given(f"{folder.path}/config.json: ", sizes | keys)
-
-
-def _why_no_model(path: Place) -> str:
-    if not checkpoints.steps_in(path / "checkpoints"):
-        return (
-            ": no config.json there, which model_name=hf takes the sizes from; give the folder of "
-            "a model as transformers saves it"
-        )
-    exported = [p for p in checkpoints.step_folders(path / "exported") if released.is_whole(p)]
-    if not exported:
-        write = f"python -m maxramp.convert {path} --to FOLDER"
-        return f" is a run, and model_name=hf takes a model; write one: {write}"
-    newest = max(exported, key=lambda export: int(export.name))
-    return f" is a run, and model_name=hf takes a model; give its export, {newest}"
 
 
 def read(path: str, arguments: Sequence[str], note: Note) -> list[Given]:

@@ -62,13 +62,17 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 # How a task has the model write: what each of its values must be.
 _WRITING = {
     **dict.fromkeys(_LENGTHS, ("a whole number, 1 or more", lambda x: _is_whole(x) and x >= 1)),
-    "until": ("text, or a list of texts", lambda x: _is_text(x)),
+    "until": (
+        "text, or a list of texts",
+        lambda x: isinstance(x, str | list | tuple) and all(isinstance(text, str) for text in x),
+    ),
     "do_sample": ("true or false", lambda x: isinstance(x, bool)),
-    "temperature": ("a number, 0 or more", lambda x: _is_number(x) and x >= 0),
+    "temperature": ("a number, 0 or more", lambda x: type(x) in (int, float) and x >= 0),
     "top_k": ("a whole number, 0 or more", lambda x: _is_whole(x) and x >= 0),
-    "top_p": ("above 0 and at most 1", lambda x: _is_number(x) and 0 < x <= 1),
+    "top_p": ("above 0 and at most 1", lambda x: type(x) in (int, float) and 0 < x <= 1),
 }
 _SEED = 1234  # lm-eval's own
+_OF_TASKS = "num_fewshot", "gen_kwargs"  # what `Asking` changes in tasks; lm-eval takes the others
 
 
 class Tasks(TaskManager):
@@ -203,12 +207,8 @@ class Model(TemplateLM):
     ) -> list[float]:
         windows, texts = [], []
         for number, request in enumerate(requests):
-            cut = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
+            tokens, longest = self.tok_encode(request.args[0]), self.max_length
+            cut = get_rolling_token_windows(tokens, self.prefix_token_id, longest, context_len=1)
             for context, continuation in map(make_disjoint_window, cut):
                 windows.append((None, context, continuation))
                 texts.append(number)
@@ -288,17 +288,8 @@ def _check_writing(asked: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
 def _is_whole(x: Any) -> bool:
-    return _is_number(x) and float(x).is_integer()
-
-
-def _is_text(x: Any) -> bool:
-    texts = x if isinstance(x, list | tuple) else [x]
-    return all(isinstance(text, str) for text in texts)
+    return type(x) in (int, float) and float(x).is_integer()
 
 
 def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
@@ -309,16 +300,8 @@ def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
     try:
         for task in tasks.loaded["tasks"].values():
             _set_up(task, asking)
-        results = evaluator.evaluate(
-            model,
-            tasks.loaded,
-            limit=asking.limit,
-            bootstrap_iters=asking.bootstrap_iters,
-            log_samples=asking.log_samples,
-            system_instruction=asking.system_instruction,
-            apply_chat_template=asking.apply_chat_template,
-            fewshot_as_multiturn=True,
-        )
+        how = {name: x for name, x in vars(asking).items() if name not in _OF_TASKS}
+        results = evaluator.evaluate(model, tasks.loaded, fewshot_as_multiturn=True, **how)
     except (ConfigError, TrainingError, Stopped):
         raise
     except Exception as error:  # of a task's own code

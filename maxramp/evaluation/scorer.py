@@ -60,11 +60,9 @@ class Scorer:
     ):
         """
         Args:
-          recipe: of the model, whose `max_target_length` is the longest row; and of the loss, which
-            says how many logits exist at a time on a device.
+          recipe: its `max_target_length` is the longest row, its loss says how many logits exist
+            at a time on a device.
           model: its shapes and shardings.
-          tokenizer: makes text of what the model writes, and knows the ids that end an answer.
-          ahead: compiles the programs.
           batch_size: rows of a device in a pass; 0 = as many as make 8,192 tokens.
           beat: called when a pass or a part of one is done, with how far the work is, on all
             processes after the same part; what it raises ends the work.
@@ -243,7 +241,9 @@ class Scorer:
         too large for the memory shows at once."""
         order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
         passes = []
-        for T, group in itertools.groupby(order, lambda n: self._round_up(lengths[n])):
+        longest = self.keys.max_target_length
+        rounded = [max(n, min(rounded_up(max(n, _FEWEST_TOKENS)), longest)) for n in lengths]
+        for T, group in itertools.groupby(order, rounded.__getitem__):
             numbers = list(group)
             most = self._rows(self._batch_size or max(1, _TOKENS_AT_ONCE // T))
             B = min(most, self._rows(rounded_up(-(-len(numbers) // self._ranks))))
@@ -252,10 +252,6 @@ class Scorer:
 
     def _rows(self, of_rank: int) -> int:
         return -(-of_rank * self._ranks // self._unit) * self._unit
-
-    def _round_up(self, length: int) -> int:
-        longest = max(length, _FEWEST_TOKENS)
-        return min(rounded_up(longest), max(length, self.keys.max_target_length))
 
     def _text(self, answer: Answer, until: Sequence[str]) -> tuple[str, bool]:
         """The text of an answer as far as it has come, and whether it is whole."""

@@ -6,6 +6,7 @@ All errors are ConfigErrors that name the path. A run writes to a `place`.
 import functools
 import glob
 import importlib
+import json
 import logging
 import os
 import resource
@@ -98,6 +99,20 @@ def changed_at(path: str) -> int:
 def read_bytes(path: str) -> bytes:
     with open_binary(path) as file:
         return file.read()
+
+
+def read_json(path: str) -> dict[str, Any]:
+    return parse_json(path, read_bytes(path))
+
+
+def parse_json(path: str, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not JSON ({error}); fetch it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: holds no JSON object; fetch it again")
+    return found
 
 
 def map_bytes(path: str) -> Any:

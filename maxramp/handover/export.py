@@ -21,7 +21,6 @@ from maxramp.files.place import Place, set_aside
 from maxramp.handover.opening import Opened, is_run, open_model
 from maxramp.huggingface import adapter, config_json, writing
 from maxramp.huggingface.folder import TOKENIZER
-from maxramp.huggingface.safetensors import parse_json
 from maxramp.model.adapters import (
     attach_adapters,
     has_adapters,
@@ -133,7 +132,7 @@ def export(
     beside["config.json"] = _json(values)
     if marks:
         name = "generation_config.json"
-        beside[name] = _json(parse_json(name, beside.get(name, b"{}")) | marks)
+        beside[name] = _json(storage.parse_json(name, beside.get(name, b"{}")) | marks)
     form = writing.Format(keys.decoder_block, dtype, vocab_size)
     writing.write(to, model, form, beside, _source(opened, model), pause)
 
@@ -142,14 +141,12 @@ def _export_adapters(
     opened: Opened, model: Decoder, to: Place, dtype: str, pause: Callable[[], None]
 ) -> None:
     if not opened.adapted:
-        below = opened.weights.base
-        why = (
-            f"adapts {below}, a run and no folder of Hugging Face's"
-            if is_run(below)
-            else f"sees by other positions or windows than {below}, which it adapts"
-        )
+        below, why = opened.weights.base, "by whose positions and windows it no longer sees"
+        if is_run(below):
+            why = "a run and no folder of Hugging Face's"
         raise ConfigError(
-            f"{opened.path} {why}: PEFT cannot open it; give --merge, which writes the whole model"
+            f"{opened.path} adapts {below}, {why}: PEFT cannot open it; give --merge, which writes "
+            "the whole model"
         )
     keys, beside = opened.config.model, dict(opened.origin.side_files if opened.origin else {})
     for name in ("config.json", "generation_config.json"):
@@ -157,14 +154,8 @@ def _export_adapters(
     beside |= _template_of(opened)
     layers = opened.config.optimizer.trainable_layers
     beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers)
-    form = writing.Format(
-        keys.decoder_block,
-        dtype or "float32",
-        keys.vocab_size,
-        layers,
-        adapter.TENSORS,
-        file_bytes=math.inf,
-    )
+    written = keys.decoder_block, dtype or "float32", keys.vocab_size, layers
+    form = writing.Format(*written, adapter.TENSORS, file_bytes=math.inf)
     model = stored_part(model)
     writing.write(to, model, form, beside, _source(opened, model), pause)
 

@@ -1,9 +1,10 @@
 """The weights that a run begins with: which they are, fixed at its first start."""
 
 import contextlib
+import dataclasses
+import functools
 
 from maxramp.checkpoints import folder
-from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.weights import Weights, open_weights
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
@@ -12,6 +13,22 @@ from maxramp.huggingface import folder as released
 from maxramp.processes import agreement
 
 _KEYS = "load_parameters_path", "load_full_state_path"
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstWeights:
+    """What a run begins with; the `path` is the value of `key`, "" for new weights."""
+
+    key: str
+    path: str
+    states: dict[str, str]  # as `Checkpoint.first`
+
+    @functools.cached_property
+    def weights(self) -> Weights | None:
+        """Opened when somebody asks first: a restart may not need them, and then they may be gone.
+        None for new ones.
+        """
+        return open_weights(self.path, self.key) if self.path else None
 
 
 def key_of_first_weights(config: Config) -> str:
@@ -34,68 +51,54 @@ def check_first_weights(config: Config) -> None:
         raise ConfigError(f"{key} is empty: {needs}; give its folder, a run or a checkpoint")
 
 
-def open_first_weights(config: Config) -> Weights | None:
+def pin_first_weights(config: Config) -> tuple[Config, FirstWeights]:
+    """The configuration with the paths that `find_first_weights` finds on the first process."""
+    found = agreement.decide_on_first(lambda: find_first_weights(config))
+    paths, states = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+    if any(config.values[name] != path for name, path in paths.items()):
+        config = config.replace(**paths)
     key = key_of_first_weights(config)
-    return open_weights(config.values[key], key) if config.values[key] else None
+    return config, FirstWeights(key, config.values[key], states)
 
 
-def find_first_weights(config: Config) -> dict[str, str]:
-    """The weights that a run begins with, by the keys that give them: paths of one checkpoint each,
-    or of a Hugging Face folder.
+def find_first_weights(config: Config) -> dict[str, tuple[str, str]]:
+    """The weights that a run begins with, by the keys that give them: the path of one checkpoint
+    and its `saved`, or of a Hugging Face folder and "".
 
     Of another run's folder that is the newest at the first start and the same one at every restart,
     also where that run has moved: a run's first weights do not change when the run that they are of
     trains on. A ConfigError says that they are the run's own.
     """
-    given = {name: config.values[name] for name in _KEYS if config.values[name]}
-    own = config.run.folder.absolute()
-    for name, path in given.items():
-        if own in (within := place(path).absolute(), *within.parents):
-            raise ConfigError(
-                f"{name}={path}: lies in this run's own folder, whose checkpoints come and go; "
-                "leave it out or give what the run began with, which continues the run; or give "
-                "another run_name"
-            )
-    position = folder.newest(own / "checkpoints")[0] if given else None
-    return {name: _find(name, path, position) for name, path in given.items()}
+    return {name: _find(name, config) for name in _KEYS if config.values[name]}
 
 
-def _find(name: str, given: str, position: Checkpoint | None) -> str:
-    before, state = (position.config[name], position.first.get(name)) if position else ("", "")
-    path, began = place(given).absolute(), place(before).absolute()
+def _find(name: str, config: Config) -> tuple[str, str]:
+    given, own = config.values[name], config.run.folder.absolute()
+    path = place(given).absolute()
+    if own in (path, *path.parents):
+        raise ConfigError(
+            f"{name}={given}: lies in this run's own folder, whose checkpoints come and go; leave "
+            "it out or give what the run began with, which continues the run; or give another "
+            "run_name"
+        )
+    position, _ = folder.newest(own / "checkpoints")
+    before = position.config[name] if position else ""
+    state, began = position.first.get(name, "") if before else "", place(before).absolute()
     if before and path in (began, began.parent / folder.BEST, *began.parents[:2]):
-        return before
+        return before, state
     if name == _KEYS[0] and released.find(name, given):
-        return given
+        return given, ""
     try:
         found = folder.find(path)
     except ConfigError as error:
         raise ConfigError(f"{name}={given}: {error}") from None
     moved = found.with_name(began.name)  # with the other run
-    return str(moved if found != path and state and _state_at(moved) == state else found)
+    if found != path and state and _state_at(moved) == state:
+        return str(moved), state
+    return str(found), _state_at(found)
 
 
 def _state_at(path: Place) -> str:
     with contextlib.suppress(ConfigError):
         return folder.read(path).saved if folder.is_committed(path) else ""
     return ""
-
-
-def states_of_first_weights(config: Config, position: Checkpoint | None) -> dict[str, str]:
-    """What `Checkpoint.first` keeps of pinned weights; `position` is the run's newest checkpoint,
-    as what it began with may be gone.
-    """
-    given = {name: config.values[name] for name in _KEYS if config.values[name]}
-    return {
-        name: position.first.get(name, "")
-        if position and position.config[name] == path
-        else _state_at(place(path))
-        for name, path in given.items()
-    }
-
-
-def pin_first_weights(config: Config) -> Config:
-    """The configuration with the paths that `find_first_weights` finds on the first process."""
-    pinned = agreement.decide_on_first(lambda: find_first_weights(config))
-    moved = any(config.values[name] != path for name, path in pinned.items())
-    return config.replace(**pinned) if moved else config

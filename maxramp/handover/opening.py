@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,16 +43,12 @@ from maxramp.training.state import abstract_state
 _BASE = "load_parameters_path"  # of adapters, the weights below them
 # Keys of a run that say how it was computed and not what: they take their defaults.
 _OF_TRAINING = (
-    "attention",
-    "num_pipeline_microbatches",
-    "num_layers_per_pipeline_stage",
-    "num_pipeline_repeats",
-    "eval_interval",
+    *("num_pipeline_microbatches", "num_layers_per_pipeline_stage", "num_pipeline_repeats"),
+    *("attention", "eval_interval"),
 )
 # Keys that may be given beside a run.
 _OPEN = (
-    *(field.name for section in (BackendKeys, MeshKeys) for field in dataclasses.fields(section)),
-    *("dtype", "attention", "max_target_length"),
+    *(*BackendKeys.names(), *MeshKeys.names(), "dtype", "attention", "max_target_length"),
     *("tokenizer_type", "tokenizer_path", *MARK_KEYS),
     *("chat_template", "chat_template_date", "chat_template_switches"),
 )
@@ -116,16 +113,12 @@ class PromptTokenizer:
 
 
 class Opened:
-    """A model that can be used by itself: its weights, still to be read, with their keys.
-
-    Attributes:
-      weights: of which nothing was read yet.
-      config: its keys, on other devices; resolved once the weights are loaded.
-      adapted: of adapters, the Hugging Face folder or name of the model that they adapt; else "".
-      saved: the name of a state that a run has saved (`Checkpoint.saved`); else "".
+    """A model that can be used by itself: its `weights`, still to be read, and its keys, `config`,
+    on other devices; resolved once the weights are loaded.
     """
 
-    adapted, saved = "", ""
+    adapted = ""  # of adapters, the Hugging Face folder or name of the model that they adapt
+    saved = ""  # the name of a state that a run has saved (`Checkpoint.saved`)
 
     def __init__(
         self,
@@ -144,15 +137,12 @@ class Opened:
                     f"{name}={value} does not change what a run generates; the keys that do are "
                     f"{', '.join(may_give)}"
                 )
-        self.weights, self._given = weights, given.values
+        self.weights, self.path, self._given = weights, weights.path, given.values
         self._another = not _TOKENIZER.isdisjoint(given.values)
         own = {k: v for k, v in own.items() if not (self._another and k in _TOKENIZER)}
         self.config = Config.from_values({**base.base(), **own, **_CONSTANT, **given.values})
         self.config.check()
-
-    @property
-    def path(self) -> str:
-        return self.weights.path
+        self._data = self.config.data
 
     @property
     def origin(self) -> ModelFolder | None:
@@ -163,17 +153,11 @@ class Opened:
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
-        return self.weights.load(model, self.config.values)
+        return self.weights.prepare(model, self.config.values)()
 
     def tokenizer(self) -> PromptTokenizer:
         """The tokenizer of the data that it was trained on, or the one that was given."""
-        kind, path, marks = self._tokenizer_keys()
-        marks |= {name: value for name, value in self._given.items() if name in marks}
-        ends = tuple(self.origin.ends) if self.origin and not self._another else ()
-        return PromptTokenizer(tokenizers.load(kind, path, **marks), ends, self.config.data)
-
-    def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
-        return _document_tokenizer(self.config.data, self._another)
+        return tokenizer_of(self._data, self.origin, self._another, self._given)
 
 
 class ReleasedModel(Opened):
@@ -189,14 +173,14 @@ class ReleasedModel(Opened):
         own["add_eos"] = False
         super().__init__(weights, own, arguments)
         # Synthetic documents stand for those that it was trained on, which had a tokenizer.
-        self._data = dataclasses.replace(self.config.data, dataset_type="grain")
+        self._data = dataclasses.replace(self.config.data, dataset_type="hf")
         if origin.adapter:
             self.adapted = _full_name(origin.adapter.base)
 
-    def _tokenizer_keys(self) -> tuple[str, str, dict[str, bool]]:
-        if not self.config.data.tokenizer_path:
+    def tokenizer(self) -> PromptTokenizer:
+        if not self._data.tokenizer_path:
             _ = self.origin.data_keys  # raises what is wrong with the folder's tokenizer
-        return self._data.type_of_tokenizer, self._data.tokenizer_path, self._data.mark_keys
+        return super().tokenizer()
 
 
 class TrainedRun(Opened):
@@ -205,11 +189,10 @@ class TrainedRun(Opened):
     def __init__(self, weights: SavedWeights, arguments: Sequence[str]):
         checkpoint = weights.checkpoint
         there = checkpoint.config | vars(checkpoint.sight)
-        names = {f.name for section in (ModelKeys, DataKeys) for f in dataclasses.fields(section)}
-        names.add("trainable_layers")  # of adapters, those that there are
-        taken = (names & there.keys()).difference(_OF_TRAINING)
+        # Of adapters, trainable_layers are those that there are.
+        names = {*ModelKeys.names(), *DataKeys.names(), "trainable_layers"}.difference(_OF_TRAINING)
+        own = {name: there[name] for name in names if name in there}
         adapts = bool(there.get("lora_rank"))
-        own = {name: there[name] for name in taken}
         super().__init__(weights, own, arguments, (*_OPEN, *[_BASE] * adapts))
         self.saved = checkpoint.saved
         if adapts:
@@ -226,14 +209,21 @@ class TrainedRun(Opened):
                 self.adapted = _full_name(found.adapter.base if found.adapter else below)
 
 
-def tokenizer_of(keys: DataKeys, origin: ModelFolder | None) -> PromptTokenizer:
-    kind, path, marks = _document_tokenizer(keys, another=False)
-    ends = tuple(origin.ends) if origin else ()
-    return PromptTokenizer(tokenizers.load(kind, path, **marks), ends)
+def tokenizer_of(
+    keys: DataKeys,
+    origin: ModelFolder | None,
+    another: bool = False,
+    given: Mapping[str, Any] = types.MappingProxyType({}),
+) -> PromptTokenizer:
+    """Of a run's data, with the marks that are `given`; `another` replaces the one of its data."""
+    kind, path, marks = _document_tokenizer(keys, another)
+    marks |= {name: value for name, value in given.items() if name in marks}
+    ends = tuple(origin.ends) if origin and not another else ()
+    return PromptTokenizer(tokenizers.load(kind, path, **marks), ends, keys)
 
 
 def _document_tokenizer(keys: DataKeys, another: bool) -> tuple[str, str, dict[str, bool]]:
-    """Type, file and marks of a run's tokenizer; `another` replaces the one of its data."""
+    """Type, file and marks."""
     of_keys = kind, path, marks = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
     # A document of text_files has both marks, and so would one that synthetic stands for.
     if kind == "bytes" and keys.dataset_type in ("text", "synthetic"):

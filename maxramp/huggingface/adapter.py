@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.huggingface.safetensors import Tensor, read_json, tensors_of
+from maxramp.files.storage import read_json
+from maxramp.huggingface.safetensors import Tensor, tensors_of
 from maxramp.keys.section import refuse
 from maxramp.model.keys import LORA_MODULES, ModelKeys
 

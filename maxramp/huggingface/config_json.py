@@ -54,15 +54,13 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{', '.join(families)}"
         )
     family = FAMILIES[families[kind]]
+    given, values = values, {**_DEFAULTS, **family.released.defaults, **values}
+    rope = _rope_keys(values, where)
     refuse(
-        (
-            values.get(name) not in (None, nothing),
-            f"{where}: {name}={values[name]} is not supported",
-        )
-        for name, nothing in _NOTHING.items()
-        if name in values
+        (value not in (None, _NOTHING[name]), f"{where}: {name}={value} is not supported")
+        for name, value in given.items()
+        if name in _NOTHING
     )
-    values = {**_DEFAULTS, **family.released.defaults, **values}
     heads = _key("base_num_query_heads", "num_attention_heads", values, where)
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
@@ -84,7 +82,7 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         **dict.fromkeys(family.keys, True),
         **{ours: _key(ours, theirs, values, where) for ours, theirs in names.items()},
         "mlp_activations": [activations[activation], "linear"],
-        **_rope_keys(values, where),
+        **rope,
     }
 
 

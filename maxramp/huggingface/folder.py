@@ -11,7 +11,7 @@ from maxramp.files import storage
 from maxramp.files.place import Place
 from maxramp.huggingface import config_json
 from maxramp.huggingface.adapter import CONFIG, TENSORS, AdapterFolder
-from maxramp.huggingface.safetensors import Tensor, read_json, tensors_of
+from maxramp.huggingface.safetensors import Tensor, tensors_of
 
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
@@ -39,7 +39,7 @@ class ModelFolder:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """config.json; where the model also sees or hears, what it says of its text model."""
-        found = read_json(f"{self.path}/config.json")
+        found = storage.read_json(f"{self.path}/config.json")
         text = found.get("text_config")
         if not isinstance(text, dict):
             return found
@@ -77,7 +77,7 @@ class ModelFolder:
     def ends(self) -> list[int]:
         """The ids at which an answer ends: of generation_config.json, else of config.json."""
         name = f"{self.path}/generation_config.json"
-        found = read_json(name).get("eos_token_id") if storage.exists(name) else None
+        found = storage.read_json(name).get("eos_token_id") if storage.exists(name) else None
         if found is None:
             name, found = f"{self.path}/config.json", self.config.get("eos_token_id")
         ids = found if isinstance(found, list) else [found] * (found is not None)
@@ -93,7 +93,7 @@ class ModelFolder:
             return {"tokenizer_type": kind, "tokenizer_path": path}
         # What transformers puts before a text, its post-processor says: Llama 3 has a begin mark
         # there; SmolLM2 has one that begins chats, and Qwen has none.
-        processor = read_json(path).get("post_processor") or {}
+        processor = storage.read_json(path).get("post_processor") or {}
         try:
             templates = [one.get("single") for one in processor.get("processors") or [processor]]
             begins = any(single and "SpecialToken" in single[0] for single in templates)

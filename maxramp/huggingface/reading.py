@@ -1,8 +1,9 @@
 """The tensors of a folder into the weights of a model, one after the other.
 
-Every process reads a contiguous part of every tensor, once. A compiled program moves the parts over
-the network between devices, turns the tensor into our axes, and puts it in its place in the stack
-of layers, whose memory it takes over. So beside its shards a host holds the parts of two tensors.
+Of every tensor each device gets some rows, which its host alone reads. A compiled program moves
+them over the network between devices, turns the tensor into our axes, and puts it in its place in
+the stack of layers, whose memory it takes over. So beside its shards a host holds the parts of two
+tensors.
 
 Shapes: L layers of a stack, R rows of a tensor (its first axis), N devices, r rows of a device.
 """
@@ -11,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -116,15 +117,12 @@ def prepare_load(
     used = {name for weight in weights for name in weight.names.values()}
     for why, names in left_out(tensors, used, model.tied).items():
         note(f"{folder}: {len(names)} tensors are left out, {why}: {', '.join(names[:3])}")
-    return functools.partial(load, tensors, model, decoder_block, layers)
+    return functools.partial(load, tensors, model, weights)
 
 
-def load(
-    tensors: Mapping[str, Tensor], model: Decoder, decoder_block: str, layers: Sequence[int] = ()
-) -> Decoder:
-    ordered = order_by_layer(model)
-    with ThreadPoolExecutor(1) as pool, jax.set_mesh(mesh_of(model)):
-        weights = list(name_tensors(ordered, decoder_block, layers))
+def load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[Named]) -> Decoder:
+    structure = jax.tree.structure(order_by_layer(model))
+    with ThreadPoolExecutor() as pool, jax.set_mesh(mesh_of(model)):
         arrays = list(map(_nothing, weights))
         steps = [
             (at, weight, layer, tensors[name], parts)
@@ -132,16 +130,16 @@ def load(
             for parts in [_Parts.from_weight(weight)]
             for layer, name in weight.names.items()
         ]
-        ahead = (pool.submit(parts.read, tensor) for *_, tensor, parts in steps)
+        ahead = (parts.begin(tensor, pool) for *_, tensor, parts in steps)
         coming = next(ahead)
         for at, weight, layer, tensor, parts in steps:
-            x_NR = parts.place_rows(tensor, coming.result())
+            x_NR = coming()
             coming = next(ahead, None)
             moved = weight.form, tensor.rows, parts
             arrays[at] = _put(arrays[at], x_NR, layer, weight.is_stack, *moved)
             del x_NR
             jax.block_until_ready(arrays[at])  # programs that wait would hold their parts
-    return order_by_stage(jax.tree.unflatten(jax.tree.structure(ordered), arrays), model)
+    return order_by_stage(structure.unflatten(arrays), model)
 
 
 def _nothing(weight: Named) -> jax.Array:
@@ -152,61 +150,49 @@ def _nothing(weight: Named) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """Which rows of a tensor every process reads, and how they come to where they belong."""
+    """Which rows of a tensor every device reads, and how they come to where they belong."""
 
     mesh: Mesh
     split: tuple[str | None, ...]  # the mesh axis of each axis of the tensor, at last
     axes: tuple[str, ...]  # all mesh axes: rows are cut over them, in this order
-    # the parts in the order of the rows: at which place of `axes` each is read, those of a process
-    # one behind the other
-    readers: tuple[int, ...]
 
     @classmethod
     def from_weight(cls, weight: Named) -> "_Parts":
-        mesh, spec = mesh_of(weight.weight), _spec_of(weight)
+        (array,) = jax.tree.leaves(weight.weight)
+        spec = array.sharding.spec.partitions + (None,) * array.ndim
+        spec = spec[len(weight.weight.leading) :]  # of one layer
         split = tuple(spec[weight.form.axes.index(group[0])] for group in weight.form.groups)
         # What cuts the rows at last comes first, and what cuts the other axis last: so parts are
         # exchanged along that one, and joined along the others.
         first = [axis for axis in split[:1] if axis]
         last = [axis for axis in split[1:] if axis]
         axes = (*first, *(axis for axis in AXES if axis not in (*first, *last)), *last)
-        devices = _line(mesh, axes)
-        readers = sorted(range(len(devices)), key=lambda i: (devices[i].process_index, i))
-        return cls(mesh, split, axes, tuple(readers))
+        return cls(mesh_of(weight.weight), split, axes)
 
-    def read(self, tensor: Tensor) -> np.ndarray:
-        """The rows of this process, by one read."""
-        own, r = self._own, math.ceil(tensor.rows / len(self.readers))
-        return tensor.read(*(min(i * r, tensor.rows) for i in (own[0], own[-1] + 1)))
+    def begin(self, tensor: Tensor, pool: Executor) -> Callable[[], jax.Array]:
+        """Begins to read the rows of the devices here. What it returns waits for them: the tensor
+        [N * r, ...] on all devices, with zeros behind its last row.
+        """
+        r, rest = math.ceil(tensor.rows / self.mesh.size), tensor.shape[1:]
+        shape = r * self.mesh.size, *rest
+        sharding = NamedSharding(self.mesh, axes_spec(self.axes, *(None for _ in rest)))
 
-    def place_rows(self, tensor: Tensor, rows: np.ndarray) -> jax.Array:
-        """[N * r, ...]: the tensor on the devices that read it, padded behind its last row."""
-        own, r = self._own, math.ceil(tensor.rows / len(self.readers))
-        if missing := len(own) * r - len(rows):
-            rows = np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
-        devices = _line(self.mesh, self.axes)
-        pieces = [
-            jax.device_put(rows[k * r : (k + 1) * r], devices[self.readers[i]])
-            for k, i in enumerate(own)
-        ]
-        spec = axes_spec(self.axes, *(None,) * (rows.ndim - 1))
-        return jax.make_array_from_single_device_arrays(
-            (len(devices) * r, *rows.shape[1:]), NamedSharding(self.mesh, spec), pieces
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            first, stop, _ = index[0].indices(shape[0])
+            rows = tensor.read(min(first, tensor.rows), min(stop, tensor.rows))
+            missing = np.zeros((r - len(rows), *rest), rows.dtype)
+            return np.concatenate([rows, missing]) if len(missing) else rows
+
+        devices = sharding.addressable_devices_indices_map(shape)
+        coming = [(pool.submit(read, index), device) for device, index in devices.items()]
+        return lambda: jax.make_array_from_single_device_arrays(
+            shape, sharding, [jax.device_put(rows.result(), device) for rows, device in coming]
         )
 
     def join_rows(self, x_NR: jax.Array, rows: int, wanted: int) -> jax.Array:
-        """The tensor of `place_rows`, cut as `split` says; traced. Where more rows are wanted than
-        it has, new ones are the mean of the others.
+        """The tensor of `begin`, cut as `split` says; traced. Where more rows are wanted than it
+        has, new ones are the mean of the others.
         """
-        if any(at != i for i, at in enumerate(self.readers)):
-            # A permutation counts along the axes in the mesh's own order.
-            shape = self.mesh.devices.shape
-            numbers = _line(self.mesh, self.axes, np.arange(math.prod(shape)).reshape(shape))
-            exchange = [(int(numbers[at]), int(numbers[i])) for i, at in enumerate(self.readers)]
-            names = self.mesh.axis_names
-            move = functools.partial(jax.lax.ppermute, axis_name=names, perm=exchange)
-            spec = jax.typeof(x_NR).sharding.spec
-            x_NR = map_shards(move, spec, spec)(x_NR)
         row_axis, *rest = self.split
         others = tuple(axis for axis in self.axes if axis not in rest)
         x = jax.reshard(x_NR, axes_spec(others, *rest))
@@ -217,25 +203,6 @@ class _Parts:
                 new = jnp.broadcast_to(mean, (wanted - rows, *x.shape[1:]))
                 x = jnp.concatenate([x, new])
         return jax.reshard(x, axes_spec(row_axis, *rest))
-
-    @property
-    def _own(self) -> list[int]:
-        devices, here = _line(self.mesh, self.axes), jax.process_index()
-        return [i for i, at in enumerate(self.readers) if devices[at].process_index == here]
-
-
-def _line(mesh: Mesh, axes: tuple[str, ...], values: np.ndarray | None = None) -> list:
-    """The devices of a mesh, or a value of each, along its axes in this order."""
-    values = mesh.devices if values is None else values
-    return list(values.transpose([mesh.axis_names.index(axis) for axis in axes]).flat)
-
-
-def _spec_of(weight: Named) -> tuple[str | None, ...]:
-    """The mesh axis of each axis of one layer's weight."""
-    (array,) = jax.tree.leaves(weight.weight)
-    partitions = array.sharding.spec.partitions
-    partitions += (None,) * (array.ndim - len(partitions))
-    return partitions[len(weight.weight.leading) :]
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), donate_argnums=0)

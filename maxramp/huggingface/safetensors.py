@@ -60,7 +60,7 @@ def tensors_of(folder: str, one: str = ONE) -> dict[str, Tensor]:
     if storage.exists(f"{folder}/{one}"):  # before an index, as transformers has it
         found = None
     elif one == ONE and storage.exists(index):
-        found = read_json(index).get("weight_map")
+        found = storage.read_json(index).get("weight_map")
         if not isinstance(found, dict) or not found:
             raise ConfigError(f"{index}: has no weight_map, which names the file of every tensor")
     else:
@@ -95,14 +95,20 @@ def _file_tensors(path: str) -> list[Tensor]:
     if length > min(size - _LENGTH.size, _MOST_HEADER):
         raise ConfigError(f"{path}: torn or not a safetensors file: {size} bytes; fetch it again")
     begin = _LENGTH.size + length
+    entries: list[tuple[int, int, str, str, tuple[int, ...]]] = []
     try:
         header = json.loads(storage.read_range(path, _LENGTH.size, begin).tobytes())
         header.pop("__metadata__", None)
-        entries = [_entry(name, **values) for name, values in header.items()]
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        for name, entry in header.items():
+            dtype, shape, (start, stop) = map(entry.pop, ("dtype", "shape", "data_offsets"))
+            numbers = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+            if entry or not numbers or not isinstance(dtype, str):
+                raise ValueError
+            entries.append((start, stop, name, dtype, tuple(shape)))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise ConfigError(f"{path}: its header is not of safetensors; fetch it again") from None
-    end = 0
-    for name, dtype, shape, start, stop in sorted(entries, key=lambda entry: entry[3:]):
+    tensors, end = [], 0
+    for start, stop, name, dtype, shape in sorted(entries):
         itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else _BYTES.get(dtype)
         if itemsize and start != stop - math.prod(shape) * itemsize:
             raise ConfigError(
@@ -114,26 +120,13 @@ def _file_tensors(path: str) -> list[Tensor]:
                 f"{path}: {name} begins at byte {start} of the tensors, but the one before it ends "
                 f"at {end}; fetch it again"
             )
+        tensors.append(Tensor(name, path, dtype, shape, begin + start))
         end = stop
     if begin + end != size:
         raise ConfigError(
             f"{path}: is torn: {size} bytes, but its tensors end at {begin + end}; fetch it again"
         )
-    return [
-        Tensor(name, path, dtype, shape, begin + start) for name, dtype, shape, start, _ in entries
-    ]
-
-
-def _entry(
-    name: str, dtype: str, shape: list[int], data_offsets: list[int]
-) -> tuple[str, str, tuple[int, ...], int, int]:
-    """A tensor of a header; raises a ValueError or TypeError if it is not one."""
-    start, stop = data_offsets
-    if not isinstance(dtype, str) or any(
-        type(n) is not int or n < 0 for n in (*shape, start, stop)
-    ):
-        raise ValueError
-    return name, dtype, tuple(shape), start, stop
+    return tensors
 
 
 def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
@@ -147,17 +140,3 @@ def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8
     return _LENGTH.pack(len(text)) + text
-
-
-def read_json(path: str) -> dict[str, Any]:
-    return parse_json(path, storage.read_bytes(path))
-
-
-def parse_json(path: str, data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not JSON ({error}); fetch it again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: holds no JSON object; fetch it again")
-    return found

@@ -74,15 +74,13 @@ def write(
         else weight.form.tensor_shape
         for name, (weight, _) in tensors.items()
     }
-    files = _files(shapes, form)
+    sizes_of = {name: math.prod(x) * np.dtype(dtype).itemsize for name, x in shapes.items()}
+    files = _files(sizes_of, form)
     headers = {
         file: header_of({name: (_CODES[dtype], shapes[name]) for name in names})
         for file, names in files.items()
     }
-    wanted = {
-        file: len(headers[file]) + sum(_bytes(shapes[name], dtype) for name in names)
-        for file, names in files.items()
-    }
+    wanted = {file: len(headers[file]) + sum(map(sizes_of.get, files[file])) for file in files}
     wanted_beside = {name: len(data) for name, data in beside.items()}
     source = {**source, "dtype": dtype, "files": wanted | wanted_beside}
     with contextlib.ExitStack() as held, jax.set_mesh(mesh_of(model)):
@@ -92,11 +90,12 @@ def write(
             if done.get(file) == wanted[file]:
                 continue
             is_own = number % jax.process_count() == jax.process_index()
-            parts = _parts(tensors, names, shapes, dtype, is_own, pause)
+            wanted_parts = [(name, *tensors[name], shapes[name][0]) for name in names]
+            parts = _parts(wanted_parts, dtype, is_own, pause)
             agreement.raise_everywhere(
                 functools.partial(_write_file, folder / file, headers[file], parts, is_own)
             )
-        size = sum(_bytes(shape, dtype) for shape in shapes.values())
+        size = sum(sizes_of.values())
         agreement.raise_everywhere(lambda: _finish(folder, files, size, beside))
 
 
@@ -162,15 +161,11 @@ def _refusing(folder: Place) -> Iterator[None]:
         raise ConfigError(said) from None
 
 
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(shape) * DTYPES[_CODES[dtype]].itemsize
-
-
-def _files(shapes: Mapping[str, tuple[int, ...]], form: Format) -> dict[str, list[str]]:
+def _files(sizes_of: Mapping[str, int], form: Format) -> dict[str, list[str]]:
+    """The tensors of each file, by their bytes."""
     files: list[list[str]] = [[]]
     size = 0
-    for name, shape in shapes.items():
-        own = _bytes(shape, form.dtype)
+    for name, own in sizes_of.items():
         if size and size + own > form.file_bytes:
             files.append([])
             size = 0
@@ -211,20 +206,17 @@ def _begin(folder: Place, source: Mapping[str, Any], held: contextlib.ExitStack)
 
 
 def _parts(
-    tensors: Mapping[str, tuple[Named, int]],
-    names: list[str],
-    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Named, int, int]],
     dtype: str,
     is_own: bool,
     pause: Callable[[], None],
 ) -> Iterator[np.ndarray]:
-    """The tensors of a file; every process makes them, and the one that writes it reads them."""
+    """The tensors of a file, by name, weight, layer and rows; every process makes them, and the one
+    that writes it reads them."""
     too_large = ""
-    for name in names:
+    for name, weight, layer, rows in tensors:
         pause()
-        weight, layer = tensors[name]
         (array,) = jax.tree.leaves(weight.weight)
-        rows = shapes[name][0]
         x = _take(array, layer, weight.is_stack, weight.form, rows, dtype)
         jax.block_until_ready(x)
         if is_own:
@@ -241,29 +233,23 @@ def _parts(
 
 def _write_file(path: Place, header: bytes, parts: Iterator[np.ndarray], is_own: bool) -> None:
     """Writes a file of tensors; takes part in making them where another process writes it."""
-    unfinished, failure = path.with_name(f"{path.name}.tmp"), None
+    unfinished = path.with_name(f"{path.name}.tmp")
     try:
         if is_own:
             with _refusing(path):
-                if isinstance(path, ObjectPath):
-                    with path.ask("open", "wb") as file:
-                        file.write(header)
-                        for part in parts:
-                            file.write(part.reshape(-1).view(np.uint8).data)
-                else:
-                    with open(unfinished, "wb") as file:
-                        file.write(header)
-                        for part in parts:
-                            file.write(part.reshape(-1).view(np.uint8).data)
+                is_far = isinstance(path, ObjectPath)
+                with path.ask("open", "wb") if is_far else open(unfinished, "wb") as file:
+                    file.write(header)
+                    for part in parts:
+                        file.write(part.reshape(-1).view(np.uint8).data)
+                    if not is_far:
                         file.flush()
                         os.fsync(file.fileno())
+                if not is_far:
                     os.replace(unfinished, path)
-    except (ConfigError, TrainingError) as error:
-        failure = error
-    for _ in parts:  # the others wait for what this process has to do in making the rest
-        pass
-    if failure:
-        raise failure
+    finally:
+        for _ in parts:  # the others wait for what this process has to do in making the rest
+            pass
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))

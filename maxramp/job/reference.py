@@ -26,6 +26,7 @@ from maxramp.data.loader import read_all
 from maxramp.data.relay import Expansion
 from maxramp.data.row import Row
 from maxramp.data.rows import Chain
+from maxramp.files.place import write_whole
 from maxramp.files.run_folder import Appending
 from maxramp.job.start import Job
 from maxramp.model.decoder import Decoder
@@ -61,33 +62,36 @@ def add_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
     sequences = [part.items for part in parts]
     ends = np.cumsum([len(rows) for rows in sequences])
     total, path = int(ends[-1]), job.config.checkpoints.load_parameters_path
-    said, log_probs, size = agreement.decide_on_first(lambda: _read(job.output.here / FILE))
+    said, log_probs = agreement.decide_on_first(lambda: _read(job.output.here / FILE))
     done_N2 = np.array(log_probs, np.float32).reshape(-1, 2)[:total]
     so_far = job.known_reference
     if said.get("data") != corpus.hash or (so_far and said["reference"] != so_far):
         said = {}  # of other pairs, or put there from elsewhere
     # Before the first checkpoint, a run begins with the weights as they are now.
     if not so_far or said.get("weights") != path or len(done_N2) < total:
-        begin = time.monotonic()
-        mesh = expansion.mesh_of(_spec(job))
-        model = job.load_reference(abstract_state(job.config.recipe, mesh).model)
+        begin, tell = time.monotonic(), Throttle(job.output.say)
+        abstract = abstract_state(job.config.recipe, expansion.mesh_of(_spec(job)))
+        model = job.load_reference(abstract.model)
         found = job.checkpoints.reference
-        if said.get("reference") != found:
-            done_N2, size = done_N2[:0], 0
-        head = dict(zip(_HEAD, (found, path, corpus.hash), strict=True))
-        made, tell = [done_N2], Throttle(job.output.say)
+        made = [done_N2 if said.get("reference") == found else done_N2[:0]]
+        first = done = len(made[0])
         with contextlib.ExitStack() as closing:
-            write = closing.enter_context(_writing(job, head, size))
-            for new_n2 in _log_probs(job, sequences, len(done_N2), model, expansion):
-                write(sum(map(len, made)), new_n2)
+            if is_first := jax.process_index() == 0:
+                head = _line(_HEAD, (found, path, corpus.hash))
+                write_whole(file := job.output.here / FILE, b"".join([head, *_lines(0, made[0])]))
+                growing = closing.enter_context(contextlib.closing(Appending(file)))
+            for new_n2 in _log_probs(job, sequences, first, model, expansion):
+                for line in _lines(done, new_n2) if is_first else ():
+                    growing.append(line)
                 made.append(new_n2)
-                tell(f"pairs    {sum(map(len, made)):,} of {total:,} have their log-probabilities")
+                done += len(new_n2)
+                tell(f"pairs    {done:,} of {total:,} have their log-probabilities")
                 job.pause()
         done_N2 = np.concatenate(made)
-        if new := total - len(made[0]):
+        if first < total:
             job.output.say(
-                f"pairs    log-probabilities of {count(new, 'pair')} under {path} (hash {found}) "
-                f"in {time.monotonic() - begin:.0f}s"
+                f"pairs    log-probabilities of {count(total - first, 'pair')} under {path} (hash "
+                f"{found}) in {time.monotonic() - begin:.0f}s"
             )
     else:
         job.checkpoints.reference = so_far
@@ -108,7 +112,15 @@ def _log_probs(
     if not len(rows):
         return
     spec = _spec(job)
-    program = _program(job, spec, expansion)
+    recipe = job.config.recipe.with_spec(spec)
+
+    def find(model: Decoder, batch: Batch) -> jax.Array:
+        micro_batch = jax.tree.map(lambda x_AB: x_AB[0], expansion.gather(batch))
+        weights = model.cast(recipe.model.dtype)
+        log_p_B2, _ = answer_log_probs(recipe.objective, recipe.model, weights, micro_batch)
+        return jax.reshard(log_p_B2, REPLICATED)
+
+    program = Jitted(expansion.mesh_of(spec), find)
     with contextlib.closing(read_all(rows, spec, expansion, job.config.reading)) as batches:
         for number, batch in enumerate(batches):
             yield np.asarray(program(model, batch))[: len(rows) - number * spec.rows]
@@ -120,55 +132,29 @@ def _spec(job: Job) -> StageSpec:
     return dataclasses.replace(stage.resize(1, stage.rows), fields=fields)
 
 
-def _program(job: Job, spec: StageSpec, expansion: Expansion) -> Jitted:
-    recipe = job.config.recipe.with_spec(spec)
-
-    def find(model: Decoder, batch: Batch) -> jax.Array:
-        micro_batch = jax.tree.map(lambda x_AB: x_AB[0], expansion.gather(batch))
-        weights = model.cast(recipe.model.dtype)
-        log_p_B2, _ = answer_log_probs(recipe.objective, recipe.model, weights, micro_batch)
-        return jax.reshard(log_p_B2, REPLICATED)
-
-    return Jitted(expansion.mesh_of(spec), find)
-
-
-def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[Any], int]:
-    """What the file has: its first line, the log-probabilities of the first rows, and
-    the bytes of the lines that are whole."""
-    said, log_probs, size = {}, [], 0
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, -1):
-        try:
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[Any]]:
+    """What the file says, but for the line that a kill has torn: its first line, and the
+    log-probabilities of the first rows."""
+    said, log_probs = {}, []
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        for number, line in enumerate(lines, -1):
             value = json.loads(line)
-            first, *others = (value[name] for name in (_HEAD if number < 0 else _PAIR))
-            pair = [] if number < 0 else [[float(x) for x in others]]
-        except (ValueError, LookupError, TypeError):
-            break
-        if not line.endswith(b"\n") or number not in (-1, first):  # torn by a kill
-            break
-        said, size = said or value, size + len(line)
-        log_probs += pair
-    return said, log_probs, size
+            if number < 0:
+                said = {name: value[name] for name in _HEAD}
+                continue
+            row, *pair = (value[name] for name in _PAIR)
+            if row != number:
+                break
+            log_probs.append([float(x) for x in pair])
+    return said, log_probs
 
 
-@contextlib.contextmanager
-def _writing(job: Job, head: dict[str, Any], size: int) -> Iterator[Any]:
-    """What appends log-probabilities from a row on to the file, cut to a size; on process 0."""
-    if jax.process_index():
-        yield lambda row, log_probs_n2: None
-        return
-    path = job.output.here / FILE
-    if not size:
-        path.write_bytes(json.dumps(head).encode() + b"\n")
-    else:
-        with path.open("r+b") as file:
-            file.truncate(size)
-    file = Appending(path)
+def _lines(row: int, log_probs_n2: np.ndarray) -> Iterator[bytes]:
+    """Those of rows from one on."""
+    for number, pair in enumerate(log_probs_n2.tolist(), row):
+        yield _line(_PAIR, (number, *pair))
 
-    def write(row: int, log_probs_n2: np.ndarray) -> None:
-        for number, (chosen, rejected) in enumerate(log_probs_n2.tolist(), row):
-            line = dict(zip(_PAIR, (number, chosen, rejected), strict=True))
-            file.append(json.dumps(line).encode() + b"\n")
 
-    with contextlib.closing(file):
-        yield write
+def _line(names: Sequence[str], values: Sequence[Any]) -> bytes:
+    return json.dumps(dict(zip(names, values, strict=True))).encode() + b"\n"

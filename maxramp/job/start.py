@@ -6,7 +6,6 @@ gives it the run's folder and says where the run stands.
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -16,7 +15,7 @@ from maxramp.checkpoints import arrays, decisions
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.resume import Span, length_by_epochs, rate_change, take_up
 from maxramp.checkpoints.store import Checkpoints
-from maxramp.checkpoints.weights import SavedWeights, Weights, keep_released
+from maxramp.checkpoints.weights import SavedWeights, keep_released
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import dump_config
@@ -25,13 +24,8 @@ from maxramp.data.corpus import DataIdentity
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError, Stopped, report
 from maxramp.handover.export import export_run
-from maxramp.handover.first_weights import (
-    key_of_first_weights,
-    open_first_weights,
-    pin_first_weights,
-    states_of_first_weights,
-)
-from maxramp.model.adapters import has_adapters, without_adapters
+from maxramp.handover.first_weights import FirstWeights, pin_first_weights
+from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.order import order_by_layer
 from maxramp.parallel import mesh as mesh_lib
@@ -69,9 +63,8 @@ def run(
 
 @contextlib.contextmanager
 def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Iterator["Start"]:
-    """Starts the backend and joins the processes of the job; on the way out, closes all of it.
-
-    `loaded` is from `config.load`; the first process prints `notes`.
+    """Starts the backend and joins the processes of the job; on the way out, closes all of it. The
+    first process prints `notes`.
     """
     hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
     with Watchdog(hang, join) as watchdog, contextlib.ExitStack() as closing:
@@ -82,10 +75,9 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
         watchdog.beat()
         preemption.begin(jax.process_count() > 1)
         config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
-        config = pin_first_weights(config)
-        weights = functools.cache(lambda: open_first_weights(config))
+        config, first = pin_first_weights(config)
         mesh = mesh_lib.make_mesh(config.mesh)
-        yield Start(config, mesh, meshes_of(loaded), preemption, watchdog, closing, weights)
+        yield Start(config, mesh, meshes_of(loaded), preemption, watchdog, closing, first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +91,7 @@ class Start:
     # gets a beat at every step or part of one, and before the first for what is opened
     watchdog: Watchdog
     closing: contextlib.ExitStack  # closes what the job opens, the last first
-    # what the run begins with, None for new weights; opened when somebody asks first: a restart
-    # may not need them, and then they may be gone
-    first_weights: Callable[[], Weights | None]
+    first: FirstWeights  # what the run begins with
 
     def is_asked_to_stop(self) -> bool:
         """Whether to give up the step that is being done; the same answer on every process."""
@@ -130,42 +120,33 @@ class Start:
         )
         self.closing.enter_context(agreement.report_lost_peers())
         position = checkpoints.latest()
-        left_over = ""
+        left_over, devices = "", jax.device_count()
         if config.batch.is_open:
             samples, left_over = length_by_epochs(
-                config.batch, jax.device_count(), position, rows, config.data.num_epoch
+                config.batch, devices, position, rows, config.data.num_epoch
             )
             config = config.replace(total_samples=samples)
             checkpoints.values = config.values
         changed = checkpoints.changes_since(position) if position else ""
         goes_on = checkpoints.newest is not None
-        checkpoints.first = agreement.decide_on_first(
-            lambda: states_of_first_weights(config, position if goes_on else None)
-        )
+        checkpoints.first = self.first.states
         if not goes_on:  # what an earlier start kept, which left no checkpoint, binds nobody
-
-            def keep() -> None:
-                first = SavedWeights(position) if position else self.first_weights()
-                keep_released(first, output.folder)
-
-            agreement.decide_on_first(keep)
-        recorded = agreement.raise_everywhere(lambda: goes_on and decisions.read(output.here))
+            agreement.decide_on_first(
+                lambda: keep_released(
+                    SavedWeights(position) if position else self.first.weights, output.folder
+                )
+            )
+        recorded = agreement.decide_on_first(lambda: decisions.read(output.here) if goes_on else [])
+        batch, restart = config.batch, PassCost(config).restart
         span = take_up(
-            config.batch,
-            config.checkpoints,
-            jax.device_count(),
-            self.meshes,
-            PassCost(config).restart,
-            position,
-            agreement.all_gather_json(recorded or [])[0],
-            fields,
+            batch, config.checkpoints, devices, self.meshes, restart, position, recorded, fields
         )
         checkpoints.history = span.ramp.history
         jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
         lines = {"keys": changed, "rate": jump, "rows": left_over}
         changes = [f"{name}     {line}" for name, line in lines.items() if line]
-        begun = vars(self) | {"config": config}
-        return Job(**begun, output=output, checkpoints=checkpoints, span=span, changes=changes)
+        own = {"output": output, "checkpoints": checkpoints, "span": span, "changes": changes}
+        return Job(**vars(self) | own | {"config": config})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,37 +169,37 @@ class Job(Start):
         known = {HELD_OUT: keys.eval_interval != -1, TASKS: bool(keys.evaluate_tasks)}
         return [what for what in (position.owes if position else ()) if known[what]]
 
-    def abstract_state(self) -> TrainState:
-        """On the mesh of the first step."""
-        spec = self.span.ramp.stage_at_step(self.span.first_step).spec
-        abstract = abstract_state(self.config.recipe, mesh_lib.reshape_mesh(self.mesh, spec.mesh))
-        if self.span.position:
-            arrays.compare(self.span.position, abstract, self.config.values)
-        elif weights := self.first_weights():
-            weights.prepare(abstract.model, self.config.values, self.output.say)
-        return abstract
-
-    def first_state(self, abstract: TrainState) -> TrainState:
-        """The state that the job begins with: of a checkpoint, of the first weights, or new.
-
-        Of adapted weights a checkpoint has the adapters alone: the others are the first weights.
+    def abstract_state(self) -> tuple[TrainState, Callable[[], Decoder] | None]:
+        """The state on the mesh of the first step, and what reads the weights that `first_state`
+        takes. Refuses a checkpoint or weights that do not fit.
         """
+        config, position = self.config, self.span.position
+        spec = self.span.ramp.stage_at_step(self.span.first_step).spec
+        mesh = mesh_lib.reshape_mesh(self.mesh, spec.mesh)
+        abstract = abstract_state(config.recipe, mesh)
+        if position:
+            arrays.compare(position, abstract, config.values)
+        # Of adapted weights a checkpoint has the adapters alone: the others are the first weights.
+        if (position and not config.model.lora_rank) or not (weights := self.first.weights):
+            return abstract, None
+        note = (lambda line: None) if position else self.output.say
+        return abstract, weights.prepare(abstract.model, config.values, note)
+
+    def first_state(self, abstract: TrainState, read: Callable[[], Decoder] | None) -> TrainState:
+        """The state that the job begins with: of a checkpoint, of the first weights, or new."""
         recipe, position = self.config.recipe, self.span.position
-        adapts = has_adapters(abstract.model)
-        if position and not adapts:
-            return arrays.restore(position, abstract)
-        if not (weights := self.first_weights()):
-            with jax.set_mesh(mesh_lib.mesh_of(abstract)):
-                return initial_state(recipe)
-        first = weights.load(abstract.model, self.config.values)
-        if adapts:
-            base = self._bind(without_adapters(first))
+        if read:
+            model = self._bind(read) if self.config.model.lora_rank else read()
             if position:
-                return arrays.restore(position, abstract, base)
-        return state_of(recipe, first)
+                return arrays.restore(position, abstract, without_adapters(model))
+            return state_of(recipe, model)
+        if position:
+            return arrays.restore(position, abstract)
+        with jax.set_mesh(mesh_lib.mesh_of(abstract)):
+            return initial_state(recipe)
 
     def load_reference(self, model: Decoder) -> Decoder:
-        return self._bind(without_adapters(self.first_weights().load(model, self.config.values)))
+        return without_adapters(self._bind(self.first.weights.prepare(model, self.config.values)))
 
     @property
     def known_reference(self) -> str:
@@ -228,23 +209,24 @@ class Job(Start):
         is_own = position and position.path.parent.parent == self.config.run.folder.absolute()
         return position.reference if is_own else ""
 
-    def _bind(self, weights: Decoder) -> Decoder:
-        """Keeps the hash of frozen weights in every checkpoint, and continues with no others."""
-        config = self.config
-        found = self.checkpoints.reference = fingerprint_of_weights(order_by_layer(weights))
-        key, so_far = key_of_first_weights(config), self.known_reference
-        if so_far not in ("", found) and key not in config.checkpoints.allow_changed:
+    def _bind(self, read: Callable[[], Decoder]) -> Decoder:
+        """Reads weights; keeps the hash of the frozen ones in every checkpoint, and continues with
+        no others.
+        """
+        weights, key = read(), self.first.key
+        frozen = order_by_layer(without_adapters(weights))
+        found = self.checkpoints.reference = fingerprint_of_weights(frozen)
+        so_far = self.known_reference
+        if so_far not in ("", found) and key not in self.config.checkpoints.allow_changed:
             raise ConfigError(
-                f"{key}={config.values[key]}: not the weights that the run began with (hash "
-                f"{found}, was {so_far}); give those, allow_changed=[{key}], or another run_name"
+                f"{key}={self.first.path}: not the weights that the run began with (hash {found}, "
+                f"was {so_far}); give those, allow_changed=[{key}], or another run_name"
             )
         return weights
 
     def check(self) -> bool:
-        """Whether to save and end after a step; the same answer on every process.
-
-        Raises:
-          TrainingError: the run's folder is lost, or a save failed that cannot be made up for.
+        """Whether to save and end after a step; the same answer on every process. A TrainingError
+        where the run's folder is lost, or a save failed that cannot be made up for.
         """
         self.watchdog.beat()
         self.output.kept.check()

@@ -193,7 +193,7 @@ def test_the_weights_alone(saved_folder):
     config = config_of("opt_type=sgd")
     abstract = abstract_state(config.recipe, make_mesh(config))
     for path in (saved_folder.path, saved_folder.path / "12"):
-        model = open_weights(str(path)).load(abstract.model, config.values)
+        model = open_weights(str(path)).prepare(abstract.model, config.values)()
         assert equal(model, first_state().model)
 
 

@@ -458,7 +458,10 @@ PREPARE = {
     ),
     "negative token": ("{f}/negative.bin --output {o}", ("{f}/negative.bin: document 0", "-3")),
     "inspected folder": ("--inspect {f}", ("{f}", "not a prepared set")),
-    "inspected file": ("--inspect {f}/good.jsonl", ("good.jsonl is not a prepared set", "use_dpo=true")),
+    "inspected file": (
+        "--inspect {f}/good.jsonl",
+        ("good.jsonl is not a prepared set", "use_dpo=true"),
+    ),
     "inspected torn set": ("--inspect {f}/set_short", ("shard-00000.bin", "torn")),
 }
 

@@ -16,7 +16,7 @@ from maxramp.checkpoints.folder import Checkpoint, commit, read
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.handover.first_weights import pin_first_weights, states_of_first_weights
+from maxramp.handover.first_weights import pin_first_weights
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.rl.prompts import FilePrompts, Sums, check_enough, open_prompts
 from maxramp.run.metrics import read_records
@@ -233,26 +233,28 @@ def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     other, run = tmp_path / "other", tmp_path / "run"
     config = load([RL, f"{key}={other}", f"base_output_directory={tmp_path}", "run_name=run"])
     first = checkpoint(other, 100, "a")
-    assert pin_first_weights(config).values[key] == str(first)
-    names = states_of_first_weights(config.replace(**{key: str(first)}), None)
+    settled, pinned = pin_first_weights(config)
+    assert settled.values[key] == str(first)
+    names = pinned.states
+    assert names == {key: "a"}
     position = checkpoint(run, 5, "b", names, **{key: f"/once/was/here/{first.name}"})
     gone = config.replace(**{key: f"/once/was/here/{first.name}"})
-    assert states_of_first_weights(gone, read(position)) == names
+    assert read(position).first == pin_first_weights(gone)[1].states == names
     newest = checkpoint(other, 300)
-    settled = pin_first_weights(config)
+    settled, _ = pin_first_weights(config)
     assert settled.values[key] == str(first)
     given = config.replace(**{key: str(newest)})
-    assert pin_first_weights(given).values[key] == str(newest)
+    assert pin_first_weights(given)[0].values[key] == str(newest)
     shutil.rmtree(first)
-    assert pin_first_weights(config).values[key] == str(newest)
+    assert pin_first_weights(config)[0].values[key] == str(newest)
     checkpoint(run, 6, "e", names, **{key: str(first)})
     for place in (other, other / "checkpoints", other / "checkpoints" / "best", first):
         given = config.replace(**{key: str(place)})
-        assert pin_first_weights(given).values[key] == str(first)
+        assert pin_first_weights(given)[0].values[key] == str(first)
     checkpoint(tmp_path / "third", 100, "c")  # of another run, under the same number
     newest = checkpoint(tmp_path / "third", 200, "d")
     given = config.replace(**{key: str(tmp_path / "third")})
-    assert pin_first_weights(given).values[key] == str(newest)
+    assert pin_first_weights(given)[0].values[key] == str(newest)
     for place in (run, run / "checkpoints", run / "checkpoints" / "6"):
         with pytest.raises(ConfigError, match=f"{key}={place}: lies in this run's own folder"):
             pin_first_weights(config.replace(**{key: str(place)}))
