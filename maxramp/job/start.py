@@ -41,7 +41,7 @@ from maxramp.processes.ending import Preemption, Watchdog
 from maxramp.rampup.shape import Meshes
 from maxramp.run.output import Output
 from maxramp.stage import Fields
-from maxramp.training.state import TrainState, abstract_state, initial_state, state_of
+from maxramp.training.state import TrainState, abstract_state, initial_state
 
 
 def run(
@@ -215,7 +215,8 @@ class Job(Start):
             base = self._bind(without_adapters(first))
             if position:
                 return arrays.restore(position, abstract, base)
-        return state_of(recipe, first)
+        with jax.set_mesh(mesh_lib.mesh_of(first)):
+            return initial_state(recipe, first)
 
     def load_reference(self, model: Decoder) -> Decoder:
         return self._bind(without_adapters(self.first_weights().load(model, self.config.values)))

@@ -77,7 +77,7 @@ class PolicyPrograms:
             return jax.tree.map(jnp.add, sums, found)
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
-            return token_log_probs(policy, recipe.model)(model.cast(dtype), batch)[0]
+            return token_log_probs(policy, recipe.model, model.cast(dtype), batch)[0]
 
         self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), objective.shown))
         self.add = jit(add, donate_argnums=0)

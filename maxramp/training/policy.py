@@ -3,8 +3,6 @@
 Shapes: P prompts, G answers to each, B rows, T tokens.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +47,7 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
     """
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
-        log_p_BT, entropy_BT, aux = token_log_probs(keys, execution)(model, batch)
+        log_p_BT, entropy_BT, aux = token_log_probs(keys, execution, model, batch)
         mask_BT = batch.targets >= 0
         share_BT = jnp.where(mask_BT, batch.shares, 0)
         advantage_BT = batch.weights
@@ -82,14 +80,10 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
 
 
 def token_log_probs(
-    keys: PolicyKeys, execution: Execution
-) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array, Aux]]:
+    keys: PolicyKeys, execution: Execution, model: Decoder, batch: Batch
+) -> tuple[jax.Array, jax.Array, Aux]:
     """Log-probabilities of a batch's targets, and entropies, two [B, T]; and the layers' sums."""
-
-    def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array, Aux]:
-        x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
-        temperature, block = keys.decode_sampling_temperature, keys.loss_block_tokens
-        head_DV = model.head(execution.dtype)
-        return *log_probs(x_BTD, head_DV, batch.targets, temperature, block), aux
-
-    return find
+    x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
+    temperature, block = keys.decode_sampling_temperature, keys.loss_block_tokens
+    head_DV = model.head(execution.dtype)
+    return *log_probs(x_BTD, head_DV, batch.targets, temperature, block), aux

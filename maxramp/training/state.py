@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from maxramp.model.adapters import attach_adapters, has_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import Weight, is_weight, join_parts, weights_of
-from maxramp.parallel.mesh import attach_mesh, mesh_of, platform
+from maxramp.parallel.mesh import attach_mesh, platform
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.optimizers.table import Optimizer
 
@@ -133,20 +133,12 @@ def no_counts(model: Decoder) -> dict[str, jax.Array]:
     return {name: jnp.zeros(shape, jnp.uint32) for name, shape in counts}
 
 
-def initial_state(recipe: Recipe) -> TrainState:
-    return _once(functools.partial(init_state, recipe))()
-
-
-def state_of(recipe: Recipe, model: Decoder) -> TrainState:
-    """`init_state` with these weights, donated, on their mesh."""
-    with jax.set_mesh(mesh_of(model)):
-        return _once(functools.partial(init_state, recipe), donate_argnums=0)(model)
-
-
-def _once(make: Callable, **how: Any) -> Callable:
+def initial_state(recipe: Recipe, *model: Decoder) -> TrainState:
+    """`init_state` on the mesh that is set; donates the model if one is given."""
     # On CPUs random numbers take longer to optimize than the whole step.
     options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
-    return jax.jit(make, compiler_options=options, **how)
+    make, donated = functools.partial(init_state, recipe), range(len(model))
+    return jax.jit(make, compiler_options=options, donate_argnums=donated)(*model)
 
 
 def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:

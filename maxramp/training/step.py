@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from maxramp.data.batch import Batch
 from maxramp.model.adapters import add_dropout, dropout_of
 from maxramp.model.decoder import Decoder
-from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import join_parts
 from maxramp.parallel.axes import COPY_AXES
@@ -35,20 +34,10 @@ Metrics = dict[str, jax.Array]
 
 
 def make_train_step(
-    recipe: Recipe, learning_rate: LearningRate
+    recipe: Recipe, learning_rate: LearningRate, objective: Objective | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    step = functools.partial(
-        train_step,
-        objective=objective_of(recipe),
-        execution=recipe.model,
-        optimizer=recipe.optimizer,
-        learning_rate=learning_rate,
-    )
-
-    def train_on_rows(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return step(state, cut(batch, recipe.model.max_target_length))
-
-    return train_on_rows
+    given = {"recipe": recipe, "learning_rate": learning_rate}
+    return functools.partial(train_step, objective=objective or objective_of(recipe), **given)
 
 
 def cut(batch: Batch, length: int) -> Batch:
@@ -69,10 +58,9 @@ def train_step(
     state: TrainState,
     batch: Batch,
     *,
-    objective: Objective,
-    execution: Execution,
-    optimizer: OptimizerKeys,
+    recipe: Recipe,
     learning_rate: LearningRate,
+    objective: Objective,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on A micro batches of B rows, [A, B, ...] as BATCH_ABT; donates `state`.
 
@@ -99,11 +87,12 @@ def train_step(
             found = gradient(trained)
         return jax.tree.map(jnp.add, sums, found), kept
 
+    optimizer, batch = recipe.optimizer, cut(batch, recipe.model.max_target_length)
     (A, B, _), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
     apart = _copies_apart(A)
     # Once, whatever the number of micro batches.
-    trained = state.trained.cast(execution.dtype, [*apart])
-    frozen = state.frozen.cast(execution.dtype)
+    trained = state.trained.cast(recipe.model.dtype, [*apart])
+    frozen = state.frozen.cast(recipe.model.dtype)
     before = optimizer, state.opt_state
     zeros = zero_sums(trained, objective.shown)
     drops = dropout_of(trained) > 0

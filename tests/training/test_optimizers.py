@@ -240,11 +240,11 @@ def test_a_plan_knows_what_muon_keeps():
 def test_momentum_in_samples_has_one_effect():
     """Of a constant gradient, in the end: at any batch that of the reference."""
     keys = make_config("opt_type=sgd", "sgd_momentum=0.9", "half_lives_in_samples=[sgd_momentum]")
-    momentum, g = sgd.Rule(keys.optimizer), {"w": jnp.ones(1)}
+    g = {"w": jnp.ones(1)}
     for batch in (0.25, 1.0, 4.0):
-        state = momentum.init(g)
+        state = sgd.init(keys.optimizer, g)
         for _ in range(int(200 / batch)):
-            direction, state = momentum.update(g, state, g, Pace(batch))
+            direction, state = sgd.update(keys.optimizer, g, state, g, Pace(batch))
         assert direction["w"] == pytest.approx(10, rel=1e-3)
 
 
