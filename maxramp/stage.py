@@ -82,11 +82,6 @@ class StageSpec:
     def rows_multiple(self) -> int:
         return max(1, self.pipeline_microbatches // self.mesh.pipeline_stages)
 
-    @property
-    def ranks(self) -> int:
-        """Groups of devices that each hold rows of their own."""
-        return self.mesh.ranks
-
     def resize(self, accumulation: int, rows: int) -> Self:
         return dataclasses.replace(self, accumulation=accumulation, rows=rows)
 

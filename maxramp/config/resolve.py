@@ -17,10 +17,12 @@ from maxramp.rampup.numbers import exact, show
 from maxramp.rampup.shape import Meshes
 
 
-def resolve(config: Config, num_devices: int, num_slices: int | None, num_processes: int) -> Config:
+def resolve(
+    config: Config, num_devices: int, num_slices: int | None = None, num_processes: int = 1
+) -> Config:
     """Fills in what the devices decide, so that no key is left open, and checks what depends on
     them. `num_slices` are groups of devices joined by the slow network (TPU slices; 1 elsewhere);
-    None takes the keys' own.
+    None takes the keys' own, as for a job that is still to come.
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
@@ -45,18 +47,13 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
     return config
 
 
-def resolve_planned(config: Config, num_devices: int) -> Config:
-    """`resolve` for a job of this many devices that is still to come, on the keys' own slices."""
-    return resolve(config, num_devices, None, 1)
-
-
 def meshes_of(config: Config) -> Meshes:
     """The meshes of a loaded config; None on numbers of devices that it does not resolve for."""
 
     @functools.cache
     def batch_keys(num_devices: int) -> BatchKeys | None:
         try:
-            return resolve_planned(config, num_devices).batch
+            return resolve(config, num_devices).batch
         except ConfigError:
             return None
 

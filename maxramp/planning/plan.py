@@ -176,7 +176,7 @@ def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] |
     count = spec.mesh.pipeline_stages
     fewest = (count - 1) * (1 / SMALL_BUBBLE - 1) / model.num_pipeline_repeats
     least = math.ceil(fewest / count - 1e-9)
-    rows = [stage.spec.rows // stage.spec.ranks for stage in stages]
+    rows = [stage.spec.rows // stage.spec.mesh.ranks for stage in stages]
     common = math.gcd(*rows)
     share = next((n for n in range(least, common + 1) if common % n == 0), least)
     return {
