@@ -152,11 +152,11 @@ def _phases(
 
 def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
     """As in a pass, where a phase changes the mesh in rows that the mesh of every phase takes."""
-    rows, held = layout.whole_rows_per_device(keys), [phase.keys for phase in keys.phase_list]
+    held = [phase.keys for phase in keys.phase_list]
     multiples = [Fraction(of.rows_multiple, of.model_parallel_size) for of in held]
     denominator = math.lcm(*(multiple.denominator for multiple in multiples))
     multiple = Fraction(math.lcm(*(int(m * denominator) for m in multiples)), denominator)
-    return max(1, rows // multiple) * multiple
+    return max(1, layout.rows_per_device_limit(keys) // multiple) * multiple
 
 
 def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:

@@ -10,7 +10,6 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
 
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import ROW_AXES
@@ -33,21 +32,13 @@ class Layout:
 Layouts = list[Layout | None]  # of stages; None where a batch does not divide
 
 
-def rows_per_device_limit(config: Any) -> Fraction:
+def rows_per_device_limit(keys: BatchKeys) -> Fraction:
     """The most rows that a device may hold in one pass."""
-    keys = BatchKeys.read(config)
     if keys.micro_batch_size != -1:
         return Fraction(keys.micro_batch_size, keys.model_parallel_size)
     if keys.per_device_batch_size <= 0:  # no size of a pass is given: any batch is one
         return Fraction(keys.global_batch_size, keys.model_parallel_size)
     return exact(keys.per_device_batch_size)
-
-
-def whole_rows_per_device(config: Any) -> Fraction:
-    """The same in rows of a rank that it can run: a size that any mesh of the job divides."""
-    keys = BatchKeys.read(config)
-    rows = max(keys.rows_multiple, _rows_per_rank_limit(keys, rows_per_device_limit(keys)))
-    return Fraction(rows, keys.model_parallel_size)
 
 
 def _rows_per_rank_limit(keys: BatchKeys, rows_per_device: Fraction | None) -> int:

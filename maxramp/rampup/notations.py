@@ -13,7 +13,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys.section import Relations, refuse
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import MAXTEXT_RAMP, BatchKeys
-from maxramp.rampup.numbers import exact, parse_count, show
+from maxramp.rampup.numbers import exact, nearest_divisors, parse_count, show
 from maxramp.rampup.phases import WARMUP, Phase
 
 
@@ -52,7 +52,7 @@ def _read_notation(keys: BatchKeys) -> list[Threshold]:
         # A step uses the last pair whose threshold is not above the consumed samples.
         return [Threshold(*pair) for pair in _parse_schedule(keys)]
     if keys.rampup_policy == "seesaw":
-        return [Threshold(samples, batch) for samples, batch in ladder.seesaw_sizes(keys)]
+        return [Threshold(*pair) for pair in ladder.seesaw_sizes(keys)]
     if keys.rampup_policy:  # the first size; the others are decided while the run trains
         return [Threshold(0, keys.rampup_ladder[0])]
     if keys.global_batch_size != -1:
@@ -160,7 +160,10 @@ def _check_rise(
     )
     relation = f"does not divide {name} - {start_name} = {show(rise)}"
     wrong = "must be above 0" if increment <= 0 else relation
-    yield increment <= 0 or rise % increment, f"{given[1]} {wrong}; use {_divisors(rise)}"
+    yield (
+        increment <= 0 or rise % increment,
+        f"{given[1]} {wrong}; use {nearest_divisors(increment, rise)}",
+    )
     yield (
         samples <= 0,
         f"{given[2]} must be above 0 (over which the batch grows); for a constant batch {constant}",
@@ -272,15 +275,3 @@ def _limit_stages(increments: int, key: str) -> int:
             f"{key} makes {increments + 1} stages, more than {_MOST_STAGES}; use a larger increment"
         )
     return increments
-
-
-def _divisors(rise: Fraction) -> str:
-    """A few increments that divide `rise`, small to large, for an error's remedy."""
-    if rise.denominator == 1:
-        whole = int(rise)
-        found = [d for d in range(1, min(whole, 10_000) + 1) if whole % d == 0]
-        found = found if len(found) <= 6 else [*found[:5], whole]
-        numbers = [str(d) for d in found]
-    else:
-        numbers = [show(rise / n) for n in (4, 2, 1)]
-    return ", ".join(numbers[:-1]) + " or " + numbers[-1] if len(numbers) > 1 else numbers[0]
