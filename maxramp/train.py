@@ -58,7 +58,7 @@ from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.objectives import objective_of
 from maxramp.training.programs import Programs
-from maxramp.training.state import HeldState, TrainState
+from maxramp.training.state import TrainState
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -134,7 +134,8 @@ class Pretrainer:
         job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
         for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
-        self._held = HeldState(job.first_state(abstract))
+        # Flat between steps: modules cost a millisecond a step.
+        self._arrays, self._structure = jax.tree.flatten(job.first_state(abstract))
         # Of an evaluation, on the devices.
         self._objective = objective_of(config.recipe)
         count = len(self._objective.shown)
@@ -142,7 +143,7 @@ class Pretrainer:
 
     @property
     def state(self) -> TrainState:
-        return self._held.tree
+        return self._structure.unflatten(self._arrays)
 
     @property
     def evaluation_names(self) -> list[str]:
@@ -153,8 +154,8 @@ class Pretrainer:
         batch, data_seconds = self._loader.batch(step)
         consumed_tokens = self._ramp.tokens(first_sample + stage.global_batch_size)
         train_step, compile_seconds = self._programs.train_step(stage)
-        compile_seconds += self._programs.follow(self._held, stage)
-        self._held.arrays, shown = train_step(self._held.arrays, batch)
+        compile_seconds += self._programs.follow(self._arrays, stage)
+        self._arrays, shown = train_step(self._arrays, batch)
         self._ahead.lower()
 
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:

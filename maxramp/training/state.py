@@ -17,7 +17,7 @@ from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import Weight, is_weight, join_parts, weights_of
 from maxramp.parallel.mesh import attach_mesh, platform
 from maxramp.training.keys import OptimizerKeys, Recipe
-from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.optimizers import table
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
         model = own if model is None else attach_adapters(own, model)
     trained, frozen = _parts(model, recipe.optimizer)
-    opt_state = Optimizer(recipe.optimizer).init(trained)
+    opt_state = table.init(recipe.optimizer, trained)
     clock = jnp.zeros((2,), jnp.uint32)
     return TrainState(clock, trained, frozen, no_counts(model), opt_state, jnp.uint32(0))
 
@@ -145,14 +145,3 @@ def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:
     """`init_state` of shapes, dtypes and shardings, on any mesh."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return attach_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)
-
-
-class HeldState:
-    """A train state between steps, as a flat list of arrays: modules cost a millisecond a step."""
-
-    def __init__(self, state: TrainState):
-        self.arrays, self._structure = jax.tree.flatten(state)
-
-    @property
-    def tree(self) -> TrainState:
-        return self._structure.unflatten(self.arrays)

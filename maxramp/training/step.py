@@ -26,8 +26,8 @@ from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Objective
 from maxramp.training.norm import add_up, squares
 from maxramp.training.objectives import objective_of
+from maxramp.training.optimizers import table
 from maxramp.training.optimizers.half_lives import STEADY
-from maxramp.training.optimizers.table import Optimizer
 from maxramp.training.state import TrainState, mask_layers, no_counts
 
 Metrics = dict[str, jax.Array]
@@ -183,8 +183,8 @@ def update(
     rate = learning_rate(first_high * 2.0**32 + first_low, samples)
     pace = learning_rate.pace(samples) if optimizer.half_lives_in_samples else STEADY
     with jax.named_scope("optimizer"):
-        change = Optimizer(optimizer).update
-        direction, opt_state = change(gradients, state.opt_state, state.trained, pace)
+        given = gradients, state.opt_state, state.trained, pace
+        direction, opt_state = table.update(optimizer, *given)
         direction = mask_layers(direction, optimizer.trainable_layers)  # of the others, their decay
         trained = jax.tree.map(
             lambda w, d: (w - rate * d).astype(w.dtype), state.trained, direction

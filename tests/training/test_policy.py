@@ -21,7 +21,7 @@ from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.optimizers import table
 from maxramp.training.policy import advantages, policy_gradient, shares, token_log_probs
 from maxramp.training.state import TrainState, init_state
 from maxramp.training.step import make_train_step, update
@@ -191,7 +191,7 @@ def test_updates_on_one_batch_are_one_step():
             model,
             part_of(model, lambda weight: False),
             {"seen": jnp.uint32([7])},
-            Optimizer(optimizer).init(model),
+            table.init(optimizer, model),
             jnp.uint32(5),
         )
 
