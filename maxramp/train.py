@@ -56,9 +56,9 @@ from maxramp.stage import SightKeys, text_fields
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.objectives import objective_of
 from maxramp.training.programs import Programs
 from maxramp.training.state import TrainState
+from maxramp.training.step import objective_of
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:

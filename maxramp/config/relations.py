@@ -89,12 +89,11 @@ def _check_data(keys: DataKeys) -> Relations:
         f"eval_interval={keys.eval_interval} asks for evaluation, but eval_fraction=0 holds no "
         "text out; give a larger one, or eval_interval=-1",
     )
-    for name in ("tokenizer_path", "tokenizer_type"):
-        yield (
-            kind == "text" and getattr(keys, name) not in ("", "bytes"),
-            f"{name}={getattr(keys, name)}: dataset_type=text trains on bytes, without a "
-            "tokenizer; use dataset_type=grain grain_train_files=FILES, or leave it out",
-        )
+    yield (
+        kind == "text" and keys.tokenizer_type not in ("", "bytes"),
+        f"tokenizer_type={keys.tokenizer_type}: dataset_type=text trains on bytes, without a "
+        "tokenizer; use dataset_type=grain grain_train_files=FILES, or leave it out",
+    )
     yield (
         keys.tokenizer_type == "bytes" and keys.tokenizer_path and kind != "synthetic",
         f"tokenizer_type=bytes has no file, but tokenizer_path={keys.tokenizer_path}; leave one "

@@ -173,6 +173,7 @@ class Objective:
 def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objective:
     """Cross-entropy of every next token, with the z-loss; what is shown is without it."""
 
+    how = keys.z_loss_multiplier, keys.loss_block_tokens, keys.log_token_statistics
     shown = "loss", "tokens"
     if keys.log_token_statistics:
         shown += "token_accuracy", "entropy"
@@ -181,14 +182,8 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
         x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
         with jax.named_scope("loss"):
-            minimized, *found = cross_entropy_sums(
-                x_BTD,
-                model.head(execution.dtype),
-                batch.targets,
-                keys.z_loss_multiplier,
-                keys.loss_block_tokens,
-                keys.log_token_statistics,
-            )
+            head_DV = model.head(execution.dtype)
+            minimized, *found = cross_entropy_sums(x_BTD, head_DV, batch.targets, *how)
         return with_layers(minimized, dict(zip(shown, found, strict=True)), aux)
 
     return Objective(sums, shown)

@@ -28,9 +28,8 @@ from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.objectives import objective_of
 from maxramp.training.state import TrainState, abstract_state
-from maxramp.training.step import Metrics, eval_step, make_train_step
+from maxramp.training.step import Metrics, eval_step, make_train_step, objective_of
 
 
 def lower_step(
@@ -82,9 +81,8 @@ class Programs:
                 (before, mesh), f"the move of each array to {format_sizes(mesh.shape)}", mesh, move
             )
         self._mesh = mesh
-        self._ahead.announce(
-            stage.spec, name, mesh, functools.partial(self._lower_step, stage.spec)
-        )
+        lower = functools.partial(self._lower_step, stage.spec)
+        self._ahead.announce(stage.spec, name, mesh, lower)
         if self._eval_rows:  # an evaluation may come before the next stage
             self._add_evaluation(stage)
 

@@ -23,14 +23,19 @@ from maxramp.parallel.sharding import BATCH_ABT, gradient_spec
 from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.loss import Objective
+from maxramp.training.loss import Objective, next_token_prediction
 from maxramp.training.norm import add_up, squares
-from maxramp.training.objectives import objective_of
 from maxramp.training.optimizers import table
 from maxramp.training.optimizers.half_lives import STEADY
+from maxramp.training.preferences import preference
 from maxramp.training.state import TrainState, mask_layers, no_counts
 
 Metrics = dict[str, jax.Array]
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    of_keys = preference if recipe.objective.use_dpo else next_token_prediction
+    return of_keys(recipe.objective, recipe.model)
 
 
 def make_train_step(

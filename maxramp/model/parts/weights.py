@@ -170,12 +170,8 @@ def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Arr
         rows, letters, spec, y_spec = (B * T,), "N", merge_spec(spec), merge_spec(y_spec)
     is_staged = "S" in weight.leading
     if is_staged:
-        rows, letters, spec, y_spec = (
-            stages_of(rows),
-            f"dS{letters}",
-            staged_rows_spec(spec),
-            staged_rows_spec(y_spec),
-        )
+        rows, letters = stages_of(rows), f"dS{letters}"
+        spec, y_spec = staged_rows_spec(spec), staged_rows_spec(y_spec)
     letters += weight.leading.removeprefix("S")
     axes = letters + weight.inputs, weight.axes, letters + weight.outputs
     x = jax.lax.reshape(x, (*rows, *x.shape[2:]), out_sharding=spec)
