@@ -42,9 +42,10 @@ def cross_entropy_sums(
     statistics: bool = False,
 ) -> _Sums:
     """Float32 sums over target tokens: objective, cross_entropy, both in nats, and tokens; with
-    `statistics` also targets that no token is likelier than, and the entropy in nats. Arguments as
-    in `log_probs`; only the objective, with the z-loss log(Z)^2 (PaLM, arXiv 2204.02311, section
-    5), has a gradient."""
+    `statistics` also targets that no token is likelier than, and the entropy in nats. The
+    head is sharded as HEAD_DV, and its gradient may stay apart; `block_tokens` is of a device, 0 =
+    all. Only the objective, with the z-loss log(Z)^2 (PaLM, arXiv 2204.02311, section 5), has a
+    gradient."""
     keys = z_loss_multiplier, block_tokens, statistics
     return _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients=False)[0]
 

@@ -21,8 +21,9 @@ from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
+from maxramp.training.log_probs import token_log_probs
 from maxramp.training.optimizers import table
-from maxramp.training.policy import advantages, policy_gradient, shares, token_log_probs
+from maxramp.training.policy import advantages, policy_gradient, shares
 from maxramp.training.state import TrainState, init_state
 from maxramp.training.step import make_train_step, update
 
@@ -138,7 +139,8 @@ def test_it_is_the_formula(grpo_normalization):
         execution = config.model
         forward = jax.jit(functools.partial(type(model).__call__, execution=execution))
         logits = np.asarray(forward(model, placed.tokens), np.float64)
-        find = jax.jit(functools.partial(token_log_probs, KEYS, execution))
+        how = KEYS.loss_block_tokens, KEYS.decode_sampling_temperature
+        find = jax.jit(lambda model, batch: token_log_probs(model, execution, batch, *how))
         found, entropy, _ = find(model, placed)
     logits /= KEYS.decode_sampling_temperature
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
