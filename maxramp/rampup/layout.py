@@ -74,8 +74,7 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
 
 def uneven(keys: BatchKeys, threshold: Threshold, num_devices: int | None) -> Layout:
     devices = num_devices or keys.num_devices
-    nodes = -(-num_devices // keys.devices_per_node) if num_devices else keys.nodes
-    passes = threshold.accumulation or 1
+    nodes, passes = -(-devices // keys.devices_per_node), threshold.accumulation or 1
     return Layout(nodes, devices, Fraction(threshold.global_batch_size, devices * passes), passes)
 
 
@@ -149,22 +148,19 @@ def schedule_nodes(
     meshes: Meshes,
     restart_passes: float,
 ) -> Layouts:
-    """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best; None where
-    its batch divides over no number of them. `steps` are those that the run takes of each stage.
-    `best` and `nemo` take no number of devices without a mesh. `restart_passes` is the time of a
-    change of nodes, in passes of the largest micro batch.
+    """The nodes of every stage by `node_schedule`, nemo or best; None where its batch divides over
+    no number of them. `steps` are those that the run takes of each stage. No number of devices is
+    taken without a mesh. `restart_passes` is the time of a change of nodes, in passes of the
+    largest micro batch.
     """
-    nodes, devices = keys.nodes, keys.num_devices
     if keys.node_schedule == "nemo":
         return _nemo_schedule(keys, thresholds, meshes)
-    if keys.node_schedule == "best":
-        numbers = range(min(keys.min_nodes, nodes), nodes + 1)
-        options = [list(_layouts(keys, one, numbers, meshes)) for one in thresholds]
-        end = next((i for i, count in enumerate(steps) if not count), len(steps))
-        # Stages behind the end of the run have no say in those before it.
-        reached = _cheapest(keys, options[:end], steps[:end], restart_passes)
-        return reached + _cheapest(keys, options[end:], [1] * len(steps[end:]), restart_passes)
-    return [spread(keys, threshold, nodes, devices) for threshold in thresholds]
+    numbers = range(min(keys.min_nodes, keys.nodes), keys.nodes + 1)
+    options = [list(_layouts(keys, one, numbers, meshes)) for one in thresholds]
+    end = next((i for i, count in enumerate(steps) if not count), len(steps))
+    # Stages behind the end of the run have no say in those before it.
+    reached = _cheapest(keys, options[:end], steps[:end], restart_passes)
+    return reached + _cheapest(keys, options[end:], [1] * len(steps[end:]), restart_passes)
 
 
 def _layouts(

@@ -60,9 +60,10 @@ def layouts(
     """None where a batch does not divide. Without `num_devices` (of one job), on the nodes that
     `node_schedule` gives each.
     """
-    if num_devices:
-        nodes = -(-num_devices // keys.devices_per_node)
-        return [layout.spread(keys, one.threshold, nodes, num_devices) for one in stretches]
+    if num_devices or keys.node_schedule == "fixed":
+        devices = num_devices or keys.num_devices
+        nodes = -(-devices // keys.devices_per_node)
+        return [layout.spread(keys, one.threshold, nodes, devices) for one in stretches]
     expected, is_open = stretches, keys.rampup_policy == "noise"
     if is_open:  # the nodes of a size do not depend on when it will be decided
         decided = [Threshold(*pair) for pair in ladder.plan_rungs(keys)]

@@ -33,7 +33,7 @@ def token_log_probs(
 def scores(
     x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, block_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_log_probs` at temperature 1, and whether no token is likelier, bool [B, T]; no gradients."""
+    """Log-probabilities, and whether no token is likelier, bool: two [B, T], without gradients."""
 
     def find(below_NV, chosen_NV, _):
         sums = jnp.stack([jnp.exp(below_NV).sum(-1), chosen_NV.sum(-1)])

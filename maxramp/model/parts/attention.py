@@ -144,12 +144,8 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
 
 
 def _products(q_BTKGh, k, v, axes, rule, seen):
-    scores_BKGTS = jnp.einsum(
-        f"BTKGh,{axes}->BKGTS",
-        q_BTKGh * rule.scale_of(q_BTKGh),
-        k,
-        preferred_element_type=jnp.float32,
-    )
+    q = q_BTKGh * rule.scale_of(q_BTKGh)
+    scores_BKGTS = jnp.einsum(f"BTKGh,{axes}->BKGTS", q, k, preferred_element_type=jnp.float32)
     weights_BKGTS = rule.weights(scores_BKGTS, seen).astype(v.dtype)
     return jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
 
