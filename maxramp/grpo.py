@@ -178,17 +178,10 @@ def _trainer(
     abstract = job.abstract_state()
     rewards = agreement.raise_everywhere(lambda: _rewards(job))
     options = compiler_options(job.mesh.devices.flat[0].platform)
-    memory = device_memory(config.planning.device_memory_gib)
-    ahead = Ahead(memory, output.say, job.preemption.ask)
+    ahead = Ahead(device_memory(config.planning.device_memory_gib), output.say, job.preemption.ask)
     job.closing.callback(ahead.close)
-    programs = PolicyPrograms(
-        config,
-        LearningRate.from_keys(config.learning_rate, span.ramp),
-        abstract,
-        writing(config, tokenizer),
-        ahead,
-        options,
-    )
+    rate, how = LearningRate.from_keys(config.learning_rate, span.ramp), writing(config, tokenizer)
+    programs = PolicyPrograms(config, rate, abstract, how, ahead, options)
     for stage in span.stages:
         programs.announce(stage)
     ahead.lower()

@@ -118,14 +118,8 @@ class Pretrainer:
         self._ahead = Ahead(limit, say, job.preemption.ask)
         job.closing.callback(self._ahead.close)
         rate = LearningRate.from_keys(config.learning_rate, span.ramp)
-        self._programs = Programs(
-            config.recipe,
-            loader.expansion,
-            rate,
-            abstract,
-            self._ahead,
-            config.evaluation.rows(job.mesh.size),
-        )
+        rows, recipe = config.evaluation.rows(job.mesh.size), config.recipe
+        self._programs = Programs(recipe, loader.expansion, rate, abstract, self._ahead, rows)
         for stage in span.stages:
             self._programs.add(stage)
             if tasks:

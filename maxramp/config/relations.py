@@ -222,11 +222,10 @@ def _check_together(config: Any) -> Relations:
         f"allow_changed=[trainable_layers] with lora_rank={lora}: what other layers have learned "
         "would not be handed over; leave it out, or give another run_name",
     )
-    noise = config.optimizer.log_gradient_noise_scale or config.batch.rampup_policy == "noise"
     frozen = f"lora_rank={lora}" * bool(lora) or f"trainable_layers={chosen}" * bool(chosen)
     frozen = frozen or f"trainable_parameters_mask={mask}" * bool(mask and "scale" not in mask)
     yield (
-        noise and frozen,
+        measured and frozen,
         "the noise scale is measured on the gradients of the norms' scales, which are frozen under "
         f"{frozen}; leave out log_gradient_noise_scale and rampup_policy=noise",
     )
