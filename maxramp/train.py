@@ -117,6 +117,7 @@ class Pretrainer:
         limit = device_memory(config.planning.device_memory_gib)
         self._ahead = Ahead(limit, say, job.preemption.ask)
         job.closing.callback(self._ahead.close)
+        self.raise_failure = self._ahead.raise_failure
         rate = LearningRate.from_keys(config.learning_rate, span.ramp)
         rows, recipe = config.evaluation.rows(job.mesh.size), config.recipe
         self._programs = Programs(recipe, loader.expansion, rate, abstract, self._ahead, rows)
@@ -186,9 +187,6 @@ class Pretrainer:
 
     def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
         return self._tasks.evaluate(self._ahead, self.state, sight)
-
-    def raise_failure(self) -> None:
-        self._ahead.raise_failure()
 
 
 if __name__ == "__main__":
