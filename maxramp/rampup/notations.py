@@ -5,6 +5,7 @@ JAX.
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -122,17 +123,10 @@ def _check_notations(keys: BatchKeys) -> Relations:
         f"{' and '.join(used)} describe the ramp in two notations; keep one of them",
     )
     total, micro = keys.global_batch_size, keys.micro_batch_size
-    why = (
-        "MaxText's ramp ends at per_device_batch_size; use rampup_batch_size=[start, increment, "
-        "samples] with global_batch_size, or"
-        if keys.enable_rampup_batch_size
-        else "the schedule ends at its last batch size;"
-        if keys.step_batch_size_schedule
-        else "the batch takes the sizes of rampup_ladder;"
-    )
     yield (
         total != -1 and used and keys.rampup_batch_size is None,
-        f"global_batch_size={total} and {''.join(used)}: {why} leave global_batch_size out",
+        f"global_batch_size={total} and {''.join(used)}: that ramp has its own last batch; leave "
+        "global_batch_size out, or use rampup_batch_size=[start, increment, samples] with it",
     )
     yield (
         keys.per_device_batch_size <= 0 and micro == total == -1,
@@ -245,13 +239,12 @@ def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
     for entry in entries:
         threshold_text, colon, batch_text = entry.partition(":")
         threshold = parse_count(threshold_text) if colon else None
-        if threshold is None or not batch_text.isascii() or not batch_text.isdigit():
+        if threshold is None or not re.fullmatch("0*[1-9][0-9]*", batch_text):
             raise ConfigError(
-                f'{key}: "{entry}" is not threshold:batch, such as 250B:1536 (suffixes K, M, B, T)'
+                f'{key}: "{entry}" is not threshold:batch with a batch of 1 or more, such as '
+                "250B:1536 (suffixes K, M, B, T)"
             )
         samples = threshold // keys.max_target_length if tokens else threshold
-        if int(batch_text) < 1:
-            raise ConfigError(f'{key}: "{entry}" has a batch of 0; it must be 1 or more')
         if not pairs and threshold != 0:
             raise ConfigError(
                 f'{key}: the first threshold "{entry}" must be 0, where training starts'
