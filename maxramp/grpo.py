@@ -86,10 +86,10 @@ def _refuse(config: Config) -> None:
             "rewards that may take so long would end the run as one that hangs; lower it, or raise "
             "hang_timeout_seconds"
         )
-    asked = ["rampup_policy=noise"] * (config.batch.rampup_policy == "noise")
-    if asked or config.optimizer.log_gradient_noise_scale:
+    measured = "rampup_policy=noise" * (config.batch.rampup_policy == "noise")
+    if measured or config.optimizer.log_gradient_noise_scale:
         raise ConfigError(
-            f"{(*asked, 'log_gradient_noise_scale=True')[0]}: steps of reinforcement learning do "
+            f"{measured or 'log_gradient_noise_scale=True'}: steps of reinforcement learning do "
             "not measure the noise scale; leave it out, and give a ramp or rampup_policy=seesaw"
         )
 
