@@ -86,10 +86,10 @@ def _refuse(config: Config) -> None:
             "rewards that may take so long would end the run as one that hangs; lower it, or raise "
             "hang_timeout_seconds"
         )
-    asked = ["rampup_policy=noise"] * (config.batch.rampup_policy == "noise")
-    if asked or config.optimizer.log_gradient_noise_scale:
+    measured = "rampup_policy=noise" * (config.batch.rampup_policy == "noise")
+    if measured or config.optimizer.log_gradient_noise_scale:
         raise ConfigError(
-            f"{(*asked, 'log_gradient_noise_scale=True')[0]}: steps of reinforcement learning do "
+            f"{measured or 'log_gradient_noise_scale=True'}: steps of reinforcement learning do "
             "not measure the noise scale; leave it out, and give a ramp or rampup_policy=seesaw"
         )
 
@@ -179,8 +179,7 @@ def _trainer(
     abstract, read = job.abstract_state()
     rewards = agreement.raise_everywhere(lambda: _rewards(job))
     options = compiler_options(job.mesh.devices.flat[0].platform)
-    memory = device_memory(config.planning.device_memory_gib)
-    ahead = Ahead(memory, output.say, job.preemption.ask)
+    ahead = Ahead(device_memory(config.planning.device_memory_gib), output.say, job.preemption.ask)
     job.closing.callback(ahead.close)
     rate, how = LearningRate.from_keys(config.learning_rate, span.ramp), writing(config, tokenizer)
     programs = PolicyPrograms(config, rate, abstract, how, ahead, options)

@@ -65,10 +65,6 @@ class StageSpec:
     sight: SightKeys  # what a token sees
     rows_of_sample: int = 1  # into how many rows a step cuts a sample
 
-    def __hash__(self) -> int:
-        """Of what differs between the stages of a run: a step's program is looked up by it."""
-        return hash((self.accumulation, self.rows, self.tokens, self.rows_of_sample))
-
     @property
     def row_length(self) -> int:
         """Tokens of a row as the model reads it."""
@@ -81,11 +77,6 @@ class StageSpec:
     @property
     def rows_multiple(self) -> int:
         return max(1, self.pipeline_microbatches // self.mesh.pipeline_stages)
-
-    @property
-    def ranks(self) -> int:
-        """Groups of devices that each hold rows of their own."""
-        return self.mesh.ranks
 
     def resize(self, accumulation: int, rows: int) -> Self:
         return dataclasses.replace(self, accumulation=accumulation, rows=rows)

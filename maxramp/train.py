@@ -57,9 +57,9 @@ from maxramp.stage import SightKeys, text_fields
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.objectives import objective_of
 from maxramp.training.programs import Programs
-from maxramp.training.state import HeldState, TrainState
+from maxramp.training.state import TrainState
+from maxramp.training.step import objective_of
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -146,9 +146,10 @@ class Pretrainer:
         limit = device_memory(config.planning.device_memory_gib)
         self._ahead = Ahead(limit, say, job.preemption.ask)
         job.closing.callback(self._ahead.close)
+        self.raise_failure = self._ahead.raise_failure
         rate = LearningRate.from_keys(config.learning_rate, span.ramp)
-        rows, expansion = config.evaluation.rows(job.mesh.size), loader.expansion
-        self._programs = Programs(config.recipe, expansion, rate, abstract, self._ahead, rows)
+        rows, recipe = config.evaluation.rows(job.mesh.size), config.recipe
+        self._programs = Programs(recipe, loader.expansion, rate, abstract, self._ahead, rows)
         for stage in span.stages:
             self._programs.add(stage)
             if tasks:
@@ -159,7 +160,8 @@ class Pretrainer:
             say(f"rows     {line}")
         for line in _describe_rows(loader.corpus, config):
             say(line)
-        self._held = HeldState(job.first_state(abstract, read))
+        # Flat between steps: modules cost a millisecond a step.
+        self._arrays, self._structure = jax.tree.flatten(job.first_state(abstract, read))
         # Of an evaluation, on the devices.
         self._objective = objective_of(config.recipe)
         count = len(self._objective.shown)
@@ -167,7 +169,7 @@ class Pretrainer:
 
     @property
     def state(self) -> TrainState:
-        return self._held.tree
+        return self._structure.unflatten(self._arrays)
 
     @property
     def evaluation_names(self) -> list[str]:
@@ -178,8 +180,8 @@ class Pretrainer:
         batch, data_seconds = self._loader.batch(step)
         consumed_tokens = self._ramp.tokens(first_sample + stage.global_batch_size)
         train_step, compile_seconds = self._programs.train_step(stage)
-        compile_seconds += self._programs.follow(self._held, stage)
-        self._held.arrays, shown = train_step(self._held.arrays, batch)
+        compile_seconds += self._programs.follow(self._arrays, stage)
+        self._arrays, shown = train_step(self._arrays, batch)
         self._ahead.lower()
 
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:
@@ -216,9 +218,6 @@ class Pretrainer:
 
     def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
         return self._tasks.evaluate(self._ahead, self.state, sight)
-
-    def raise_failure(self) -> None:
-        self._ahead.raise_failure()
 
 
 if __name__ == "__main__":

@@ -189,19 +189,18 @@ def _check_rollout(keys: RolloutKeys) -> Relations:
 
 
 def _check_together(config: Any) -> Relations:
-    rate, steps = config.learning_rate, config.batch.steps
+    rate, steps, optimizer = config.learning_rate, config.batch.steps, config.optimizer
     yield from _check_best(config.checkpoints, config.evaluation, config.data.eval_sets)
-    measured = ["rampup_policy=noise"] * (config.batch.rampup_policy == "noise")
-    measured += ["log_gradient_noise_scale=True"] * config.optimizer.log_gradient_noise_scale
+    measured = "rampup_policy=noise" * (config.batch.rampup_policy == "noise")
+    measured = measured or "log_gradient_noise_scale=True" * optimizer.log_gradient_noise_scale
     yield (
         config.data.use_dpo and measured,
-        f"{''.join(measured[:1])}: the noise scale is measured of a mean over tokens, and "
+        f"{measured}: the noise scale is measured of a mean over tokens, and "
         "use_dpo=True takes one over pairs; leave it out, and give a ramp or rampup_policy=seesaw",
     )
-    lora, mask = config.model.lora_rank, list(config.optimizer.trainable_parameters_mask)
+    lora, mask = config.model.lora_rank, list(optimizer.trainable_parameters_mask)
     full, first = config.checkpoints.load_full_state_path, config.checkpoints.load_parameters_path
-    begins = {f"lora_rank={lora}": lora, "use_dpo=True": config.data.use_dpo}
-    begins = "".join([given for given, is_given in begins.items() if is_given][:1])
+    begins = f"lora_rank={lora}" * bool(lora) or "use_dpo=True" * config.data.use_dpo
     yield (
         full and begins and not first,
         f"load_full_state_path={full} with {begins}: its checkpoint does not hold the weights that "
@@ -217,17 +216,16 @@ def _check_together(config: Any) -> Relations:
         f"trainable_parameters_mask={mask} with lora_rank={lora}: only adapters train, and only "
         "they are in a checkpoint; leave one of them out",
     )
-    chosen = list(config.optimizer.trainable_layers)
+    chosen = list(optimizer.trainable_layers)
     yield (
         lora and "trainable_layers" in config.checkpoints.allow_changed,
         f"allow_changed=[trainable_layers] with lora_rank={lora}: what other layers have learned "
         "would not be handed over; leave it out, or give another run_name",
     )
-    noise = config.optimizer.log_gradient_noise_scale or config.batch.rampup_policy == "noise"
     frozen = f"lora_rank={lora}" * bool(lora) or f"trainable_layers={chosen}" * bool(chosen)
     frozen = frozen or f"trainable_parameters_mask={mask}" * bool(mask and "scale" not in mask)
     yield (
-        noise and frozen,
+        measured and frozen,
         "the noise scale is measured on the gradients of the norms' scales, which are frozen under "
         f"{frozen}; leave out log_gradient_noise_scale and rampup_policy=noise",
     )

@@ -17,10 +17,12 @@ from maxramp.rampup.numbers import exact, show
 from maxramp.rampup.shape import Meshes
 
 
-def resolve(config: Config, num_devices: int, num_slices: int | None, num_processes: int) -> Config:
+def resolve(
+    config: Config, num_devices: int, num_slices: int | None = None, num_processes: int = 1
+) -> Config:
     """Fills in what the devices decide, so that no key is left open, and checks what depends on
     them. `num_slices` are groups of devices joined by the slow network (TPU slices; 1 elsewhere);
-    None takes the keys' own.
+    None takes the keys' own, as for a job that is still to come.
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
@@ -45,18 +47,13 @@ def resolve(config: Config, num_devices: int, num_slices: int | None, num_proces
     return config
 
 
-def resolve_planned(config: Config, num_devices: int) -> Config:
-    """`resolve` for a job of this many devices that is still to come, on the keys' own slices."""
-    return resolve(config, num_devices, None, 1)
-
-
 def meshes_of(config: Config) -> Meshes:
     """The meshes of a loaded config; None on numbers of devices that it does not resolve for."""
 
     @functools.cache
     def batch_keys(num_devices: int) -> BatchKeys | None:
         try:
-            return resolve_planned(config, num_devices).batch
+            return resolve(config, num_devices).batch
         except ConfigError:
             return None
 
@@ -155,11 +152,11 @@ def _phases(
 
 def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
     """As in a pass, where a phase changes the mesh in rows that the mesh of every phase takes."""
-    rows, held = layout.whole_rows_per_device(keys), [phase.keys for phase in keys.phase_list]
+    held = [phase.keys for phase in keys.phase_list]
     multiples = [Fraction(of.rows_multiple, of.model_parallel_size) for of in held]
     denominator = math.lcm(*(multiple.denominator for multiple in multiples))
     multiple = Fraction(math.lcm(*(int(m * denominator) for m in multiples)), denominator)
-    return max(1, rows // multiple) * multiple
+    return max(1, layout.rows_per_device_limit(keys) // multiple) * multiple
 
 
 def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:

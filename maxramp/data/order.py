@@ -173,7 +173,7 @@ class Share:
         return np.unique(self.places // spec.mesh.model_parallel_size, return_inverse=True)
 
     def rows(self, spec: StageSpec) -> list[int]:
-        size = spec.rows // spec.ranks
+        size = spec.rows // spec.mesh.ranks
         return [row for g in self._groups(spec)[0] for row in range(g * size, (g + 1) * size)]
 
     def read(self, row: Callable[[int], Row], spec: StageSpec) -> Batch:
@@ -185,7 +185,7 @@ class Share:
         groups, slots = self._groups(spec)
 
         def lay_out(x_N: np.ndarray) -> np.ndarray:
-            leading = A, len(groups), B // spec.ranks
+            leading = A, len(groups), B // spec.mesh.ranks
             x_AgR, suffix = x_N.reshape(*leading, *x_N.shape[1:]), x_N.shape[1:]
             if len(slots) == 1:
                 return x_AgR.reshape(A, -1, *suffix)

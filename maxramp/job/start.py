@@ -35,7 +35,7 @@ from maxramp.processes.ending import Preemption, Watchdog
 from maxramp.rampup.shape import Meshes
 from maxramp.run.output import Output
 from maxramp.stage import Fields
-from maxramp.training.state import TrainState, abstract_state, initial_state, state_of
+from maxramp.training.state import TrainState, abstract_state, initial_state
 
 
 def run(
@@ -192,7 +192,8 @@ class Job(Start):
             model = self._bind(read) if self.config.model.lora_rank else read()
             if position:
                 return arrays.restore(position, abstract, without_adapters(model))
-            return state_of(recipe, model)
+            with jax.set_mesh(mesh_lib.mesh_of(model)):
+                return initial_state(recipe, model)
         if position:
             return arrays.restore(position, abstract)
         with jax.set_mesh(mesh_lib.mesh_of(abstract)):

@@ -40,13 +40,8 @@ def other_names() -> dict[str, str]:
 
 
 def unset(name: str) -> Any:
-    """The value of a key that is not given: by its type, False, "", -1 or None."""
-    value = base()[name]
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, str):
-        return ""
-    return type(value)(-1) if isinstance(value, int | float) else None
+    """The value of a key that is not given, by its type; None for lists, mappings and null."""
+    return {bool: False, str: "", int: -1, float: -1.0}.get(type(base()[name]))
 
 
 def may_be_unset(name: str) -> bool:

@@ -37,17 +37,15 @@ def translate(name: str, value: Any) -> tuple[str, Any] | None:
 
 def refusal(name: str, value: Any) -> str | None:
     """What is wrong with a key: "" where nothing depends on it; None where no trainer has it."""
-    why = f"is {_DERIVED[name]} there; give that number" if name in _DERIVED else None
+    if name in _DERIVED:
+        return f"(NeMo's): is {_DERIVED[name]} there; give that number"
     owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
-    for refused in () if why else _TABLE["refused"]:
+    for refused in _TABLE["refused"]:
         for asks_for_nothing, names in refused["keys"]:
-            if why is None and _matches(name, names):
+            if _matches(name, names):
                 nothing = value in (*_NOT_GIVEN, *asks_for_nothing)
-                why = "" if nothing else refused["because"]
-                owner = refused.get("owner", owner)
-    if why is None and (name in RENAMED or _matches(name, _IGNORED)):
-        return ""
-    return f"({owner}'s): {why}" if why else why
+                return "" if nothing else f"({refused.get('owner', owner)}'s): {refused['because']}"
+    return "" if name in RENAMED or _matches(name, _IGNORED) else None
 
 
 def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, Any]]) -> list[str]:

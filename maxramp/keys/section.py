@@ -55,10 +55,6 @@ share = functools.partial(limit, lambda value: 0 < value <= 1, "must lie above 0
 below_one = functools.partial(limit, lambda value: 0 <= value < 1, "must be at least 0 and below 1")
 
 
-def day() -> Any:
-    return limit(_is_day, "must be a day, such as 2026-01-31")
-
-
 def _is_day(value: str) -> bool:
     try:
         return datetime.date.fromisoformat(value).isoformat() == value
@@ -66,12 +62,13 @@ def _is_day(value: str) -> bool:
         return False
 
 
-def path_or_storage() -> Any:
-    text = (
-        "must be a path, or an address such as gs://bucket/folder or s3://bucket/folder, with no "
-        "part . or .."
-    )
-    return limit(lambda value: is_object_storage(value) or not is_address(value), text)
+day = functools.partial(limit, _is_day, "must be a day, such as 2026-01-31")
+path_or_storage = functools.partial(
+    limit,
+    lambda value: is_object_storage(value) or not is_address(value),
+    "must be a path, or an address such as gs://bucket/folder or s3://bucket/folder, with no part "
+    ". or ..",
+)
 
 
 def is_object_storage(path: str) -> bool:
@@ -96,20 +93,15 @@ def form(pattern: str, text: str) -> Any:
     return limit(holds, text)
 
 
-def named_texts() -> Any:
-    """A mapping of names, which come into the names of metrics, to texts."""
-
-    def holds(value: Mapping[Any, Any]) -> bool:
-        return all(
-            isinstance(name, str)
-            and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII)
-            and isinstance(text, str)
-            and text
-            for name, text in value.items()
-        )
-
-    text = "must give names of letters, digits, _, . and - a text each, such as {code: FILES}"
-    return limit(holds, text)
+# A mapping of names, which come into the names of metrics, to texts.
+named_texts = functools.partial(
+    limit,
+    lambda value: all(
+        isinstance(text, str) and text and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII)
+        for name, text in value.items()
+    ),
+    "must give names of letters, digits, _, . and - a text each, such as {code: FILES}",
+)
 
 
 def uint32(least: int = 0) -> Any:

@@ -16,7 +16,7 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.resume import start_of
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
-from maxramp.config.resolve import meshes_of, resolve_planned
+from maxramp.config.resolve import meshes_of, resolve
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near
 from maxramp.keys.section import refuse
@@ -75,7 +75,7 @@ class Run:
             lambda batch: start_of(batch, config.batch.num_devices, position, decided)[0],
         )
         for count in {stage.nodes for stage in planned.stages}:
-            resolve_planned(config, count * devices)
+            resolve(config, count * devices)
         given = [a for a in arguments if a.partition("=")[0] not in ours]
         return cls(
             config=config,

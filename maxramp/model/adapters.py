@@ -106,13 +106,9 @@ def merge_adapters(model: Any, dtype: str) -> Any:
         if not _is_adapted(x):
             return x
         weight = x.weight[...]
-        change = jnp.einsum(
-            f"{x.down.axes},{x.up.axes}->{x.weight.axes}",
-            x.down[...].astype(jnp.float32),
-            x.up[...].astype(jnp.float32),
-            precision="highest",
-            out_sharding=jax.typeof(weight).sharding.spec,
-        )
+        axes, spec = f"{x.down.axes},{x.up.axes}->{x.weight.axes}", jax.typeof(weight).sharding.spec
+        down, up = (factor[...].astype(jnp.float32) for factor in (x.down, x.up))
+        change = jnp.einsum(axes, down, up, precision="highest", out_sharding=spec)
         changed = weight.astype(jnp.float32) + x.scale * change
         return x.weight.replace(changed.astype(dtype))
 

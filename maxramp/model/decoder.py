@@ -77,14 +77,8 @@ class Decoder(nnx.Module):
             run = functools.partial(layers.run, head_dim=self.head_dim, execution=execution)
             if pipeline.num_stages() > 1:
                 of_stage = self.pattern.stage_pattern(execution.num_layers_per_pipeline_stage)
-                x_BTD, aux = pipeline.run(
-                    execution,
-                    functools.partial(run, of_stage),
-                    layers.KEPT[execution.remat_policy],
-                    self.layers,
-                    x_BTD,
-                    positions,
-                )
+                run = functools.partial(run, of_stage)
+                x_BTD, aux = pipeline.run(execution, run, self.layers, x_BTD, positions)
             else:
                 x_BTD, aux = run(self.pattern, self.layers, x_BTD, positions)
                 aux = sum_rows(aux)

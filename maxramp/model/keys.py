@@ -19,17 +19,9 @@ ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
 # Keys that decide which weights there are and of what shape.
 SHAPE_KEYS = (
-    "decoder_block",
-    "base_emb_dim",
-    "base_num_query_heads",
-    "base_num_kv_heads",
-    "head_dim",
-    "base_mlp_dim",
-    "base_num_decoder_layers",
-    "vocab_size",
-    "logits_via_embedding",
-    "attention_bias",
-    "use_qk_norm",
+    *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim"),
+    *("base_mlp_dim", "base_num_decoder_layers", "vocab_size", "logits_via_embedding"),
+    *("attention_bias", "use_qk_norm"),
 )
 
 # Keys that decide which adapters there are.

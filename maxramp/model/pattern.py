@@ -24,13 +24,8 @@ class Rope:
     def from_keys(cls, keys: SightKeys) -> "Rope":
         if keys.rope_type == "default":
             return cls(keys.rope_max_timescale)
-        return cls(
-            keys.rope_max_timescale,
-            keys.rope_factor,
-            keys.rope_low_freq_factor,
-            keys.rope_high_freq_factor,
-            keys.original_max_position_embeddings,
-        )
+        scaling = keys.rope_factor, keys.rope_low_freq_factor, keys.rope_high_freq_factor
+        return cls(keys.rope_max_timescale, *scaling, keys.original_max_position_embeddings)
 
 
 class Sight(NamedTuple):

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.model.keys import Execution
+from maxramp.model.layers import KEPT
 from maxramp.model.parts.aux import Aux, sum_by_stage
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import Weight, map_products, map_weights, relabel
@@ -69,16 +70,11 @@ def merge_repeats(x_RL: jax.Array) -> jax.Array:
 
 
 def run(
-    execution: Execution,
-    run_layers: Run,
-    kept: Callable[..., bool],
-    layers: Any,
-    x_BTD: jax.Array,
-    positions: Positions,
+    execution: Execution, run_layers: Run, layers: Any, x_BTD: jax.Array, positions: Positions
 ) -> tuple[jax.Array, Aux]:
     """Every row through all layers, by turns; returns x and the sums of all rows. `run_layers`
-    takes layers [l, S, ...], a turn's x and positions. `kept` is a policy of `jax.checkpoint` for a
-    turn, not for weights. x has a multiple of k rows on each device."""
+    takes layers [l, S, ...], a turn's x and positions. x has a multiple of k rows on each
+    device."""
     m, R, S = execution.num_pipeline_microbatches, execution.num_pipeline_repeats, num_stages()
     shape, held = (R, S, execution.num_layers_per_pipeline_stage), "LS" if R == 1 else "RLS"
     weights, sums = _split_layers(layers, shape, execution.pipeline_fsdp_ag_once)
@@ -93,6 +89,7 @@ def run(
         counts = jax.tree.map(jax.vmap(sum_by_stage), aux.counts)
         return x_BTD, Aux(*jax.tree.map(sum_by_stage, (aux.minimized, aux.shown)), counts)
 
+    kept = KEPT[execution.remat_policy]
     turn = recompute_after(jax.checkpoint(turn, policy=kept, prevent_cse=False))
 
     def body(carry: tuple, t: jax.Array) -> tuple[tuple, Aux]:

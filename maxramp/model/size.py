@@ -56,7 +56,7 @@ def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tu
 
 def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> float:
     """An estimate of what a device keeps of a pass for its backward pass, and a block of logits."""
-    rows, tensor = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes["tensor"]
+    rows, tensor = spec.rows * spec.rows_of_sample / spec.mesh.ranks, spec.mesh.sizes["tensor"]
     tokens, D, stages = rows * spec.row_length, keys.base_emb_dim, spec.mesh.pipeline_stages
     itemsize, family = _BYTES[keys.dtype], FAMILIES[keys.decoder_block]
     counts = Counter(family.pattern(keys))
@@ -79,7 +79,7 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
 
 
 def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str, float]:
-    rows, tensor = spec.rows * spec.rows_of_sample / spec.ranks, spec.mesh.sizes["tensor"]
+    rows, tensor = spec.rows * spec.rows_of_sample / spec.mesh.ranks, spec.mesh.sizes["tensor"]
     T, itemsize = spec.row_length, _BYTES[keys.dtype]
     tokens = rows * T
     stream = tokens * keys.base_emb_dim * itemsize

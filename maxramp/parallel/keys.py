@@ -71,10 +71,5 @@ def _fill(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
     if not is_open and known == wanted:
         return sizes
     shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
-    if not is_open:
-        remedy = "let one of them be -1"
-    elif wanted == 1:
-        remedy = "give 1 or -1"
-    else:
-        remedy = f"give sizes whose product divides {wanted}"
+    remedy = f"give sizes whose product divides {wanted}" if is_open else "let one of them be -1"
     raise ConfigError(f"{shown} makes no mesh of {wanted}, and {has}; {remedy}")

@@ -97,7 +97,7 @@ def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None)
 def _nearest_fit(pod: Pod, spec: StageSpec) -> dict[str, Any] | None:
     """The same global batch in the largest micro batches that fit; None if one row does not."""
     names = ("per_device_batch_size", "gradient_accumulation_steps")
-    ways = pod.largest_fits(spec, 1, spec.rows // spec.ranks - 1)
+    ways = pod.largest_fits(spec, 1, spec.rows // spec.mesh.ranks - 1)
     found = ({n: w[n] for n in names} | {"peak_gib": w["memory_gib"]["peak"]} for w in ways)
     return next(found, None)
 

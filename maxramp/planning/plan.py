@@ -144,7 +144,7 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
         "node_hours": cost.hours(time * stage.nodes),
         "hours_against_all_nodes": time / time_of_all,
         "node_hours_against_all_nodes": time * stage.nodes / (time_of_all * keys.nodes),
-        "rows_per_rank": stage.spec.rows / stage.spec.ranks,
+        "rows_per_rank": stage.spec.rows / stage.spec.mesh.ranks,
         "remat_policy": stage.spec.remat_policy,
         "memory_gib": estimate(run.config.recipe, stage.spec),
         "pipeline_bubble": pipeline_bubble(run.config.model, stage.spec),
@@ -243,7 +243,7 @@ def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] |
     count = spec.mesh.pipeline_stages
     fewest = (count - 1) * (1 / SMALL_BUBBLE - 1) / model.num_pipeline_repeats
     least = math.ceil(fewest / count - 1e-9)
-    rows = [stage.spec.rows // stage.spec.ranks for stage in stages]
+    rows = [stage.spec.rows // stage.spec.mesh.ranks for stage in stages]
     common = math.gcd(*rows)
     share = next((n for n in range(least, common + 1) if common % n == 0), least)
     return {

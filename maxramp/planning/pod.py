@@ -147,12 +147,12 @@ class Pod:
         self, spec: StageSpec, number: int, most: int | None = None
     ) -> list[dict[str, Any]]:
         """A global batch in the `number` largest micro batches that fit, at most `most` rows."""
-        multiple, rows = spec.rows_multiple, spec.samples // spec.ranks
+        multiple, rows = spec.rows_multiple, spec.samples // spec.mesh.ranks
         upto = (rows if most is None else most) + 1
         sizes = [size for size in range(multiple, upto, multiple) if rows % size == 0]
 
         def step(size: int) -> dict[str, Any]:
-            return self.step(spec.resize(rows // size, size * spec.ranks))
+            return self.step(spec.resize(rows // size, size * spec.mesh.ranks))
 
         fitting = sizes[: count_fitting(sizes, lambda size: step(size)["fits"])]
         return [
@@ -188,7 +188,7 @@ class Pod:
         sizes, least = range(multiple, sys.maxsize, multiple), least_rows(multiple)
 
         def step(policy: str, rows: int) -> dict[str, Any]:
-            of_rows = spec.resize(passes, rows * spec.ranks)
+            of_rows = spec.resize(passes, rows * spec.mesh.ranks)
             return self.step(dataclasses.replace(of_rows, remat_policy=policy))
 
         def needs(policy: str, rows: int) -> str:

@@ -10,7 +10,7 @@ import jax
 
 from maxramp.commandline import count
 from maxramp.config.keys import Config
-from maxramp.config.resolve import resolve_planned
+from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.model.size import training_flops_per_token
 from maxramp.planning import machine
@@ -93,7 +93,7 @@ def _cause(config: Config, error: ConfigError) -> ConfigError:
     changes = any(batch.changing(name) for name in MESH_KEYS)
     for nodes in range(min(batch.min_nodes, batch.nodes), batch.nodes) if changes else ():
         try:
-            resolve_planned(config, nodes * batch.devices_per_node)
+            resolve(config, nodes * batch.devices_per_node)
         except ConfigError as found:
             text = f"on {count(nodes, 'node')}, where every phase needs a mesh: {found}"
             return ConfigError(text)
@@ -114,7 +114,7 @@ class PlannedRun:
         cls, config: Config, meshes: Meshes, origin: Origin | None = None
     ) -> "PlannedRun":
         """Plans a run of `with_nodes`' config and `meshes_of`; `origin`: where it stands."""
-        target = resolve_planned(config, config.batch.num_devices)
+        target = resolve(config, config.batch.num_devices)
         cost = PassCost(target)
         begins = Start(decided=ladder.plan_rungs(target.batch))
         start = origin(target.batch) if origin else begins

@@ -52,7 +52,6 @@ class Policy:
     def __init__(self, keys: BatchKeys):
         self._keys = keys
         self._rungs = {rung.global_batch_size: rung for rung in ladder.rungs(keys)}
-        self._below = dict(zip(keys.rampup_ladder[1:], keys.rampup_ladder, strict=False))
         self.period = ladder.period(keys)
 
     def decide(
@@ -72,14 +71,13 @@ class Policy:
         begins = ramp.samples_before(first)
         if begins >= self._keys.samples_of_run:
             return None
+        taken = first, begins, size, ramp.stages[-1].global_batch_size, step
         if rung.latest is not None and done >= rung.latest:
-            return Decision(first, begins, size, self._below[size], step, "latest", 0.0)
+            return Decision(*taken, "latest", 0.0)
         if done < rung.earliest or period < 1:
             return None
         bound = min(lower(period - 1), lower(period))
-        if bound < size:
-            return None
-        return Decision(first, begins, size, self._below[size], step, "noise", bound)
+        return Decision(*taken, "noise", bound) if bound >= size else None
 
     def settled_after(self, ramp: RampupBatchManager, step: int) -> int:
         """How many steps no later decision changes than the one after `step` steps: those up to the

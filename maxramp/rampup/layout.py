@@ -10,7 +10,6 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
 
 from maxramp.errors import ConfigError
 from maxramp.parallel.axes import ROW_AXES
@@ -33,21 +32,13 @@ class Layout:
 Layouts = list[Layout | None]  # of stages; None where a batch does not divide
 
 
-def rows_per_device_limit(config: Any) -> Fraction:
+def rows_per_device_limit(keys: BatchKeys) -> Fraction:
     """The most rows that a device may hold in one pass."""
-    keys = BatchKeys.read(config)
     if keys.micro_batch_size != -1:
         return Fraction(keys.micro_batch_size, keys.model_parallel_size)
     if keys.per_device_batch_size <= 0:  # no size of a pass is given: any batch is one
         return Fraction(keys.global_batch_size, keys.model_parallel_size)
     return exact(keys.per_device_batch_size)
-
-
-def whole_rows_per_device(config: Any) -> Fraction:
-    """The same in rows of a rank that it can run: a size that any mesh of the job divides."""
-    keys = BatchKeys.read(config)
-    rows = max(keys.rows_multiple, _rows_per_rank_limit(keys, rows_per_device_limit(keys)))
-    return Fraction(rows, keys.model_parallel_size)
 
 
 def _rows_per_rank_limit(keys: BatchKeys, rows_per_device: Fraction | None) -> int:
@@ -83,8 +74,7 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
 
 def uneven(keys: BatchKeys, threshold: Threshold, num_devices: int | None) -> Layout:
     devices = num_devices or keys.num_devices
-    nodes = -(-num_devices // keys.devices_per_node) if num_devices else keys.nodes
-    passes = threshold.accumulation or 1
+    nodes, passes = -(-devices // keys.devices_per_node), threshold.accumulation or 1
     return Layout(nodes, devices, Fraction(threshold.global_batch_size, devices * passes), passes)
 
 
@@ -158,22 +148,19 @@ def schedule_nodes(
     meshes: Meshes,
     restart_passes: float,
 ) -> Layouts:
-    """The nodes of every stage by `node_schedule`: fixed (all of them), nemo or best; None where
-    its batch divides over no number of them. `steps` are those that the run takes of each stage.
-    `best` and `nemo` take no number of devices without a mesh. `restart_passes` is the time of a
-    change of nodes, in passes of the largest micro batch.
+    """The nodes of every stage by `node_schedule`, nemo or best; None where its batch divides over
+    no number of them. `steps` are those that the run takes of each stage. No number of devices is
+    taken without a mesh. `restart_passes` is the time of a change of nodes, in passes of the
+    largest micro batch.
     """
-    nodes, devices = keys.nodes, keys.num_devices
     if keys.node_schedule == "nemo":
         return _nemo_schedule(keys, thresholds, meshes)
-    if keys.node_schedule == "best":
-        numbers = range(min(keys.min_nodes, nodes), nodes + 1)
-        options = [list(_layouts(keys, one, numbers, meshes)) for one in thresholds]
-        end = next((i for i, count in enumerate(steps) if not count), len(steps))
-        # Stages behind the end of the run have no say in those before it.
-        reached = _cheapest(keys, options[:end], steps[:end], restart_passes)
-        return reached + _cheapest(keys, options[end:], [1] * len(steps[end:]), restart_passes)
-    return [spread(keys, threshold, nodes, devices) for threshold in thresholds]
+    numbers = range(min(keys.min_nodes, keys.nodes), keys.nodes + 1)
+    options = [list(_layouts(keys, one, numbers, meshes)) for one in thresholds]
+    end = next((i for i, count in enumerate(steps) if not count), len(steps))
+    # Stages behind the end of the run have no say in those before it.
+    reached = _cheapest(keys, options[:end], steps[:end], restart_passes)
+    return reached + _cheapest(keys, options[end:], [1] * len(steps[end:]), restart_passes)
 
 
 def _layouts(

@@ -5,6 +5,7 @@ JAX.
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys.section import Relations, refuse
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import MAXTEXT_RAMP, BatchKeys
-from maxramp.rampup.numbers import exact, parse_count, show
+from maxramp.rampup.numbers import exact, nearest_divisors, parse_count, show
 from maxramp.rampup.phases import WARMUP, Phase
 
 
@@ -52,7 +53,7 @@ def _read_notation(keys: BatchKeys) -> list[Threshold]:
         # A step uses the last pair whose threshold is not above the consumed samples.
         return [Threshold(*pair) for pair in _parse_schedule(keys)]
     if keys.rampup_policy == "seesaw":
-        return [Threshold(samples, batch) for samples, batch in ladder.seesaw_sizes(keys)]
+        return [Threshold(*pair) for pair in ladder.seesaw_sizes(keys)]
     if keys.rampup_policy:  # the first size; the others are decided while the run trains
         return [Threshold(0, keys.rampup_ladder[0])]
     if keys.global_batch_size != -1:
@@ -122,17 +123,10 @@ def _check_notations(keys: BatchKeys) -> Relations:
         f"{' and '.join(used)} describe the ramp in two notations; keep one of them",
     )
     total, micro = keys.global_batch_size, keys.micro_batch_size
-    why = (
-        "MaxText's ramp ends at per_device_batch_size; use rampup_batch_size=[start, increment, "
-        "samples] with global_batch_size, or"
-        if keys.enable_rampup_batch_size
-        else "the schedule ends at its last batch size;"
-        if keys.step_batch_size_schedule
-        else "the batch takes the sizes of rampup_ladder;"
-    )
     yield (
         total != -1 and used and keys.rampup_batch_size is None,
-        f"global_batch_size={total} and {''.join(used)}: {why} leave global_batch_size out",
+        f"global_batch_size={total} and {''.join(used)}: that ramp has its own last batch; leave "
+        "global_batch_size out, or use rampup_batch_size=[start, increment, samples] with it",
     )
     yield (
         keys.per_device_batch_size <= 0 and micro == total == -1,
@@ -160,7 +154,10 @@ def _check_rise(
     )
     relation = f"does not divide {name} - {start_name} = {show(rise)}"
     wrong = "must be above 0" if increment <= 0 else relation
-    yield increment <= 0 or rise % increment, f"{given[1]} {wrong}; use {_divisors(rise)}"
+    yield (
+        increment <= 0 or rise % increment,
+        f"{given[1]} {wrong}; use {nearest_divisors(increment, rise)}",
+    )
     yield (
         samples <= 0,
         f"{given[2]} must be above 0 (over which the batch grows); for a constant batch {constant}",
@@ -242,13 +239,12 @@ def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
     for entry in entries:
         threshold_text, colon, batch_text = entry.partition(":")
         threshold = parse_count(threshold_text) if colon else None
-        if threshold is None or not batch_text.isascii() or not batch_text.isdigit():
+        if threshold is None or not re.fullmatch("0*[1-9][0-9]*", batch_text):
             raise ConfigError(
-                f'{key}: "{entry}" is not threshold:batch, such as 250B:1536 (suffixes K, M, B, T)'
+                f'{key}: "{entry}" is not threshold:batch with a batch of 1 or more, such as '
+                "250B:1536 (suffixes K, M, B, T)"
             )
         samples = threshold // keys.max_target_length if tokens else threshold
-        if int(batch_text) < 1:
-            raise ConfigError(f'{key}: "{entry}" has a batch of 0; it must be 1 or more')
         if not pairs and threshold != 0:
             raise ConfigError(
                 f'{key}: the first threshold "{entry}" must be 0, where training starts'
@@ -272,15 +268,3 @@ def _limit_stages(increments: int, key: str) -> int:
             f"{key} makes {increments + 1} stages, more than {_MOST_STAGES}; use a larger increment"
         )
     return increments
-
-
-def _divisors(rise: Fraction) -> str:
-    """A few increments that divide `rise`, small to large, for an error's remedy."""
-    if rise.denominator == 1:
-        whole = int(rise)
-        found = [d for d in range(1, min(whole, 10_000) + 1) if whole % d == 0]
-        found = found if len(found) <= 6 else [*found[:5], whole]
-        numbers = [str(d) for d in found]
-    else:
-        numbers = [show(rise / n) for n in (4, 2, 1)]
-    return ", ".join(numbers[:-1]) + " or " + numbers[-1] if len(numbers) > 1 else numbers[0]

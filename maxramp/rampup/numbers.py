@@ -1,6 +1,7 @@
 """Numbers as they are written: exact, and shown as a person would."""
 
 import decimal
+import math
 from fractions import Fraction
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -31,6 +32,17 @@ def nearest_multiples(value: int | Fraction, *units: int | Fraction) -> str:
     below = max(value // unit * unit for unit in units)
     above = min(-(-value // unit) * unit for unit in units)
     return f"{show(below)} or {show(above)}" if 0 < below < above else show(above)
+
+
+def nearest_divisors(value: int | Fraction, whole: int | Fraction) -> str:
+    """What divides a whole without a rest, around a value: "4 or 8", or "8" from 8 on."""
+    unit = Fraction(1, math.lcm(Fraction(value).denominator, Fraction(whole).denominator))
+    total = int(whole / unit)
+    small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]
+    found = [n * unit for n in (*small, *(total // n for n in reversed(small)))]
+    below = max((n for n in found if n <= value), default=unit)
+    above = min((n for n in found if n >= value), default=found[-1])
+    return f"{show(below)} or {show(above)}" if below < above else show(below)
 
 
 def show(value: float | Fraction) -> str:

@@ -130,8 +130,7 @@ def _check_key(threshold: str, key: str, value: Any) -> None:
 
 
 def make_phases(keys: KeysT) -> tuple[Phase[KeysT], ...]:
-    values = {field.name: getattr(keys, field.name) for field in dataclasses.fields(keys)}
-    values[_NAME] = {}
+    values = {**vars(keys), _NAME: {}}
     found = [Phase("0", 0, {}, {}, dataclasses.replace(keys, phases={}))]
     for threshold in sorted(keys.phases, key=_count):
         last, sample = found[-1], _count(threshold)

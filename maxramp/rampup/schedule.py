@@ -50,14 +50,6 @@ def walk(thresholds: Sequence[Threshold], step: int, sample: int) -> Iterator[St
             step, sample = step + steps, sample + steps * threshold.global_batch_size
 
 
-def undecided_rungs(keys: BatchKeys, thresholds: Sequence[Threshold]) -> list[Stretch]:
-    """The rungs above the last threshold, under rampup_policy=noise, from step -1 on."""
-    if keys.rampup_policy != "noise":
-        return []
-    sizes = [n for n in keys.rampup_ladder if n > thresholds[-1].global_batch_size]
-    return [Stretch(Threshold(-1, size), -1, -1, None) for size in sizes]
-
-
 def layouts(
     keys: BatchKeys,
     stretches: Sequence[Stretch],
@@ -68,9 +60,10 @@ def layouts(
     """None where a batch does not divide. Without `num_devices` (of one job), on the nodes that
     `node_schedule` gives each.
     """
-    if num_devices:
-        nodes = -(-num_devices // keys.devices_per_node)
-        return [layout.spread(keys, one.threshold, nodes, num_devices) for one in stretches]
+    if num_devices or keys.node_schedule == "fixed":
+        devices = num_devices or keys.num_devices
+        nodes = -(-devices // keys.devices_per_node)
+        return [layout.spread(keys, one.threshold, nodes, devices) for one in stretches]
     expected, is_open = stretches, keys.rampup_policy == "noise"
     if is_open:  # the nodes of a size do not depend on when it will be decided
         decided = [Threshold(*pair) for pair in ladder.plan_rungs(keys)]
@@ -189,7 +182,9 @@ class RampupBatchManager:
             keys = dataclasses.replace(keys, total_tokens=max(1, rest))
         thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in start.decided]
         walked = list(walk(thresholds, start.first_step, start.first_sample))
-        stretches = walked + undecided_rungs(keys, thresholds)
+        sizes = keys.rampup_ladder if keys.rampup_policy == "noise" else ()
+        undecided = (n for n in sizes if n > thresholds[-1].global_batch_size)
+        stretches = walked + [Stretch(Threshold(-1, n), -1, -1, None) for n in undecided]
         meshes = functools.cache(meshes or keys.mesh_at)
         found = layouts(keys, stretches, num_devices, meshes, restart_passes)
         self.keys, self.thresholds = keys, thresholds

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from maxramp.errors import ConfigError
 from maxramp.keys.section import minimum, positive_or_open
 from maxramp.parallel.keys import MeshKeys
-from maxramp.rampup.numbers import nearest_multiples
+from maxramp.rampup.numbers import nearest_divisors, nearest_multiples
 from maxramp.stage import Fields, SightKeys, StageSpec
 
 # The mesh by the number of devices and the first sample of a threshold, where there is one.
@@ -59,12 +59,9 @@ class ShapeKeys(MeshKeys, SightKeys):
         if row == -1:
             return 1
         if row > sample or sample % row:
-            below = max(n for n in range(1, min(row, sample) + 1) if sample % n == 0)
-            above = next((n for n in range(row, sample) if sample % n == 0), sample)
-            near = f"{below} or {above}" if below < above else f"{below}"
             raise ConfigError(
                 f"row_length={row} does not divide max_target_length={sample}: a step cuts each "
-                f"sample into rows of equal length; use {near}"
+                f"sample into rows of equal length; use {nearest_divisors(row, sample)}"
             )
         return sample // row
 

@@ -28,7 +28,8 @@ from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.policy import policy_gradient, token_log_probs
+from maxramp.training.log_probs import token_log_probs
+from maxramp.training.policy import policy_gradient
 from maxramp.training.state import TrainState
 from maxramp.training.step import update, zero_sums
 
@@ -77,7 +78,8 @@ class PolicyPrograms:
             return jax.tree.map(jnp.add, sums, found)
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
-            return token_log_probs(policy, recipe.model)(model.cast(dtype), batch)[0]
+            how = policy.loss_block_tokens, policy.decode_sampling_temperature
+            return token_log_probs(model.cast(dtype), recipe.model, batch, *how)[0]
 
         self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), objective.shown))
         self.add = jit(add, donate_argnums=0)

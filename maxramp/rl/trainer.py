@@ -175,12 +175,10 @@ class Scorer:
         rewards, number = self._total(part), self._keys.log_answers
         if not number:
             return {}
-        order = np.argsort(-rewards, kind="stable").tolist()
-        if 2 * number < len(order):
-            order = order[:number] + order[-number:]
+        best, others = np.split(np.argsort(-rewards, kind="stable"), [number])
         shown = [
             {"reward": float(rewards[i]), "prompt": part.prompts[i].text, "answer": part.texts[i]}
-            for i in order
+            for i in (*best, *others[-number:])
         ]
         return {"answers": shown}
 

@@ -67,17 +67,11 @@ class LearningRate:
         phases = self.ramp.keys.phase_list
         if not any({"learning_rate", WARMUP} & {*p.given} for p in phases):
             return self.keys.learning_rate, None
-        starts, peaks, lengths = jnp.asarray(
-            [
-                (
-                    phase.first_sample,
-                    phase.values.get("learning_rate", self.keys.learning_rate),
-                    self.curve.part(phase.given.get(WARMUP, 0.0)),
-                )
-                for phase in phases
-            ],
-            jnp.float32,
-        ).T
+        starts = [phase.first_sample for phase in phases]
+        peaks = [phase.values.get("learning_rate", self.keys.learning_rate) for phase in phases]
+        lengths = [self.curve.part(phase.given.get(WARMUP, 0.0)) for phase in phases]
+        of_phases = [*zip(starts, peaks, lengths, strict=True)]
+        starts, peaks, lengths = jnp.asarray(of_phases, jnp.float32).T
         i = jnp.searchsorted(starts, samples, side="right") - 1
         intervals = lengths[i] - self.curve.quantum
         risen = jnp.clip((samples - starts[i]) / jnp.maximum(intervals, 1.0), 0.0, 1.0)

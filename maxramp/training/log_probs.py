@@ -10,29 +10,30 @@ import math
 import jax
 import jax.numpy as jnp
 
+from maxramp.data.batch import Batch
+from maxramp.model.decoder import Decoder
+from maxramp.model.keys import Execution
+from maxramp.model.parts.aux import Aux
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
 from maxramp.parallel.sharding import TOKENS_BT, X_BTD, gradient_spec, summed_at_once
 
 
-def log_probs(
-    x_BTD: jax.Array,
-    head_DV: jax.Array,
-    targets_BT: jax.Array,
-    temperature: float,
-    block_tokens: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Of softmax(x @ head / temperature) in float32, the target's logarithm (which alone has a
-    gradient) and the entropy: two arrays [B, T] in nats. The head is sharded as HEAD_DV; its
-    gradient may stay apart. Negative targets read as token 0. `block_tokens` is of a device; 0 =
-    all."""
-    x_BTD, targets_BT = jax.reshard(x_BTD, X_BTD), jax.reshard(targets_BT, TOKENS_BT)
-    return _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens)
+def token_log_probs(
+    model: Decoder, execution: Execution, batch: Batch, block_tokens: int, temperature: float = 1.0
+) -> tuple[jax.Array, jax.Array, Aux]:
+    """Of softmax(logits / temperature) in float32, each target's logarithm (which alone has a
+    gradient) and the entropy: two arrays [B, T] in nats; and the layers' sums. The head's gradient
+    may stay apart. Negative targets read as token 0. `block_tokens` is of a device; 0 = all."""
+    x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
+    head_DV = model.head(execution.dtype)
+    x_BTD, targets_BT = jax.reshard(x_BTD, X_BTD), jax.reshard(batch.targets, TOKENS_BT)
+    return *_log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens), aux
 
 
 def scores(
     x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, block_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`log_probs` at temperature 1, and whether no token is likelier, bool [B, T]; no gradients."""
+    """Log-probabilities, and whether no token is likelier, bool: two [B, T], without gradients."""
 
     def find(below_NV, chosen_NV, _):
         sums = jnp.stack([jnp.exp(below_NV).sum(-1), chosen_NV.sum(-1)])

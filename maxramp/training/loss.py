@@ -42,9 +42,10 @@ def cross_entropy_sums(
     statistics: bool = False,
 ) -> _Sums:
     """Float32 sums over target tokens: objective, cross_entropy, both in nats, and tokens; with
-    `statistics` also targets that no token is likelier than, and the entropy in nats. Arguments as
-    in `log_probs`; only the objective, with the z-loss log(Z)^2 (PaLM, arXiv 2204.02311, section
-    5), has a gradient."""
+    `statistics` also targets that no token is likelier than, and the entropy in nats. The
+    head is sharded as HEAD_DV, and its gradient may stay apart; `block_tokens` is of a device, 0 =
+    all. Only the objective, with the z-loss log(Z)^2 (PaLM, arXiv 2204.02311, section 5), has a
+    gradient."""
     keys = z_loss_multiplier, block_tokens, statistics
     return _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients=False)[0]
 
@@ -173,6 +174,7 @@ class Objective:
 def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objective:
     """Cross-entropy of every next token, with the z-loss; what is shown is without it."""
 
+    how = keys.z_loss_multiplier, keys.loss_block_tokens, keys.log_token_statistics
     shown = "loss", "tokens"
     if keys.log_token_statistics:
         shown += "token_accuracy", "entropy"
@@ -181,14 +183,8 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
         x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
         with jax.named_scope("loss"):
-            minimized, *found = cross_entropy_sums(
-                x_BTD,
-                model.head(execution.dtype),
-                batch.targets,
-                keys.z_loss_multiplier,
-                keys.loss_block_tokens,
-                keys.log_token_statistics,
-            )
+            head_DV = model.head(execution.dtype)
+            minimized, *found = cross_entropy_sums(x_BTD, head_DV, batch.targets, *how)
         return with_layers(minimized, dict(zip(shown, found, strict=True)), aux)
 
     return Objective(sums, shown)

@@ -25,13 +25,11 @@ def lower(
 ) -> Moves:
     """The moves of such arrays to a mesh; for `platforms` if no backend here has its devices."""
     found: dict[str, list[jax.stages.Lowered]] = {}
-    for x in arrays:
-        if kind(x) in found:
-            continue
-        found[kind(x)] = []
+    for name, x in {kind(x): x for x in arrays}.items():
+        found[name] = []
         for sharding in _way(x, mesh):
             moved = jax.jit(lambda x: x, out_shardings=sharding, compiler_options=options)
-            found[kind(x)].append(moved.trace(x).lower(lowering_platforms=platforms))
+            found[name].append(moved.trace(x).lower(lowering_platforms=platforms))
             x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return found
 

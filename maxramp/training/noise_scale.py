@@ -36,7 +36,7 @@ from maxramp.model.parts.weights import Weight, map_weights, weights_of
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, stack_spec
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
-from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.optimizers import adamw
 
 # By kind, the devices' parts of Q: of a micro batch, or of a step with a leading axis A.
 Squares = dict[str, jax.Array]
@@ -68,7 +68,7 @@ def measure(
     gradients = jax.tree.map(lambda x: x.scale if _is_probe(x) else x, gradients, is_leaf=_is_probe)
     of_rows = [x.rows_BD for x in leaves if _is_probe(x)]
     kept = {"": squares(_product_weights(gradients)), "norms_": squares(of_rows)}
-    if moment := _moment(gradients, keys, opt_state):
+    if moment := _moment(gradients, opt_state):
         kept["adam_"] = _adam_squares(gradients, keys, moment)
     return (gradients, found), kept
 
@@ -96,7 +96,7 @@ def metrics(
     if A > 1:
         tokens_AC = tokens_ACB.sum(-1)
         groups[""] = tokens_AC, squares(_product_weights(gradients))
-        if moment := _moment(gradients, keys, opt_state):
+        if moment := _moment(gradients, opt_state):
             groups["adam_"] = tokens_AC, _adam_squares(gradients, keys, moment)
     found = {}
     for kind, (tokens, whole) in groups.items():
@@ -116,11 +116,9 @@ def _product_weights(tree: Any) -> list[Any]:
     return [x for x in weights_of(tree) if x.is_in_products]
 
 
-def _moment(
-    gradients: Decoder, keys: OptimizerKeys, opt_state: dict[str, Any]
-) -> tuple[Decoder, jax.Array] | None:
+def _moment(gradients: Decoder, opt_state: dict[str, Any]) -> tuple[Decoder, jax.Array] | None:
     """The second moment of the layers' products; None where some of them have none."""
-    moment = Optimizer(keys).second_moment(opt_state)
+    moment = adamw.second_moment(opt_state["adamw"]) if "adamw" in opt_state else None
     wanted = len(_product_weights(gradients.layers))
     return moment if moment and len(_product_weights(moment[0].layers)) == wanted else None
 

@@ -18,10 +18,8 @@ def squares(tree: Any, *beside: Any, of: Callable = lambda x: x) -> jax.Array:
     that lie apart (`sharding.gradient_spec`) it is the sum of the copies' squared norms."""
     trees, mesh = [jax.tree.leaves(x) for x in (tree, *beside)], jax.sharding.get_abstract_mesh()
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, trees)
-    shards = []
-    for spec in specs[0]:
-        axes = {*jax.tree.leaves(tuple(spec.partitions)), *spec.unreduced}
-        shards.append(math.prod(mesh.shape[axis] for axis in axes))
+    axes = [{*jax.tree.leaves(tuple(spec.partitions)), *spec.unreduced} for spec in specs[0]]
+    shards = [math.prod(mesh.shape[axis] for axis in of_array) for of_array in axes]
 
     def local(*trees: list[jax.Array]) -> jax.Array:
         values = (of(*arrays).astype(jnp.float32) for arrays in zip(*trees, strict=True))

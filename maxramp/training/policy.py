@@ -3,8 +3,6 @@
 Shapes: P prompts, G answers to each, B rows, T tokens.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +13,7 @@ from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.parallel.collectives import delay_gradient, wait_for
 from maxramp.training.keys import PolicyKeys
-from maxramp.training.log_probs import log_probs
+from maxramp.training.log_probs import token_log_probs
 from maxramp.training.loss import Objective, with_layers
 
 _LEAST_SPREAD = 1e-4  # added to a group's standard deviation
@@ -49,7 +47,8 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
     """
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
-        log_p_BT, entropy_BT, aux = token_log_probs(keys, execution)(model, batch)
+        how = keys.loss_block_tokens, keys.decode_sampling_temperature
+        log_p_BT, entropy_BT, aux = token_log_probs(model, execution, batch, *how)
         mask_BT = batch.targets >= 0
         share_BT = jnp.where(mask_BT, batch.shares, 0)
         advantage_BT = batch.weights
@@ -79,17 +78,3 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
 
     shown = ("loss", "tokens", "entropy", "clip_share", "sampler_difference")
     return Objective(sums, (*shown, "kl") if keys.grpo_beta else shown)
-
-
-def token_log_probs(
-    keys: PolicyKeys, execution: Execution
-) -> Callable[[Decoder, Batch], tuple[jax.Array, jax.Array, Aux]]:
-    """Log-probabilities of a batch's targets, and entropies, two [B, T]; and the layers' sums."""
-
-    def find(model: Decoder, batch: Batch) -> tuple[jax.Array, jax.Array, Aux]:
-        x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
-        temperature, block = keys.decode_sampling_temperature, keys.loss_block_tokens
-        head_DV = model.head(execution.dtype)
-        return *log_probs(x_BTD, head_DV, batch.targets, temperature, block), aux
-
-    return find

@@ -18,7 +18,7 @@ from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.collectives import all_gather, delay_gradient, map_shards
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, stack_spec
 from maxramp.training.keys import ObjectiveKeys
-from maxramp.training.log_probs import log_probs
+from maxramp.training.log_probs import token_log_probs
 from maxramp.training.loss import Objective, with_layers
 
 _ROUNDING = 2.0**-20  # of a sum of log-probabilities in float32, relative
@@ -97,9 +97,7 @@ def answer_log_probs(
 ) -> tuple[jax.Array, Aux]:
     """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2], 0 where
     there is no answer; and the layers' sums."""
-    x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
-    head_DV = model.head(execution.dtype)
-    log_p_BT, _ = log_probs(x_BTD, head_DV, batch.targets, 1.0, keys.loss_block_tokens)
+    log_p_BT, _, aux = token_log_probs(model, execution, batch, keys.loss_block_tokens)
     return _sum_answers(batch, log_p_BT), aux
 
 

@@ -28,9 +28,8 @@ from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.objectives import objective_of
-from maxramp.training.state import HeldState, TrainState, abstract_state
-from maxramp.training.step import Metrics, eval_step, make_train_step
+from maxramp.training.state import TrainState, abstract_state
+from maxramp.training.step import Metrics, eval_step, make_train_step, objective_of
 
 
 def lower_step(
@@ -82,30 +81,29 @@ class Programs:
                 (before, mesh), f"the move of each array to {format_sizes(mesh.shape)}", mesh, move
             )
         self._mesh = mesh
-        self._ahead.announce(
-            stage.spec, name, mesh, functools.partial(self._lower_step, stage.spec)
-        )
+        lower = functools.partial(self._lower_step, stage.spec)
+        self._ahead.announce(stage.spec, name, mesh, lower)
         if self._eval_rows:  # an evaluation may come before the next stage
             self._add_evaluation(stage)
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
-        """A stage's compiled step, and the seconds spent waiting for it: arrays of a HeldState and
+        """A stage's compiled step, and the seconds spent waiting for it: the state's arrays and
         a batch -> the next arrays and metrics. StepError if it does not compile."""
         if stage.spec not in self._ahead:
             self.add(stage)
         return self._ahead.get(stage.spec)
 
-    def follow(self, held: HeldState, stage: Stage) -> float:
-        """Moves a state to a stage's mesh. Returns seconds of waiting; StepError as
+    def follow(self, state: list[jax.Array], stage: Stage) -> float:
+        """Moves a state's arrays to a stage's mesh. Returns seconds of waiting; StepError as
         `train_step`."""
-        before, mesh = mesh_of(held.arrays), self._expansion.mesh_of(stage.spec)
+        before, mesh = mesh_of(state), self._expansion.mesh_of(stage.spec)
         if mesh == before:
             return 0.0
         compiled, waited = self._ahead.get((before, mesh))
         begin = time.perf_counter()
-        jax.block_until_ready(held.arrays)  # a step that still runs is not part of it
-        moving.move(held.arrays, self._arrays, compiled)
-        size = bytes_per_device(held.arrays) / GIB
+        jax.block_until_ready(state)  # a step that still runs is not part of it
+        moving.move(state, self._arrays, compiled)
+        size = bytes_per_device(state) / GIB
         self._ahead.say(
             f"mesh     stage {stage.index}: the state moved to {format_sizes(mesh.shape)}, "
             f"{size:.3g} GiB a device in {time.perf_counter() - begin:.2g} s"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ from maxramp.model.adapters import attach_adapters, has_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import Weight, is_weight, join_parts, weights_of
-from maxramp.parallel.mesh import attach_mesh, mesh_of, platform
+from maxramp.parallel.mesh import attach_mesh, platform
 from maxramp.training.keys import OptimizerKeys, Recipe
-from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.optimizers import table
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
         model = own if model is None else attach_adapters(own, model)
     trained, frozen = _parts(model, recipe.optimizer)
-    opt_state = Optimizer(recipe.optimizer).init(trained)
+    opt_state = table.init(recipe.optimizer, trained)
     clock = jnp.zeros((2,), jnp.uint32)
     return TrainState(clock, trained, frozen, no_counts(model), opt_state, jnp.uint32(0))
 
@@ -133,34 +133,15 @@ def no_counts(model: Decoder) -> dict[str, jax.Array]:
     return {name: jnp.zeros(shape, jnp.uint32) for name, shape in counts}
 
 
-def initial_state(recipe: Recipe) -> TrainState:
-    return _once(functools.partial(init_state, recipe))()
-
-
-def state_of(recipe: Recipe, model: Decoder) -> TrainState:
-    """`init_state` with these weights, donated, on their mesh."""
-    with jax.set_mesh(mesh_of(model)):
-        return _once(functools.partial(init_state, recipe), donate_argnums=0)(model)
-
-
-def _once(make: Callable, **how: Any) -> Callable:
+def initial_state(recipe: Recipe, *model: Decoder) -> TrainState:
+    """`init_state` on the mesh that is set; donates the model if one is given."""
     # On CPUs random numbers take longer to optimize than the whole step.
     options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
-    return jax.jit(make, compiler_options=options, **how)
+    make, donated = functools.partial(init_state, recipe), range(len(model))
+    return jax.jit(make, compiler_options=options, donate_argnums=donated)(*model)
 
 
 def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:
     """`init_state` of shapes, dtypes and shardings, on any mesh."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return attach_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)
-
-
-class HeldState:
-    """A train state between steps, as a flat list of arrays: modules cost a millisecond a step."""
-
-    def __init__(self, state: TrainState):
-        self.arrays, self._structure = jax.tree.flatten(state)
-
-    @property
-    def tree(self) -> TrainState:
-        return self._structure.unflatten(self.arrays)

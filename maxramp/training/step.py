@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from maxramp.data.batch import Batch
 from maxramp.model.adapters import add_dropout, dropout_of
 from maxramp.model.decoder import Decoder
-from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import join_parts
 from maxramp.parallel.axes import COPY_AXES
@@ -24,31 +23,26 @@ from maxramp.parallel.sharding import BATCH_ABT, gradient_spec
 from maxramp.training import noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.loss import Objective
+from maxramp.training.loss import Objective, next_token_prediction
 from maxramp.training.norm import add_up, squares
-from maxramp.training.objectives import objective_of
+from maxramp.training.optimizers import table
 from maxramp.training.optimizers.half_lives import STEADY
-from maxramp.training.optimizers.table import Optimizer
+from maxramp.training.preferences import preference
 from maxramp.training.state import TrainState, mask_layers, no_counts
 
 Metrics = dict[str, jax.Array]
 
 
+def objective_of(recipe: Recipe) -> Objective:
+    of_keys = preference if recipe.objective.use_dpo else next_token_prediction
+    return of_keys(recipe.objective, recipe.model)
+
+
 def make_train_step(
-    recipe: Recipe, learning_rate: LearningRate
+    recipe: Recipe, learning_rate: LearningRate, objective: Objective | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    step = functools.partial(
-        train_step,
-        objective=objective_of(recipe),
-        execution=recipe.model,
-        optimizer=recipe.optimizer,
-        learning_rate=learning_rate,
-    )
-
-    def train_on_rows(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return step(state, cut(batch, recipe.model.max_target_length))
-
-    return train_on_rows
+    given = {"recipe": recipe, "learning_rate": learning_rate}
+    return functools.partial(train_step, objective=objective or objective_of(recipe), **given)
 
 
 def cut(batch: Batch, length: int) -> Batch:
@@ -69,10 +63,9 @@ def train_step(
     state: TrainState,
     batch: Batch,
     *,
-    objective: Objective,
-    execution: Execution,
-    optimizer: OptimizerKeys,
+    recipe: Recipe,
     learning_rate: LearningRate,
+    objective: Objective,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on A micro batches of B rows, [A, B, ...] as BATCH_ABT; donates `state`.
 
@@ -99,11 +92,12 @@ def train_step(
             found = gradient(trained)
         return jax.tree.map(jnp.add, sums, found), kept
 
+    optimizer, batch = recipe.optimizer, cut(batch, recipe.model.max_target_length)
     (A, B, _), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
     apart = _copies_apart(A)
     # Once, whatever the number of micro batches.
-    trained = state.trained.cast(execution.dtype, [*apart])
-    frozen = state.frozen.cast(execution.dtype)
+    trained = state.trained.cast(recipe.model.dtype, [*apart])
+    frozen = state.frozen.cast(recipe.model.dtype)
     before = optimizer, state.opt_state
     zeros = zero_sums(trained, objective.shown)
     drops = dropout_of(trained) > 0
@@ -194,8 +188,8 @@ def update(
     rate = learning_rate(first_high * 2.0**32 + first_low, samples)
     pace = learning_rate.pace(samples) if optimizer.half_lives_in_samples else STEADY
     with jax.named_scope("optimizer"):
-        change = Optimizer(optimizer).update
-        direction, opt_state = change(gradients, state.opt_state, state.trained, pace)
+        given = gradients, state.opt_state, state.trained, pace
+        direction, opt_state = table.update(optimizer, *given)
         direction = mask_layers(direction, optimizer.trainable_layers)  # of the others, their decay
         trained = jax.tree.map(
             lambda w, d: (w - rate * d).astype(w.dtype), state.trained, direction

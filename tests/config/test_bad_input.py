@@ -227,7 +227,7 @@ CASES = {
         "per_device_batch_size_increment=7",
         "per_device_batch_size_increment=7",
         "per_device_batch_size - per_device_batch_size_start = 24",
-        "1, 2, 3",
+        "use 6 or 8",
     ),
     "fraction does not divide": ramp(
         "per_device_batch_size=1 per_device_batch_size_start=0.5 "

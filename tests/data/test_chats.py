@@ -233,7 +233,7 @@ def test_inspection(folder, capsys):
     given = ("use_sft=true", f"tokenizer_path={folder}/tokenizer.json", "max_target_length=300")
     assert prepare.main(["--inspect", str(folder / "chats.jsonl"), *given]) == 0
     shown = capsys.readouterr().out
-    assert "<|im_start|>assistant\n[assistant\nI<|im_end|>]\n<|im_start|>user" in shown
+    assert "<|im_start|>assistant\n⟦assistant\nI<|im_end|>⟧\n<|im_start|>user" in shown
     assert ": 1 chats" in shown and "targets" in shown
     assert "Who?\\r\n\\x1b[2J<|im_end|>" in shown
 

@@ -15,7 +15,7 @@ from maxramp.huggingface import config_json, writing
 from maxramp.huggingface.names import name_tensors
 from maxramp.model.decoder import Decoder
 from maxramp.training.loss import next_token_prediction
-from maxramp.training.state import state_of
+from maxramp.training.state import initial_state
 from maxramp.training.step import make_train_step
 
 torch = Later("torch")
@@ -161,7 +161,7 @@ def losses_here(folder, rows):
     step = make_train_step(config.recipe, lambda samples, batch: jnp.float32(3e-3))
     losses = []
     with jax.set_mesh(make_mesh(config)):
-        state = state_of(config.recipe, load(folder, config))
+        state = initial_state(config.recipe, load(folder, config))
         step = jax.jit(step)
         for batch in rows:
             state, metrics = step(state, batch_of(batch[None].astype(np.int32)))

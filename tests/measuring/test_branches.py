@@ -26,7 +26,7 @@ from maxramp.measuring.branches import (
     window,
 )
 from maxramp.measuring.inheritance import DROPPED
-from maxramp.model.parts.weights import ones
+from maxramp.model.parts.weights import new_weight
 from maxramp.rampup import RampupBatchManager
 from maxramp.run.metrics import MetricsLog, as_json, evaluation_from_sums, read_records
 from maxramp.run.writers import JsonlWriter
@@ -168,7 +168,7 @@ def test_half_lives_of_a_branch_are_those_of_its_run(tmp_path, scaling):
     def kept_and_lost(config, size):
         ramp = RampupBatchManager(config.batch, 1)
         rate = LearningRate.from_keys(config.learning_rate, ramp)
-        weight, pace = ones("matrix", "D", (1,), "float32"), rate.pace(size)
+        weight, pace = new_weight(jnp.ones(1), "matrix", "D"), rate.pace(size)
         kept_of = [kept_share(config.optimizer, name, pace) for name in ("adam_b1", "adam_b2")]
         still = jax.tree.map(jnp.zeros_like, weight)
         decay = with_decay(still, weight, config.optimizer, "adam_weight_decay", pace)

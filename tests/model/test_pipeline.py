@@ -215,6 +215,7 @@ def test_a_kernel(monkeypatch, kernel, length):
 
 def by_turns_of(microbatches):
     keys = {"num_pipeline_microbatches": microbatches, "num_pipeline_repeats": 1}
+    keys["remat_policy"] = "full"
     return dataclasses.replace(make_config().model, **keys, num_layers_per_pipeline_stage=1)
 
 
@@ -232,7 +233,7 @@ def test_every_turn_computes_on_rows(slots):
         return dense(norm(x_BTD), first(weights), X_BTD), Aux()
 
     def by_turns(weights_LDF, x_BTD):
-        return pipeline.run(by_turns_of(4 * slots), of_stages, None, weights_LDF, x_BTD, None)[0]
+        return pipeline.run(by_turns_of(4 * slots), of_stages, weights_LDF, x_BTD, None)[0]
 
     def by_layers(weights_LDF, x_BTD):
         for weight_DF in weights_LDF:
@@ -274,7 +275,7 @@ def test_micro_batches_are_added_in_float32():
         return dense(x_BTD, first(weights), X_BTD), Aux()
 
     def total(weights_LDF, x_BTD):
-        y_BTD, _ = pipeline.run(by_turns_of(16), layer, None, weights_LDF, x_BTD, None)
+        y_BTD, _ = pipeline.run(by_turns_of(16), layer, weights_LDF, x_BTD, None)
         return y_BTD.astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh):

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from maxramp.errors import ConfigError
 from maxramp.model.parts.attention import select
 from maxramp.parallel.sharding import TOKENS_BT
-from maxramp.training.objectives import objective_of
 from maxramp.training.state import initial_state
+from maxramp.training.step import objective_of
 
 MESH = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
 WINDOW = ("decoder_block=mistral", "sliding_window_size=5", "base_num_decoder_layers=1")

@@ -22,7 +22,7 @@ def test_a_stage_is_all_of_its_shape():
         assert spec.accumulation == stage.gradient_accumulation_steps
         assert (spec.tokens, spec.remat_policy) == (48, "minimal")
         assert math.prod(spec.mesh.sizes.values()) == stage.devices
-        assert spec.ranks == stage.devices // spec.mesh.model_parallel_size == 4
+        assert spec.mesh.ranks == stage.devices // spec.mesh.model_parallel_size == 4
         assert [field.suffix for field in spec.fields] == [(48,), (48,), (2,)]
 
 

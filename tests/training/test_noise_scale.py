@@ -20,7 +20,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Objective, next_token_prediction
 from maxramp.training.state import init_state
-from maxramp.training.step import make_train_step, train_step
+from maxramp.training.step import make_train_step
 
 LENGTH, VOCAB, ROWS = 16, 264, 32
 LOG = "log_gradient_noise_scale=True"
@@ -172,13 +172,7 @@ def test_truth_lies_in_the_interval():
         return minimized, Aux(shown={"loss": tokens, "tokens": tokens})
 
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
-    step = functools.partial(
-        train_step,
-        objective=Objective(sums),
-        execution=config.model,
-        optimizer=config.optimizer,
-        learning_rate=rate,
-    )
+    step = make_train_step(config.recipe, rate, Objective(sums))
     pairs = []
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe))()

@@ -22,9 +22,8 @@ from maxramp.planning.plan import estimate
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import half_lives
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.optimizers import sgd
+from maxramp.training.optimizers import sgd, table
 from maxramp.training.optimizers.half_lives import STEADY, Pace
-from maxramp.training.optimizers.table import Optimizer
 from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step
 
@@ -41,13 +40,12 @@ def moved(*given, paces=(STEADY,) * 3, devices=8):
     """Weights before and after an update of each pace by gradients that depend on the weights'
     places alone, and these gradients; all by name, layers in their order."""
     config = make_config(*CONSTANT, *given, devices=devices)
-    optimizer = Optimizer(config.optimizer)
 
     def made(state):
         return jax.tree.map(lambda w: jnp.sin(jnp.float32(1e4) * w), state.trained)
 
     def change(state, weights, gradients, pace):
-        direction, state = optimizer.update(gradients, state, weights, Pace(*pace))
+        direction, state = table.update(config.optimizer, gradients, state, weights, Pace(*pace))
         return state, jax.tree.map(lambda w, d: w - RATE * d, weights, direction)
 
     with jax.set_mesh(make_mesh(config)):
@@ -240,11 +238,11 @@ def test_a_plan_knows_what_muon_keeps():
 def test_momentum_in_samples_has_one_effect():
     """Of a constant gradient, in the end: at any batch that of the reference."""
     keys = make_config("opt_type=sgd", "sgd_momentum=0.9", "half_lives_in_samples=[sgd_momentum]")
-    momentum, g = sgd.Rule(keys.optimizer), {"w": jnp.ones(1)}
+    g = {"w": jnp.ones(1)}
     for batch in (0.25, 1.0, 4.0):
-        state = momentum.init(g)
+        state = sgd.init(keys.optimizer, g)
         for _ in range(int(200 / batch)):
-            direction, state = momentum.update(g, state, g, Pace(batch))
+            direction, state = sgd.update(keys.optimizer, g, state, g, Pace(batch))
         assert direction["w"] == pytest.approx(10, rel=1e-3)
 
 

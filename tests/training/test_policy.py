@@ -21,10 +21,11 @@ from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.optimizers.table import Optimizer
-from maxramp.training.policy import advantages, policy_gradient, shares, token_log_probs
+from maxramp.training.log_probs import token_log_probs
+from maxramp.training.optimizers import table
+from maxramp.training.policy import advantages, policy_gradient, shares
 from maxramp.training.state import TrainState, init_state
-from maxramp.training.step import train_step, update
+from maxramp.training.step import make_train_step, update
 
 P, G, S, VOCAB = 4, 4, 17, 264
 QUICK = {"xla_backend_optimization_level": 0}
@@ -83,13 +84,7 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
     mesh = make_mesh(config)
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch, devices))
     policy = dataclasses.replace(KEYS, grpo_normalization=grpo_normalization)
-    step = functools.partial(
-        train_step,
-        objective=policy_gradient(policy, config.model),
-        execution=config.model,
-        optimizer=config.optimizer,
-        learning_rate=rate,
-    )
+    step = make_train_step(config.recipe, rate, policy_gradient(policy, config.model))
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
         batch = random_batch(grpo_normalization)
@@ -144,7 +139,9 @@ def test_it_is_the_formula(grpo_normalization):
         execution = config.model
         forward = jax.jit(functools.partial(type(model).__call__, execution=execution))
         logits = np.asarray(forward(model, placed.tokens), np.float64)
-        found, entropy, _ = jax.jit(token_log_probs(KEYS, execution))(model, placed)
+        how = KEYS.loss_block_tokens, KEYS.decode_sampling_temperature
+        find = jax.jit(lambda model, batch: token_log_probs(model, execution, batch, *how))
+        found, entropy, _ = find(model, placed)
     logits /= KEYS.decode_sampling_temperature
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, np.maximum(batch.targets[..., None], 0), 2)[..., 0]
@@ -196,7 +193,7 @@ def test_updates_on_one_batch_are_one_step():
             model,
             part_of(model, lambda weight: False),
             {"seen": jnp.uint32([7])},
-            Optimizer(optimizer).init(model),
+            table.init(optimizer, model),
             jnp.uint32(5),
         )
 

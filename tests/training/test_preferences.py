@@ -18,9 +18,8 @@ from maxramp.data.row import PADDING
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.run.metrics import read_records
 from maxramp.training import preferences
-from maxramp.training.objectives import objective_of
 from maxramp.training.state import initial_state
-from maxramp.training.step import eval_step, make_train_step
+from maxramp.training.step import eval_step, make_train_step, objective_of
 
 B, T = 8, 16
 KEYS = ("use_dpo=True", "packing=False", "dpo_beta=0.5", "opt_type=sgd", "tokenizer_path=t.json")

@@ -10,12 +10,12 @@ from maxramp.model.pattern import Layer, Pattern, Rope, Sight
 from maxramp.stage import SightKeys
 
 
-def _see_all_before(keys: SightKeys) -> Sight:
-    return Sight(Rope.from_keys(keys))
+def _see_before(keys: SightKeys) -> Sight:
+    return Sight(Rope.from_keys(keys), keys.sliding_window_size)  # 0 but in Mistral
 
 
 def _pattern(keys: ModelKeys) -> Pattern:
-    return Pattern((Layer("dense", _see_all_before),), keys.base_num_decoder_layers)
+    return Pattern((Layer("dense", _see_before),), keys.base_num_decoder_layers)
 
 
 def _blocks() -> Mapping[str, Callable[..., Any]]:
@@ -36,7 +36,7 @@ def _sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
     )
 
 
-_LAYER = "model.layers.{}"
+LAYER = "model.layers.{}"
 
 LLAMA = Family(
     _pattern,
@@ -46,15 +46,15 @@ LLAMA = Family(
         "embedding_VD": "model.embed_tokens.weight",
         "norm.scale_D": "model.norm.weight",
         "head_DV": "lm_head.weight",
-        "layers.dense.attention_norm.scale_D": f"{_LAYER}.input_layernorm.weight",
-        "layers.dense.attention.query_DHh": f"{_LAYER}.self_attn.q_proj.weight",
-        "layers.dense.attention.key_DKh": f"{_LAYER}.self_attn.k_proj.weight",
-        "layers.dense.attention.value_DKh": f"{_LAYER}.self_attn.v_proj.weight",
-        "layers.dense.attention.out_HhD": f"{_LAYER}.self_attn.o_proj.weight",
-        "layers.dense.mlp_norm.scale_D": f"{_LAYER}.post_attention_layernorm.weight",
-        "layers.dense.mlp.gate_DF": f"{_LAYER}.mlp.gate_proj.weight",
-        "layers.dense.mlp.up_DF": f"{_LAYER}.mlp.up_proj.weight",
-        "layers.dense.mlp.out_FD": f"{_LAYER}.mlp.down_proj.weight",
+        "layers.dense.attention_norm.scale_D": f"{LAYER}.input_layernorm.weight",
+        "layers.dense.attention.query_DHh": f"{LAYER}.self_attn.q_proj.weight",
+        "layers.dense.attention.key_DKh": f"{LAYER}.self_attn.k_proj.weight",
+        "layers.dense.attention.value_DKh": f"{LAYER}.self_attn.v_proj.weight",
+        "layers.dense.attention.out_HhD": f"{LAYER}.self_attn.o_proj.weight",
+        "layers.dense.mlp_norm.scale_D": f"{LAYER}.post_attention_layernorm.weight",
+        "layers.dense.mlp.gate_DF": f"{LAYER}.mlp.gate_proj.weight",
+        "layers.dense.mlp.up_DF": f"{LAYER}.mlp.up_proj.weight",
+        "layers.dense.mlp.out_FD": f"{LAYER}.mlp.down_proj.weight",
     },
     Released("llama", "LlamaForCausalLM", {"num_key_value_heads": None}),
 )

@@ -3,17 +3,15 @@
 import dataclasses
 
 from maxramp.model.families.family import Released
-from maxramp.model.families.llama import LLAMA
-
-_ATTENTION = "model.layers.{}.self_attn"
+from maxramp.model.families.llama import LAYER, LLAMA
 
 QWEN2 = dataclasses.replace(
     LLAMA,
     tensors={
         **LLAMA.tensors,
-        "layers.dense.attention.query_bias_Hh": f"{_ATTENTION}.q_proj.bias",
-        "layers.dense.attention.key_bias_Kh": f"{_ATTENTION}.k_proj.bias",
-        "layers.dense.attention.value_bias_Kh": f"{_ATTENTION}.v_proj.bias",
+        "layers.dense.attention.query_bias_Hh": f"{LAYER}.self_attn.q_proj.bias",
+        "layers.dense.attention.key_bias_Kh": f"{LAYER}.self_attn.k_proj.bias",
+        "layers.dense.attention.value_bias_Kh": f"{LAYER}.self_attn.v_proj.bias",
     },
     released=Released("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32}),
     keys=("attention_bias",),

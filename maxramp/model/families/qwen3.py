@@ -3,16 +3,14 @@
 import dataclasses
 
 from maxramp.model.families.family import Released
-from maxramp.model.families.llama import LLAMA
-
-_ATTENTION = "model.layers.{}.self_attn"
+from maxramp.model.families.llama import LAYER, LLAMA
 
 QWEN3 = dataclasses.replace(
     LLAMA,
     tensors={
         **LLAMA.tensors,
-        "layers.dense.attention.query_norm.scale_D": f"{_ATTENTION}.q_norm.weight",
-        "layers.dense.attention.key_norm.scale_D": f"{_ATTENTION}.k_norm.weight",
+        "layers.dense.attention.query_norm.scale_D": f"{LAYER}.self_attn.q_norm.weight",
+        "layers.dense.attention.key_norm.scale_D": f"{LAYER}.self_attn.k_norm.weight",
     },
     released=Released("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}),
     keys=("use_qk_norm",),

@@ -20,7 +20,7 @@ from maxramp.model.parts.positions import Positions
 from maxramp.parallel.collectives import map_shards
 from maxramp.parallel.sharding import ROWS_B, TOKENS_BT, CACHE_BKSh, X_BTHh, X_BTKGh
 
-_LANES = 128  # what a splash block is a multiple of
+LANES = 128  # what a splash block is a multiple of
 _LARGEST_BLOCK = 512
 CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's result and sums
 
@@ -89,7 +89,7 @@ def select(
         "splash": {
             **order,
             f"needs TPUs, not {there}": platform != "tpu",
-            f"needs a {length} that is a multiple of {_LANES}, not {tokens}": tokens % _LANES,
+            f"needs a {length} that is a multiple of {LANES}, not {tokens}": tokens % LANES,
         },
         "dot_product": {},
     }
@@ -105,11 +105,6 @@ def select(
 
 def select_for(keys: ModelKeys, platform: str | None) -> str:
     return select(keys.attention, platform, keys.dtype, keys.head_dim, keys.max_target_length)
-
-
-def kernel_for_length(asked: str, length: int) -> str:
-    """The kernel for a prompt of this length, which may differ from that for whole rows."""
-    return asked if length % _LANES == 0 else "dot_product"
 
 
 def cost_of_packing(implementation: str) -> str | None:
@@ -149,12 +144,8 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
 
 
 def _products(q_BTKGh, k, v, axes, rule, seen):
-    scores_BKGTS = jnp.einsum(
-        f"BTKGh,{axes}->BKGTS",
-        q_BTKGh * rule.scale_of(q_BTKGh),
-        k,
-        preferred_element_type=jnp.float32,
-    )
+    q = q_BTKGh * rule.scale_of(q_BTKGh)
+    scores_BKGTS = jnp.einsum(f"BTKGh,{axes}->BKGTS", q, k, preferred_element_type=jnp.float32)
     weights_BKGTS = rule.weights(scores_BKGTS, seen).astype(v.dtype)
     return jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
 
@@ -185,7 +176,7 @@ def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
 
     T, H = q_BTHh.shape[1:3]
-    block = next(n for n in range(_LARGEST_BLOCK, 0, -_LANES) if T % n == 0)
+    block = next(n for n in range(_LARGEST_BLOCK, 0, -LANES) if T % n == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     mask = splash.CausalMask((T, T))
     if rule.window:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.attention import Cache, Rule, attend, kernel_for_length, select
+from maxramp.model.parts.attention import LANES, Cache, Rule, attend, select
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.rotary import rotate
-from maxramp.model.parts.weights import Weight, apply_elementwise, dense, normal, ones, zeros
+from maxramp.model.parts.weights import Weight, apply_elementwise, dense, new_weight, normal, zeros
 from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     MLP_IN_DF,
@@ -39,7 +39,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, width: int, epsilon: float, dtype: str, axis: str = "D"):
         """`axis` is the letter of what is normalized: the model's width, or a head's."""
         self.epsilon = epsilon
-        self.scale_D = ones("scale", axis, (width,), dtype)
+        self.scale_D = new_weight(jnp.ones((width,), dtype), "scale", axis)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, ..., D], dtype kept."""
@@ -147,8 +147,8 @@ class Attention(nnx.Module):
             q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
         q_BTHh, k_BTKh = rotate(q_BTHh, angles), rotate(k_BTKh, angles)
         _, T, _, h = q_BTHh.shape
-        if cache is not None:
-            kernel = kernel_for_length(kernel, T)
+        if cache is not None and T % LANES:  # a prompt's length, which is not that of rows
+            kernel = "dot_product"
         kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.positions.is_ordered)
         attend_to = attend if cache is None else cache.attend
         a_BTHh = attend_to(q_BTHh, k_BTKh, v_BTKh, rule, kernel)

@@ -47,16 +47,11 @@ def _attention(q_BTHh, k_BTKh, v_BTKh, start_BT, scale, interpret):
 def _forward(q_BTHh, k_BTKh, v_BTKh, start_BT, scale, interpret):
     B, T, H, h = q_BTHh.shape
     heads = H // k_BTKh.shape[2]
-    kept, moving, _ = blocks = _blocks(q_BTHh, backward=False)
-    out_BTHh, lse_BHT = _call(
-        functools.partial(_forward_kernel, scale=scale, kept=kept, moving=moving),
-        (T // kept, H, B),
-        [_tokens(kept, h), *[_row(T, h, heads)] * 2, _starts(T)],
-        [_tokens(kept, h), _sums(kept)],
-        [(q_BTHh.shape, q_BTHh.dtype), ((B, H, T), jnp.float32)],
-        blocks,
-        interpret,
-    )(q_BTHh, k_BTKh, v_BTKh, start_BT)
+    kept, *_ = blocks = _blocks(q_BTHh, backward=False)
+    specs = [_tokens(kept, h), *[_row(T, h, heads)] * 2, _starts(T)]
+    made = q_BTHh, jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    call = _call(_forward_kernel, specs, made, scale, blocks, interpret)
+    out_BTHh, lse_BHT = call(q_BTHh, k_BTKh, v_BTKh, start_BT)
     return out_BTHh, (q_BTHh, k_BTKh, v_BTKh, start_BT, out_BTHh, lse_BHT)
 
 
@@ -65,36 +60,24 @@ def _backward(scale, interpret, residuals, dout_BTHh):
     B, T, H, h = q_BTHh.shape
     K = k_BTKh.shape[2]
     G = H // K
-    kept, moving, _ = blocks = _blocks(q_BTHh, backward=True)
+    kept, *_ = blocks = _blocks(q_BTHh, backward=True)
     delta_BHT = jnp.einsum(
         "BTHh,BTHh->BHT", out_BTHh, dout_BTHh, preferred_element_type=jnp.float32
     )
-    sizes = {"scale": scale, "kept": kept, "moving": moving}
-    (dq_BTHh,) = _call(
-        functools.partial(_dq_kernel, **sizes),
-        (T // kept, H, B),
-        [_tokens(kept, h), *[_row(T, h, G)] * 2, _starts(T), _tokens(kept, h), *[_sums(kept)] * 2],
-        [_tokens(kept, h)],
-        [(q_BTHh.shape, q_BTHh.dtype)],
-        blocks,
-        interpret,
-    )(q_BTHh, k_BTKh, v_BTKh, start_BT, dout_BTHh, lse_BHT, delta_BHT)
+    own, sums = _tokens(kept, h), _sums(kept)
+    specs = [own, *[_row(T, h, G)] * 2, _starts(T), own, sums, sums]
+    call = _call(_dq_kernel, specs, (q_BTHh,), scale, blocks, interpret)
+    (dq_BTHh,) = call(q_BTHh, k_BTKh, v_BTKh, start_BT, dout_BTHh, lse_BHT, delta_BHT)
     # Where the documents end that a block of keys has a part of: starts rise, so it is the number
     # of tokens whose document starts before the end of the block.
     past_k = jnp.arange(kept, T + 1, kept)
     end_Bk = (start_BT[:, None] < past_k[:, None]).sum(-1, dtype=jnp.int32)
     group = pl.BlockSpec((None, T, G, h), lambda i, n, b: (b, 0, n, 0))
-    group_sums = pl.BlockSpec((None, G, T), lambda i, n, b: (b, n, 0))
-    dk_BTKh, dv_BTKh = _call(
-        functools.partial(_dkv_kernel, G=G, **sizes),
-        (T // kept, K, B),
-        [group, *[_tokens(kept, h)] * 2, _starts(T), _starts(T // kept), group, *[group_sums] * 2],
-        [_tokens(kept, h)] * 2,
-        [(k_BTKh.shape, k_BTKh.dtype)] * 2,
-        blocks,
-        interpret,
-    )(q_BTHh, k_BTKh, v_BTKh, start_BT, end_Bk, dout_BTHh, lse_BHT, delta_BHT)
-    return dq_BTHh, dk_BTKh, dv_BTKh, None
+    sums = pl.BlockSpec((None, G, T), lambda i, n, b: (b, n, 0))
+    specs = [group, own, own, _starts(T), _starts(T // kept), group, sums, sums]
+    call = _call(_dkv_kernel, specs, (k_BTKh, v_BTKh), scale, blocks, interpret)
+    found = call(q_BTHh, k_BTKh, v_BTKh, start_BT, end_Bk, dout_BTHh, lse_BHT, delta_BHT)
+    return dq_BTHh, *found, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -149,10 +132,10 @@ def _dq_kernel(
 
 def _dkv_kernel(
     q_ref, k_ref, v_ref, start_ref, end_ref, dout_ref, lse_ref, delta_ref, dk_ref, dv_ref,
-    *, scale, kept, moving, G
+    *, scale, kept, moving
 ):  # fmt: skip
     """A block of keys and values of one head: their gradients, from all heads that share it."""
-    j = pl.program_id(0)
+    j, G = pl.program_id(0), q_ref.shape[1]
     k_kh, v_kh, at_k = k_ref[...], v_ref[...], j * kept + jnp.arange(kept)
 
     def add(turn, carry):
@@ -212,14 +195,16 @@ def _starts(size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, size), lambda i, n, b: (b, 0))
 
 
-def _call(kernel, grid, in_specs, out_specs, out_shapes, blocks, interpret):
+def _call(kernel, in_specs, made, scale, blocks, interpret):
+    """A program for each block of tokens and head of the first array that is `made`."""
+    (kept, moving, warps), (B, T, heads, h) = blocks, made[0].shape
     return pl.pallas_call(
-        kernel,
-        grid=grid,
+        functools.partial(kernel, scale=scale, kept=kept, moving=moving),
+        grid=(T // kept, heads, B),
         in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=[jax.ShapeDtypeStruct(*shape) for shape in out_shapes],
-        compiler_params=triton.CompilerParams(num_warps=blocks[2], num_stages=2),
+        out_specs=[_tokens(kept, h) if x.ndim == 4 else _sums(kept) for x in made],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made],
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
-        name=kernel.func.__name__.strip("_"),
+        name=kernel.__name__.strip("_"),
     )

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +73,6 @@ def normal(
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
     return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes)
-
-
-def ones(role: str, axes: str, shape: tuple[int, ...], dtype: str) -> Weight:
-    return new_weight(jnp.ones(shape, dtype), role, axes)
 
 
 def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
@@ -157,14 +153,6 @@ def apply_elementwise(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
 STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal keeps
 
 
-class _Axes(NamedTuple):
-    """The letters of a product: of x, the weight, and the result."""
-
-    x: str
-    weight: str
-    y: str
-
-
 def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Array:
     """The product with a weight of a layer, or of a layer on every stage: [B, T, inputs] -> [B, T,
     outputs]; with experts [B, T, E, inputs] -> [B, T, E, outputs]. Naming the result's sharding
@@ -182,14 +170,10 @@ def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Arr
         rows, letters, spec, y_spec = (B * T,), "N", merge_spec(spec), merge_spec(y_spec)
     is_staged = "S" in weight.leading
     if is_staged:
-        rows, letters, spec, y_spec = (
-            stages_of(rows),
-            f"dS{letters}",
-            staged_rows_spec(spec),
-            staged_rows_spec(y_spec),
-        )
+        rows, letters = stages_of(rows), f"dS{letters}"
+        spec, y_spec = staged_rows_spec(spec), staged_rows_spec(y_spec)
     letters += weight.leading.removeprefix("S")
-    axes = _Axes(letters + weight.inputs, weight.axes, letters + weight.outputs)
+    axes = letters + weight.inputs, weight.axes, letters + weight.outputs
     x = jax.lax.reshape(x, (*rows, *x.shape[2:]), out_sharding=spec)
     y = _compute_gradient_once(product(axes, y_spec, x, w))
     y = jax.lax.reshape(y, (B, T, *y.shape[len(rows) :]), out_sharding=out_sharding)
@@ -242,11 +226,14 @@ def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
     return d, S, rows[0] // (d * S), *rows[1:]
 
 
-def _product(axes: _Axes, out_sharding: Spec, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _product(
+    axes: tuple[str, str, str], out_sharding: Spec, x: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """`axes` are the letters of x, of the weight, and of the result."""
     spec = jax.typeof(weight).sharding.spec
     if _confuses_rows(spec):
         weight = jax.reshard(weight, without_axis(spec, "fsdp"))
-    return jnp.einsum(f"{axes.x},{axes.weight}->{axes.y}", x, weight, out_sharding=out_sharding)
+    return jnp.einsum("{},{}->{}".format(*axes), x, weight, out_sharding=out_sharding)
 
 
 def _confuses_rows(spec: Spec) -> bool:
@@ -265,13 +252,12 @@ _product_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
 
 
 def _product_apart_backward(axes, out_sharding, residuals, dy):
-    x, weight = residuals
+    (x, weight), (of_x, of_weight, of_y) = residuals, axes
     spec = jax.typeof(weight).sharding.spec
-    transposed = _Axes(axes.y, axes.weight, axes.x)
-    dx = _product(transposed, jax.typeof(x).sharding.spec, dy, weight)
+    dx = _product((of_y, of_weight, of_x), jax.typeof(x).sharding.spec, dy, weight)
     # JAX sums a product over all axes that its rows are sharded on, or over none: so over none,
     # and then over those on which the weight is a shard.
-    subscripts = f"{axes.x},{axes.y}->{axes.weight}"
+    subscripts = f"{of_x},{of_y}->{of_weight}"
     dweight = jnp.einsum(subscripts, x, dy, out_sharding=own_gradient_spec(spec))
     return dx, jax.reshard(dweight, gradient_spec(spec))
 

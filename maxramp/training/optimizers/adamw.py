@@ -18,36 +18,33 @@ class State(NamedTuple):
     zeros_in_nu: jax.Array
 
 
-class Rule:
-    """Means of gradients and of their squares, and weights that decay."""
+def init(keys: OptimizerKeys, weights: Any) -> State:
+    mu = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.dtype(keys.mu_dtype)), weights)
+    nu = jax.tree.map(jnp.zeros_like, weights)
+    return State(mu, nu, jnp.float32(1), jnp.float32(1))
 
-    def __init__(self, keys: OptimizerKeys):
-        self._keys = keys
 
-    def init(self, weights: Any) -> State:
-        mu = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.dtype(self._keys.mu_dtype)), weights)
-        nu = jax.tree.map(jnp.zeros_like, weights)
-        return State(mu, nu, jnp.float32(1), jnp.float32(1))
+def update(
+    keys: OptimizerKeys, gradients: Any, state: State, weights: Any, pace: Pace
+) -> tuple[Any, State]:
+    b1, b2 = (kept_share(keys, name, pace) for name in ("adam_b1", "adam_b2"))
+    mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, gradients)
+    nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, gradients)
+    zeros_in_mu, zeros_in_nu = b1 * state.zeros_in_mu, b2 * state.zeros_in_nu
 
-    def update(self, gradients: Any, state: State, weights: Any, pace: Pace) -> tuple[Any, State]:
-        keys = self._keys
-        b1, b2 = (kept_share(keys, name, pace) for name in ("adam_b1", "adam_b2"))
-        mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, gradients)
-        nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, gradients)
-        zeros_in_mu, zeros_in_nu = b1 * state.zeros_in_mu, b2 * state.zeros_in_nu
+    def direction(m: jax.Array, v: jax.Array) -> jax.Array:
+        return m / (1 - zeros_in_mu) / (jnp.sqrt(v / (1 - zeros_in_nu)) + keys.adam_eps)
 
-        def direction(m: jax.Array, v: jax.Array) -> jax.Array:
-            return m / (1 - zeros_in_mu) / (jnp.sqrt(v / (1 - zeros_in_nu)) + keys.adam_eps)
+    moved = jax.tree.map(direction, mu, nu)
+    moved = with_decay(moved, weights, keys, "adam_weight_decay", pace)
+    mu, nu = (
+        jax.tree.map(lambda new, old: new.astype(old.dtype), new, old)
+        for new, old in ((mu, state.mu), (nu, state.nu))
+    )
+    return moved, State(mu, nu, zeros_in_mu, zeros_in_nu)
 
-        moved = jax.tree.map(direction, mu, nu)
-        moved = with_decay(moved, weights, keys, "adam_weight_decay", pace)
-        mu, nu = (
-            jax.tree.map(lambda new, old: new.astype(old.dtype), new, old)
-            for new, old in ((mu, state.mu), (nu, state.nu))
-        )
-        return moved, State(mu, nu, zeros_in_mu, zeros_in_nu)
 
-    def second_moment(self, state: State) -> tuple[Any, jax.Array]:
-        """The mean of squares of each weight's gradients, and what its root is to be multiplied by,
-        as it began at zero: not finite before the first step."""
-        return state.nu, jax.lax.rsqrt(1 - state.zeros_in_nu)
+def second_moment(state: State) -> tuple[Any, jax.Array]:
+    """The mean of squares of each weight's gradients, and what its root is to be multiplied by,
+    as it began at zero: not finite before the first step."""
+    return state.nu, jax.lax.rsqrt(1 - state.zeros_in_nu)

@@ -38,40 +38,36 @@ class State(NamedTuple):
     zeros_in_mu: jax.Array
 
 
-class Rule:
-    """A mean of gradients, reduced to its directions, and weights that decay."""
+def init(keys: OptimizerKeys, weights: Any) -> State:
+    mu_dtype = jnp.dtype(keys.mu_dtype)
+    return State(jax.tree.map(lambda w: jnp.zeros_like(w, mu_dtype), weights), jnp.float32(1))
 
-    def __init__(self, keys: OptimizerKeys):
-        self._keys = keys
 
-    def init(self, weights: Any) -> State:
-        mu_dtype = jnp.dtype(self._keys.mu_dtype)
-        return State(jax.tree.map(lambda w: jnp.zeros_like(w, mu_dtype), weights), jnp.float32(1))
+def update(
+    keys: OptimizerKeys, gradients: Any, state: State, weights: Any, pace: Pace
+) -> tuple[Any, State]:
+    b = kept_share(keys, "muon_beta", pace)
+    mu = jax.tree.map(lambda m, g: (1 - b) * g + b * m, state.mu, gradients)
+    zeros = b * state.zeros_in_mu
 
-    def update(self, gradients: Any, state: State, weights: Any, pace: Pace) -> tuple[Any, State]:
-        keys, b = self._keys, kept_share(self._keys, "muon_beta", pace)
-        mu = jax.tree.map(lambda m, g: (1 - b) * g + b * m, state.mu, gradients)
-        zeros = b * state.zeros_in_mu
+    def ahead(m: jax.Array, g: jax.Array) -> jax.Array:
+        return (b * m / (1 - b * zeros) + (1 - b) * g / (1 - zeros)).astype(keys.dtype)
 
-        def ahead(m: jax.Array, g: jax.Array) -> jax.Array:
-            return (b * m / (1 - b * zeros) + (1 - b) * g / (1 - zeros)).astype(keys.dtype)
+    directions = orthogonal(jax.tree.map(ahead, mu, gradients), keys.adam_eps)
+    factors = [_factor(keys, weight) for weight in weights_of(weights)]
+    arrays, structure = jax.tree.flatten(directions)
+    directions = structure.unflatten([f * x for f, x in zip(factors, arrays, strict=True)])
+    directions = with_decay(directions, weights, keys, "muon_weight_decay", pace)
+    mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+    return directions, State(mu, zeros)
 
-        directions = orthogonal(jax.tree.map(ahead, mu, gradients), keys.adam_eps)
-        factors = [self._factor(weight) for weight in weights_of(weights)]
-        arrays, structure = jax.tree.flatten(directions)
-        directions = structure.unflatten([f * x for f, x in zip(factors, arrays, strict=True)])
-        directions = with_decay(directions, weights, keys, "muon_weight_decay", pace)
-        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
-        return directions, State(mu, zeros)
 
-    def second_moment(self, state: State) -> None: ...
-
-    def _factor(self, weight: Any) -> float:
-        of_layer, cut = weight.shape[len(weight.leading) :], len(weight.inputs)
-        inputs, outputs = math.prod(of_layer[:cut]), math.prod(of_layer[cut:])
-        if self._keys.muon_consistent_rms is None:
-            return math.sqrt(max(1.0, outputs / inputs))
-        return self._keys.muon_consistent_rms * math.sqrt(max(inputs, outputs))
+def _factor(keys: OptimizerKeys, weight: Any) -> float:
+    of_layer, cut = weight.shape[len(weight.leading) :], len(weight.inputs)
+    inputs, outputs = math.prod(of_layer[:cut]), math.prod(of_layer[cut:])
+    if keys.muon_consistent_rms is None:
+        return math.sqrt(max(1.0, outputs / inputs))
+    return keys.muon_consistent_rms * math.sqrt(max(inputs, outputs))
 
 
 def orthogonal(tree: Any, epsilon: float) -> Any:
