@@ -251,19 +251,18 @@ def _open_entry(
             "more data or shorter rows"
         )
     made_by = f" {encoder.made_by['template']} {keys.long_chats}" if encoder else ""
-    return Part(entry.name, entry.weight, items, _hash(entry, items, made_by), noun)
-
-
-def _hash(entry: _Entry, items: Sequence[Any], made_by: str) -> str:
-    """Of where documents begin, and of evenly spaced items: all would take hours. A set's manifest
-    has a hash of all that was prepared, and the items say whether it is still there.
-    """
     if entry.sets:
-        text, files = "+".join(manifest["hash"] for manifest in entry.sets.values()), []
+        known = (f"{of_set['hash']}{of_set['sample']}" for of_set in entry.sets.values())
+        digest = "+".join(known) + made_by
     else:
-        files = entry.files
-        text = f"{len(items)} {sum(file.num_bytes for file in files)}"
-    digest = hashlib.blake2b(f"{text}{made_by}".encode(), digest_size=8)
+        digest = _hash_files(files, items, made_by)
+    return Part(entry.name, entry.weight, items, digest, noun)
+
+
+def _hash_files(files: Sequence[RecordFile], items: Sequence[Any], made_by: str) -> str:
+    """Of the sizes, where documents begin, and of evenly spaced items: all would take hours."""
+    text = f"{len(items)} {sum(file.num_bytes for file in files)}{made_by}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
     for file in files:
         digest.update(file.index)
     for index in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(np.int64)):
