@@ -28,6 +28,7 @@ from maxramp.files.place import write_whole
 _MAGIC = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1)
 _HEADER = struct.Struct("<17sBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_SPANS, _SPAN = 64, 256  # parts of a sample, and the tokens of each
 _BLOCK = 1 << 20  # sequences looked at together
 
 
@@ -193,6 +194,13 @@ class TokenStream:
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         parts = self._parts(start, stop)
         return np.concatenate([at + file.document_starts(a, b) for file, a, b, at in parts])
+
+    def sample(self) -> str:
+        """A hash of evenly spaced tokens."""
+        digest, last = hashlib.blake2b(digest_size=8), max(0, len(self) - _SPAN)
+        for start in np.linspace(0, last, _SPANS, dtype=np.int64).tolist() if len(self) else ():
+            digest.update(self[start : start + _SPAN].tobytes())
+        return digest.hexdigest()
 
     def where(self, position: int) -> str:
         index = bisect.bisect_right(self._starts, position) - 1

@@ -29,7 +29,6 @@ from maxramp.files import storage
 FORMAT, VERSION, NAME = "maxramp prepared tokens", 4, "manifest.json"
 TARGETS = ".targets"  # what the files beside a shard's tokens are called, behind its name
 _TARGET, _BEGINS = 1, 2
-_SPANS, _SPAN = 64, 256  # parts of a set that are looked at when it is opened, and tokens of each
 
 _PRIME = 2**127 - 1
 _POINT = 0x1E3779B97F4A7C15F39CC0605CEDC834  # digits of the golden ratio
@@ -161,12 +160,4 @@ def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[Cha
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         files = list(pool.map(open_shard, manifest["shards"]))
     # Every chat is read before training. Tokens may have been exchanged since the set was prepared.
-    return manifest | {"sample": "" if "chats" in manifest else _sample(files)}, files
-
-
-def _sample(files: Sequence[MegatronFile]) -> str:
-    stream, digest = TokenStream(files), hashlib.blake2b(digest_size=8)
-    last = max(0, len(stream) - _SPAN)
-    for start in np.linspace(0, last, _SPANS, dtype=np.int64).tolist() if len(stream) else ():
-        digest.update(stream[start : start + _SPAN].tobytes())
-    return digest.hexdigest()
+    return manifest | {"sample": "" if "chats" in manifest else TokenStream(files).sample()}, files
