@@ -106,9 +106,9 @@ def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
         config = config.replace(**{name: path for name, (path, _) in found.items()})
         there = open_model(config.values[key], []).config.values
     except ConfigError as error:
-        if config.rollout.prompt_file:
-            raise
         run = place(path)
+        if config.rollout.prompt_file or run.exists():
+            raise
         where = shell_quote([f"base_output_directory={run.parent}", f"run_name={run.name}"])
         raise ConfigError(
             f"{key}={path}: no checkpoint there; this trains one that can add at times: "

@@ -111,23 +111,10 @@ def export(
     came_as = came_in.get("dtype") or came_in.get("torch_dtype")
     dtype = dtype or (came_as if came_as in _DTYPES else keys.weight_dtype)
     model = _whole(model, dtype) if has_adapters(model) else model
-    beside = dict(opened.origin.side_files) if opened.origin else {}
-    tokenizer = _tokenizer_of(opened)
-    marks: dict[str, Any] = {}
-    files = _files_of(tokenizer) if tokenizer else {}
-    if tokenizer and files["tokenizer.json"] != beside.get("tokenizer.json"):  # not what came in
-        if tokenizer.vocab_size > keys.vocab_size:
-            raise ConfigError(
-                f"tokenizer_path={opened.config.data.tokenizer_path}: has {tokenizer.vocab_size} "
-                f"tokens, and the model has vocab_size={keys.vocab_size}; give the tokenizer that "
-                "it was trained with"
-            )
-        marks = {"bos_token_id": tokenizer.model.begin, "eos_token_id": tokenizer.model.end}
-        beside = {name: data for name, data in beside.items() if name not in TOKENIZER} | files
-    vocab_size, known = keys.vocab_size, tokenizer.vocab_size if tokenizer else 0
+    beside, marks, known = _files_beside(opened)
+    vocab_size = keys.vocab_size
     if came_in:  # rows that only the mesh asked for
         vocab_size = min(vocab_size, max(came_in["vocab_size"], known))
-    beside |= _template_of(opened)
     values = config_json.config_of(keys, came_in, dtype) | {"vocab_size": vocab_size} | marks
     beside["config.json"] = _json(values)
     if marks:
@@ -148,10 +135,9 @@ def _export_adapters(
             f"{opened.path} adapts {below}, {why}: PEFT cannot open it; give --merge, which writes "
             "the whole model"
         )
-    keys, beside = opened.config.model, dict(opened.origin.side_files if opened.origin else {})
+    keys, (beside, *_) = opened.config.model, _files_beside(opened)
     for name in ("config.json", "generation_config.json"):
         beside.pop(name, None)
-    beside |= _template_of(opened)
     layers = opened.config.optimizer.trainable_layers
     beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers)
     written = keys.decoder_block, dtype or "float32", keys.vocab_size, layers
@@ -163,6 +149,28 @@ def _export_adapters(
 def _source(opened: Opened, model: Decoder) -> dict[str, Any]:
     """What an export is of: a saved state by its name, or weights by their hash."""
     return {"weights": opened.saved or fingerprint_of_weights(order_by_layer(model))}
+
+
+def _files_beside(opened: Opened) -> tuple[dict[str, bytes], dict[str, Any], int]:
+    """What the model came with, but the tokenizer and the template of what it was trained on; the
+    marks of another tokenizer, as config.json has them; and how many tokens it has.
+    """
+    vocab_size, beside = opened.config.model.vocab_size, {}
+    if opened.origin:
+        beside = dict(opened.origin.side_files)
+    tokenizer, marks = _tokenizer_of(opened), {}
+    files = _files_of(tokenizer) if tokenizer else {}
+    if tokenizer and files["tokenizer.json"] != beside.get("tokenizer.json"):  # not what came in
+        if tokenizer.vocab_size > vocab_size:
+            raise ConfigError(
+                f"tokenizer_path={opened.config.data.tokenizer_path}: has {tokenizer.vocab_size} "
+                f"tokens, and the model has vocab_size={vocab_size}; give the tokenizer that it "
+                "was trained with"
+            )
+        marks = {"bos_token_id": tokenizer.model.begin, "eos_token_id": tokenizer.model.end}
+        beside = {name: data for name, data in beside.items() if name not in TOKENIZER} | files
+    beside |= _template_of(opened, tokenizer)
+    return beside, marks, tokenizer.vocab_size if tokenizer else 0
 
 
 def _tokenizer_of(opened: Opened) -> Tokenizer | None:
@@ -185,21 +193,18 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
     return tokenizer if tokenizer.type == "huggingface" else None
 
 
-def _template_of(opened: Opened) -> dict[str, bytes]:
+def _template_of(opened: Opened, tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """The template for chats, if it is not the one that the model came with: the tokenizer's own,
     or where that has none the file that chats were trained with.
     """
-    path = opened.config.data.chat_template
-    try:
-        tokenizer, came_with = opened.tokenizer().tokenizer, ""
-    except ConfigError:  # `_tokenizer_of` says it
-        return {}
-    if own := tokenizer.chat_template:
+    path, came_with = opened.config.data.chat_template, ""
+    with contextlib.suppress(ConfigError):
+        if opened.origin:
+            released = tokenizers.load(*opened.origin.tokenizer, False, False)
+            tokenizer, came_with = tokenizer or released, released.chat_template
+    if own := tokenizer.chat_template if tokenizer else "":
         if path:
             _note(f"chat_template={path} was for training: the tokenizer's own is in the folder")
-        with contextlib.suppress(ConfigError):
-            if opened.origin:
-                came_with = tokenizers.load(*opened.origin.tokenizer, False, False).chat_template
         return {} if own == came_with else {"chat_template.jinja": own.encode()}
     try:
         return {"chat_template.jinja": storage.read_bytes(path)} if path else {}

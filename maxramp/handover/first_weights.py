@@ -73,14 +73,8 @@ def find_first_weights(config: Config) -> dict[str, tuple[str, str]]:
 
 
 def _find(name: str, config: Config) -> tuple[str, str]:
-    given, own = config.values[name], config.run.folder.absolute()
+    given, own = config.values[name], config.run.folder
     path = place(given).absolute()
-    if own in (path, *path.parents):
-        raise ConfigError(
-            f"{name}={given}: lies in this run's own folder, whose checkpoints come and go; leave "
-            "it out or give what the run began with, which continues the run; or give another "
-            "run_name"
-        )
     position, _ = folder.newest(own / "checkpoints")
     before = position.config[name] if position else ""
     state, began = position.first.get(name, "") if before else "", place(before).absolute()
@@ -88,6 +82,13 @@ def _find(name: str, config: Config) -> tuple[str, str]:
         return before, state
     if name == _KEYS[0] and released.find(name, given):
         return given, ""
+    if own.resolve() in (path.resolve(), *path.resolve().parents):
+        remedy = f"give {before}" if before else "leave it out"
+        remedy = f"to continue the run {remedy}" if position else "give weights from elsewhere"
+        raise ConfigError(
+            f"{name}={given}: lies in this run's own folder, whose checkpoints come and go; "
+            f"{remedy}, or another run_name"
+        )
     try:
         found = folder.find(path)
     except ConfigError as error:

@@ -81,8 +81,12 @@ def write(
         for file, names in files.items()
     }
     wanted = {file: len(headers[file]) + sum(map(sizes_of.get, files[file])) for file in files}
-    wanted_beside = {name: len(data) for name, data in beside.items()}
-    source = {**source, "dtype": dtype, "files": wanted | wanted_beside}
+    if len(files) > 1:
+        where = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes_of.values())}, "weight_map": where}
+        beside = {INDEX: json.dumps(index, indent=2).encode(), **beside}
+    sizes_beside = {name: len(data) for name, data in beside.items()}
+    source = {**source, "dtype": dtype, "files": wanted | sizes_beside}
     with contextlib.ExitStack() as held, jax.set_mesh(mesh_of(model)):
         done = agreement.raise_everywhere(lambda: _begin(folder, source, held))
         done = agreement.all_gather_json(done)[0]
@@ -95,25 +99,17 @@ def write(
             agreement.raise_everywhere(
                 functools.partial(_write_file, folder / file, headers[file], parts, is_own)
             )
-        size = sum(sizes_of.values())
-        agreement.raise_everywhere(lambda: _finish(folder, files, size, beside))
+        agreement.raise_everywhere(lambda: _finish(folder, files, beside))
 
 
-def _finish(
-    folder: Place, files: Mapping[str, list[str]], size: int, beside: Mapping[str, bytes]
-) -> None:
+def _finish(folder: Place, files: Iterable[str], beside: Mapping[str, bytes]) -> None:
     """Writes what stands beside the files of tensors, the marks last."""
     if jax.process_index():
         return
-    last = dict(sorted(beside.items(), key=lambda file: file[0] in MARKS))
-    if len(files) > 1:
-        where = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": size}, "weight_map": where}
-        last = {INDEX: json.dumps(index, indent=2).encode()} | last
     with _refusing(folder):
         _remove(folder, sizes(folder).keys() - {*files, _SOURCE})  # left by a kill
-        for name, data in last.items():
-            write_whole(folder / name, data)
+        for name in sorted(beside, key=MARKS.__contains__):
+            write_whole(folder / name, beside[name])
 
 
 def check_free(folder: Place) -> None:
@@ -138,11 +134,10 @@ def made_of(folder: Place) -> dict[str, Any] | None:
             return None
         try:
             source = json.loads((folder / _SOURCE).read_bytes())
-        except (FileNotFoundError, ValueError):
+            wanted = source["files"].items()
+        except (FileNotFoundError, ValueError, LookupError, AttributeError):
             return {}
-        files = source["files"]
-        there = sizes(folder, files)
-        return source if files.items() <= there.items() else {}
+        return source if wanted <= sizes(folder, source["files"]).items() else {}
 
 
 def _remove(folder: Place, names: Iterable[str]) -> None:

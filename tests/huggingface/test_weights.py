@@ -364,6 +364,10 @@ def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     with (tmp_path / "out" / before[0]).open("ab") as file:
         file.truncate(100)
     assert writing.made_of(tmp_path / "out") == {}  # no longer what it was made of
+    write(tmp_path / "again", config, model, file_bytes=20_000)
+    assert writing.made_of(tmp_path / "again")
+    (tmp_path / "again" / "model.safetensors.index.json").unlink()
+    assert writing.made_of(tmp_path / "again") == {}
 
 
 def test_an_export_begins_anew_once_there_is_room(tmp_path, monkeypatch):

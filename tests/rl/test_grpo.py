@@ -255,7 +255,8 @@ def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     newest = checkpoint(tmp_path / "third", 200, "d")
     given = config.replace(**{key: str(tmp_path / "third")})
     assert pin_first_weights(given)[0].values[key] == str(newest)
-    for place in (run, run / "checkpoints", run / "checkpoints" / "6"):
+    (tmp_path / "link").symlink_to(run)
+    for place in (run, run / "checkpoints" / "6", tmp_path / "link", other / ".." / "run"):
         with pytest.raises(ConfigError, match=f"{key}={place}: lies in this run's own folder"):
             pin_first_weights(config.replace(**{key: str(place)}))
 
