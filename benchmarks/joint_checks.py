@@ -25,9 +25,9 @@ from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
-# What the clock measured, and what follows from how a batch lies on devices.
-_TIMES = re.compile("second|tflops")
-_OF_SHAPE = re.compile("per_device|accumulation|noise|eval_batch")
+# What the clock measured or a restart marks, and what follows from how a batch lies on devices.
+_TIMES = re.compile("second|tflops|restarted")
+_OF_SHAPE = re.compile("per_device|devices|accumulation|noise|eval_batch")
 
 
 # --- What holds ----------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
         "node_hours": cost.hours(time * stage.nodes),
         "hours_against_all_nodes": time / time_of_all,
         "node_hours_against_all_nodes": time * stage.nodes / (time_of_all * keys.nodes),
-        "rows_per_rank": stage.spec.rows / stage.spec.mesh.ranks,
+        "rows_per_rank": stage.spec.rows * stage.spec.rows_of_sample / stage.spec.mesh.ranks,
         "remat_policy": stage.spec.remat_policy,
         "memory_gib": estimate(run.config.recipe, stage.spec),
         "pipeline_bubble": pipeline_bubble(run.config.model, stage.spec),
