@@ -37,7 +37,11 @@ def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if _OF_MODEL in flags:  # what Megatron takes where nothing is given
         heads = keys.get("base_num_query_heads", base()["base_num_query_heads"])
         keys.setdefault("base_num_kv_heads", heads)
-        keys.setdefault("head_dim", keys.get("base_emb_dim", base()["base_emb_dim"]) // heads)
+        width = keys.get("base_emb_dim", base()["base_emb_dim"])
+        keys.setdefault("head_dim", width // heads)
+        keys.setdefault(
+            "base_mlp_dim", width * 8 // 3 // 64 * 64 if "swiglu" in flags else 4 * width
+        )
         keys.setdefault("logits_via_embedding", True)
     shares = (
         ("lr-warmup-samples", "total_samples", "warmup_steps_fraction"),

@@ -1,5 +1,6 @@
 """Ramps of published runs (configs/schedules), beside the one that is planned."""
 
+import itertools
 from typing import Any
 
 from maxramp.config.load import load
@@ -28,9 +29,8 @@ def summarize_ramp(
 ) -> dict[str, Any]:
     """A ramp in tokens: of (first sample, samples of a batch) of its stages, up to sample `end`.
 
-    Returns `name`; `starts` and `batches` of the stages; `end` of the run.
+    Returns `name`; `starts` and `batches` where the batch changes; `end` of the run.
     """
-    starts, batches = (
-        [n * sample_tokens for n in numbers] for numbers in zip(*stages, strict=True)
-    )
+    of_batches = (next(same) for _, same in itertools.groupby(stages, key=lambda pair: pair[1]))
+    starts, batches = ([n * sample_tokens for n in x] for x in zip(*of_batches, strict=True))
     return {"name": name, "starts": starts, "batches": batches, "end": end * sample_tokens}

@@ -8,6 +8,7 @@ import pytest
 
 from maxramp import plan
 from maxramp.config.load import load
+from maxramp.keys.megatron import translate_flags
 from maxramp.planning.trainers import TRAINERS, side_by_side
 
 MAXTEXT = """
@@ -125,6 +126,9 @@ def test_megatrons_command_line_becomes_ours(compared):
     model, batch = config.model, config.batch
     assert (model.base_num_decoder_layers, model.base_emb_dim, model.head_dim) == (32, 512, 64)
     assert (model.base_num_kv_heads, model.base_mlp_dim) == (8, 1408)
+    words = ["--num-layers", "2", "--hidden-size", "4096", "--num-attention-heads", "32"]
+    assert translate_flags(words)[0]["base_mlp_dim"] == 16384
+    assert translate_flags([*words, "--swiglu"])[0]["base_mlp_dim"] == 10880
     assert not model.logits_via_embedding and model.dtype == "bfloat16"
     assert (batch.rampup_batch_size, batch.micro_batch_size) == ([16, 16, 96], 2)
     assert (batch.global_batch_size, batch.total_samples) == (32, 1000)
