@@ -5,7 +5,6 @@ Read in the packages: MaxText 0.2.5 (utils/rampup_batch.py, common/data_loader.p
 Megatron-Bridge 0.6.2, which took NeMo's place (training/initialize.py and config.py).
 """
 
-import argparse
 import bisect
 import math
 import shlex
@@ -17,7 +16,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys import base
 from maxramp.keys.megatron import translate_flags
-from maxramp.keys.peers import MEGATRON, RENAMED
+from maxramp.keys.peers import RENAMED
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.rampup.notations import Threshold
 from maxramp.rampup.numbers import parse_count
@@ -52,7 +51,13 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: decrease_batch_size_if_needed changes batches by the devices; leave it out"
         )
-    keys = read(path)
+    keys = given = read(path)
+    left_out, arguments = [], [file]
+    if trainer == "megatron":
+        left_out = given.pop("")
+        keys = {name: given[name] for name in _RAMP if name in given}
+        keys_of_base = (f"{key}={str(value).replace(' ', '')}" for key, value in given.items())
+        arguments = ["configs/base.yml", *keys_of_base]
     try:
         theirs, lines = run(keys, devices)
     except ConfigError as error:
@@ -63,11 +68,7 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
     except ConfigError as error:
         refused = str(error)
     found = {"trainer": name, "theirs": theirs, "lines": lines, "ours": ours, "refused": refused}
-    if trainer != "megatron":
-        return found | {"arguments": [file], "left_out": []}
-    others, left_out = translate_flags(_words(path))
-    given = [f"{key}={str(value).replace(' ', '')}" for key, value in (others | keys).items()]
-    return found | {"arguments": ["configs/base.yml", *given], "left_out": left_out}
+    return found | {"arguments": arguments, "left_out": left_out}
 
 
 def side_by_side(found: Mapping[str, Any]) -> list[tuple[int, int | None, int | None]]:
@@ -159,15 +160,14 @@ def _run_maxtext(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]
 
 # --- Megatron, and NeMo, which is Megatron-Bridge ------------------------------------------------
 
-# Their arguments and keys -> maxramp's.
+# Keys of a ramp, and what NeMo calls them.
 _RAMP = (
-    *("rampup-batch-size", "global-batch-size", "step-batch-size-schedule", "seq-length"),
-    *("train-samples", "train-iters"),
+    *("rampup_batch_size", "global_batch_size", "step_batch_size_schedule", "max_target_length"),
+    *("total_samples", "steps"),
 )
-_MEGATRON = {flag: MEGATRON[flag] for flag in _RAMP}
 _NEMO = {
-    **{theirs: name for theirs, name in RENAMED.items() if name in _MEGATRON.values()},
-    **{name: name for name in _MEGATRON.values()},
+    **{theirs: name for theirs, name in RENAMED.items() if name in _RAMP},
+    **{name: name for name in _RAMP},
     **{f"data.{name}": name for name in ("global_batch_size", "rampup_batch_size")},
     "train.step_batch_size_schedule": "step_batch_size_schedule",
     "data.seq_length": "max_target_length",
@@ -175,20 +175,13 @@ _NEMO = {
 
 
 def _read_megatron(path: Place) -> _Keys:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for argument, name in _MEGATRON.items():
-        kind = str if name == "step_batch_size_schedule" else int
-        count = 3 if name == "rampup_batch_size" else None
-        parser.add_argument(f"--{argument}", dest=name, type=kind, nargs=count)
+    """All keys of a command line, and under "" the flags that have none."""
     try:
-        found, _ = parser.parse_known_args(_words(path))
-    except (ValueError, argparse.ArgumentError) as error:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        given, left_out = translate_flags(shlex.split(text, comments=True))
+    except (ValueError, ConfigError) as error:
         raise ConfigError(f"{path}: cannot be read as a command line: {error}") from None
-    return {name: value for name, value in vars(found).items() if value is not None}
-
-
-def _words(path: Place) -> list[str]:
-    return shlex.split(path.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
+    return given | {"": left_out}
 
 
 def _read_nemo(path: Place) -> _Keys:

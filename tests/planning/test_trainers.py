@@ -165,7 +165,7 @@ def test_nemo(compared):
         ("maxtext", MAXTEXT.replace("true", "false"), "holds no ramp"),
         ("maxtext", MAXTEXT.replace("base.yml", "other.yml"), "is not read here"),
         ("maxtext", MAXTEXT.replace("samples: 60", "samples: many"), "must be an integer"),
-        ("megatron", MEGATRON.replace("16 16 96", "$RAMP"), "expected 3 arguments"),
+        ("megatron", MEGATRON.replace("16 16 96", "$RAMP"), "$RAMP must be a list"),
         ("megatron", "--global-batch-size 32", "holds no ramp"),
         ("megatron", "--train-iters 5 --decrease-batch-size-if-needed", "leave it out"),
         ("megatron", '--step-batch-size-schedule "0:3 5:4"', "give --seq-length"),
