@@ -140,16 +140,20 @@ def remove(path: Place) -> None:
     remove_tree(path)
 
 
-def discard(folder: Place) -> None:
-    """Removes from a folder of checkpoints what saves and removals left that failed or were killed.
+def discard(folder: Place) -> list[Place]:
+    """Removes from a folder of checkpoints what saves and removals left that failed or were killed;
+    returns them.
 
     What holds anything else than arrays of ours is somebody's, and stays. No save is going on.
     """
+    removed = []
     for path in step_folders(folder):
         if path.is_dir() and not is_committed(path):
             names = {inner.name for inner in path.iterdir()}
             if all(name in _ARRAYS or name.startswith(f".{FILE}.") for name in names):
                 remove_tree(path)
+                removed.append(path)
+    return removed
 
 
 def read(path: Place) -> Checkpoint:

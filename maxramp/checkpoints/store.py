@@ -118,7 +118,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         if self._keys.enable_checkpointing and self._is_first:
             for path in self._torn:
                 set_aside(path, folder_lib.TORN)
-            folder_lib.discard(self._folder)
+            for path in folder_lib.discard(self._folder):
+                self._warn(f"{path} was unfinished, as a save or a removal was killed; removed it")
             if self._keys.checkpoint_best:
                 for checkpoint in folder_lib.read_whole(self._folder):
                     self._note(checkpoint)
