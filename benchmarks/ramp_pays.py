@@ -39,7 +39,7 @@ import numpy as np
 from experiment import ROW, Experiment, at_once, paired, tuned
 from figures import ROOT, parser, save
 
-from maxramp.rampup.numbers import parse_count
+from maxramp.keys.numbers import parse_count
 
 FEW_SEEDS = 3
 EQUAL = 0.01  # nats

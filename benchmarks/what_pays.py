@@ -41,8 +41,8 @@ from figures import ROOT, parser, save
 
 from maxramp.config.keys import Config
 from maxramp.keys.base import base
+from maxramp.keys.numbers import parse_count
 from maxramp.model.size import training_flops_per_token
-from maxramp.rampup.numbers import parse_count
 
 B0, RATE = 8, 4.242640687119286e-3  # of ramp_pays.py's A
 EQUAL = 0.01  # nats

@@ -29,13 +29,13 @@ from maxramp.commandline import (
 from maxramp.config.load import find_sources, load
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
+from maxramp.keys.numbers import parse_count, show
 from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.beside import find_published, summarize_ramp
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
 from maxramp.planning.trainers import compare, side_by_side
-from maxramp.rampup.numbers import parse_count, show
 from maxramp.stage import SIGHT_KEYS
 
 

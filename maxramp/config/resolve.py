@@ -9,11 +9,11 @@ from typing import Any
 from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
+from maxramp.keys.numbers import exact, show
 from maxramp.parallel.axes import NAME_IN_KEYS, ROW_AXES
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import ladder, layout
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.numbers import exact, show
 from maxramp.rampup.shape import Meshes
 
 

@@ -8,8 +8,8 @@ from maxramp.data import hub
 from maxramp.data.chats.keys import ChatKeys
 from maxramp.errors import ConfigError
 from maxramp.keys import section
+from maxramp.keys.numbers import exact
 from maxramp.keys.section import Keys, limit, minimum, one_of, positive_or_open, uint32
-from maxramp.rampup.numbers import exact
 from maxramp.stage import Fields, pair_fields, text_fields
 
 # Which marks come into documents; a prepared set keeps these with its tokenizer.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxramp.errors import ConfigError
+from maxramp.keys.numbers import parse_count
 from maxramp.keys.yamlfile import read_yaml
 
 _PACKAGE = pathlib.Path(__file__).resolve().parent.parent
@@ -58,6 +59,8 @@ def cast_value(given: str, value: Any, name: str) -> Any:
     elif may_be_unset(name) and value in (None, "none", "None"):
         return ""
     kind = type(default)
+    if kind is int and type(value) is str:  # 5M
+        value = value if (count := parse_count(value)) is None else count
     if kind is float and type(value) is int and abs(value) < 10**300:
         return float(value)
     if type(value) is kind:

@@ -30,10 +30,10 @@ from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.files.place import Place, place, write_whole
 from maxramp.keys import base
 from maxramp.keys.choices import find_unmade
+from maxramp.keys.numbers import parse_count
 from maxramp.measuring.inheritance import branch_keys, inherited_keys
 from maxramp.measuring.noise import KINDS, noise_blocks, student
 from maxramp.processes.bound import bind
-from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import as_json, read_records
 from maxramp.training.learning_rate import LearningRate

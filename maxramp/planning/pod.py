@@ -19,6 +19,7 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError, reason_of
+from maxramp.keys.numbers import plain_number
 from maxramp.parallel.compiler import compiler_options
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.mesh import attach_mesh, format_sizes, make_mesh, reshape_mesh
@@ -26,7 +27,6 @@ from maxramp.planning import machine as machines
 from maxramp.planning.machine import Machine
 from maxramp.processes import backend
 from maxramp.rampup import ladder
-from maxramp.rampup.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Start
 from maxramp.stage import StageSpec
 from maxramp.training import moving

@@ -16,10 +16,10 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys import base
 from maxramp.keys.megatron import translate_flags
+from maxramp.keys.numbers import parse_count
 from maxramp.keys.peers import RENAMED
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.rampup.notations import Threshold
-from maxramp.rampup.numbers import parse_count
 from maxramp.rampup.schedule import RampupBatchManager, walk
 
 _Batches = list[tuple[int, int]]  # (step from which on, global batch); none where a trainer stops

@@ -16,10 +16,10 @@ import ml_collections
 from maxramp.errors import ConfigError
 from maxramp.keys import base, peers
 from maxramp.keys.choices import Choices, Values, refuse_unread
+from maxramp.keys.numbers import nearest_multiples
 from maxramp.keys.section import Keys, above_zero, fraction, minimum, one_of, positive_or_open
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import phases
-from maxramp.rampup.numbers import nearest_multiples
 from maxramp.rampup.shape import ShapeKeys
 
 # Each of them makes a batch.

@@ -4,10 +4,10 @@ import dataclasses
 import itertools
 import math
 
+from maxramp.keys.numbers import show
 from maxramp.keys.section import Relations
 from maxramp.rampup.curve import Curve
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.numbers import show
 
 FEWEST_STEPS = 8  # of a period: fewer say too little about their own spread
 # Steps from a decision to its first: a batch is read and placed ahead, and the numbers of a step

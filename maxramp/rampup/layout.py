@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 from maxramp.errors import ConfigError
+from maxramp.keys.numbers import exact, nearest_multiples, show
 from maxramp.parallel.axes import ROW_AXES
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.notations import Threshold
-from maxramp.rampup.numbers import exact, nearest_multiples, show
 from maxramp.rampup.shape import Meshes
 
 

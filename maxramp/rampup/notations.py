@@ -11,10 +11,10 @@ from fractions import Fraction
 
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
+from maxramp.keys.numbers import exact, nearest_divisors, parse_count, show
 from maxramp.keys.section import Relations, refuse
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import MAXTEXT_RAMP, BatchKeys
-from maxramp.rampup.numbers import exact, nearest_divisors, parse_count, show
 from maxramp.rampup.phases import WARMUP, Phase
 
 

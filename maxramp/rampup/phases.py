@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base
+from maxramp.keys.numbers import parse_count
 from maxramp.parallel.axes import TABLE
-from maxramp.rampup.numbers import parse_count
 from maxramp.stage import SIGHT_KEYS
 
 KeysT = TypeVar("KeysT")

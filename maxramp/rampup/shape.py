@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable
 
 from maxramp.errors import ConfigError
+from maxramp.keys.numbers import nearest_divisors, nearest_multiples
 from maxramp.keys.section import minimum, positive_or_open
 from maxramp.parallel.keys import MeshKeys
-from maxramp.rampup.numbers import nearest_divisors, nearest_multiples
 from maxramp.stage import Fields, SightKeys, StageSpec
 
 # The mesh by the number of devices and the first sample of a threshold, where there is one.

@@ -7,7 +7,7 @@ import sys
 import time
 
 from maxramp.commandline import count
-from maxramp.rampup.numbers import plain_number
+from maxramp.keys.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.metrics import OF_SET, TASK, Record
 

@@ -21,7 +21,7 @@ import numpy as np
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import TrainingError
 from maxramp.files.place import Place
-from maxramp.rampup.numbers import plain_number
+from maxramp.keys.numbers import plain_number
 from maxramp.rampup.schedule import Stage
 from maxramp.run.keys import RunKeys
 
