@@ -1,6 +1,5 @@
 """The plan of a run and its picture: stages with cost and memory, beside constant batches."""
 
-import dataclasses
 import itertools
 import math
 import pathlib
@@ -27,7 +26,6 @@ from maxramp.drawing import (
 from maxramp.keys.base import CONFIGS, base
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_parameters
-from maxramp.model.keys import ModelKeys
 from maxramp.model.size import pass_bytes, pipeline_bubble
 from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
 from maxramp.planning.machine import usable_memory
@@ -63,11 +61,15 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
     limit = usable_memory(config.planning)
     model = abstract_state(config.recipe, abstract_mesh(run.stages[-1].spec.mesh.sizes)).model
     weights = num_parameters(without_adapters(model))
+    stages = [
+        stage.to_json() | _part_of_run(run, stage) | {"move_gib": _move(run, before, stage)}
+        for before, stage in zip([None, *run.stages], run.stages, strict=False)
+    ]
     warnings = (
         "" if program in ("", "train") else other,
         *ramp.warnings,
         "" if sources is None else _demo_rate(config, sources, weights),
-        _too_large(run, limit),
+        _too_large(stages, *limit),
     )
     return ramp.to_json() | {
         "run_name": config.run.run_name,
@@ -78,10 +80,7 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
         "restart_minutes": config.planning.restart_minutes,
         "warnings": [line for line in warnings if line],
         "memory_limit": dict(zip(("gib", "of"), limit, strict=True)) if limit[0] else None,
-        "stages": [
-            stage.to_json() | _part_of_run(run, stage) | {"move_gib": _move(run, before, stage)}
-            for before, stage in zip([None, *run.stages], run.stages, strict=False)
-        ],
+        "stages": stages,
         "totals": _totals(run),
         "defaults": [] if sources is None else _defaults(config, sources),
         "adaptive": _bounds_of_ramp(ramp) if config.batch.rampup_policy == "noise" else None,
@@ -107,9 +106,10 @@ def _defaults(config: Config, sources: Mapping[str, str]) -> list[dict[str, str]
 
 def _demo_rate(config: Config, sources: Mapping[str, str], weights: int) -> str:
     """A warning where another model than base.yml's takes its learning rate."""
-    names = [field.name for field in dataclasses.fields(ModelKeys)]
-    own = all(config.values[name] == base()[name] for name in names if name.startswith("base_"))
-    if own or "learning_rate" in sources or config.data.use_dpo:
+    other = any(
+        name.startswith("base_") and config.values[name] != base()[name] for name in sources
+    )
+    if not other or "learning_rate" in sources:
         return ""
     return (
         f"learning_rate={config.values['learning_rate']:g} is that of base.yml's model of 0.87M "
@@ -117,14 +117,14 @@ def _demo_rate(config: Config, sources: Mapping[str, str], weights: int) -> str:
     )
 
 
-def _too_large(run: PlannedRun, limit: tuple[float, str]) -> str:
-    needs = {s.index: estimate(run.config.recipe, s.spec)["total"] for s in run.stages}
-    stage = max(needs, key=needs.__getitem__)
-    if not limit[0] or needs[stage] <= limit[0]:
+def _too_large(stages: Sequence[dict[str, Any]], gib: float, of: str) -> str:
+    needs = {stage["index"]: stage["memory_gib"]["total"] for stage in stages}
+    largest = max(needs, key=needs.__getitem__)
+    if not gib or needs[largest] <= gib:
         return ""
     return (
-        f"stage {stage} is estimated at {needs[stage]:.3g} GiB per device, and a program can use "
-        f"{limit[0]:.3g} ({limit[1]}); a larger fsdp or tensor axis, smaller passes "
+        f"stage {largest} is estimated at {needs[largest]:.3g} GiB per device, and a program can "
+        f"use {gib:.3g} ({of}); a larger fsdp or tensor axis, smaller passes "
         "(micro_batch_size), or remat_policy=full takes less, and --fit asks the compiler"
     )
 

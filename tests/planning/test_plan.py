@@ -529,7 +529,7 @@ def test_what_a_plan_takes_from_the_demo_is_named(capsys):
     assert "GiB (remat_policy=none), of 59.3 GiB (compile_topology=h100:1x8)" in lines["memory"]
     plan = make_plan(load([BASE, *keys, "per_device_batch_size=8"]), {"learning_rate": ""})
     assert [line.partition(" is ")[0] for line in plan["warnings"]] == ["stage 0"]
-    plan = make_plan(load([BASE, *keys]), {})
+    plan = make_plan(load([BASE, *keys]), {"base_emb_dim": "configs/models/llama2-7b.yml"})
     assert any("learning_rate=0.003 is that of base.yml's model" in x for x in plan["warnings"])
     assert not make_plan(load([BASE, "devices_per_node=1"]), {})["warnings"]
 
