@@ -59,7 +59,7 @@ def cast_value(given: str, value: Any, name: str) -> Any:
     elif may_be_unset(name) and value in (None, "none", "None"):
         return ""
     kind = type(default)
-    if kind is int and type(value) is str:  # 5M
+    if kind is int and type(value) is str and value[-1:].isalpha():  # 5M
         value = value if (count := parse_count(value)) is None else count
     if kind is float and type(value) is int and abs(value) < 10**300:
         return float(value)
