@@ -77,6 +77,8 @@ def print_result(result: dict[str, Any]) -> None:
         f"{result['step']:,} on (sample {result['first_sample']:,}), where the run's batch is "
         f"{result['batch']:,}: {result['share_of_run']:.0%} of the run"
     )
+    least, *larger = (size["rows"] for size in result["sizes"])
+    none_larger = bool(larger) and result["largest"] == least
     interval = (
         "no interval: fewer than 8 evaluation batches; use a smaller eval_per_device_batch_size"
         if result["surely"] is None
@@ -85,6 +87,7 @@ def print_result(result: dict[str, Any]) -> None:
     print(
         f"largest   batch {result['largest']:,} within {result['tolerance']:g} nats ({interval})"
         + "; no larger one was tried" * result["sizes"][-1]["within"]
+        + "; every larger one costs more: try below it" * none_larger
     )
     for kind, name in KINDS.items():
         if noise := result["noise"].get(f"{kind}noise_scale"):

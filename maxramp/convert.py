@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import jax
 
-from maxramp.commandline import Parser, command, shell_quote
+from maxramp.commandline import Parser, command, print_progress, shell_quote
 from maxramp.files.place import place, sizes
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
@@ -41,11 +41,14 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     writing.check_free(given.to)
     if given.run.endswith(".gguf"):
+        print_progress(f"reading the weights of {given.run}")
         gguf.unpack(given.run, given.to, given.dtype or "float32")
         print(f"wrote {given.to}")
         return 0
     opened = open_model(given.run, given.keys)
     backend.start(opened.config.backend)
+    if jax.process_index() == 0:
+        print_progress(f"reading the weights of {given.run}")
     model = opened.load()
     weights = num_parameters(without_adapters(model))
     export(opened, model, given.to, given.dtype or "", given.merge)

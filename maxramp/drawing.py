@@ -63,7 +63,8 @@ def name_values(axes: "Axes", values: Iterable[float]) -> None:
 
 def name_consumption(panels: Sequence["Axes"], tokens_per_sample: float) -> None:
     """Consumed samples below the panels, and above them tokens, unless a sample has 0 of them."""
-    panels[-1].set_xlabel("consumed samples")
+    scale = ", logarithmic" if panels[-1].get_xscale() == "log" else ""
+    panels[-1].set_xlabel(f"consumed samples{scale}")
     panels[-1].xaxis.set_major_formatter(lambda number, place: short(number))
     if tokens_per_sample:
         n = tokens_per_sample

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import jax
 
-from maxramp.commandline import Parser, command, count
+from maxramp.commandline import Parser, command, count, print_progress
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Generator, Writing
@@ -90,6 +90,8 @@ def _generate(given: argparse.Namespace) -> None:
     sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
     writing = Writing(given.max_new_tokens, sampling, given.seed, tuple(tokenizer.ends))
     backend.start(trained.config.backend)
+    if jax.process_index() == 0:
+        print_progress(f"reading the weights of {trained.path}")
     model = trained.load()
     options = compiler_options(jax.default_backend())
     generator = Generator(trained.config.model, model, writing, options)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from maxramp.checkpoints.resume import length_by_epochs
 from maxramp.commandline import (
     amount,
     command,
@@ -26,7 +27,11 @@ from maxramp.commandline import (
     shell_quote,
     short,
 )
+from maxramp.config.keys import Config
 from maxramp.config.load import find_sources, load
+from maxramp.config.resolve import resolve
+from maxramp.data.opening import open_rows
+from maxramp.data.order import RunRows
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.keys.numbers import parse_count, show
@@ -35,7 +40,9 @@ from maxramp.planning.beside import find_published, summarize_ramp
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
+from maxramp.planning.stages import with_nodes
 from maxramp.planning.trainers import compare, side_by_side
+from maxramp.rampup.phases import MIXTURE
 from maxramp.stage import SIGHT_KEYS
 
 
@@ -65,11 +72,13 @@ def main(arguments: list[str]) -> int:
             _print_command(found, keys)
         return 0
     config = load(given.arguments, "plan")
+    if config.batch.is_open:
+        config = _with_length(config)
     if given.fit:
         print(Pod.from_config(config, print_progress).largest_batch())
         return 0
     plan = make_plan(config, find_sources(given.arguments))
-    if given.beside:
+    if given.beside is not None:
         plan["beside"] = find_published(given.beside)
     if given.compiled:
         add_compiled(plan, place(given.compiled), config.planning)
@@ -80,6 +89,19 @@ def main(arguments: list[str]) -> int:
             raise ConfigError(f"--plot {given.plot}: cannot write the picture: {error}") from None
     print(json.dumps(plan, indent=2)) if given.json else print_plan(plan)
     return 0
+
+
+def _with_length(config: Config) -> Config:
+    """The config of num_epoch passes over its data, which is read for their length."""
+    print_progress(f"reading the data: the run is num_epoch={config.data.num_epoch} passes over it")
+    planned = with_nodes(config)
+    devices = planned.batch.num_devices
+    later = [(p.first_sample, p.given[MIXTURE]) for p in config.batch.changing(MIXTURE)]
+    corpus = open_rows(config.data, config.reading, True, later=later)
+    rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
+    batch = resolve(planned, devices).batch
+    samples, _ = length_by_epochs(batch, devices, None, rows, config.data.num_epoch)
+    return config.replace(total_samples=samples)
 
 
 def _file_and_devices(arguments: list[str]) -> tuple[str, list[str], int | None]:
@@ -334,7 +356,8 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     yield from (("warning", warning) for warning in plan["warnings"])
     limit = plan["memory_limit"]
-    of_limit = f", of {limit['gib']:.3g} GiB ({limit['of']})" if limit else ""
+    unknown = "; device_memory_gib=N or compile_topology tells what a program can use"
+    of_limit = f", of {limit['gib']:.3g} GiB ({limit['of']})" if limit else unknown
     yield (
         "memory",
         f"per device in the last stage, estimated: weights {memory['weights']:.3g}, "

@@ -37,7 +37,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
-from maxramp.commandline import Parser, command, count
+from maxramp.commandline import Parser, command, count, print_note
 from maxramp.config.load import load
 from maxramp.data import preparation, shards, sources, tokenizers
 from maxramp.data.chats.chats import ChatEncoder
@@ -109,19 +109,21 @@ def _inspect(named: str, arguments: list[str]) -> None:
     if named.endswith((".yml", ".yaml")):
         keys = load([named, *arguments], "train").data
         keys = dataclasses.replace(keys, tokenizer_type=keys.type_of_tokenizer)
+        if keys.dataset_type != "grain" or (";" in keys.grain_train_files and not keys.reads_chats):
+            raise ConfigError(
+                f"{named} trains on dataset_type={keys.dataset_type} "
+                f"grain_train_files={keys.grain_train_files}: --inspect shows chats, pairs, or one "
+                "prepared set; name that"
+            )
         named = keys.grain_train_files
     else:
         keys = _load_keys(arguments, "inspecting", INSPECTION_KEYS)
     is_set = prepared.is_prepared(named)
-    why = "is not a prepared set: give use_sft=true (chats) or use_dpo=true (pairs); without them "
-    refuse(
-        [
-            (
-                not is_set and not keys.reads_chats and storage.exists(named),
-                f"{named} {why}--inspect reads a prepared set",
-            )
-        ]
-    )
+    if not is_set and not keys.reads_chats and storage.exists(named):
+        raise ConfigError(
+            f"{named} is not a prepared set: give use_sft=true (chats) or use_dpo=true (pairs); "
+            "without them --inspect reads a prepared set"
+        )
     # Imports jax, which a preparation does not.
     from maxramp.data.inspection import inspect, inspect_chats
 
@@ -130,12 +132,15 @@ def _inspect(named: str, arguments: list[str]) -> None:
 
 def _write_tokenizer(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
     file = pathlib.Path(given.output).expanduser() / "tokenizer.json"
-    if file.exists():
-        raise ConfigError(f"--output {given.output} has a tokenizer.json already; remove it first")
+    if file.exists() or prepared.is_prepared(given.output):
+        raise ConfigError(f"--output {given.output} has a tokenizer already; give another folder")
     inputs = preparation.open_inputs(names, keys)
     preparation.open_tokenizer(given.train_bpe, keys, inputs)
     file.parent.mkdir(parents=True, exist_ok=True)
     _train_bpe(given, file, inputs)
+    found = tokenizers.load("huggingface", str(file), **keys.mark_keys).vocab_size
+    if found < given.train_bpe:
+        print_note(f"{found} ids in place of {given.train_bpe}: the texts have no more pairs")
     _say(f"wrote      {file}; prepare with tokenizer_path={shlex.quote(str(file))}")
 
 
@@ -145,6 +150,8 @@ def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
     refuse((not value, f"no {flag} {usage}") for flag, value in needed)
     alone = given.tokenizer_only and not given.train_bpe
     refuse([(alone, "--tokenizer_only trains a tokenizer: give --train_bpe SIZE too")])
+    both = given.tokenizer_only and given.deduplicate
+    refuse([(both, "--deduplicate with --tokenizer_only: no documents are written; leave it out")])
     above_zero = (
         ("workers", given.workers, "above 0"),
         ("shard_megabytes", given.shard_megabytes * 1e6, "above 0"),

@@ -115,7 +115,7 @@ def _describe_rows(corpus: Corpus, config: Config) -> Iterator[str]:
     if len(mixed) > 1:
         total = sum(part.weight for part in mixed)
         rows, name = min((len(part.items) * total / part.weight, part.name) for part in mixed)
-        yield f"mixture  {name} repeats after {rows:,.0f} rows of these weights"
+        yield f"mixture  after {rows:,.0f} rows of these shares {name} was read once, and repeats"
 
 
 def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:

@@ -276,7 +276,10 @@ def _read(file: RecordFile, start: int, stop: int) -> Iterator[Record | BadRecor
 
 
 def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Iterator[str]:
-    """Texts from all over the inputs, about `most` bytes of them, without bad records."""
+    """Texts from all over the inputs, about `most` bytes of them, without bad records, of which
+    there may be as many as are `allowed`.
+    """
+    bad = 0
     pieces = [(file, piece) for file in inputs for piece in file.split(1 << 24)]
     total = sum(size for _, (*_, size) in pieces)
     for file, (start, stop, size) in pieces:
@@ -285,7 +288,7 @@ def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Itera
             if not isinstance(text, BadRecord):
                 yield text
                 left -= len(text)
-            elif not allowed:
+            elif (bad := bad + 1) > allowed:
                 _refuse(f"{file.where_place(text.place)}: {text}", allowed)
             if left <= 0 and total > most:
                 break

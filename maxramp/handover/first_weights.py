@@ -92,7 +92,7 @@ def _find(name: str, config: Config) -> tuple[str, str]:
     try:
         found = folder.find(path)
     except ConfigError as error:
-        raise ConfigError(f"{name}={given}: {error}") from None
+        raise ConfigError(f"{name}={given}: {error}, or that of a released model") from None
     moved = found.with_name(began.name)  # with the other run
     if found != path and state and _state_at(moved) == state:
         return str(moved), state

@@ -16,6 +16,7 @@ from maxramp.keys.yamlfile import read_yaml
 _TABLE = read_yaml(pathlib.Path(__file__).with_name("peers.yml"))
 RENAMED: dict[str, str] = _TABLE["renamed"]
 MEGATRON: dict[str, str] = _TABLE["megatron"]
+MEGATRON_SAME: dict[str, list[str]] = _TABLE["megatron_same"]
 VALUES: dict[str, dict[str, Any]] = _TABLE["values"]
 _ONLY: dict[str, list[Any]] = _TABLE["only"]
 _DERIVED: dict[str, str] = _TABLE["derived"]

@@ -56,8 +56,8 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
     if trainer == "megatron":
         left_out = given.pop("")
         keys = {name: given[name] for name in _RAMP if name in given}
-        keys_of_base = (f"{key}={str(value).replace(' ', '')}" for key, value in given.items())
-        arguments = ["configs/base.yml", *keys_of_base]
+        texts = (x if isinstance(x, str) else str(x).replace(" ", "") for x in given.values())
+        arguments = ["configs/base.yml", *map("=".join, zip(given, texts, strict=True))]
     try:
         theirs, lines = run(keys, devices)
     except ConfigError as error:
@@ -243,6 +243,8 @@ def _constant(keys: _Keys) -> int:
         raise ConfigError("holds no ramp: no rampup_batch_size, no thresholds")
     if "global_batch_size" not in keys:
         raise ConfigError("holds no global_batch_size, where the ramp ends")
+    if keys["global_batch_size"] < 1:
+        raise ConfigError(f"global_batch_size={keys['global_batch_size']} must be above 0")
     return keys["global_batch_size"]
 
 

@@ -47,7 +47,7 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
     arguments = (trained, "--prompt", "ab", "--prompt", "hello wor\u00fcld", "--samples", "2")
     arguments += ("--seed", "5", "--max_new_tokens", "9", f"jax_cache_dir={cache_dir}")
     done = run(*arguments, "--json", module="generate")
-    assert (done.returncode, done.stderr.count("\n")) == (0, 1) and "tokens in" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (0, 2) and "tokens in" in done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [a["prompt"] for a in answers] == ["ab"] * 2 + ["hello wor\u00fcld"] * 2
     for answer in answers:

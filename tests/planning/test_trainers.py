@@ -117,9 +117,9 @@ def test_megatrons_command_line_becomes_ours(compared):
     """The command that is printed is that of the plan below it; what has no key here is named."""
     more = "--hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --bf16 --lr 3e-4"
     more += " --min-lr 3e-5 --lr-warmup-samples 20 --tensor-model-parallel-size 2 --swiglu"
-    more += " --micro-batch-size 2 --untie-embeddings-and-output-weights --optimizer adam"
+    more += " --eod-mask-loss $EXTRA --micro-batch-size 2 --untie-embeddings-and-output-weights --optimizer adam"
     found = compared("megatron", MEGATRON.replace("#", f"{more} #"), "devices_per_node=4")
-    assert found["left_out"] == ["--swiglu"]
+    assert found["left_out"] == ["--eod-mask-loss", "$EXTRA"]
     line = next(x for x in found["printed"].splitlines() if x.startswith("python -m"))
     _, _, _, *arguments = shlex.split(line)
     config = load(arguments)
@@ -137,6 +137,16 @@ def test_megatrons_command_line_becomes_ours(compared):
     assert (rate.warmup_steps_fraction, rate.learning_rate_final_fraction) == (0.02, 0.1)
     assert "fsdp 2 x tensor 2" in found["printed"] and "left out" in found["printed"]
     assert "num_nodes=N devices_per_node=N" in compared("megatron", MEGATRON)["printed"]
+
+
+@pytest.mark.parametrize("form", ["ARGS=({}\n)", 'ARGS="{}"'])
+def test_megatrons_scripts_keep_flags_in_variables(compared, form):
+    """In an array, or in a text, before the script that takes them."""
+    flags = "--rampup-batch-size 16 16 96 --global-batch-size 32 --train-samples 1000 --bf16"
+    use = "${ARGS[@]}" if "(" in form else "$ARGS"
+    found = compared("megatron", f"{form.format(flags)}\ntorchrun pretrain.py {use}\n")
+    assert found["ours"] == [[0, 16], [6, 32]] and found["left_out"] == []
+    assert "dtype=bfloat16" in found["arguments"]
 
 
 def test_megatrons_thresholds_go_through_floats(compared):
@@ -165,7 +175,7 @@ def test_nemo(compared):
         ("maxtext", MAXTEXT.replace("true", "false"), "holds no ramp"),
         ("maxtext", MAXTEXT.replace("base.yml", "other.yml"), "is not read here"),
         ("maxtext", MAXTEXT.replace("samples: 60", "samples: many"), "must be an integer"),
-        ("megatron", MEGATRON.replace("16 16 96", "$RAMP"), "$RAMP must be a list"),
+        ("megatron", MEGATRON.replace("16 16 96", "$RAMP"), "must be three integers"),
         ("megatron", "--global-batch-size 32", "holds no ramp"),
         ("megatron", "--train-iters 5 --decrease-batch-size-if-needed", "leave it out"),
         ("megatron", '--step-batch-size-schedule "0:3 5:4"', "give --seq-length"),
