@@ -38,8 +38,8 @@ def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _open_variable(word: str) -> list[str]:
-    is_set = re.match(r"\w+=(.*--.*)", word, re.DOTALL)
-    return shlex.split(is_set[1]) if is_set else [word]
+    is_set = re.match(r"\w+=\(?(.*--.*)", word, re.DOTALL)
+    return shlex.split(is_set[1]) if is_set else [word.removesuffix(")")]  # which ends an array
 
 
 def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

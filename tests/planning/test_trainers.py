@@ -117,7 +117,8 @@ def test_megatrons_command_line_becomes_ours(compared):
     """The command that is printed is that of the plan below it; what has no key here is named."""
     more = "--hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --bf16 --lr 3e-4"
     more += " --min-lr 3e-5 --lr-warmup-samples 20 --tensor-model-parallel-size 2 --swiglu"
-    more += " --eod-mask-loss $EXTRA --micro-batch-size 2 --untie-embeddings-and-output-weights --optimizer adam"
+    more += " --eod-mask-loss $EXTRA"
+    more += " --micro-batch-size 2 --untie-embeddings-and-output-weights --optimizer adam"
     found = compared("megatron", MEGATRON.replace("#", f"{more} #"), "devices_per_node=4")
     assert found["left_out"] == ["--eod-mask-loss", "$EXTRA"]
     line = next(x for x in found["printed"].splitlines() if x.startswith("python -m"))
@@ -139,7 +140,7 @@ def test_megatrons_command_line_becomes_ours(compared):
     assert "num_nodes=N devices_per_node=N" in compared("megatron", MEGATRON)["printed"]
 
 
-@pytest.mark.parametrize("form", ["ARGS=({}\n)", 'ARGS="{}"'])
+@pytest.mark.parametrize("form", ["ARGS=({})", "ARGS=(\n{}\n)", 'ARGS="{}"'])
 def test_megatrons_scripts_keep_flags_in_variables(compared, form):
     """In an array, or in a text, before the script that takes them."""
     flags = "--rampup-batch-size 16 16 96 --global-batch-size 32 --train-samples 1000 --bf16"
