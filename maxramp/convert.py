@@ -41,7 +41,6 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_intermixed_args(arguments)
     writing.check_free(given.to)
     if given.run.endswith(".gguf"):
-        print_progress(f"reading the weights of {given.run}")
         gguf.unpack(given.run, given.to, given.dtype or "float32")
         print(f"wrote {given.to}")
         return 0

@@ -112,17 +112,18 @@ class Checkpoints(contextlib.AbstractContextManager):
         allowed = self._keys.allow_changed
         return changes_since(checkpoint, self.values, allowed, self._data, versions())
 
-    def start_saving(self) -> None:
-        """Removes what killed saves left behind and moves torn checkpoints aside."""
+    def start_saving(self) -> list[Place]:
+        """Removes what killed saves left behind, and returns it; moves torn checkpoints aside."""
+        unfinished = []
         self._saves.restart_clock()
         if self._keys.enable_checkpointing and self._is_first:
             for path in self._torn:
                 set_aside(path, folder_lib.TORN)
-            for path in folder_lib.discard(self._folder):
-                self._warn(f"{path} was unfinished, as a save or a removal was killed; removed it")
+            unfinished = folder_lib.discard(self._folder)
             if self._keys.checkpoint_best:
                 for checkpoint in folder_lib.read_whole(self._folder):
                     self._note(checkpoint)
+        return unfinished
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """The same answer on every process."""

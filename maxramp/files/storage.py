@@ -144,7 +144,10 @@ def read_range(path: str, start: int, stop: int) -> np.ndarray:
     data = _ask(
         path,
         lambda: np.fromfile(path, np.uint8, stop - start, offset=start),
-        lambda store: np.array(np.frombuffer(store.cat_file(path, start, stop), np.uint8)),
+        # By name: another argument comes first in s3fs.
+        lambda store: np.array(
+            np.frombuffer(store.cat_file(path, start=start, end=stop), np.uint8)
+        ),
     )
     if len(data) < stop - start:
         raise ConfigError(f"{path}: is torn: it ends at byte {start + len(data)}, before {stop}")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from maxramp.commandline import print_progress
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, is_near
 from maxramp.files.storage import optional
@@ -66,6 +67,7 @@ def unpack(path: str, to: Place, dtype: str) -> None:
     except Exception as error:  # of the reader or of tokenizers, which have many
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise ConfigError(f"{path}: is not a GGUF file, or is torn ({reason})") from None
+    print_progress(f"reading the weights of {path}")
 
     unfinished = to.with_name(f".{to.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

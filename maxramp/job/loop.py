@@ -147,7 +147,8 @@ def train(job: Job, trainer: Trainer) -> int:
     ramp, first_step = span.ramp, span.first_step
     checkpoints.best.check(trainer.evaluation_names)
     heap.keep()
-    checkpoints.start_saving()
+    for path in checkpoints.start_saving():
+        output.say(f"again    {path} was unfinished, as a save or a removal was killed: removed")
     writers = output.open_files(ramp, first_step, job.owes)
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
     numbers = LastEvaluation()
