@@ -48,7 +48,7 @@ def draw(files: list[pathlib.Path], path: pathlib.Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(-(-len(files) // 4), 4, sharex=True, sharey=True).flat
     curves = {
-        # From the end of the first step: there is no log of 0.
+        # From the end of the first step: a log axis has no 0.
         run["name"]: (
             [max(run["starts"][0], run["batches"][0]), *run["starts"][1:], run["end"]],
             [*run["batches"], run["batches"][-1]],

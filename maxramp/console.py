@@ -34,8 +34,8 @@ def outlive_readers(patience: float | None = 10.0) -> None:
 def end_with_readers() -> None:
     """For commands that only print: they end with their readers.
 
-    Where a pipe is closed, they end quietly, as other tools do (`| head`); where there is no room,
-    with one line; and Ctrl-C without a traceback.
+    They end quietly when their reader closes the pipe (`| head`), with one line on a full disk, and
+    without a traceback after Ctrl-C.
     """
     outlive_readers(patience=None)
 

@@ -152,7 +152,8 @@ def train(job: Job, trainer: Trainer) -> int:
     writers = output.open_files(ramp, first_step, job.owes)
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
     numbers = LastEvaluation()
-    log = MetricsLog(config.run, [growth, numbers, *writers], continues=job.span.first_step > 0)
+    continues = checkpoints.newest is not None  # its own, and not the state of another run
+    log = MetricsLog(config.run, [growth, numbers, *writers], continues)
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)

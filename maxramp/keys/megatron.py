@@ -43,15 +43,16 @@ def _open_variable(word: str) -> list[str]:
 
 
 def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our keys for a command line, and the flags that have none here. A ConfigError names a flag
-    whose value cannot be read."""
+    """Our keys for a command line, and what has none here: flags, and variables that the text does
+    not set. A ConfigError names a flag whose value cannot be read.
+    """
     flags, keys, left_out = read_flags(words), {}, []
     for flag, values in flags.items():
         if flag in _SHARES:
             continue
         if not (argument := _argument(flag, values)):
-            means_same = peers.MEGATRON_SAME.get(flag, ["-"])
-            if means_same and values[:1] not in [[x] for x in means_same]:
+            same = peers.MEGATRON_SAME.get(flag)  # values that change nothing; [] = any
+            if same is None or (same and not {*values[:1]} & {*same}):
                 left_out.append(f"--{flag}")
             continue
         name, _, text = argument.partition("=")

@@ -298,7 +298,7 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
     figure, panels = make_panels((2.6, *[1.3] * (len(shown) - 1 + bool(rate))), title)
     x = [*(s["first_sample"] for s in stages), end]
     if is_log := len(stages) > 1 and x[-2] < end / 4:
-        x[0] = max(stages[0]["global_batch_size"], x[1] // 10)  # there is no log of 0
+        x[0] = max(stages[0]["global_batch_size"], x[1] // 10)  # a log axis has no 0
         panels[-1].set_xscale("log")
     for axes, (key, color, label) in zip(panels, shown, strict=False):
         draw_steps(axes, x, [s[key] for s in stages], color, label)

@@ -11,8 +11,8 @@ from maxramp.keys.numbers import plain_number
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.metrics import OF_SET, TASK, Record
 
-_LAST = 10  # steps whose mean stands in the closing line
-_SIGN_OF_LIFE = 30.0  # seconds between two lines at most, where steps end
+_LAST = 10  # the closing line averages this many steps
+_SIGN_OF_LIFE = 30.0  # seconds after which the next step gets a line
 
 
 def describe_stage(stage: Stage, before: Stage, last: int, steps: int) -> str:

@@ -46,7 +46,8 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     result = "reward" if any("reward" in record for record in steps) else "loss"
     tasks = _names_with(records, TASK)
     small = [*(name for name in _objective_names(steps) if name != result), *tasks]
-    lengths = ["row_length"] if len({r.get("row_length") for r in steps}) > 1 else []
+    found = {r["row_length"] for r in steps if "row_length" in r}
+    lengths = ["row_length"] if len(found) > 1 else []
     heights = [1.6, *[0.9] * len(lengths), 3.0, *[0.9] * len(small)]
     figure, panels = make_panels(heights, f"{run_name}: batch size and {result}")
     starts = [r["consumed_samples"] - r["global_batch_size"] for r in steps]
@@ -77,7 +78,7 @@ def _draw_restarts(panels: list["Axes"], starts: list[int], steps: list[Record])
         if record.get("restarted"):
             style = {"color": "0.4", "linestyle": ":", "linewidth": 1, "label": "restart"}
             lines = [axes.axvline(start, **style) for axes in panels][:1]
-        if (now := record.get("devices")) != before:
+        if (now := record.get("devices", before)) != before:
             place = {"xy": (start, 1), "xycoords": ("data", "axes fraction"), "fontsize": "small"}
             panels[0].annotate(count(now, "device"), va="top", **place)
             before = now

@@ -573,6 +573,7 @@ def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
     for name in ("step", "loss", "batch_fingerprint", "consumed_samples", "learning_rate"):
         assert [r[name] for r in rest] == [r[name] for r in whole[20:]]
     assert folder_lib.steps_in(tmp_path / "rest" / "checkpoints") == [30]
+    assert not any("restarted" in r for r in rest)  # it is a new run
 
 
 def test_the_state_of_a_finished_run_leaves_nothing_to_do(tmp_path, cache_dir):

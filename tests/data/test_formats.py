@@ -449,7 +449,7 @@ def test_what_the_hash_of_a_token_file_covers(tmp_path):
         assert prepare.main([f"{path}.bin", "--output", f"{path}set"]) == 0
         prepared_hashes.add(corpus(f"{path}set").train[0].hash)
     assert hashes[3] == hashes[0] and len({*hashes}) == 4 and len(prepared_hashes) == 5
-    # Tokens exchanged afterwards in a set are no longer the set's.
+    # A set whose tokens were exchanged later has another hash.
     shutil.copy(tmp_path / "1set/shard-00000.bin", tmp_path / "0set")
     assert corpus(tmp_path / "0set").train[0].hash not in prepared_hashes
 

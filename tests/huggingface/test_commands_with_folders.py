@@ -354,7 +354,7 @@ def test_the_template_of_a_run_is_handed_over(tmp_path):
         assert (exported / "chat_template.jinja").read_text() == template
         chatting = open_model(str(exported), []).tokenizer()
         assert chatting.chat(chat[:1]).endswith("a?<|im_end|><|im_start|>assistant\n")
-    # Without the file there is no export; with a tokenizer that has a template it is not needed.
+    # convert needs the file, unless the tokenizer has a template.
     own = tmp_path / "own"
     file.rename(tmp_path / "moved.jinja")
     convert = (str(tmp_path / "whole"), "--to")

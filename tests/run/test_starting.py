@@ -33,7 +33,9 @@ def test_a_longer_run_says_how_the_learning_rate_jumps(tmp_path, cache_dir):
     assert run(*arguments(tmp_path, cache_dir, "r", "steps=20")).returncode == 0
     done = run(*arguments(tmp_path, cache_dir, "r", "steps=30"))
     assert done.returncode == 0, done.stderr
-    rates = [record["learning_rate"] for record in read_records(tmp_path / "r" / "metrics.jsonl")]
+    records = read_records(tmp_path / "r" / "metrics.jsonl")
+    assert [record["step"] for record in records if record.get("restarted")] == [20]
+    rates = [record["learning_rate"] for record in records]
     (line,) = re.findall("^rate .*", done.stdout, re.M)
     said = re.search(r"is (\S+) from step 20 on, after (\S+) in step 19", line)
     assert [float(text) for text in said.groups()] == pytest.approx(
