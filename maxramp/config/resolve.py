@@ -174,10 +174,13 @@ def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
             f"{count(num_devices, 'device')}, which do not divide over {over} = {ranks} groups of "
             f"devices{shares}; use a multiple of {show(Fraction(ranks * multiple, num_devices))}"
         )
-    for axis, widths in config.model.sharded_widths.items():
+    for axes, widths in config.model.sharded_widths.items():
+        over = [axis for axis in axes if sizes[axis] > 1]
+        size = math.prod(sizes[axis] for axis in over)
         for name, width in widths.items():
-            if width % sizes[axis]:
+            if width % size:
+                remedy = " or ".join(f"ici_{NAME_IN_KEYS[axis]}_parallelism" for axis in over)
                 raise ConfigError(
-                    f"{name}={width} does not divide over the {axis} axis of {sizes[axis]} "
-                    f"devices; change it, or ici_{NAME_IN_KEYS[axis]}_parallelism"
+                    f"{name}={width} does not divide over the {' and '.join(over)} axis of {size} "
+                    f"devices; change it, or {remedy}"
                 )

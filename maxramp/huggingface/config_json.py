@@ -79,7 +79,7 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = {**_SIZES, **own}
     return {
         "decoder_block": families[kind],
-        **dict.fromkeys(family.keys, True),
+        **family.fixed,
         **{ours: _key(ours, theirs, values, where) for ours, theirs in names.items()},
         "mlp_activations": [activations[activation], "linear"],
         **rope,

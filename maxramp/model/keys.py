@@ -6,6 +6,7 @@ from typing import Any
 
 from maxramp.keys.section import (
     above_zero,
+    above_zero_or_open,
     below_one,
     limit,
     minimum,
@@ -21,14 +22,24 @@ ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 SHAPE_KEYS = (
     *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim"),
     *("base_mlp_dim", "base_num_decoder_layers", "vocab_size", "logits_via_embedding"),
-    *("attention_bias", "use_qk_norm"),
+    *("attention_bias", "use_qk_norm", "num_experts", "base_moe_mlp_dim", "shared_experts"),
+    *("first_num_dense_layers", "routed_bias"),
+)
+
+# Keys that decide which experts a token takes, and with which weights.
+_ROUTING_KEYS = (
+    *("num_experts_per_tok", "norm_topk_prob", "routed_score_func", "routed_scaling_factor"),
+    *("n_routing_groups", "topk_routing_group"),
 )
 
 # Keys that decide which adapters there are.
 LORA_KEYS = ("lora_rank", "lora_alpha", "use_rslora", "lora_targets")
 
 # Keys that decide what weights mean.
-MODEL_KEYS = (*SHAPE_KEYS, "mlp_activations", "normalization_layer_epsilon", *SIGHT_KEYS)
+MODEL_KEYS = (
+    *(*SHAPE_KEYS, "mlp_activations", "normalization_layer_epsilon"),
+    *(*_ROUTING_KEYS, *SIGHT_KEYS),
+)
 
 # What a weight can be: others ask this, and not its name or its type.
 ROLES = ("matrix", "embedding", "head", "scale", "bias", "router", "adapter")
@@ -61,6 +72,8 @@ class Execution(SightKeys):
     num_layers_per_pipeline_stage: int = positive_or_open()
     num_pipeline_repeats: int = positive_or_open()
     pipeline_fsdp_ag_once: bool
+    grouped_matmul: str = one_of("autoselected", "megablox", "ragged_dot", "blocks")
+    capacity_factor: float = above_zero_or_open()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +99,21 @@ class ModelKeys(Execution):
     attention_bias: bool
     use_qk_norm: bool
     normalization_layer_epsilon: float = minimum(0)
+    num_experts: int = minimum(1)
+    num_experts_per_tok: int = minimum(1)
+    base_moe_mlp_dim: int = positive_or_open()
+    shared_experts: int = minimum(0)
+    first_num_dense_layers: int = minimum(0)
+    norm_topk_prob: bool
+    routed_score_func: str = one_of("softmax", "sigmoid")
+    routed_scaling_factor: float = above_zero()
+    routed_bias: bool
+    n_routing_groups: int = positive_or_open()
+    topk_routing_group: int = positive_or_open()
+    routed_bias_update_rate: float = minimum(0)
+    load_balance_loss_weight: float = minimum(0)
+    load_balance_loss_scope: str = one_of("row", "pass", "step")
+    router_z_loss_weight: float = minimum(0)
     max_target_length: int = minimum(1)
     weight_dtype: str = dtype_of()
     lora_rank: int = minimum(0)
@@ -105,9 +133,20 @@ class ModelKeys(Execution):
         return tuple(name for name in LORA_MODULES if every or name in self.lora_targets)
 
     @property
-    def sharded_widths(self) -> dict[str, dict[str, int]]:
-        """The widths that are split over each mesh axis, by key."""
+    def moe_mlp_dim(self) -> int:
+        """Width of an expert."""
+        return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
+
+    @property
+    def sharded_widths(self) -> dict[tuple[str, ...], dict[str, int]]:
+        """The widths that are split over mesh axes, by key."""
         heads = ("base_num_query_heads", "base_num_kv_heads")
         tensor = (*heads, "base_emb_dim", "base_mlp_dim", "vocab_size")
-        axes = {"fsdp": ("base_emb_dim",), "tensor": tensor}
-        return {axis: {name: getattr(self, name) for name in names} for axis, names in axes.items()}
+        if self.base_moe_mlp_dim != -1:
+            tensor += ("base_moe_mlp_dim",)
+        axes = {
+            ("expert",): ("num_experts",),
+            ("fsdp", "expert"): ("base_emb_dim",),
+            ("tensor",): tensor,
+        }
+        return {of: {name: getattr(self, name) for name in names} for of, names in axes.items()}

@@ -16,6 +16,7 @@ from maxramp.model.parts import rotary
 from maxramp.model.parts.attention import CONTEXT, Rule
 from maxramp.model.parts.aux import Aux, join_layers
 from maxramp.model.parts.positions import Positions
+from maxramp.model.parts.routing import CHOICES
 from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel
 from maxramp.model.pattern import Layer, Pattern, Rope
 from maxramp.parallel.sharding import X_BTD
@@ -28,19 +29,20 @@ _PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _named = jax.checkpoint_policies.save_only_these_names
 _both = jax.checkpoint_policies.save_from_both_policies
 
-# What a layer keeps for its backward pass. Names and meanings are MaxText's.
+# What a layer keeps for its backward pass. Names and meanings are MaxText's. Which experts a token
+# took is never found anew, as the last bit of a score may decide it.
 _SAVEABLE = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "minimal": _both(_PRODUCTS, _named(STAGE_PRODUCTS)),
-    "minimal_with_context": _both(_PRODUCTS, _named(STAGE_PRODUCTS, CONTEXT)),
+    "full": _named(CHOICES),
+    "minimal": _both(_PRODUCTS, _named(CHOICES, STAGE_PRODUCTS)),
+    "minimal_with_context": _both(_PRODUCTS, _named(CHOICES, STAGE_PRODUCTS, CONTEXT)),
 }
 
 # What a turn of a pipeline keeps: by name, for it would keep its weights as well, once a turn.
 KEPT = {
-    "full": _named(_LAYER_INPUT),
-    "minimal": _named(_LAYER_INPUT, STAGE_PRODUCTS),
-    "minimal_with_context": _named(_LAYER_INPUT, STAGE_PRODUCTS, CONTEXT),
-    "none": _named(_LAYER_INPUT, STAGE_PRODUCTS, CONTEXT),
+    "full": _named(_LAYER_INPUT, CHOICES),
+    "minimal": _named(_LAYER_INPUT, CHOICES, STAGE_PRODUCTS),
+    "minimal_with_context": _named(_LAYER_INPUT, CHOICES, STAGE_PRODUCTS, CONTEXT),
+    "none": _named(_LAYER_INPUT, CHOICES, STAGE_PRODUCTS, CONTEXT),
 }
 
 
@@ -60,11 +62,13 @@ def run(
     if (positions_BT := positions.segment_positions(tokens)) is not None:
         turned = jax.tree.map(lambda x: x.at[positions_BT].get(out_sharding=X_BTD), turned)
 
+    attended = dataclasses.replace(positions, shares_BT=None)
+
     def run_layer(layer: Layer, x_BTD: jax.Array, block: Any, in_loop: bool) -> tuple:
         def call(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, Aux]:
             rope, window = layer.sight(execution)
-            rule = Rule(positions, window)
-            return block(x_BTD, turned[rope], rule, execution.attention)
+            given = turned[rope], Rule(attended, window), execution.attention
+            return block(x_BTD, *given, shares_BT=positions.shares_BT)
 
         if execution.remat_policy != "none":
             # A loop's backward pass is another loop. Only outside of one could the compiler find

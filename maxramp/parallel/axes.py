@@ -20,6 +20,8 @@ TABLE = (
     # Layers of a pipeline. Outside of them stages share the work as copies do.
     Axis("stage", "pipeline", ("rows", "layers")),
     Axis("fsdp", "fsdp", ("rows", "widths")),
+    # Outside of the experts it is more of fsdp.
+    Axis("expert", "expert", ("rows", "widths", "experts")),
     Axis("tensor", "tensor", ("widths",)),
 )
 
@@ -37,5 +39,7 @@ BATCH_AXES = _axes_that_divide("rows", "tokens")  # a sum over a batch is one ov
 # Of a weight that names none of them in its spec, each of their devices holds a copy, for rows or
 # tokens of its own: so the gradients of these are added up.
 COPY_AXES = tuple(axis for axis in BATCH_AXES if axis not in _axes_that_divide("widths"))
+# Those that shard one side of weights, their rows with them.
+SHARD_AXES = tuple(axis for axis in ROW_AXES if axis in _axes_that_divide("widths"))
 # Those of what stands in front of a layer's matrices. Where a weight lies on one, so do its rows.
 STACK_AXES = _axes_that_divide("layers", "experts")

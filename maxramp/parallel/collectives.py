@@ -27,10 +27,10 @@ def pmax(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     return jax.lax.pmax(x, axes) if axes else x
 
 
-def psum_scatter(x: jax.Array, axis: str, dimension: int) -> jax.Array:
-    if not _axes_of_several(axis):
+def psum_scatter(x: jax.Array, axes: str | Sequence[str], dimension: int) -> jax.Array:
+    if not (axes := _axes_of_several(axes)):
         return x
-    return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
 
 
 def all_gather(
@@ -41,8 +41,9 @@ def all_gather(
     return jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
 
 
-def all_to_all(x: jax.Array, axis: str, split: int, join: int) -> jax.Array:
-    return jax.lax.all_to_all(x, axis, split, join, tiled=True) if _axes_of_several(axis) else x
+def all_to_all(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
+    axes = _axes_of_several(axes)
+    return jax.lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
 
 
 def permute(

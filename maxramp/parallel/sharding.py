@@ -3,7 +3,8 @@ build none.
 
 Shapes: A accumulation steps, B rows, T tokens, N tokens of all rows, D model width, H query heads,
 K key/value heads, G query heads per key/value head, h head width, F MLP width, V vocabulary, L
-layers, C copies of the weights, m micro batches of a pipeline.
+layers, E experts, k of a token, M rows of a device's experts, C copies of the weights, m micro
+batches of a pipeline.
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from maxramp.parallel.axes import (
     BATCH_AXES,
     COPY_AXES,
     ROW_AXES,
+    SHARD_AXES,
     STACK_AXES,
     TOKEN_AXES,
     WITHIN_STAGES,
@@ -46,15 +48,20 @@ X_BTF = P(ROW_AXES, TOKEN_AXES, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(ROW_AXES, TOKEN_AXES, "tensor", None)  # queries, keys, values
 X_BTKGh = P(ROW_AXES, TOKEN_AXES, "tensor", None, None)
 CACHE_BKSh = P(ROW_AXES, "tensor", None, None)  # keys and values by slot
+CHOICES_BTk = P(ROW_AXES, TOKEN_AXES, None)  # of each token, by its experts
+SORTED_M = P(AXES)  # the tokens that each device's experts take, one expert's behind the other's
 
-# Weights: one side over fsdp, one over tensor
-EMBEDDING_VD = P("tensor", "fsdp")
-HEAD_DV = P("fsdp", "tensor")
-HEADS_IN_DHh = P("fsdp", "tensor", None)
+# Weights: one side over fsdp and expert, one over tensor; experts over expert
+EMBEDDING_VD = P("tensor", SHARD_AXES)
+HEAD_DV = P(SHARD_AXES, "tensor")
+HEADS_IN_DHh = P(SHARD_AXES, "tensor", None)
 HEADS_Hh = P("tensor", None)
-HEADS_OUT_HhD = P("tensor", None, "fsdp")
-MLP_IN_DF = P("fsdp", "tensor")
-MLP_OUT_FD = P("tensor", "fsdp")
+HEADS_OUT_HhD = P("tensor", None, SHARD_AXES)
+MLP_IN_DF = P(SHARD_AXES, "tensor")
+MLP_OUT_FD = P("tensor", SHARD_AXES)
+ROUTER_DE = P(SHARD_AXES, None)
+EXPERTS_IN_EDF = P("expert", "fsdp", "tensor")
+EXPERTS_OUT_EFD = P("expert", "tensor", "fsdp")
 LAYERS_L = P("stage")  # the layers of a pipeline, each on its stage
 
 
@@ -63,8 +70,13 @@ def axes_spec(*partitions: str | tuple[str, ...] | None) -> P:
 
 
 def without_axis(spec: P, axis: str) -> P:
-    whole = (None if part == axis else part for part in spec.partitions)
+    """The spec of an array that is whole where this axis shards it, and others beside it do."""
+    whole = (None if axis in _tuple(part) else part for part in spec.partitions)
     return P(*whole, reduced=spec.reduced)
+
+
+def _tuple(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return part if isinstance(part, tuple) else (part,)
 
 
 # Gradients that travel once: over the axes in the `reduced` of a weight's spec its gradient stays
@@ -84,7 +96,8 @@ def own_gradient_spec(spec: P) -> P:
     """The gradient's spec where it stays apart over all axes that the batch is sharded on. Rows of
     a stage's or an expert's weight are there already."""
     batch = {*BATCH_AXES}.difference({*STACK_AXES} & {*spec.partitions})
-    return P(*(None if axis in batch else axis for axis in spec.partitions), unreduced=batch)
+    whole = (None if batch & {*_tuple(part)} else part for part in spec.partitions)
+    return P(*whole, unreduced=batch)
 
 
 def summed_at_once(spec: P) -> tuple[str, ...]:

@@ -128,6 +128,7 @@ class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys):
     gradient_clipping_threshold: float = minimum(0)
     skip_bad_steps: int = minimum(0)
     log_gradient_noise_scale: bool
+    routed_bias_update_rate: float = minimum(0)
 
     @property
     def has_means(self) -> bool:

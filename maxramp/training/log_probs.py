@@ -14,17 +14,25 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
+from maxramp.parallel.axes import SHARD_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
 from maxramp.parallel.sharding import TOKENS_BT, X_BTD, gradient_spec, summed_at_once
+from maxramp.training.balance import summing_positions
 
 
 def token_log_probs(
-    model: Decoder, execution: Execution, batch: Batch, block_tokens: int, temperature: float = 1.0
+    model: Decoder,
+    execution: Execution,
+    batch: Batch,
+    divisors_B: jax.Array,
+    block_tokens: int,
+    temperature: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, Aux]:
     """Of softmax(logits / temperature) in float32, each target's logarithm (which alone has a
     gradient) and the entropy: two arrays [B, T] in nats; and the layers' sums. The head's gradient
-    may stay apart. Negative targets read as token 0. `block_tokens` is of a device; 0 = all."""
-    x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
+    may stay apart. `divisors_B` as in `summing_positions`. Negative targets read as token 0. `block_tokens` is of a device; 0 = all."""
+    positions = summing_positions(model, batch, divisors_B)
+    x_BTD, aux = model.hidden(batch.tokens, execution, positions)
     head_DV = model.head(execution.dtype)
     x_BTD, targets_BT = jax.reshard(x_BTD, X_BTD), jax.reshard(batch.targets, TOKENS_BT)
     return *_log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens), aux
@@ -102,7 +110,7 @@ def _backward(temperature, block_tokens, kept, cotangents):
         # Rounded once and then sent, as the gradients of all products are.
         # The barrier keeps XLA for TPUs from moving the sum behind the loop over micro batches: it
         # fails at it, for weights that are the embedding too.
-        dhead_DV = psum_scatter(dhead_DV.astype(dtype), "fsdp", dimension=0)
+        dhead_DV = psum_scatter(dhead_DV.astype(dtype), SHARD_AXES, dimension=0)
         dhead_DV = jax.lax.optimization_barrier(dhead_DV)
         dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
         dx = dx.reshape(-1, shape[-1])[: math.prod(shape[:2])].reshape(shape)
@@ -119,7 +127,7 @@ _log_probs.defvjp(_forward, _backward)
 
 def _device_head(first_BTD, head_DV):
     """A device's vocabulary: columns in float32 (logits are rounded nowhere), and targets in it."""
-    head_DV = all_gather(head_DV, "fsdp", behind=first_BTD).astype(jnp.float32)
+    head_DV = all_gather(head_DV, SHARD_AXES, behind=first_BTD).astype(jnp.float32)
     V = head_DV.shape[1]
     ids_V = jax.lax.axis_index("tensor") * V + jnp.arange(V)
     return head_DV, lambda targets_N: ids_V == jnp.maximum(targets_N, 0)[:, None]

@@ -17,7 +17,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.size import loss_blocks
-from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.axes import BATCH_AXES, SHARD_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
 from maxramp.parallel.sharding import (
     REPLICATED,
@@ -27,6 +27,7 @@ from maxramp.parallel.sharding import (
     gradient_spec,
     summed_at_once,
 )
+from maxramp.training.balance import summing_positions
 from maxramp.training.keys import ObjectiveKeys
 
 _Sums = tuple[jax.Array, ...]
@@ -71,7 +72,7 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
     head_spec = jax.typeof(head_DV).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT):
-        head_DV = all_gather(head_DV, "fsdp", behind=x_BTD)
+        head_DV = all_gather(head_DV, SHARD_AXES, behind=x_BTD)
         sums, gradients = _blocks(x_BTD, head_DV, targets_BT, *keys, with_gradients)
         # Added in one order, as the norm of the gradients (`norm.add_up`).
         sums = all_gather(jnp.stack(sums)[None], BATCH_AXES).sum(0)
@@ -79,7 +80,7 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
             dx_BTD, dhead_DV = gradients
             # Rounded once and then sent, as the gradients of all products are.
             dhead_DV = dhead_DV.astype(head_DV.dtype)
-            dhead_DV = psum_scatter(dhead_DV, "fsdp", dimension=0)
+            dhead_DV = psum_scatter(dhead_DV, SHARD_AXES, dimension=0)
             dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
             dx_BTD = psum(dx_BTD, "tensor", behind=sums.sum() + dhead_DV[0, 0])
             gradients = dx_BTD, dhead_DV
@@ -181,7 +182,8 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
-        x_BTD, aux = model.hidden(batch.tokens, execution, batch.token_positions)
+        positions = summing_positions(model, batch, (batch.targets >= 0).sum(1))
+        x_BTD, aux = model.hidden(batch.tokens, execution, positions)
         with jax.named_scope("loss"):
             head_DV = model.head(execution.dtype)
             minimized, *found = cross_entropy_sums(x_BTD, head_DV, batch.targets, *how)

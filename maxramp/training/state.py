@@ -30,8 +30,7 @@ class TrainState:
     consumed_samples: jax.Array
     trained: Decoder  # the weights that have a gradient; a model in which the others are None
     frozen: Decoder  # the others, likewise
-    # what layers counted since the first step, by name: uint32 [L, ...], modulo 2^32. No optimizer
-    # sees them.
+    # what layers counted in the last step, by name: uint32 [L, ...]
     buffers: dict[str, jax.Array]
     opt_state: dict[str, Any]  # of the optimizers, by name (`optimizers.table`)
     bad_steps: jax.Array  # uint32, how many of the last steps in a row were skipped

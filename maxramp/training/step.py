@@ -20,7 +20,7 @@ from maxramp.model.parts.weights import join_parts
 from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.collectives import wait_for
 from maxramp.parallel.sharding import BATCH_ABT, gradient_spec
-from maxramp.training import noise_scale
+from maxramp.training import balance, noise_scale
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Objective, next_token_prediction
@@ -83,6 +83,7 @@ def train_step(
 
         def minimize(trained: Decoder) -> tuple[jax.Array, Aux]:
             model = join_parts(frozen, trained)
+            model = balance.with_last_step(model, state.buffers)
             return objective(add_dropout(model, places_B2) if drops else model, micro_batch)
 
         gradient, kept = jax.grad(minimize, has_aux=True), None
@@ -200,20 +201,22 @@ def update(
         **{name: x / count for name, x in shown.items() if name not in ("tokens", divisor)},
         "grad_norm": grad_norm,
         "learning_rate": rate,
+        **balance.metrics(sums[1].counts),
     }
-    buffers = jax.tree.map(jnp.add, state.buffers, sums[1].counts)
+    buffers = sums[1].counts
+    frozen = balance.move_biases(state.frozen, buffers, optimizer.routed_bias_update_rate)
     bad_steps = state.bad_steps
     if optimizer.skip_bad_steps:
         good = jnp.isfinite(grad_norm)
-        before = state.trained, state.buffers, state.opt_state
-        trained, buffers, opt_state = jax.tree.map(
-            functools.partial(jnp.where, good), (trained, buffers, opt_state), before
+        before = state.trained, state.frozen, state.buffers, state.opt_state
+        trained, frozen, buffers, opt_state = jax.tree.map(
+            functools.partial(jnp.where, good), (trained, frozen, buffers, opt_state), before
         )
         # A step of several updates counts once.
         bad = jnp.maximum(bad_steps, 1) if again else bad_steps + jnp.uint32(1)
         bad_steps = jnp.where(good, jnp.uint32(0), bad)
         metrics["bad_steps"] = bad_steps
-    return TrainState(consumed, trained, state.frozen, buffers, opt_state, bad_steps), metrics
+    return TrainState(consumed, trained, frozen, buffers, opt_state, bad_steps), metrics
 
 
 def eval_step(

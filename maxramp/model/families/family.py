@@ -41,5 +41,5 @@ class Family:
     # Of every weight by its path the tensor of a Hugging Face folder; {} is a layer's number.
     tensors: Mapping[str, str]
     released: Released
-    # Keys of what not all families have. The others take 0 and False; a flag is True here.
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # of what not all families have; the others have base.yml's values
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # such keys with one value

@@ -10,12 +10,12 @@ from maxramp.model.pattern import Layer, Pattern, Rope, Sight
 from maxramp.stage import SightKeys
 
 
-def _see_before(keys: SightKeys) -> Sight:
+def see_before(keys: SightKeys) -> Sight:
     return Sight(Rope.from_keys(keys), keys.sliding_window_size)  # 0 but in Mistral
 
 
 def _pattern(keys: ModelKeys) -> Pattern:
-    return Pattern((Layer("dense", _see_before),), keys.base_num_decoder_layers)
+    return Pattern((Layer("dense", see_before),), keys.base_num_decoder_layers)
 
 
 def _blocks() -> Mapping[str, Callable[..., Any]]:

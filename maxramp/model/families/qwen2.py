@@ -14,5 +14,5 @@ QWEN2 = dataclasses.replace(
         "layers.dense.attention.value_bias_Kh": f"{LAYER}.self_attn.v_proj.bias",
     },
     released=Released("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32}),
-    keys=("attention_bias",),
+    fixed={"attention_bias": True},
 )

@@ -13,5 +13,5 @@ QWEN3 = dataclasses.replace(
         "layers.dense.attention.key_norm.scale_D": f"{LAYER}.self_attn.k_norm.weight",
     },
     released=Released("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}),
-    keys=("use_qk_norm",),
+    fixed={"use_qk_norm": True},
 )

@@ -6,25 +6,84 @@ from maxramp.keys.section import Relations
 from maxramp.model.families.family import Family
 from maxramp.model.families.llama import LLAMA
 from maxramp.model.families.mistral import MISTRAL
+from maxramp.model.families.mixtral import MIXTRAL
 from maxramp.model.families.qwen2 import QWEN2
 from maxramp.model.families.qwen3 import QWEN3
 from maxramp.model.keys import ModelKeys
 
-FAMILIES: dict[str, Family] = {"llama2": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES: dict[str, Family] = {
+    "llama2": LLAMA,
+    "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
 
 
 def check_family(keys: ModelKeys) -> Relations:
     block = keys.decoder_block
     yield block not in FAMILIES, f"decoder_block={block} is not one of {', '.join(FAMILIES)}"
-    for name in FAMILIES[block].keys:
-        yield (
-            getattr(keys, name) is False,
-            f"{name}=False: decoder_block={block} has it; use True, or decoder_block=llama2",
-        )
+    for name, value in FAMILIES[block].fixed.items():
+        given = getattr(keys, name)
+        has = "has it" if value is True else f"has {value}"
+        others = "" if _is_of_experts(block) else ", or decoder_block=llama2"
+        yield given != value, f"{name}={given}: decoder_block={block} {has}; use {value}{others}"
+    if _is_of_experts(block):
+        yield from _check_experts(keys)
+
+
+def _is_of_experts(block: str) -> bool:
+    return "num_experts" in FAMILIES[block].keys
+
+
+def _check_experts(keys: ModelKeys) -> Relations:
+    experts, chosen = keys.num_experts, keys.num_experts_per_tok
+    groups, open_groups = keys.n_routing_groups, keys.topk_routing_group
+    yield (
+        experts < 2,
+        f"num_experts={experts}: decoder_block={keys.decoder_block} has experts; give 2 or more, "
+        "or decoder_block=llama2",
+    )
+    yield (
+        chosen > experts,
+        f"num_experts_per_tok={chosen} of num_experts={experts}: a token takes each once; give "
+        f"{experts} or fewer",
+    )
+    dense = keys.first_num_dense_layers
+    yield (
+        dense >= keys.base_num_decoder_layers,
+        f"first_num_dense_layers={dense} of base_num_decoder_layers={keys.base_num_decoder_layers} "
+        "leaves no layer of experts; give fewer",
+    )
+    yield (
+        (groups == -1) != (open_groups == -1),
+        f"n_routing_groups={groups} and topk_routing_group={open_groups}: give both, or neither "
+        "(-1)",
+    )
+    yield (
+        groups > 0 and experts % groups,
+        f"n_routing_groups={groups} does not divide num_experts={experts}; use a divisor",
+    )
+    yield (
+        open_groups > groups,
+        f"topk_routing_group={open_groups} of n_routing_groups={groups}; give {groups} or fewer",
+    )
+    yield (
+        groups > 0 and (experts // groups < 2 or open_groups * experts // groups < chosen),
+        f"n_routing_groups={groups}, topk_routing_group={open_groups}: num_experts={experts} leaves "
+        f"{experts // groups} in a group, of which a token is to take num_experts_per_tok={chosen}, "
+        "and groups are compared by their best two; use fewer groups",
+    )
+    yield (
+        keys.routed_bias_update_rate and not keys.routed_bias,
+        f"routed_bias_update_rate={keys.routed_bias_update_rate:g} moves the biases of "
+        "routed_bias=True; give it, or leave the rate out",
+    )
 
 
 def family_choices() -> Iterator[tuple[str, tuple[str, ...]]]:
     """The keys that only some families read, each with the condition (`keys.choices`)."""
-    for name in dict.fromkeys(name for family in FAMILIES.values() for name in family.keys):
-        readers = (block for block, family in FAMILIES.items() if name in family.keys)
+    read = {block: (*family.keys, *family.fixed) for block, family in FAMILIES.items()}
+    for name in dict.fromkeys(name for names in read.values() for name in names):
+        readers = (block for block, names in read.items() if name in names)
         yield f"decoder_block={'|'.join(readers)}", (name,)

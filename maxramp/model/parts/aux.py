@@ -17,14 +17,14 @@ from maxramp.parallel.sharding import staged_rows_spec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:
-    """Sums by name, in float32, over a row's tokens: of a block [B, ...], added up by a pass, so
+    """Sums by name, in float32 where they are no counts, over a row's tokens: of a block [B, ...], added up by a pass, so
     that any split of the rows gives the same."""
 
     # added to what training minimizes, and shown; over all layers
     minimized: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     # in the metrics, divided by the number of target tokens; over all layers
     shown: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    # of each layer [L, ...], added to the train state's buffers
+    # of each layer [L, ...], integers, which the train state holds until the next step
     counts: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 

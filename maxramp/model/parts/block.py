@@ -6,6 +6,7 @@ width.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,7 +80,7 @@ _give_row_gradients.defvjp(
 )
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
     "relu": jax.nn.relu,
@@ -90,20 +91,20 @@ _ACTIVATIONS = {
 class MLP(nnx.Module):
     """Gated MLP (Shazeer, arXiv 2002.05202): out(f(gate(x)) * g(up(x)))."""
 
-    def __init__(self, keys: ModelKeys, key: jax.Array):
-        D, F, dtype = keys.base_emb_dim, keys.base_mlp_dim, keys.weight_dtype
+    def __init__(self, keys: ModelKeys, key: jax.Array, width: int = 0):
+        D, F, dtype = keys.base_emb_dim, width or keys.base_mlp_dim, keys.weight_dtype
         gate, up, out = jax.random.split(key, 3)
         self.activations = tuple(keys.mlp_activations)
         self.gate_DF = normal("matrix", "D F", gate, (D, F), MLP_IN_DF, D**-0.5, dtype)
         self.up_DF = normal("matrix", "D F", up, (D, F), MLP_IN_DF, D**-0.5, dtype)
         self.out_FD = normal("matrix", "F D", out, (F, D), MLP_OUT_FD, F**-0.5, dtype)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, shares_BT: jax.Array | None = None):
         x_BTD = jax.reshard(x_BTD, X_BTD)
-        f, g = (_ACTIVATIONS[name] for name in self.activations)
+        f, g = (ACTIVATIONS[name] for name in self.activations)
         gate_BTF = f(dense(x_BTD, self.gate_DF, X_BTF))
         up_BTF = g(dense(x_BTD, self.up_DF, X_BTF))
-        return dense(gate_BTF * up_BTF, self.out_FD, STREAM_BTD)
+        return dense(gate_BTF * up_BTF, self.out_FD, STREAM_BTD), Aux()
 
 
 Angles = tuple[jax.Array, jax.Array]
@@ -160,9 +161,9 @@ def _plus(x: jax.Array, bias: Weight) -> jax.Array:
 
 
 class PreNormBlock(nnx.Module):
-    """Attention, then MLP, each of a norm and added to the residual stream."""
+    """Attention, then an MLP, each of a norm and added to the residual stream."""
 
-    def __init__(self, keys: ModelKeys, key: jax.Array):
+    def __init__(self, keys: ModelKeys, key: jax.Array, mlp: Callable[..., Any] = MLP):
         attention_key, mlp_key = jax.random.split(key)
         norm = functools.partial(
             RMSNorm, keys.base_emb_dim, keys.normalization_layer_epsilon, keys.weight_dtype
@@ -170,16 +171,20 @@ class PreNormBlock(nnx.Module):
         self.attention_norm = norm()
         self.attention = Attention(keys, attention_key)
         self.mlp_norm = norm()
-        self.mlp = MLP(keys, mlp_key)
+        self.mlp = mlp(keys, mlp_key)
 
     def empty_cache(self, rows: int, slots: int, keys: ModelKeys) -> Cache:
         shape = (rows, keys.base_num_kv_heads, slots, keys.head_dim)
         nothing = jax.reshard(jnp.zeros(shape, keys.dtype), CACHE_BKSh)
         return Cache(nothing, nothing, jnp.zeros(rows, jnp.int32, out_sharding=ROWS_B))
 
-    def __call__(self, x_BTD: jax.Array, *given: Any) -> tuple[jax.Array, Aux]:
-        """The stream [B, T, D] behind the layer, and no sums; arguments as in `Attention`."""
+    def __call__(
+        self, x_BTD: jax.Array, *given: Any, shares_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
+        """The stream [B, T, D] behind the layer, and the MLP's sums, in which tokens have these
+        shares; other arguments as in `Attention`."""
         with jax.named_scope("attention"):
             x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), *given)
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), Aux()
+            y_BTD, aux = self.mlp(self.mlp_norm(x_BTD), shares_BT)
+            return x_BTD + y_BTD, aux

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.axes import BATCH_AXES, SHARD_AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, map_shards, psum, psum_scatter
 from maxramp.parallel.sharding import (
     STREAM_BTD,
@@ -27,17 +27,17 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     # table does not: every device cuts its part of D for the rows of all who share the table, and
     # sends it. Where text is generated the table is whole already.
     rows = table_VD.shape[0] // sizes["tensor"]
-    travel = "fsdp" in spec.partitions and tokens < rows
+    travel = SHARD_AXES in spec.partitions and tokens < rows
     if not travel:
         spec = without_axis(spec, "fsdp")
 
     def local(table_VD, tokens_BT):
         if travel:
-            tokens_BT = all_gather(tokens_BT, "fsdp")
+            tokens_BT = all_gather(tokens_BT, SHARD_AXES)
         index_BT = _own_index(tokens_BT, table_VD.shape[0])
         x_BTD = table_VD.at[index_BT].get(mode="fill", fill_value=0)
         if travel:
-            x_BTD = all_to_all(x_BTD, "fsdp", split=0, join=2)
+            x_BTD = all_to_all(x_BTD, SHARD_AXES, split=0, join=2)
         return psum_scatter(x_BTD, "tensor", dimension=2)
 
     specs = spec, TOKENS_BT
@@ -60,7 +60,7 @@ def _look_up_backward(residuals, dx_BTD):
         dtable_VD = jnp.zeros((V, D), jnp.float32)
         dtable_VD = dtable_VD.at[index_BT].add(dx_BTD.astype(jnp.float32), mode="drop")
         dtable_VD = dtable_VD.astype(table_VD.dtype)
-        dtable_VD = psum_scatter(dtable_VD, "fsdp", dimension=1)
+        dtable_VD = psum_scatter(dtable_VD, SHARD_AXES, dimension=1)
         dtable_VD = psum(dtable_VD, summed_at_once(spec))
         # XLA for TPUs would take the scattering out of the loop over passes, and fails at it.
         return jax.lax.optimization_barrier(dtable_VD)

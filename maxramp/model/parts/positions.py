@@ -18,6 +18,9 @@ class Positions:
     segments_BT: jax.Array | None = None
     # int32, of each token in its segment. None where tokens lie in order: segments rise along a row
     positions_BT: jax.Array | None = None
+    # float32, what each counts in the sums of layers, 0 of padding: those of a row add up to what
+    # the row adds to the divisor of the step's sums. None where nothing is summed.
+    shares_BT: jax.Array | None = None
 
     @property
     def is_ordered(self) -> bool:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ROLES_IN_PRODUCTS
-from maxramp.parallel.axes import AROUND_STAGES, COPY_AXES
+from maxramp.parallel.axes import AROUND_STAGES, COPY_AXES, SHARD_AXES
 from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     X_BTD,
@@ -34,7 +34,7 @@ class Weight(nnx.Param):
 
     role: str  # one of `keys.ROLES`; decay, cast, optimizer and noise scale ask it
     # A letter for each of its axes: those of a stack, of which a product has one after the other
-    # ("L", "RL"; of a layer of each stage "S") or all at once ("E"), ...
+    # ("L", "RL"; of a layer of each stage "S") or all at once ("E": `grouped`), ...
     leading: str
     inputs: str  # ... those that a product sums over ("D"), ...
     outputs: str  # ... and those that it makes ("Hh")
@@ -60,19 +60,26 @@ class Weight(nnx.Param):
         return self.role in ROLES_IN_PRODUCTS
 
 
-def new_weight(x: jax.Array, role: str, axes: str) -> Weight:
+def new_weight(x: jax.Array, role: str, axes: str, leading: str = "") -> Weight:
     """The weight of one layer; axes are "inputs outputs", of a vector one."""
     *inputs, outputs = axes.split()
-    return Weight(x, role=role, leading="", inputs="".join(inputs), outputs=outputs)
+    return Weight(x, role=role, leading=leading, inputs="".join(inputs), outputs=outputs)
 
 
 def normal(
-    role: str, axes: str, key: jax.Array, shape: tuple[int, ...], spec: Spec, std: float, dtype: str
+    role: str,
+    axes: str,
+    key: jax.Array,
+    shape: tuple[int, ...],
+    spec: Spec,
+    std: float,
+    dtype: str,
+    leading: str = "",
 ) -> Weight:
     """Truncated normal values (at 2 sigma) with standard deviation `std`."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
-    return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes)
+    return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes, leading)
 
 
 def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
@@ -153,9 +160,11 @@ def apply_elementwise(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
 STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal keeps
 
 
-def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Array:
+def dense(
+    x: jax.Array, weight: Weight | Adapted, out_sharding: Spec, precision: str | None = None
+) -> jax.Array:
     """The product with a weight of a layer, or of a layer on every stage: [B, T, inputs] -> [B, T,
-    outputs]; with experts [B, T, E, inputs] -> [B, T, E, outputs]. Naming the result's sharding
+    outputs]; with experts see `grouped`. Naming the result's sharding
     makes a product with an fsdp-sharded weight gather the weight and not the activations."""
     if isinstance(weight, Adapted):
         return _dense_adapted(x, weight, out_sharding)
@@ -172,10 +181,9 @@ def dense(x: jax.Array, weight: Weight | Adapted, out_sharding: Spec) -> jax.Arr
     if is_staged:
         rows, letters = stages_of(rows), f"dS{letters}"
         spec, y_spec = staged_rows_spec(spec), staged_rows_spec(y_spec)
-    letters += weight.leading.removeprefix("S")
     axes = letters + weight.inputs, weight.axes, letters + weight.outputs
     x = jax.lax.reshape(x, (*rows, *x.shape[2:]), out_sharding=spec)
-    y = _compute_gradient_once(product(axes, y_spec, x, w))
+    y = _compute_gradient_once(product(axes, y_spec, precision, x, w))
     y = jax.lax.reshape(y, (B, T, *y.shape[len(rows) :]), out_sharding=out_sharding)
     # Among stages a product has batch dimensions, by which remat_policy=minimal tells attention's.
     return checkpoint_name(y, STAGE_PRODUCTS) if is_staged else y
@@ -227,13 +235,19 @@ def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _product(
-    axes: tuple[str, str, str], out_sharding: Spec, x: jax.Array, weight: jax.Array
+    axes: tuple[str, str, str],
+    out_sharding: Spec,
+    precision: str | None,
+    x: jax.Array,
+    weight: jax.Array,
 ) -> jax.Array:
     """`axes` are the letters of x, of the weight, and of the result."""
     spec = jax.typeof(weight).sharding.spec
     if _confuses_rows(spec):
         weight = jax.reshard(weight, without_axis(spec, "fsdp"))
-    return jnp.einsum("{},{}->{}".format(*axes), x, weight, out_sharding=out_sharding)
+    return jnp.einsum(
+        "{},{}->{}".format(*axes), x, weight, out_sharding=out_sharding, precision=precision
+    )
 
 
 def _confuses_rows(spec: Spec) -> bool:
@@ -243,26 +257,30 @@ def _confuses_rows(spec: Spec) -> bool:
         return False
     sizes = jax.sharding.get_abstract_mesh().shape
     copies = math.prod(sizes[axis] for axis in COPY_AXES if axis not in spec.partitions)
-    return copies > 1 and sizes["fsdp"] > 1 and sizes["tensor"] > 1
+    shards = math.prod(sizes[axis] for axis in SHARD_AXES)
+    return copies > 1 and shards > 1 and sizes["tensor"] > 1
 
 
 # The same with a weight whose gradient stays apart (`sharding.weight_spec`); what it keeps of the
 # weight for the backward pass are shards.
-_product_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1))
+_product_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
 
 
-def _product_apart_backward(axes, out_sharding, residuals, dy):
+def _product_apart_backward(axes, out_sharding, precision, residuals, dy):
     (x, weight), (of_x, of_weight, of_y) = residuals, axes
     spec = jax.typeof(weight).sharding.spec
-    dx = _product((of_y, of_weight, of_x), jax.typeof(x).sharding.spec, dy, weight)
+    back = (of_y, of_weight, of_x), jax.typeof(x).sharding.spec
+    dx = _product(*back, precision, dy, weight)
     # JAX sums a product over all axes that its rows are sharded on, or over none: so over none,
     # and then over those on which the weight is a shard.
     subscripts = f"{of_x},{of_y}->{of_weight}"
-    dweight = jnp.einsum(subscripts, x, dy, out_sharding=own_gradient_spec(spec))
+    dweight = jnp.einsum(
+        subscripts, x, dy, out_sharding=own_gradient_spec(spec), precision=precision
+    )
     return dx, jax.reshard(dweight, gradient_spec(spec))
 
 
 _product_apart.defvjp(
-    lambda axes, out_sharding, *arrays: (_product(axes, out_sharding, *arrays), arrays),
+    lambda *arguments: (_product(*arguments), arguments[3:]),
     _product_apart_backward,
 )

@@ -1,0 +1,58 @@
+"""A mixture of experts in place of an MLP (Shazeer et al., arXiv 1701.06538): each token takes some
+of them, and no token is dropped.
+
+Shapes: B rows, T tokens, D model width, E experts, F width of an expert, k experts of a token; M
+rows of a device's experts.
+"""
+
+import functools
+
+import jax
+from flax import nnx
+
+from maxramp.model.keys import ModelKeys
+from maxramp.model.parts import dispatch, grouped
+from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.block import ACTIVATIONS, MLP
+from maxramp.model.parts.routing import Router
+from maxramp.model.parts.weights import normal
+from maxramp.parallel.mesh import platform
+from maxramp.parallel.sharding import EXPERTS_IN_EDF, EXPERTS_OUT_EFD, X_BTD
+
+
+class Experts(nnx.Module):
+    """A router and gated MLPs, and beside them MLPs that every token takes (DeepSeekMoE, arXiv
+    2401.06066): those are one of their widths together."""
+
+    def __init__(self, keys: ModelKeys, key: jax.Array):
+        E, D, F, dtype = keys.num_experts, keys.base_emb_dim, keys.moe_mlp_dim, keys.weight_dtype
+        router, gate, up, out, shared = jax.random.split(key, 5)
+        self.activations, self.kernel = tuple(keys.mlp_activations), keys.grouped_matmul
+        self.num_experts = E
+        self.router = Router(keys, router)
+        matrix = functools.partial(normal, "matrix", dtype=dtype, leading="E")
+        self.gate_EDF = matrix("D F", gate, (E, D, F), EXPERTS_IN_EDF, D**-0.5)
+        self.up_EDF = matrix("D F", up, (E, D, F), EXPERTS_IN_EDF, D**-0.5)
+        self.out_EFD = matrix("F D", out, (E, F, D), EXPERTS_OUT_EFD, F**-0.5)
+        self.has_shared = keys.shared_experts > 0
+        if self.has_shared:
+            self.shared = MLP(keys, shared, keys.shared_experts * F)
+
+    def __call__(
+        self, x_BTD: jax.Array, shares_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
+        x_BTD = jax.reshard(x_BTD, X_BTD)
+        choice, aux = self.router(x_BTD, shares_BT)
+        plan = dispatch.plan(choice.experts_BTk, self.num_experts, dispatch.select(platform()))
+        y_MD = self._compute(dispatch.spread(x_BTD, plan), plan)
+        y_BTD = dispatch.collect(y_MD, choice.weights_BTk, plan)
+        if self.has_shared:
+            y_BTD = y_BTD + self.shared(x_BTD)[0]
+        return y_BTD, aux
+
+    def _compute(self, x_MD: jax.Array, plan: dispatch.Plan) -> jax.Array:
+        f, g = (ACTIVATIONS[name] for name in self.activations)
+        kernel = grouped.select(self.kernel, platform(), x_MD.dtype.name)
+        gate_MF = f(grouped.product(x_MD, self.gate_EDF, plan.sizes_E, kernel))
+        up_MF = g(grouped.product(x_MD, self.up_EDF, plan.sizes_E, kernel))
+        return grouped.product(gate_MF * up_MF, self.out_EFD, plan.sizes_E, kernel)

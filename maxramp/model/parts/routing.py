@@ -1,0 +1,127 @@
+"""Which experts a token takes and with which weights, and what keeps their loads balanced.
+
+Shapes: B rows, T tokens, D model width, E experts, k experts of a token, g groups of experts.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxramp.model.keys import ModelKeys
+from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.weights import apply_elementwise, dense, normal, zeros
+from maxramp.parallel.sharding import CHOICES_BTk, REPLICATED, ROUTER_DE
+
+CHOICES = "experts of tokens"  # saved by every remat_policy
+LOAD = "expert_load"  # counts of tokens by expert
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The experts of tokens."""
+
+    experts_BTk: jax.Array  # int32; the number of experts itself: none, dropped for want of room
+    weights_BTk: jax.Array  # float32, of what they make
+
+
+class Router(nnx.Module):
+    """Scores of all experts by a matrix, in float32: softmax, or DeepSeek-V3's sigmoid with groups
+    and a bias that balances the load (arXiv 2412.19437, section 2.1.2)."""
+
+    def __init__(self, keys: ModelKeys, key: jax.Array):
+        D, E = keys.base_emb_dim, keys.num_experts
+        self.matrix_DE = normal(
+            "router", "D E", key, (D, E), ROUTER_DE, D**-0.5, keys.weight_dtype
+        )
+        self.experts = E
+        self.per_token, self.is_normalized = keys.num_experts_per_tok, keys.norm_topk_prob
+        self.score, self.factor = keys.routed_score_func, keys.routed_scaling_factor
+        self.groups = max(1, keys.n_routing_groups), keys.topk_routing_group
+        self.has_bias = keys.routed_bias
+        if self.has_bias:
+            self.bias_E = zeros("balance", "E", (E,), REPLICATED, "float32")
+        layers = self.layers = keys.base_num_decoder_layers - keys.first_num_dense_layers
+        self.scope = keys.load_balance_loss_scope
+        self.balance_weight = keys.load_balance_loss_weight / layers
+        self.z_weight = keys.router_z_loss_weight / layers
+        self.capacity_factor = keys.capacity_factor
+        self.last_shares_E = None  # of the last step, where `scope` is that (`with_last_step`)
+
+    def __call__(self, x_BTD: jax.Array, shares_BT: jax.Array | None) -> tuple[Choice, Aux]:
+        """Of tokens [B, T, D]; `shares_BT` is what each counts in sums, none without."""
+        x_BTD = x_BTD.astype(jnp.float32)
+        logits_BTE = dense(x_BTD, self.matrix_DE, CHOICES_BTk, precision="highest")
+        if self.score == "sigmoid":
+            scores_BTE = jax.nn.sigmoid(logits_BTE)
+        else:
+            scores_BTE = jax.nn.softmax(logits_BTE)
+        chosen_by_BTE = jax.lax.stop_gradient(scores_BTE)
+        if self.has_bias:
+            chosen_by_BTE = apply_elementwise(jnp.add, chosen_by_BTE, self.bias_E)
+        experts_BTk = checkpoint_name(self._choose(chosen_by_BTE), CHOICES)
+        is_chosen_BTkE = experts_BTk[..., None] == jnp.arange(scores_BTE.shape[-1])
+        weights_BTk = jnp.where(is_chosen_BTkE, scores_BTE[:, :, None], 0).sum(-1)
+        if self.is_normalized:
+            weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
+        weights_BTk *= self.factor
+        choice, dropped_BT = Choice(experts_BTk, weights_BTk), None
+        if self.capacity_factor > 0:
+            choice, dropped_BT = self._within_capacity(choice, is_chosen_BTkE)
+        if shares_BT is None:
+            return choice, Aux()
+        return choice, self._sums(logits_BTE, scores_BTE, is_chosen_BTkE, shares_BT, dropped_BT)
+
+    def _choose(self, scores_BTE: jax.Array) -> jax.Array:
+        groups, taken = self.groups
+        if groups > 1:
+            B, T, E = scores_BTE.shape
+            scores_BTge = scores_BTE.reshape(B, T, groups, E // groups)
+            best_BTg = jax.lax.top_k(scores_BTge, 2)[0].sum(-1)
+            group_BTt = jax.lax.top_k(best_BTg, taken)[1]
+            is_open_BTg = (group_BTt[..., None] == jnp.arange(groups)).any(-2)
+            scores_BTge = jnp.where(is_open_BTg[..., None], scores_BTge, -jnp.inf)
+            scores_BTE = scores_BTge.reshape(B, T, E)
+        return jax.lax.top_k(scores_BTE, self.per_token)[1]
+
+    def _within_capacity(self, choice: Choice, is_chosen_BTkE: jax.Array):
+        """An expert takes as many tokens of a row, the first ones, as its share times the factor."""
+        B, T, k, E = is_chosen_BTkE.shape
+        most = -(-int(T * k * self.capacity_factor) // E)
+        taken_BTE = is_chosen_BTkE.any(2)
+        before_BTE = jnp.cumsum(taken_BTE, axis=1, dtype=jnp.int32)  # this token included
+        is_late_BTk = (is_chosen_BTkE & (before_BTE > most)[:, :, None]).any(-1)
+        choice = Choice(
+            jnp.where(is_late_BTk, E, choice.experts_BTk),
+            jnp.where(is_late_BTk, 0, choice.weights_BTk),
+        )
+        return choice, is_late_BTk.sum(-1)
+
+    def _sums(self, logits_BTE, scores_BTE, is_chosen_BTkE, shares_BT, dropped_BT) -> Aux:
+        """The balance loss E * sum f_i P_i (Switch, arXiv 2101.03961, equation 4; f sums to 1, as
+        in MaxText), with P the mean probability of an expert and f its share of the tokens in the
+        row, the pass, or the last step; and the z-loss (arXiv 2202.08906, equation 5)."""
+        E, minimized = scores_BTE.shape[-1], {}
+        counts_BE = ((shares_BT > 0)[..., None, None] & is_chosen_BTkE).sum((1, 2), dtype=jnp.int32)
+        if self.balance_weight:
+            if self.score == "sigmoid":
+                scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdims=True)
+            mass_BE = (shares_BT[..., None] * scores_BTE).sum(1)
+            loads_BE = counts_BE if self.scope == "row" else counts_BE.sum(0, keepdims=True)
+            shares_BE = loads_BE / jnp.maximum(loads_BE.sum(-1, keepdims=True), 1)
+            products_BE = mass_BE * shares_BE
+            if self.last_shares_E is not None:
+                products_B1E = apply_elementwise(jnp.multiply, mass_BE[:, None], self.last_shares_E)
+                products_BE = products_B1E[:, 0]
+            minimized["load_balance_loss"] = self.balance_weight * E * products_BE.sum(-1)
+        if self.z_weight:
+            z_BT = jax.nn.logsumexp(logits_BTE, -1) ** 2
+            minimized["router_z_loss"] = self.z_weight * (shares_BT * z_BT).sum(1)
+        shown = {}
+        if dropped_BT is not None:
+            share = 1 / (self.layers * self.per_token)
+            shown["dropped_share"] = share * (shares_BT * dropped_BT).sum(1)
+        return Aux(minimized, shown, {LOAD: counts_BE})
