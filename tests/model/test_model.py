@@ -109,6 +109,7 @@ def test_shape_keys_are_those_that_change_a_weight():
     other |= {"lora_rank": 4, "lora_dropout": 0.5}
     other |= {"routed_score_func": "sigmoid", "load_balance_loss_scope": "step"}
     other |= {"grouped_matmul": "blocks", "base_moe_mlp_dim": 16, "first_num_dense_layers": 1}
+    other |= {"n_routing_groups": 2, "topk_routing_group": 1, "capacity_factor": 2.0}
     found = {"decoder_block"}
     names = {field.name for field in dataclasses.fields(config.model)} - found
     for family in ({}, {"decoder_block": "mixtral", "num_experts": 4}):
