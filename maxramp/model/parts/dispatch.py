@@ -20,7 +20,7 @@ from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("order_R", "places_Nk", "sizes_E", "counts_PE"),
-    meta_fields=("rows", "way"),
+    meta_fields=("rows", "equal_rows", "way"),
 )
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -32,6 +32,7 @@ class Plan:
     # how many rows each device along `expert` has for each expert of all, where they are sent
     counts_PE: jax.Array | None
     rows: int  # M
+    equal_rows: int  # those of a device where all experts have the same load
     way: str
 
 
@@ -61,14 +62,17 @@ def plan(experts_BTk: jax.Array, num_experts: int, way: str) -> Plan:
         places_R = jnp.where(experts_R < num_experts, jnp.argsort(order_R), len(order_R))
         places_Nk = places_R.reshape(-1, k)
         rows = len(places_Nk) * min(k, own)  # a token takes an expert once
+        equal_rows = places_Nk.size * own // num_experts
         if way == "gather":
             sizes_E = (experts_R[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)
-            return Plan(order_R[:rows], places_Nk, sizes_E, None, rows, way)
+            return Plan(order_R[:rows], places_Nk, sizes_E, None, rows, equal_rows, way)
         counts_E = (experts_R[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
         counts_PE = all_gather(counts_E[None], "expert")
         first = jax.lax.axis_index("expert") * own
         sizes_E = jax.lax.dynamic_slice_in_dim(counts_PE.sum(0), first, own)
-        return Plan(order_R, places_Nk, sizes_E, counts_PE, rows * len(counts_PE), way)
+        devices = len(counts_PE)
+        sizes = rows * devices, equal_rows * devices
+        return Plan(order_R, places_Nk, sizes_E, counts_PE, *sizes, way)
 
     return map_shards(local, CHOICES_BTk, SORTED_M)(jax.reshard(experts_BTk, CHOICES_BTk))
 
