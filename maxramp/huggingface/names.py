@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from maxramp.model.decoder import Decoder
 from maxramp.model.families.table import FAMILIES
@@ -64,11 +65,9 @@ class Named:
     path: str  # of ours: "layers.dense.attention.query_DHh"
     weight: Weight  # of all layers of a stack, in their order
     form: Form  # of one layer
-    names: Mapping[int, str]  # of the tensors, by the places of their layers in a stack
-
-    @property
-    def is_stack(self) -> bool:
-        return bool(self.weight.layers)
+    # Of the tensors, by their places in `weight`: () where it is one, of a stack its layer, and
+    # behind that the expert.
+    names: Mapping[tuple[int, ...], str]
 
 
 def name_tensors(model: Decoder, decoder_block: str, layers: Sequence[int] = ()) -> Iterator[Named]:
@@ -84,8 +83,13 @@ def name_tensors(model: Decoder, decoder_block: str, layers: Sequence[int] = ())
         name = _tensor_of(path, tensors)
         shape = weight.shape[len(weight.leading) :]
         form = Form(weight.own, tuple(shape), _groups(weight))
-        names = {0: name}
+        names = {(): name}
         if "{}" in name:
-            own = enumerate(numbers[path.split(".")[1]])
-            names = {at: name.format(i) for at, i in own if not layers or i in layers}
+            of_layer = [*np.ndindex(weight.shape[1 : len(weight.leading)])]  # its experts
+            names = {
+                (at, *expert): name.format(i, *expert)
+                for at, i in enumerate(numbers[path.split(".")[1]])
+                if not layers or i in layers
+                for expert in of_layer
+            }
         yield Named(path, weight, form, names)

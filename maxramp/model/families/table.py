@@ -3,20 +3,26 @@
 from collections.abc import Iterator
 
 from maxramp.keys.section import Relations
+from maxramp.model.families.dots1 import DOTS1
 from maxramp.model.families.family import Family
 from maxramp.model.families.llama import LLAMA
 from maxramp.model.families.mistral import MISTRAL
 from maxramp.model.families.mixtral import MIXTRAL
+from maxramp.model.families.olmoe import OLMOE
 from maxramp.model.families.qwen2 import QWEN2
 from maxramp.model.families.qwen3 import QWEN3
+from maxramp.model.families.qwen3_moe import QWEN3_MOE
 from maxramp.model.keys import ModelKeys
 
 FAMILIES: dict[str, Family] = {
+    "dots1": DOTS1,
     "llama2": LLAMA,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
 }
 
 
@@ -73,6 +79,12 @@ def _check_experts(keys: ModelKeys) -> Relations:
         f"n_routing_groups={groups}, topk_routing_group={open_groups}: num_experts={experts} leaves "
         f"{experts // groups} in a group, of which a token is to take num_experts_per_tok={chosen}, "
         "and groups are compared by their best two; use fewer groups",
+    )
+    adapted = {"gate_proj", "up_proj", "down_proj"}.intersection(keys.lora_modules)
+    yield (
+        keys.lora_rank and adapted,
+        f"lora_targets={list(keys.lora_targets)}: experts have no adapters; use "
+        "lora_targets=[q_proj, k_proj, v_proj, o_proj]",
     )
     yield (
         keys.routed_bias_update_rate and not keys.routed_bias,
