@@ -5,7 +5,8 @@ them over the network between devices, turns the tensor into our axes, and puts 
 the stack of layers, whose memory it takes over. So beside its shards a host holds the parts of two
 tensors.
 
-Shapes: L layers of a stack, E experts, R rows of a tensor (its first axis), N devices, r rows of a device.
+Shapes: L layers of a stack, E experts, R rows of a tensor (its first axis), N devices, r rows of a
+device.
 """
 
 import dataclasses
@@ -108,12 +109,14 @@ def prepare_load(
     decoder_block: str,
     note: Callable[[str], None],
     layers: Sequence[int] = (),
+    dense_block: str = "",
 ) -> Callable[[], Decoder]:
     """What reads the weights of a folder, which is known to have them all: `vocab_size` rows of
     embedding and head, and of the `layers` that have tensors (none = all; the others are zeros).
-    `note` takes a line about tensors that no weight takes.
+    `note` takes a line about tensors that no weight takes. With a `dense_block` the folder is of
+    that family, every expert begins as its MLP, and routers are new.
     """
-    weights = list(name_tensors(order_by_layer(model), decoder_block, layers))
+    weights = list(name_tensors(order_by_layer(model), decoder_block, layers, dense_block))
     check(weights, tensors, vocab_size, folder)
     used = {name for weight in weights for name in weight.names.values()}
     for why, names in left_out(tensors, used, model.tied).items():
@@ -124,7 +127,7 @@ def prepare_load(
 def load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[Named]) -> Decoder:
     structure = jax.tree.structure(order_by_layer(model))
     with ThreadPoolExecutor() as pool, jax.set_mesh(mesh_of(model)):
-        arrays = list(map(_nothing, weights))
+        arrays = list(map(_begin, weights))
         steps = [
             (at, weight, place, tensors[name], parts)
             for at, weight in enumerate(weights)
@@ -142,10 +145,17 @@ def load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[Named]
     return order_by_stage(structure.unflatten(arrays), model)
 
 
-def _nothing(weight: Named) -> jax.Array:
-    (shape,) = jax.tree.leaves(weight.weight)
-    zeros = functools.partial(jnp.zeros, shape.shape, shape.dtype)
-    return jax.jit(zeros, out_shardings=shape.sharding)()
+def _begin(weight: Named) -> jax.Array:
+    """Zeros, which tensors replace; values by chance for a router that has none."""
+    (like,) = jax.tree.leaves(weight.weight)
+
+    def make() -> jax.Array:
+        if weight.names or weight.weight.role != "router":
+            return jnp.zeros(like.shape, like.dtype)
+        x = jax.random.truncated_normal(jax.random.key(0), -2, 2, like.shape)
+        return (x * like.shape[-2] ** -0.5).astype(like.dtype)
+
+    return jax.jit(make, out_shardings=like.sharding)()
 
 
 @dataclasses.dataclass(frozen=True)

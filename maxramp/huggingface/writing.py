@@ -43,7 +43,7 @@ class Format:
     """How a model's weights are written."""
 
     decoder_block: str  # their family
-    dtype: str  # of the tensors, such as "bfloat16"
+    dtype: str  # of the tensors, such as "bfloat16"; experts' biases are float32
     vocab_size: int  # rows of embedding and head that are written
     layers: Sequence[int] = ()  # the numbers of those that are written; none = all
     one_file: str = ONE  # the name of the file, where one is enough
@@ -74,10 +74,14 @@ def write(
         else weight.form.tensor_shape
         for name, (weight, _) in tensors.items()
     }
-    sizes_of = {name: math.prod(x) * np.dtype(dtype).itemsize for name, x in shapes.items()}
+    dtypes = {
+        name: "float32" if weight.weight.role == "balance" else dtype
+        for name, (weight, _) in tensors.items()
+    }
+    sizes_of = {name: math.prod(x) * np.dtype(dtypes[name]).itemsize for name, x in shapes.items()}
     files = _files(sizes_of, form)
     headers = {
-        file: header_of({name: (_CODES[dtype], shapes[name]) for name in names})
+        file: header_of({name: (_CODES[dtypes[name]], shapes[name]) for name in names})
         for file, names in files.items()
     }
     wanted = {file: len(headers[file]) + sum(map(sizes_of.get, files[file])) for file in files}
@@ -94,8 +98,8 @@ def write(
             if done.get(file) == wanted[file]:
                 continue
             is_own = number % jax.process_count() == jax.process_index()
-            wanted_parts = [(name, *tensors[name], shapes[name][0]) for name in names]
-            parts = _parts(wanted_parts, dtype, is_own, pause)
+            wanted_parts = [(n, *tensors[n], shapes[n][0], dtypes[n]) for n in names]
+            parts = _parts(wanted_parts, is_own, pause)
             agreement.raise_everywhere(
                 functools.partial(_write_file, folder / file, headers[file], parts, is_own)
             )
@@ -201,15 +205,14 @@ def _begin(folder: Place, source: Mapping[str, Any], held: contextlib.ExitStack)
 
 
 def _parts(
-    tensors: Iterable[tuple[str, Named, tuple[int, ...], int]],
-    dtype: str,
+    tensors: Iterable[tuple[str, Named, tuple[int, ...], int, str]],
     is_own: bool,
     pause: Callable[[], None],
 ) -> Iterator[np.ndarray]:
-    """The tensors of a file, by name, weight, place and rows; every process makes them, and the one
-    that writes it reads them."""
+    """The tensors of a file, by name, weight, place, rows and dtype; every process makes them, and
+    the one that writes it reads them."""
     too_large = ""
-    for name, weight, place, rows in tensors:
+    for name, weight, place, rows, dtype in tensors:
         pause()
         (array,) = jax.tree.leaves(weight.weight)
         x = _take(array, place, weight.form, rows, dtype)
@@ -249,8 +252,8 @@ def _write_file(path: Place, header: bytes, parts: Iterator[np.ndarray], is_own:
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _take(stack: jax.Array, place: tuple[int, ...], form: Form, rows: int, dtype: str) -> jax.Array:
-    """The tensor at a place of a stack [L, ...] or [L, E, ...], or a weight, as it lies in a folder,
-    everywhere. `rows` are written of its first axis.
+    """The tensor at a place of a stack [L, ...] or [L, E, ...], or a weight, as it lies in a
+    folder, everywhere. `rows` are written of its first axis.
     """
     x = stack
     if place:

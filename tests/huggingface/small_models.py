@@ -65,6 +65,7 @@ CONFIGS = {
     ),
     "olmoe": _model(
         *("olmoe", "OlmoeForCausalLM"),
+        pad_token_id=None,
         rope_theta=100.0,
         num_experts=4,
         num_experts_per_tok=2,

@@ -10,15 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from opened import config_of, load, logits
-from small_models import (
-    CONFIGS,
-    EXPERTS,
-    TOKENS_BT,
-    fuse_experts,
-    tensors,
-    write_file,
-    write_folder,
-)
+from small_models import CONFIGS, TOKENS_BT, tensors, write_file, write_folder
 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.huggingface import config_json, writing
@@ -194,16 +186,6 @@ def test_a_larger_vocabulary(tmp_path, mesh):
         found, old = found if len(found) == 48 else found.T, plain[f"{name}.weight"]
         np.testing.assert_array_equal(found[:40], old)
         np.testing.assert_allclose(found[40:], np.tile(old.mean(0), (8, 1)), atol=1e-6)
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts_in_one_tensor_a_layer(tmp_path, name):
-    """As transformers 5 has them in memory: the same weights."""
-    folder = write_folder(tmp_path, name)
-    config = config_of(folder)
-    expected = load(folder, config)
-    write_file(folder / "model.safetensors", fuse_experts(tensors(CONFIGS[name])))
-    jax.tree.map(np.testing.assert_array_equal, load(folder, config), expected)
 
 
 def test_what_belongs_to_no_text_model_is_left_out_and_named(tmp_path):

@@ -56,6 +56,15 @@ def sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
     )
 
 
+def dense_tensors(dense: Mapping[str, str]) -> dict[str, str]:
+    """The tensors of a dense model as weights of one of experts, each of which is its MLP
+    (Komatsuzaki et al., arXiv 2212.05055)."""
+    sparse = {path.replace(".dense.", ".sparse."): tensor for path, tensor in dense.items()}
+    for ours, theirs in (("gate_DF", "gate_EDF"), ("up_DF", "up_EDF"), ("out_FD", "out_EFD")):
+        sparse[f"layers.sparse.mlp.{theirs}"] = sparse.pop(f"layers.sparse.mlp.{ours}")
+    return {**dense, **sparse}
+
+
 def tensors(
     dense: Mapping[str, str],
     router: str = "mlp.gate",

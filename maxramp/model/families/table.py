@@ -15,14 +15,14 @@ from maxramp.model.families.qwen3_moe import QWEN3_MOE
 from maxramp.model.keys import ModelKeys
 
 FAMILIES: dict[str, Family] = {
-    "dots1": DOTS1,
     "llama2": LLAMA,
     "mistral": MISTRAL,
-    "mixtral": MIXTRAL,
-    "olmoe": OLMOE,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "dots1": DOTS1,
 }
 
 
@@ -32,14 +32,14 @@ def check_family(keys: ModelKeys) -> Relations:
     for name, value in FAMILIES[block].fixed.items():
         given = getattr(keys, name)
         has = "has it" if value is True else f"has {value}"
-        others = "" if _is_of_experts(block) else ", or decoder_block=llama2"
+        others = "" if is_of_experts(block) else ", or decoder_block=llama2"
         yield given != value, f"{name}={given}: decoder_block={block} {has}; use {value}{others}"
-    if _is_of_experts(block):
+    if is_of_experts(block):
         yield from _check_experts(keys)
 
 
-def _is_of_experts(block: str) -> bool:
-    return "num_experts" in FAMILIES[block].keys
+def is_of_experts(block: str) -> bool:
+    return block in FAMILIES and "num_experts" in FAMILIES[block].keys
 
 
 def _check_experts(keys: ModelKeys) -> Relations:
@@ -76,9 +76,9 @@ def _check_experts(keys: ModelKeys) -> Relations:
     )
     yield (
         groups > 0 and (experts // groups < 2 or open_groups * experts // groups < chosen),
-        f"n_routing_groups={groups}, topk_routing_group={open_groups}: num_experts={experts} leaves "
-        f"{experts // groups} in a group, of which a token is to take num_experts_per_tok={chosen}, "
-        "and groups are compared by their best two; use fewer groups",
+        f"n_routing_groups={groups}, topk_routing_group={open_groups}: num_experts={experts} "
+        f"leaves {experts // groups} in a group, of which a token is to take "
+        f"num_experts_per_tok={chosen}, and groups are compared by their best two; use fewer",
     )
     adapted = {"gate_proj", "up_proj", "down_proj"}.intersection(keys.lora_modules)
     yield (
