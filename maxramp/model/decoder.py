@@ -48,7 +48,7 @@ class Decoder(nnx.Module):
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
             stacks[kind] = _stack(born, keys_l, keys.num_pipeline_repeats)
         self.layers = nnx.data(stacks)  # their weights, by kind: a stack in that order
-        self.norm = RMSNorm(D, keys.normalization_layer_epsilon, dtype)
+        self.norm = RMSNorm((D,), keys.normalization_layer_epsilon, dtype)
         if not self.tied:
             self.head_DV = normal("head", "D V", head, (D, V), HEAD_DV, D**-0.5, dtype)
 

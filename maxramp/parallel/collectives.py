@@ -71,6 +71,15 @@ def permute(
     return jax.lax.ppermute(_wait_for_first(x, behind), axis, links)
 
 
+def own_index(index: jax.Array, size: int, axis: str | None) -> jax.Array:
+    """Where a device has the part of this number, of `size` on each device along `axis` (None: of
+    all, on each); `size`: nowhere, another device has it."""
+    if axis is None or jax.lax.axis_size(axis) == 1:
+        return index
+    own = index - jax.lax.axis_index(axis) * size
+    return jnp.where((own < 0) | (own >= size), size, own)
+
+
 def _axes_of_several(axes: str | Sequence[str]) -> tuple[str, ...]:
     axes = (axes,) if isinstance(axes, str) else axes
     return tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
