@@ -31,8 +31,8 @@ def sums_of(x_BTD: jax.Array) -> Aux:
 class Counting(PreNormBlock):
     """Llama's layer, and sums of what it returns."""
 
-    def __call__(self, x_BTD: jax.Array, *given) -> tuple[jax.Array, Aux]:
-        x_BTD, _ = super().__call__(x_BTD, *given)
+    def __call__(self, x_BTD: jax.Array, *given, **named) -> tuple[jax.Array, Aux]:
+        x_BTD, _ = super().__call__(x_BTD, *given, **named)
         return x_BTD, sums_of(x_BTD)
 
 

@@ -153,7 +153,7 @@ class _Parts:
     """Which rows of a tensor every device reads, and how they come to where they belong."""
 
     mesh: Mesh
-    split: tuple[str | None, ...]  # the mesh axis of each axis of the tensor, at last
+    split: tuple[str | tuple[str, ...] | None, ...]  # the mesh axes of the tensor's axes, at last
     axes: tuple[str, ...]  # all mesh axes: rows are cut over them, in this order
 
     @classmethod
@@ -164,8 +164,7 @@ class _Parts:
         split = tuple(spec[weight.form.axes.index(group[0])] for group in weight.form.groups)
         # What cuts the rows at last comes first, and what cuts the other axis last: so parts are
         # exchanged along that one, and joined along the others.
-        first = [axis for axis in split[:1] if axis]
-        last = [axis for axis in split[1:] if axis]
+        first, last = jax.tree.leaves(split[:1]), jax.tree.leaves(split[1:])
         axes = (*first, *(axis for axis in AXES if axis not in (*first, *last)), *last)
         return cls(mesh_of(weight.weight), split, axes)
 
@@ -194,7 +193,7 @@ class _Parts:
         has, new ones are the mean of the others.
         """
         row_axis, *rest = self.split
-        others = tuple(axis for axis in self.axes if axis not in rest)
+        others = tuple(axis for axis in self.axes if axis not in jax.tree.leaves(rest))
         x = jax.reshard(x_NR, axes_spec(others, *rest))
         if len(x) != wanted or rows != wanted:
             x = jax.reshard(x, axes_spec(None, *rest))[:rows]

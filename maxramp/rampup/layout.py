@@ -113,7 +113,8 @@ def refusal(
     over = f"any number of nodes from {fewest} to num_nodes={keys.nodes}{shares}"
     if fixed:
         has_stages = keys.pipeline_stages > 1
-        axes = " x ".join(axis for axis in ROW_AXES if axis != "stage" or has_stages)
+        named = {"stage": has_stages, "expert": keys.sizes["expert"] > 1}
+        axes = " x ".join(axis for axis in ROW_AXES if named.get(axis, True))
         groups = f" groups of {parallel}" if parallel > 1 else ""
         over = f"{axes} = {ranks[0]}{groups}{shares}"
     other = "fewer micro batches" if shares else "another number of devices"

@@ -43,7 +43,7 @@ def with_last_step(model: Decoder, counts: Counts) -> Decoder:
         loads_LE = counts[LOAD].astype(jnp.float32)
         total_L1 = loads_LE.sum(1, keepdims=True)
         shares_LE = jnp.where(total_L1 > 0, loads_LE / jnp.maximum(total_L1, 1), 1 / router.experts)
-        router.last_shares_E = nnx.data(_of_layers(router, shares_LE))
+        router.last_shares_E = nnx.data(_place_by_layer(router, shares_LE))
         return router
 
     return _map_routers(attach, model)
@@ -94,7 +94,7 @@ def _map_routers(change: Callable[[Router], Router], model: Decoder) -> Decoder:
     return jax.tree.map(change_leaf, model, is_leaf=is_router)
 
 
-def _of_layers(router: Router, x_LE: jax.Array) -> Weight:
+def _place_by_layer(router: Router, x_LE: jax.Array) -> Weight:
     """What is known of each layer as a weight beside the router's own."""
     matrix = router.matrix_DE
     spec = axes_spec(*jax.typeof(matrix[...]).sharding.spec.partitions[: len(matrix.layers)], None)

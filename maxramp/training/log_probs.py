@@ -24,14 +24,17 @@ def token_log_probs(
     model: Decoder,
     execution: Execution,
     batch: Batch,
-    divisors_B: jax.Array,
     block_tokens: int,
     temperature: float = 1.0,
+    divisors_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
     """Of softmax(logits / temperature) in float32, each target's logarithm (which alone has a
-    gradient) and the entropy: two arrays [B, T] in nats; and the layers' sums. The head's gradient
-    may stay apart. `divisors_B` as in `summing_positions`. Negative targets read as token 0. `block_tokens` is of a device; 0 = all."""
-    positions = summing_positions(model, batch, divisors_B)
+    gradient) and the entropy: two arrays [B, T] in nats; and the layers' sums, given their divisors
+    (`summing_positions`). The head's gradient may stay apart. Negative targets read as token 0.
+    `block_tokens` is of a device; 0 = all."""
+    positions = batch.token_positions
+    if divisors_B is not None:
+        positions = summing_positions(model, batch, divisors_B)
     x_BTD, aux = model.hidden(batch.tokens, execution, positions)
     head_DV = model.head(execution.dtype)
     x_BTD, targets_BT = jax.reshard(x_BTD, X_BTD), jax.reshard(batch.targets, TOKENS_BT)

@@ -50,8 +50,9 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
         how = keys.loss_block_tokens, keys.decode_sampling_temperature
         mask_BT = batch.targets >= 0
         share_BT = jnp.where(mask_BT, batch.shares, 0)
-        of_rows = share_BT.sum(1)
-        log_p_BT, entropy_BT, aux = token_log_probs(model, execution, batch, of_rows, *how)
+        log_p_BT, entropy_BT, aux = token_log_probs(
+            model, execution, batch, *how, divisors_B=share_BT.sum(1)
+        )
         advantage_BT = batch.weights
         change_BT = jnp.where(mask_BT, log_p_BT - batch.sampled_log_probs, 0)
         ratio_BT = jnp.exp(change_BT)

@@ -98,7 +98,9 @@ def answer_log_probs(
     """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2], 0 where
     there is no answer; and the layers' sums."""
     is_pair_B = (batch.targets >= 0).any(1)
-    log_p_BT, _, aux = token_log_probs(model, execution, batch, is_pair_B, keys.loss_block_tokens)
+    log_p_BT, _, aux = token_log_probs(
+        model, execution, batch, keys.loss_block_tokens, divisors_B=is_pair_B
+    )
     return _sum_answers(batch, log_p_BT), aux
 
 

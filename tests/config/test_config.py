@@ -228,6 +228,8 @@ def test_open_axis_is_filled_in(devices, axis):
     model = ["base_emb_dim=96", "base_num_query_heads=96", "base_num_kv_heads=96"]
     model += ["base_mlp_dim=96", "vocab_size=288"]
     model += ["base_num_decoder_layers=96"]
+    if axis == "expert":
+        model += ["decoder_block=mixtral", "num_experts=96", "num_experts_per_tok=2"]
     config = resolved(*sizes, *model, devices=devices)
     assert {a: config.values[keys[a]] for a in AXES} == {
         a: devices if a == axis else 1 for a in AXES
@@ -238,12 +240,12 @@ def test_open_axis_is_filled_in(devices, axis):
 @pytest.mark.parametrize(
     "devices, slices, arguments, expected",
     [
-        (8, 1, ["ici_tensor_parallelism=2"], (1, 1, 4, 2)),
-        (8, 1, ["ici_fsdp_parallelism=2", "ici_data_parallelism=-1"], (4, 1, 2, 1)),
-        (8, 2, [], (2, 1, 4, 1)),
-        (16, 4, ["dcn_data_parallelism=2", "dcn_fsdp_parallelism=-1"], (2, 1, 8, 1)),
-        (16, 4, ["ici_tensor_parallelism=2"], (4, 1, 2, 2)),
-        (16, 2, ["dcn_pipeline_parallelism=2", "dcn_data_parallelism=1"], (1, 2, 8, 1)),
+        (8, 1, ["ici_tensor_parallelism=2"], (1, 1, 4, 1, 2)),
+        (8, 1, ["ici_fsdp_parallelism=2", "ici_data_parallelism=-1"], (4, 1, 2, 1, 1)),
+        (8, 2, [], (2, 1, 4, 1, 1)),
+        (16, 4, ["dcn_data_parallelism=2", "dcn_fsdp_parallelism=-1"], (2, 1, 8, 1, 1)),
+        (16, 4, ["ici_tensor_parallelism=2"], (4, 1, 2, 1, 2)),
+        (16, 2, ["dcn_pipeline_parallelism=2", "dcn_data_parallelism=1"], (1, 2, 8, 1, 1)),
     ],
 )
 def test_mesh_sizes(devices, slices, arguments, expected):
@@ -282,6 +284,10 @@ def test_nothing_is_left_open():
     assert left == {
         "total_samples",
         "total_tokens",
+        "base_moe_mlp_dim",
+        "capacity_factor",
+        "n_routing_groups",
+        "topk_routing_group",
         "global_batch_size",
         "global_batch_tokens",
         "micro_batch_size",

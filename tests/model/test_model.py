@@ -18,7 +18,7 @@ from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.model.parts import block
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.weights import dense, new_weight, relabel
+from maxramp.model.parts.weights import dense, new_weight
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import abstract_mesh
@@ -30,9 +30,7 @@ from maxramp.parallel.sharding import (
     TOKENS_BT,
     X_BTD,
     X_BTF,
-    axes_spec,
     gradient_spec,
-    stack_spec,
     weight_spec,
 )
 from maxramp.training.loss import cross_entropy_sums
@@ -109,13 +107,18 @@ def test_shape_keys_are_those_that_change_a_weight():
     other |= {"dtype": "bfloat16", "weight_dtype": "bfloat16", "remat_policy": "full"}
     other |= {"attention": "dot_product", "rope_type": "llama3.1", "sliding_window_size": 8}
     other |= {"lora_rank": 4, "lora_dropout": 0.5}
-    before, found = shapes(), {"decoder_block"}
-    for field in dataclasses.fields(config.model):
-        name, value = field.name, config.values[field.name]
-        if name != "decoder_block":
-            new = other.get(name, not value if isinstance(value, bool) else 2 * value)
+    other |= {"routed_score_func": "sigmoid", "load_balance_loss_scope": "step"}
+    other |= {"grouped_matmul": "blocks", "base_moe_mlp_dim": 16, "first_num_dense_layers": 1}
+    other |= {"n_routing_groups": 2, "topk_routing_group": 1, "capacity_factor": 2.0}
+    found = {"decoder_block"}
+    names = {field.name for field in dataclasses.fields(config.model)} - found
+    for family in ({}, {"decoder_block": "mixtral", "num_experts": 4}):
+        before, values = shapes(**family), config.values | family
+        for name in names:
+            value = values[name]
+            new = other.get(name, not value if isinstance(value, bool) else 2 * value or 1)
             assert new != value
-            found |= {name} if shapes(**{name: new}) != before else set()
+            found |= {name} if shapes(**family | {name: new}) != before else set()
     assert found == {*SHAPE_KEYS, "lora_rank"}
 
 
@@ -272,34 +275,6 @@ def test_products_of_few_tokens(axes, x_spec, spec, y_spec, apart):
         found = jax.jit(products)(*placed)
     for one, other in zip(found, (x @ weight, dy @ weight.T, x[:, 0].T @ dy[:, 0]), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
-
-
-@pytest.mark.parametrize("apart", [(), ("data",)])
-def test_products_of_experts(apart):
-    """Each expert's matrix has tokens of its own: those of the products one by one."""
-    E, mesh = 3, make_mesh(make_config("ici_data_parallelism=2", "ici_tensor_parallelism=2"))
-    random, spec = np.random.default_rng(0), stack_spec(MLP_IN_DF)
-    x, weight, dy = (random.standard_normal(s) for s in ((8, 2, E, 16), (E, 16, 32), (8, 2, E, 32)))
-    x_spec, y_spec = (axes_spec(*s.partitions[:2], None, s.partitions[2]) for s in (X_BTD, X_BTF))
-
-    def products(x, weight, dy):
-        experts = relabel(
-            new_weight(jax.reshard(weight, weight_spec(spec, apart)), "matrix", "D F"), "", "E"
-        )
-        y, back = jax.vjp(lambda x, w: dense(x, w, y_spec), x, experts)
-        dx, dweight = back(dy)
-        return y, dx, jax.reshard(dweight[...], spec)
-
-    with jax.set_mesh(mesh):
-        arrays = zip((x, weight, dy), (x_spec, spec, y_spec), strict=True)
-        placed = (jax.device_put(np.float32(a), NamedSharding(mesh, s)) for a, s in arrays)
-        found = jax.jit(products)(*placed)
-    for e in range(E):
-        X, W, dY = x[:, :, e], weight[e], dy[:, :, e]
-        expected = X @ W, dY @ W.T, np.einsum("BTD,BTF->DF", X, dY)
-        actual = found[0][:, :, e], found[1][:, :, e], found[2][e]
-        for one, other in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 @pytest.mark.parametrize("T, vectors_travel", [(3, True), (6, False), (16, False)])

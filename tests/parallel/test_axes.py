@@ -20,7 +20,10 @@ def divided(array, mesh):
 @pytest.mark.parametrize("axis", TABLE, ids=AXES)
 def test_what_an_axis_divides(axis):
     """Two devices along one axis: their parts of a batch and of every weight of products."""
-    config = make_config(f"ici_{axis.key}_parallelism=2", "per_device_batch_size=2", devices=2)
+    experts = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
+    keys = experts if "experts" in axis.divides else ()
+    keys += (f"ici_{axis.key}_parallelism=2", "per_device_batch_size=2")
+    config = make_config(*keys, devices=2)
     mesh = make_mesh(config)
     batch = jax.ShapeDtypeStruct((2, 4, 6), "int32", sharding=jax.NamedSharding(mesh, BATCH_ABT))
     kinds = {1: "rows", 2: "tokens"}
@@ -35,6 +38,10 @@ def test_what_an_axis_divides(axis):
         (array,) = jax.tree.leaves(weight)
         assert bool(divided(array, mesh)) == ("widths" in axis.divides)
         assert (axis.name in COPY_AXES) == (axis.name in BATCH_AXES and not divided(array, mesh))
+    if "experts" in axis.divides:
+        (array,) = jax.tree.leaves(model.layers["sparse"].mlp.out_EFD)
+        assert divided(array, mesh) == [1]  # of [L, E, F, D]
+        return
     for weight in (model.layers["dense"].attention.query_DHh, model.layers["dense"].mlp.out_FD):
         (array,) = jax.tree.leaves(weight)
         expected = {"layers": 0 in divided(array, mesh)}

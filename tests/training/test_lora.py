@@ -154,7 +154,7 @@ def test_only_adapters_have_a_state_of_the_optimizer():
 def test_names_are_those_of_every_family():
     for family in FAMILIES.values():
         named = {name.split(".")[-2] for name in family.tensors.values()}
-        assert set(LORA_MODULES) == {name for name in named if name.endswith("_proj")}
+        assert set(LORA_MODULES) >= {name for name in named if name.endswith("_proj")}
 
 
 @pytest.mark.parametrize(

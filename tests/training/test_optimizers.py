@@ -110,7 +110,7 @@ def check_muon(sizes, layers, *more, rms=None):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 1, 2, 2), pytest.param((1, 2, 4, 1), marks=pytest.mark.slow)], ids=str
+    "sizes", [(2, 1, 2, 1, 2), pytest.param((1, 2, 4, 1, 1), marks=pytest.mark.slow)], ids=str
 )
 def test_muon_is_that_of_optax(sizes):
     """Layers do not divide over the devices; heads have axes of their own; some decay, some not."""
@@ -122,7 +122,7 @@ def test_muon_is_that_of_optax(sizes):
     "sizes, layers",
     [
         *(((8, 1, 1, 1), 11), ((1, 1, 2, 4), 3)),
-        pytest.param((1, 1, 8, 1), 5, marks=pytest.mark.long),
+        pytest.param((1, 1, 8, 1, 1), 5, marks=pytest.mark.long),
         pytest.param((2, 1, 1, 4), 1, marks=pytest.mark.long),
         pytest.param((2, 1, 4, 1), 11, marks=pytest.mark.long),
     ],

@@ -207,7 +207,7 @@ def test_updates_on_one_batch_are_one_step():
                 assert after.consumed_samples.tolist() == [512, 1]
                 found.append((float(metrics["learning_rate"]), int(metrics["bad_steps"])))
             good = sum(map(np.isfinite, sizes))
-            assert after.buffers["seen"].tolist() == [7 + 3 * good]
+            assert after.buffers["seen"].tolist() == [3 if good else 7]
             return found
 
         rate, nan = 2.0**32 - 512, np.nan

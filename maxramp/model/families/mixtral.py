@@ -39,11 +39,10 @@ def blocks() -> Mapping[str, Callable[..., Any]]:
 
 
 def _blocks() -> Mapping[str, Callable[..., Any]]:
-    return {"sparse": lambda keys, key: blocks()["sparse"](_normalized(keys), key)}
+    def make(keys: ModelKeys, key: Any) -> Any:  # its weights of a token always add up to 1
+        return blocks()["sparse"](dataclasses.replace(keys, norm_topk_prob=True), key)
 
-
-def _normalized(keys: ModelKeys) -> ModelKeys:
-    return dataclasses.replace(keys, norm_topk_prob=True)  # Mixtral's always are
+    return {**blocks(), "sparse": make}
 
 
 def sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:

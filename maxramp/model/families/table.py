@@ -70,9 +70,9 @@ def _check_experts(keys: ModelKeys) -> Relations:
     )
     yield (
         groups > 0 and (experts // groups < 2 or open_groups * experts // groups < chosen),
-        f"n_routing_groups={groups}, topk_routing_group={open_groups}: num_experts={experts} leaves "
-        f"{experts // groups} in a group, of which a token is to take num_experts_per_tok={chosen}, "
-        "and groups are compared by their best two; use fewer groups",
+        f"n_routing_groups={groups}, topk_routing_group={open_groups}: groups of "
+        f"{experts // groups} of the num_experts={experts}, compared by their best two, must leave "
+        f"num_experts_per_tok={chosen}; use fewer groups, or a larger topk_routing_group",
     )
     yield (
         keys.routed_bias_update_rate and not keys.routed_bias,

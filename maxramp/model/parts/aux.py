@@ -17,8 +17,8 @@ from maxramp.parallel.sharding import staged_rows_spec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:
-    """Sums by name, in float32 where they are no counts, over a row's tokens: of a block [B, ...], added up by a pass, so
-    that any split of the rows gives the same."""
+    """Sums by name over a row's tokens, in float32 but for counts: of a block [B, ...], added up by
+    a pass, so that any split of the rows gives the same."""
 
     # added to what training minimizes, and shown; over all layers
     minimized: dict[str, jax.Array] = dataclasses.field(default_factory=dict)

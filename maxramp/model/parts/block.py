@@ -80,12 +80,7 @@ _give_row_gradients.defvjp(
 )
 
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-    "linear": lambda x: x,
-}
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu, "linear": lambda x: x}
 
 
 class MLP(nnx.Module):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
-from maxramp.parallel.sharding import CHOICES_BTk, SORTED_M, STREAM_BTD, X_BTD
+from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 
 
 @functools.partial(
@@ -96,9 +96,7 @@ def _spread_backward(kept, dx_MD):
     return map_shards(local, (SORTED_M, SORTED_M), X_BTD)(dx_MD, plan), None
 
 
-spread.defvjp(
-    lambda x_BTD, plan: (spread(x_BTD, plan), (plan, x_BTD.shape)), _spread_backward
-)
+spread.defvjp(lambda x_BTD, plan: (spread(x_BTD, plan), (plan, x_BTD.shape)), _spread_backward)
 
 
 @jax.custom_vjp
@@ -200,7 +198,9 @@ def _exchange(way: str, x: jax.Array, zeros: jax.Array, sent: tuple, got: tuple)
     # As above, for devices that have no such collective.
     devices = jax.lax.axis_size("expert")
     own, number = len(begins) // devices, jax.lax.axis_index("expert")
-    every, theirs = (jax.lax.all_gather(a, "expert") for a in (x, jnp.stack([begins, sizes, lands])))
+    every, theirs = (
+        jax.lax.all_gather(a, "expert") for a in (x, jnp.stack([begins, sizes, lands]))
+    )
     for device in range(devices):
         for e in range(own):
             begin, size, land = theirs[device, :, number * own + e]

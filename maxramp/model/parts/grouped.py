@@ -149,7 +149,7 @@ def _block_gradient(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> ja
     return jax.lax.fori_loop(0, count, body, zeros)
 
 
-def _transposed(product: Callable) -> Callable:
+def _transpose(product: Callable) -> Callable:
     return lambda dy_MN, w_EKN, sizes_E: product(dy_MN, w_EKN.swapaxes(1, 2), sizes_E)
 
 
@@ -193,11 +193,9 @@ def _tile_of(size: int) -> int:
 
 
 _KERNELS = {
-    "blocks": _Kernel(_block_product, _transposed(_block_product), _block_gradient),
-    "ragged_dot": _Kernel(jax.lax.ragged_dot, _transposed(jax.lax.ragged_dot), _ragged_gradient),
-    "megablox": _Kernel(
-        _megablox("gmm"), _megablox("gmm", transpose_rhs=True), _megablox("tgmm")
-    ),
+    "blocks": _Kernel(_block_product, _transpose(_block_product), _block_gradient),
+    "ragged_dot": _Kernel(jax.lax.ragged_dot, _transpose(jax.lax.ragged_dot), _ragged_gradient),
+    "megablox": _Kernel(_megablox("gmm"), _megablox("gmm", transpose_rhs=True), _megablox("tgmm")),
     "megablox_interpreted": _Kernel(
         _megablox("gmm", interpret=True),
         _megablox("gmm", transpose_rhs=True, interpret=True),

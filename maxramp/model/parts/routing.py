@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.aux import Aux, sum_by_stage
 from maxramp.model.parts.weights import Weight, apply_elementwise, dense, normal, zeros
-from maxramp.parallel.sharding import CHOICES_BTk, REPLICATED, ROUTER_DE
+from maxramp.parallel.sharding import REPLICATED, ROUTER_DE, CHOICES_BTk
 
 CHOICES = "experts of tokens"  # saved by every remat_policy
 LOAD = "expert_load"  # counts of tokens by expert
@@ -34,9 +34,7 @@ class Router(nnx.Module):
 
     def __init__(self, keys: ModelKeys, key: jax.Array):
         D, E = keys.base_emb_dim, keys.num_experts
-        self.matrix_DE = normal(
-            "router", "D E", key, (D, E), ROUTER_DE, D**-0.5, keys.weight_dtype
-        )
+        self.matrix_DE = normal("router", "D E", key, (D, E), ROUTER_DE, D**-0.5, keys.weight_dtype)
         self.experts = E
         self.per_token, self.is_normalized = keys.num_experts_per_tok, keys.norm_topk_prob
         self.score, self.factor = keys.routed_score_func, keys.routed_scaling_factor
@@ -70,7 +68,7 @@ class Router(nnx.Module):
         weights_BTk *= self.factor
         choice, dropped_BT = Choice(experts_BTk, weights_BTk), None
         if self.capacity_factor > 0:
-            choice, dropped_BT = self._within_capacity(choice, is_chosen_BTkE)
+            choice, dropped_BT = self._limit_loads(choice, is_chosen_BTkE)
         if shares_BT is None:
             return choice, Aux()
         return choice, self._sums(logits_BTE, scores_BTE, is_chosen_BTkE, shares_BT, dropped_BT)
@@ -87,8 +85,8 @@ class Router(nnx.Module):
             scores_BTE = scores_BTge.reshape(B, T, E)
         return jax.lax.top_k(scores_BTE, self.per_token)[1]
 
-    def _within_capacity(self, choice: Choice, is_chosen_BTkE: jax.Array):
-        """An expert takes as many tokens of a row, the first ones, as its share times the factor."""
+    def _limit_loads(self, choice: Choice, is_chosen_BTkE: jax.Array):
+        """An expert takes the first tokens of a row, up to an equal share times the factor."""
         B, T, k, E = is_chosen_BTkE.shape
         most = -(-int(T * k * self.capacity_factor) // E)
         taken_BTE = is_chosen_BTkE.any(2)

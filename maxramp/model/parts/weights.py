@@ -281,6 +281,5 @@ def _product_apart_backward(axes, out_sharding, precision, residuals, dy):
 
 
 _product_apart.defvjp(
-    lambda *arguments: (_product(*arguments), arguments[3:]),
-    _product_apart_backward,
+    lambda *arguments: (_product(*arguments), arguments[3:]), _product_apart_backward
 )

@@ -98,7 +98,7 @@ class _Pool(NamedTuple):
     """What matrices have in common that are made orthogonal together."""
 
     sizes: tuple[int, int]  # M and N
-    axes: tuple[str, str]  # the mesh axis that each side is sharded on; "" where it is whole
+    axes: tuple[tuple[str, ...], ...]  # those that each side is sharded on
     copies: tuple[str, ...]  # those along which every device holds the same
 
 
@@ -120,7 +120,7 @@ class _Form:
         sizes, partitions = weight.shape[layers:], partitions[layers:]
         assert not any(partitions[1:cut] + partitions[cut + 1 :]), "would mix up a side's parts"
         pairs = [
-            (math.prod(sizes[part]), partitions[part][0] or "")
+            (math.prod(sizes[part]), tuple(jax.tree.leaves(partitions[part][0])))
             for part in (slice(cut), slice(cut, sides))
         ]
         short, long = sorted(pairs)
