@@ -227,7 +227,12 @@ def test_meshes(sizes):
         assert {shard.data.shape for shard in x.addressable_shards} == {tuple(shape)}, path
 
 
-def reference_sums(w, rows_RS, kv_heads):
+def gated_mlp(layer, y):
+    gate = y @ layer["mlp.gate_DF"]
+    return (gate / (1 + jnp.exp(-gate)) * (y @ layer["mlp.up_DF"])) @ layer["mlp.out_FD"]
+
+
+def reference_sums(w, rows_RS, kv_heads, kind="dense", mlp=gated_mlp):
     """The decoder from its definition, on weights by name: sums over the targets of the
     cross-entropy and of log(Z)^2, and the number of targets."""
 
@@ -243,10 +248,9 @@ def reference_sums(w, rows_RS, kv_heads):
 
     inputs_RT, targets_RT = jnp.maximum(rows_RS[:, :-1], 0), rows_RS[:, 1:]
     x = w["embedding_VD"][inputs_RT]
-    for i in range(len(w["layers.dense.mlp.up_DF"])):
-        layer = {
-            n.removeprefix("layers.dense."): v[i] for n, v in w.items() if n.startswith("layers.")
-        }
+    layers, own = f"layers.{kind}.", [n for n in w if n.startswith("layers.")]
+    for i in range(len(w[own[0]])):
+        layer = {n.removeprefix(layers): w[n][i] for n in own}
         y = norm(x, layer["attention_norm.scale_D"])
         q, k, v = (
             jnp.einsum("RTD,DHh->RTHh", y, layer[f"attention.{name}"])
@@ -258,9 +262,7 @@ def reference_sums(w, rows_RS, kv_heads):
         scores = jnp.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
         y = jnp.einsum("RHTS,RSHh->RTHh", jax.nn.softmax(scores), v)
         x = x + jnp.einsum("RTHh,HhD->RTD", y, layer["attention.out_HhD"])
-        y = norm(x, layer["mlp_norm.scale_D"])
-        gate = y @ layer["mlp.gate_DF"]
-        x = x + (gate / (1 + jnp.exp(-gate)) * (y @ layer["mlp.up_DF"])) @ layer["mlp.out_FD"]
+        x = x + mlp(layer, norm(x, layer["mlp_norm.scale_D"]))
     x = norm(x, w["norm.scale_D"])
     logits_RTV = x @ (w["head_DV"] if "head_DV" in w else w["embedding_VD"].T)
     log_z_RT = jnp.log(jnp.exp(logits_RTV).sum(-1))

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.weights import apply_elementwise, dense, normal, zeros
+from maxramp.model.parts.aux import Aux, sum_by_stage
+from maxramp.model.parts.weights import Weight, apply_elementwise, dense, normal, zeros
 from maxramp.parallel.sharding import REPLICATED, ROUTER_DE, CHOICES_BTk
 
 CHOICES = "experts of tokens"  # saved by every remat_policy
@@ -107,14 +107,13 @@ class Router(nnx.Module):
         if self.balance_weight:
             if self.score == "sigmoid":
                 scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdims=True)
-            mass_BE = (shares_BT[..., None] * scores_BTE).sum(1)
-            loads_BE = counts_BE if self.scope == "row" else counts_BE.sum(0, keepdims=True)
-            shares_BE = loads_BE / jnp.maximum(loads_BE.sum(-1, keepdims=True), 1)
-            products_BE = mass_BE * shares_BE
-            if self.last_shares_E is not None:
-                products_B1E = apply_elementwise(jnp.multiply, mass_BE[:, None], self.last_shares_E)
-                products_BE = products_B1E[:, 0]
-            minimized["load_balance_loss"] = self.balance_weight * E * products_BE.sum(-1)
+            mass_B1E = (shares_BT[..., None] * scores_BTE).sum(1, keepdims=True)
+            if self.scope == "row":
+                products_B1E = mass_B1E * _shares(counts_BE)[:, None]
+            else:
+                shares_E = self.last_shares_E or self._pass_shares(counts_BE)
+                products_B1E = apply_elementwise(jnp.multiply, mass_B1E, shares_E)
+            minimized["load_balance_loss"] = self.balance_weight * E * products_B1E.sum((1, 2))
         if self.z_weight:
             z_BT = jax.nn.logsumexp(logits_BTE, -1) ** 2
             minimized["router_z_loss"] = self.z_weight * (shares_BT * z_BT).sum(1)
@@ -123,3 +122,13 @@ class Router(nnx.Module):
             share = 1 / (self.layers * self.per_token)
             shown["dropped_share"] = share * (shares_BT * dropped_BT).sum(1)
         return Aux(minimized, shown, {LOAD: counts_BE})
+
+    def _pass_shares(self, counts_BE: jax.Array) -> Weight:
+        """Of the rows that are here together; a pipeline's stages have other layers, and rows."""
+        leading = self.matrix_DE.leading
+        counts_E = sum_by_stage(counts_BE) if "S" in leading else counts_BE.sum(0)
+        return Weight(_shares(counts_E), role="balance", leading=leading, inputs="", outputs="E")
+
+
+def _shares(counts_E: jax.Array) -> jax.Array:
+    return counts_E / jnp.maximum(counts_E.sum(-1, keepdims=True), 1)
