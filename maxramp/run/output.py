@@ -25,8 +25,9 @@ from maxramp.files.place import write_whole
 from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
 from maxramp.model.adapters import without_adapters
-from maxramp.model.decoder import num_parameters
+from maxramp.model.decoder import num_active_parameters, num_parameters
 from maxramp.model.parts.attention import cost_of_packing, select_for
+from maxramp.model.size import describe_weights
 from maxramp.parallel.mesh import format_sizes, mesh_of
 from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision
@@ -335,7 +336,8 @@ class Output:
 
 def _describe_weights(state: TrainState, recipe: Recipe) -> str:
     kept, used = recipe.model.weight_dtype, recipe.model.dtype
-    text = f"{num_parameters(without_adapters(state.model)):,} weights"
+    model = without_adapters(state.model)
+    text = describe_weights(num_parameters(model), num_active_parameters(model, recipe.model))
     text += f", {used}" if kept == used else f" in {kept}, computed in {used}"
     trained = num_trained(state.trained, recipe.optimizer.trainable_layers)
     if trained < num_parameters(state.model):
