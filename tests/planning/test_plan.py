@@ -268,7 +268,7 @@ def test_the_plan_of_experts(capsys):
     ("policy", "keys"),
     [
         *((policy, ()) for policy in ("none", "minimal", "full")),
-        *((policy, _EXPERTS) for policy in ("none", "minimal", "full")),
+        *(pytest.param(x, _EXPERTS, marks=pytest.mark.slow) for x in ("none", "minimal", "full")),
         ("minimal", (*_EXPERTS, "ici_fsdp_parallelism=1", "ici_expert_parallelism=2")),
     ],
 )
