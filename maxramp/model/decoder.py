@@ -18,7 +18,7 @@ from maxramp.model.parts.aux import Aux, await_sums, sum_rows
 from maxramp.model.parts.block import RMSNorm
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.positions import Positions
-from maxramp.model.parts.weights import map_products, normal, relabel
+from maxramp.model.parts.weights import map_products, normal, relabel, weights_of
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, weight_spec
 
 _IN_ORDER = Positions()
@@ -141,3 +141,9 @@ def _stack(born, keys_L: jax.Array, repeats: int):
 
 def num_parameters(model: Decoder) -> int:
     return sum(x.size for x in jax.tree.leaves(model))
+
+
+def num_active_parameters(model: Decoder, keys: ModelKeys) -> int:
+    """Those that a token meets: of experts the ones that it takes."""
+    experts = sum(w.size for w in weights_of(model) if "E" in w.leading)
+    return num_parameters(model) - experts + experts // keys.num_experts * keys.num_experts_per_tok

@@ -1,7 +1,5 @@
 """The families by the values of `decoder_block`. Imports no JAX."""
 
-from collections.abc import Iterator
-
 from maxramp.keys.section import Relations
 from maxramp.model.families.dots1 import DOTS1
 from maxramp.model.families.family import Family
@@ -93,9 +91,12 @@ def _check_experts(keys: ModelKeys) -> Relations:
     )
 
 
-def family_choices() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The keys that only some families read, each with the condition (`keys.choices`)."""
+def family_choices() -> dict[str, tuple[str, ...]]:
+    """The keys that only some families read, by the condition (`keys.choices`)."""
     read = {block: (*family.keys, *family.fixed) for block, family in FAMILIES.items()}
+    found: dict[str, tuple[str, ...]] = {}
     for name in dict.fromkeys(name for names in read.values() for name in names):
         readers = (block for block, names in read.items() if name in names)
-        yield f"decoder_block={'|'.join(readers)}", (name,)
+        condition = f"decoder_block={'|'.join(readers)}"
+        found[condition] = (*found.get(condition, ()), name)
+    return found
