@@ -33,12 +33,12 @@ def product(
     x_MK: jax.Array,
     w: jax.Array,
     sizes_E: jax.Array,
-    transposed: bool = False,
+    is_transposed: bool = False,
     interpret: bool = False,
     tiling: Tiling = Tiling(),
 ) -> jax.Array:
     """[M, N]: every row times its expert's matrix, of [E, K, N] or transposed of [E, N, K]."""
-    (M, K), E, N = x_MK.shape, len(sizes_E), w.shape[1 if transposed else 2]
+    M, E, N = len(x_MK), len(sizes_E), w.shape[1 if is_transposed else 2]
     share = pl.cdiv(M, E)  # of an expert, if all have as many
     rows = min(tiling.rows, max(16, pl.next_power_of_2(share)))
     tiles = min(M, M // rows + E)
@@ -47,7 +47,7 @@ def product(
         grid=(tiles, pl.cdiv(N, tiling.columns)),
         rows=rows,
         tiling=tiling,
-        transposed=transposed,
+        is_transposed=is_transposed,
     )
     whole = [pl.no_block_spec] * 5
     return pl.pallas_call(
@@ -94,7 +94,7 @@ def _cut(sizes_E: jax.Array, tiles: int, rows: int) -> tuple[jax.Array, jax.Arra
 
 
 def _product_kernel(
-    expert_ref, first_ref, end_ref, x_ref, w_ref, y_ref, *, grid, rows, tiling, transposed
+    expert_ref, first_ref, end_ref, x_ref, w_ref, y_ref, *, grid, rows, tiling, is_transposed
 ):
     i, j = _place(grid)
     e, first, end = expert_ref[i], first_ref[i], end_ref[i]
@@ -106,7 +106,7 @@ def _product_kernel(
         def add(k, y_mn):
             inner = k * tiling.inner, tiling.inner, K
             x_mk = _load(x_ref, here, inner)
-            if transposed:
+            if is_transposed:
                 w_kn = _load(w_ref, columns, inner, e).T
             else:
                 w_kn = _load(w_ref, inner, columns, e)
@@ -153,7 +153,7 @@ def _store(ref, rows, columns, value):
 
 
 def _clip(*sides: tuple[jax.Array, int, int]):
-    """The slices of a block, whose sides begin, have a size, and end; and what is before the end."""
+    """The slices of a block, whose sides begin, have a size, and end; and what lies before."""
     (a, m, end_m), (b, n, end_n) = sides
     is_row, is_column = a + jnp.arange(m) < end_m, b + jnp.arange(n) < end_n
     return (pl.ds(a, m), pl.ds(b, n)), is_row[:, None] & is_column[None, :]
