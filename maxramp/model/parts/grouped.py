@@ -39,19 +39,24 @@ def _product(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, kernel: str) -> 
     spec = jax.typeof(w).sharding.spec
 
     def local(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        return _KERNELS[kernel].product(x_MK, _gather(w, spec), sizes_E)
+        w_EAB = _gather(w, spec)
+        return _KERNELS[kernel].product(x_MK, w_EAB, sizes_E, is_transposed=_is_turned(spec))
 
     return map_shards(local, (SORTED_M, spec, SORTED_M), SORTED_M)(x_MK, w, sizes_E)
 
 
+def _is_turned(spec: Spec) -> bool:
+    """Whether the outputs of the weights lie over fsdp and not their inputs. Their shards are
+    turned, so that they are gathered, and gradients scattered, at the side that is not in a
+    device's lanes: XLA for TPUs would copy what it gathers there, and scatter nothing."""
+    return spec.partitions[-1] == "fsdp"
+
+
 def _gather(w: jax.Array, spec: Spec) -> jax.Array:
-    """The weights [E, K, N] of a device's experts, of a stage's one layer, whole over fsdp."""
+    """The weights of a device's experts, of a stage's one layer, whole over fsdp: [E, K, N], or
+    turned [E, N, K]."""
     w_EKN = w.reshape(w.shape[-3:])
-    return all_gather(w_EKN, "fsdp", dimension=_sharded_side(spec))
-
-
-def _sharded_side(spec: Spec) -> int:
-    return spec.partitions[-3:].index("fsdp")
+    return all_gather(w_EKN.swapaxes(1, 2) if _is_turned(spec) else w_EKN, "fsdp", dimension=1)
 
 
 def _forward(x_MK, w, sizes_E, kernel):
@@ -63,11 +68,12 @@ def _backward(kernel, residuals, dy_MN):
     copies = [axis for axis in BATCH_AXES if axis not in (*spec.partitions, *spec.reduced)]
 
     def local(x_MK, w, sizes_E, dy_MN):
-        way = _KERNELS[kernel]
-        dx_MK = way.product(dy_MN, _gather(w, spec), sizes_E, is_transposed=True)
+        way, is_turned = _KERNELS[kernel], _is_turned(spec)
+        dx_MK = way.product(dy_MN, _gather(w, spec), sizes_E, is_transposed=not is_turned)
         # Each device holds the sum of its own shard alone, never that of all.
-        dw_EKN = way.gradient(x_MK, dy_MN, sizes_E).astype(w.dtype)
-        dw_EKN = psum_scatter(dw_EKN, "fsdp", dimension=_sharded_side(spec))
+        sides = (dy_MN, x_MK) if is_turned else (x_MK, dy_MN)
+        dw = psum_scatter(way.gradient(*sides, sizes_E).astype(w.dtype), "fsdp", dimension=1)
+        dw_EKN = dw.swapaxes(1, 2) if is_turned else dw
         return dx_MK, psum(dw_EKN, copies).reshape(w.shape)
 
     specs = SORTED_M, spec, SORTED_M, SORTED_M
@@ -198,7 +204,7 @@ def _megablox_product(
 
     (M, K), N = x_MK.shape, w.shape[1 if is_transposed else 2]
     tile = _row_tile(M, len(sizes_E))
-    tiling, x_MK = (tile, min(_SIDE_TILE, K), min(_SIDE_TILE, N)), _pad_rows(x_MK, tile)
+    tiling, x_MK = (tile, _input_tile(K), min(_SIDE_TILE, N)), _pad_rows(x_MK, tile)
     y_MN = gmm(
         x_MK, w, sizes_E, x_MK.dtype, tiling, transpose_rhs=is_transposed, interpret=interpret
     )
@@ -217,9 +223,14 @@ def _megablox_gradient(
 
 
 def _row_tile(rows: int, experts: int) -> int:
-    """A group begins and ends within a tile, which two groups then go through."""
-    share = max(1, rows // experts // 2)
+    """An eighth of a group: it begins and ends within a tile, which two groups then go through."""
+    share = max(1, rows // experts // 8)
     return min(_ROW_TILE, max(128, 1 << (share.bit_length() - 1)))
+
+
+def _input_tile(inputs: int) -> int:
+    """All where they fit: then the tiles of a group read its weights once."""
+    return inputs if inputs <= 2 * _SIDE_TILE else _SIDE_TILE
 
 
 def _pad_rows(x: jax.Array, tile: int) -> jax.Array:
