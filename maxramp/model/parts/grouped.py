@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.errors import ConfigError
+from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.weights import STAGE_PRODUCTS, Weight
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
@@ -120,6 +121,11 @@ def select(asked: str, platform: str | None) -> str:
                 f"grouped_matmul={asked} {obstacle}; use grouped_matmul=autoselected or blocks"
             )
     return asked
+
+
+def select_for(keys: ModelKeys, platform: str | None) -> str | None:
+    """None for a model without experts."""
+    return select(keys.grouped_matmul, platform) if keys.num_experts > 1 else None
 
 
 # Blocks of rows in a loop: XLA for CPUs makes every expert multiply every row in its ragged_dot.
@@ -249,7 +255,7 @@ def _triton_gradient(*arrays: jax.Array, **options) -> jax.Array:
     return grouped_triton.gradient(*arrays, **options)
 
 
-def _interpreted(kernel: _Kernel) -> _Kernel:
+def _interpret(kernel: _Kernel) -> _Kernel:
     return _Kernel(
         *(functools.partial(run, interpret=True) for run in (kernel.product, kernel.gradient))
     )
@@ -261,4 +267,4 @@ _KERNELS = {
     "megablox": _Kernel(_megablox_product, _megablox_gradient),
     "triton": _Kernel(_triton_product, _triton_gradient),
 }
-_KERNELS |= {f"{name}_interpreted": _interpreted(_KERNELS[name]) for name in ("megablox", "triton")}
+_KERNELS |= {f"{name}_interpreted": _interpret(_KERNELS[name]) for name in ("megablox", "triton")}
