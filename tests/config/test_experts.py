@@ -6,6 +6,8 @@ from conftest import make_config
 from maxramp.errors import ConfigError
 
 MIXTRAL = "decoder_block=mixtral num_experts=8 num_experts_per_tok=2"
+DOTS = "decoder_block=dots1 use_qk_norm=True routed_score_func=sigmoid routed_bias=True "
+DOTS += "num_experts=8 num_experts_per_tok=2"
 REFUSED = {
     "experts of a dense model": ("num_experts=8", "decoder_block=llama2 here; give decoder_block"),
     "a balance loss of a dense model": (
@@ -30,17 +32,20 @@ REFUSED = {
         "phases.80: .*ici_expert_parallelism=16",
     ),
     "groups that do not divide": (
-        f"{MIXTRAL} n_routing_groups=3 topk_routing_group=1",
-        "n_routing_groups=3",
+        f"{DOTS} n_routing_groups=3 topk_routing_group=1",
+        "n_routing_groups=3 does not divide num_experts=8",
     ),
-    "no layer of experts": (f"{MIXTRAL} first_num_dense_layers=2", "first_num_dense_layers=2"),
+    "no layer of experts": (
+        f"{DOTS} first_num_dense_layers=2",
+        "first_num_dense_layers=2 of .*fewer",
+    ),
     "dense layers in a pipeline": (
-        f"{MIXTRAL} first_num_dense_layers=1 ici_pipeline_parallelism=2 base_num_decoder_layers=4",
-        "first_num_dense_layers=1",
+        f"{DOTS} first_num_dense_layers=1 ici_pipeline_parallelism=2 base_num_decoder_layers=4",
+        "first_num_dense_layers=1: the 2 stages of a pipeline .* use 0, or no pipeline",
     ),
     "biases below adapters": (
-        f"{MIXTRAL} routed_bias=True routed_bias_update_rate=0.001 lora_rank=4",
-        "routed_bias",
+        f"{DOTS} routed_bias_update_rate=0.001 lora_rank=4 lora_targets=[q_proj]",
+        "routed_bias_update_rate=0.001 with lora_rank=4: .* use 0",
     ),
 }
 
