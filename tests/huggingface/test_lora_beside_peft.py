@@ -35,6 +35,7 @@ CASES = [
         "llama2",
         {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3, "layers_to_transform": [1, 3]},
     ),
+    ("dots1", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     ("qwen2.5", {"target_modules": r".*\.layers\.[13]\..*(k_proj|down_proj)"}),
 ]
 
@@ -99,6 +100,13 @@ def test_layers_that_are_not_adapted_alike(tmp_path):
     pattern = r".*(layers\.0\..*q_proj|layers\.1\..*v_proj)"
     adapted_by_peft(base, tmp_path / "adapter", target_modules=pattern)
     with pytest.raises(ConfigError, match=r"0: self_attn.q_proj; 1: self_attn.v_proj"):
+        open_model(str(tmp_path / "adapter"), [])
+
+
+def test_adapters_of_mlps_beside_experts(tmp_path):
+    base = write_folder(tmp_path / "base", "dots1")
+    adapted_by_peft(base, tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="experts have no adapters; use lora_targets=.q_proj, "):
         open_model(str(tmp_path / "adapter"), [])
 
 
