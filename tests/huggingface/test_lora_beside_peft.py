@@ -103,13 +103,6 @@ def test_layers_that_are_not_adapted_alike(tmp_path):
         open_model(str(tmp_path / "adapter"), [])
 
 
-def test_adapters_of_mlps_beside_experts(tmp_path):
-    base = write_folder(tmp_path / "base", "dots1")
-    adapted_by_peft(base, tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="experts have no adapters; use lora_targets=.q_proj, "):
-        open_model(str(tmp_path / "adapter"), [])
-
-
 def test_a_merge_rounds_once(tmp_path):
     """Of a base in bfloat16, the sums in float32."""
     base = write_folder(tmp_path / "base", "qwen3", dtype="bfloat16")
