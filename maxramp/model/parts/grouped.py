@@ -57,6 +57,8 @@ def _gather(w: jax.Array, spec: Spec) -> jax.Array:
     """The weights of a device's experts, of a stage's one layer, whole over fsdp: [E, K, N], or
     turned [E, N, K]."""
     w_EKN = w.reshape(w.shape[-3:])
+    if "fsdp" not in spec.partitions:  # gathered before
+        return w_EKN
     return all_gather(w_EKN.swapaxes(1, 2) if _is_turned(spec) else w_EKN, "fsdp", dimension=1)
 
 
@@ -73,7 +75,9 @@ def _backward(kernel, residuals, dy_MN):
         dx_MK = way.product(dy_MN, _gather(w, spec), sizes_E, is_transposed=not is_turned)
         # Each device holds the sum of its own shard alone, never that of all.
         sides = (dy_MN, x_MK) if is_turned else (x_MK, dy_MN)
-        dw = psum_scatter(way.gradient(*sides, sizes_E).astype(w.dtype), "fsdp", dimension=1)
+        dw = way.gradient(*sides, sizes_E).astype(w.dtype)
+        if "fsdp" in spec.partitions:
+            dw = psum_scatter(dw, "fsdp", dimension=1)
         dw_EKN = dw.swapaxes(1, 2) if is_turned else dw
         return dx_MK, psum(dw_EKN, copies).reshape(w.shape)
 
