@@ -16,9 +16,9 @@ _APART = 0.22  # inches between two ticks, at least
 
 
 def make_panels(
-    heights: Sequence[float], title: str, width: float = 7.5
+    heights: Sequence[float], title: str, share_x: bool = True, width: float = 7.5
 ) -> tuple["Figure", list["Axes"]]:
-    """A figure of panels of these heights in inches that share the horizontal axis. The object
+    """A figure of panels of these heights in inches, which share the horizontal axis. The object
     interface and its file backend: no window system, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def make_panels(
     figure = Figure(figsize=(width, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = [
-        *figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+        *figure.subplots(len(heights), sharex=share_x, height_ratios=heights, squeeze=False)[:, 0]
     ]
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)

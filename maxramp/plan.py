@@ -35,6 +35,7 @@ from maxramp.data.order import RunRows
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.keys.numbers import parse_count, show
+from maxramp.model.size import describe_weights
 from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.beside import find_published, summarize_ramp
 from maxramp.planning.compiled import add_compiled
@@ -191,7 +192,8 @@ def print_plan(plan: dict[str, Any]) -> None:
         print(f"columns   left out on this narrow terminal: {names} (--json has all)")
     if "beside" in plan:
         _print_beside(plan)
-    model = "model", "{name}: {weights:,} weights".format(**plan["model"])
+    name, *weights = plan["model"].values()
+    model = "model", f"{name}: {describe_weights(*weights)}"
     for label, text in (model, *_run_lines(plan), *_compiled_lines(plan), *_advice(plan)):
         print(f"{label:<10}{text}")
 
@@ -375,9 +377,11 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _mesh_text(sizes: dict[str, int]) -> str:
     """A mesh, also in the words of Megatron."""
-    fsdp, tensor, stages = sizes["fsdp"], sizes["tensor"], sizes["stage"]
+    tensor, stages, experts = sizes["tensor"], sizes["stage"], sizes["expert"]
+    fsdp = sizes["fsdp"] * experts  # of all but experts
     says = [f"tensor-model-parallel-size {tensor}"] if tensor > 1 else []
     says += [f"pipeline-model-parallel-size {stages}"] if stages > 1 else []
+    says += [f"expert-model-parallel-size {experts}"] if experts > 1 else []
     if fsdp > 1:
         says.append(
             f"weights, gradients and the optimizer's state over {fsdp} ranks (ZeRO stage 3; its "

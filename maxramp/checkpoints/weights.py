@@ -22,6 +22,7 @@ from maxramp.huggingface.folder import ModelFolder
 from maxramp.keys.section import refuse
 from maxramp.model.adapters import attach_adapters, has_adapters, stored_part, without_adapters
 from maxramp.model.decoder import Decoder
+from maxramp.model.families.table import is_of_experts
 from maxramp.model.keys import MODEL_KEYS
 from maxramp.model.order import order_by_layer
 
@@ -64,6 +65,7 @@ class ReleasedWeights(Weights):
         """Refuses keys that contradict config.json."""
         folder, adapter = self.origin, self.origin.adapter
         there, family = folder.keys, values["decoder_block"]
+        is_dense = is_of_experts(family) and not is_of_experts(there["decoder_block"])
         refuse(
             (
                 values[name] != there[name] and not (grows and values[name] > there[name]),
@@ -71,13 +73,14 @@ class ReleasedWeights(Weights):
                 "model_name=hf takes it from there",
             )
             for name in MODEL_KEYS
-            if name in there
+            if name in there and not (is_dense and name == "decoder_block")
             for grows in [name == "vocab_size"]
         )
         rows = there["vocab_size"]
         _check_adapters(self.path, adapter.keys if adapter else {}, model, values)
         load_base = reading.prepare_load(
-            folder.path, folder.tensors, rows, without_adapters(model), family, note
+            *(folder.path, folder.tensors, rows, without_adapters(model), family, note),
+            dense_block=there["decoder_block"] if is_dense else "",
         )
         if not adapter:
             return load_base

@@ -40,7 +40,7 @@ CHOICES: Choices = {
     ),
     "max_num_checkpoints_to_keep": ("checkpoint_keep_period",),
     # the model
-    **dict(family_choices()),
+    **family_choices(),
     "rope_type=llama3.1": (
         *("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor"),
         "original_max_position_embeddings",

@@ -20,6 +20,7 @@ from maxramp.keys.base import CONFIGS
 from maxramp.keys.choices import find_unmade
 from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump, parse, read_yaml
+from maxramp.model.families.table import is_of_experts
 from maxramp.rampup import phases
 from maxramp.rampup.keys import MAXTEXT_RAMP, RAMP_CHOICES
 from maxramp.run.keys import PROGRAMS
@@ -162,7 +163,9 @@ def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
             f"load_parameters_path={path}: no config.json there, which model_name=hf takes the "
             f"sizes from; give a model's folder, of a run {newest or f'the one that {write} makes'}"
         )
-    sizes = folder.keys
+    sizes, wanted = folder.keys, value.get("decoder_block", "")
+    if is_of_experts(wanted) and not is_of_experts(sizes["decoder_block"]):
+        del sizes["decoder_block"]  # every expert begins as the folder's MLP
     for name, size in sizes.items():
         said = value.get(name, size)
         is_ours = given.get(name) is not command_line and said == base.base()[name]

@@ -100,6 +100,12 @@ def _pipeline(config: Config) -> dict[str, int]:
             f"lora_dropout={model.lora_dropout:g} drops by row, and the {stages} stages of a "
             "pipeline work on other rows at once; use lora_dropout=0, or no pipeline"
         )
+    if stages > 1 and model.first_num_dense_layers:
+        raise ConfigError(
+            f"first_num_dense_layers={model.first_num_dense_layers}: the {stages} stages of a "
+            f"pipeline ({batch.command_line('stage')}) hold layers of one kind; use 0, or no "
+            "pipeline"
+        )
     if stages > 1 and config.optimizer.log_gradient_noise_scale:
         given = "log_gradient_noise_scale=True"
         if config.batch.rampup_policy == "noise":
@@ -173,6 +179,11 @@ def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
             f"eval_per_device_batch_size={eval_size:g} is {show(eval_rows)} rows on "
             f"{count(num_devices, 'device')}, which do not divide over {over} = {ranks} groups of "
             f"devices{shares}; use a multiple of {show(Fraction(ranks * multiple, num_devices))}"
+        )
+    if sizes["expert"] > 1 and config.model.num_experts == 1:
+        raise ConfigError(
+            f"{mesh.command_line('expert')}: decoder_block={config.model.decoder_block} has no "
+            "experts to put there; use ici_fsdp_parallelism, which shards all weights as well"
         )
     for axes, widths in config.model.sharded_widths.items():
         over = [axis for axis in axes if sizes[axis] > 1]

@@ -1,5 +1,6 @@
 """config.json of a model folder <-> our keys. Imports no JAX."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
+_DEFAULTS |= {"use_sliding_window": False}
 
 _SIZES = {
     "base_emb_dim": "hidden_size",
@@ -37,6 +39,10 @@ _NOTHING = {
     "use_sliding_window": False,
     "quantization_config": None,
     "partial_rotary_factor": 1,
+    "clip_qkv": None,
+    "router_jitter_noise": 0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 
 
@@ -54,13 +60,17 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{', '.join(families)}"
         )
     family = FAMILIES[families[kind]]
-    given, values = values, {**_DEFAULTS, **family.released.defaults, **values}
+    given, others = values, family.released.other_names
+    values = {others.get(name, name): value for name, value in values.items()}
+    values = {**_DEFAULTS, **family.released.defaults, **values}
     rope = _rope_keys(values, where)
     refuse(
         (value not in (None, _NOTHING[name]), f"{where}: {name}={value} is not supported")
         for name, value in given.items()
         if name in _NOTHING
     )
+    values["sliding_window"] = values.get("sliding_window") or 0
+    _refuse_windows(values, where)
     heads = _key("base_num_query_heads", "num_attention_heads", values, where)
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
@@ -74,9 +84,7 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(
             f"{where}: hidden_act={activation} is not supported; there are {', '.join(activations)}"
         )
-    own = family.released.names
-    values |= {theirs: values.get(theirs) or 0 for theirs in own.values()}
-    names = {**_SIZES, **own}
+    names = {**_SIZES, **family.released.names}
     return {
         "decoder_block": families[kind],
         **family.fixed,
@@ -84,6 +92,26 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         "mlp_activations": [activations[activation], "linear"],
         **rope,
     }
+
+
+def _refuse_windows(values: Mapping[str, Any], where: str) -> None:
+    """Refuses windows of some layers alone: in a list, or from a number of layers on."""
+    kinds, first = values.get("layer_types") or (), values.get("max_window_layers")
+    windowed = not kinds and values["use_sliding_window"] and values["sliding_window"]
+    layers = _key("base_num_decoder_layers", "num_hidden_layers", values, where)
+    refuse(
+        [
+            (
+                {*kinds} - {"full_attention"},
+                f"{where}: layer_types={kinds} is not supported, but full_attention in all layers",
+            ),
+            (
+                windowed and first is not None and first < layers,
+                f"{where}: max_window_layers={first} of {layers} is not supported: windows are of "
+                "all layers, or of none",
+            ),
+        ]
+    )
 
 
 def _key(ours: str, theirs: str, values: Mapping[str, Any], where: str) -> Any:
@@ -128,16 +156,24 @@ def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[s
             f"are {', '.join(f'[{name}, linear]' for name in _ACTIVATIONS)}"
         )
     released = FAMILIES[keys.decoder_block].released
+    keys = dataclasses.replace(
+        keys,
+        base_moe_mlp_dim=keys.moe_mlp_dim,
+        n_routing_groups=max(1, keys.n_routing_groups),
+        topk_routing_group=max(1, keys.topk_routing_group),
+    )
     longest = max(keys.max_target_length, came_in.get("max_position_embeddings") or 0)
     written = {theirs: getattr(keys, ours) for ours, theirs in _SIZES.items()}
     values = {
         "architectures": [released.architecture],
-        "model_type": released.model_type,
         **came_in,
         **written,
+        "model_type": released.model_type,
         "max_position_embeddings": longest,
         "torch_dtype": dtype,
     }
+    if came_in.get("model_type") != released.model_type:  # of a dense model
+        values["architectures"] = [released.architecture]
     values.pop("dtype", None)  # as transformers 5 calls it; both read the other
     if not came_in:
         values |= {"hidden_act": _ACTIVATIONS[gate], "use_cache": True}
@@ -148,4 +184,7 @@ def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[s
         if keys.rope_type == "llama3.1":
             scaling = {theirs: getattr(keys, ours) for ours, theirs in _SCALING.items()}
             values["rope_scaling"] = {"rope_type": "llama3", **scaling}
-    return values | {theirs: getattr(keys, ours) or None for ours, theirs in released.names.items()}
+    own = {theirs: getattr(keys, ours) for ours, theirs in released.names.items()}
+    if own.get("sliding_window") == 0:
+        own["sliding_window"] = None
+    return values | own

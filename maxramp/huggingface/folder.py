@@ -11,7 +11,9 @@ from maxramp.files import storage
 from maxramp.files.place import Place
 from maxramp.huggingface import config_json
 from maxramp.huggingface.adapter import CONFIG, TENSORS, AdapterFolder
+from maxramp.huggingface.experts import split_experts
 from maxramp.huggingface.safetensors import Tensor, tensors_of
+from maxramp.model.families.table import FAMILIES
 
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
@@ -71,7 +73,7 @@ class ModelFolder:
             if short in found:
                 raise ConfigError(f"{self.path}: has both {found[short].name} and {name}")
             found[short] = tensor
-        return found
+        return split_experts(found, FAMILIES[self.keys["decoder_block"]].tensors)
 
     @property
     def ends(self) -> list[int]:

@@ -5,8 +5,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
 
+from maxramp.errors import ConfigError
 from maxramp.model.decoder import Decoder
+from maxramp.model.families.sparse import dense_tensors
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.parts.weights import Weight, is_weight
 
@@ -64,28 +67,43 @@ class Named:
     path: str  # of ours: "layers.dense.attention.query_DHh"
     weight: Weight  # of all layers of a stack, in their order
     form: Form  # of one layer
-    names: Mapping[int, str]  # of the tensors, by the places of their layers in a stack
-
-    @property
-    def is_stack(self) -> bool:
-        return bool(self.weight.layers)
+    # Of the tensors, by their places in `weight`: () where it is one, of a stack its layer, and
+    # behind that the expert.
+    names: Mapping[tuple[int, ...], str]
 
 
-def name_tensors(model: Decoder, decoder_block: str, layers: Sequence[int] = ()) -> Iterator[Named]:
+def name_tensors(
+    model: Decoder, decoder_block: str, layers: Sequence[int] = (), dense_block: str = ""
+) -> Iterator[Named]:
     """The weights of a model in layer order (`model.order`), or of its shapes, as `jax.tree.leaves`
-    has them; `layers` have tensors, none = all.
+    has them; `layers` have tensors, none = all. With a `dense_block` its tensors are those of that
+    family's models, and routers have none.
     """
     tensors = FAMILIES[decoder_block].tensors
+    if dense_block:
+        routers = [path for path in tensors if path.endswith("router.matrix_DE")]
+        tensors = dense_tensors(FAMILIES[dense_block].tensors) | dict.fromkeys(routers, "")
     numbers = {kind: [] for kind in model.pattern.kinds}
     for number, layer in enumerate(model.pattern):
         numbers[layer.kind].append(number)
     for keys, weight in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
-        name = _tensor_of(path, tensors)
+        try:
+            name = _tensor_of(path, tensors)
+        except KeyError:
+            raise ConfigError(
+                f"decoder_block={decoder_block}: its {path} is in no model of "
+                f"decoder_block={dense_block}, so it cannot begin with such weights"
+            ) from None
         shape = weight.shape[len(weight.leading) :]
         form = Form(weight.own, tuple(shape), _groups(weight))
-        names = {0: name}
+        names = {(): name} if name else {}
         if "{}" in name:
-            own = enumerate(numbers[path.split(".")[1]])
-            names = {at: name.format(i) for at, i in own if not layers or i in layers}
+            of_layer = [*np.ndindex(weight.shape[1 : len(weight.leading)])]  # its experts
+            names = {
+                (at, *expert): name.format(i, *expert)
+                for at, i in enumerate(numbers[path.split(".")[1]])
+                if not layers or i in layers
+                for expert in of_layer
+            }
         yield Named(path, weight, form, names)

@@ -5,11 +5,13 @@ them over the network between devices, turns the tensor into our axes, and puts 
 the stack of layers, whose memory it takes over. So beside its shards a host holds the parts of two
 tensors.
 
-Shapes: L layers of a stack, R rows of a tensor (its first axis), N devices, r rows of a device.
+Shapes: L layers of a stack, E experts, R rows of a tensor (its first axis), N devices, r rows of a
+device.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -26,7 +28,7 @@ from maxramp.keys.section import refuse
 from maxramp.model.decoder import Decoder
 from maxramp.model.order import order_by_layer, order_by_stage
 from maxramp.parallel.axes import AXES
-from maxramp.parallel.collectives import map_shards
+from maxramp.parallel.collectives import map_shards, own_index
 from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import REPLICATED, axes_spec, unstack_spec
 
@@ -107,12 +109,14 @@ def prepare_load(
     decoder_block: str,
     note: Callable[[str], None],
     layers: Sequence[int] = (),
+    dense_block: str = "",
 ) -> Callable[[], Decoder]:
     """What reads the weights of a folder, which is known to have them all: `vocab_size` rows of
     embedding and head, and of the `layers` that have tensors (none = all; the others are zeros).
-    `note` takes a line about tensors that no weight takes.
+    `note` takes a line about tensors that no weight takes. With a `dense_block` the folder is of
+    that family, every expert begins as its MLP, and routers are new.
     """
-    weights = list(name_tensors(order_by_layer(model), decoder_block, layers))
+    weights = list(name_tensors(order_by_layer(model), decoder_block, layers, dense_block))
     check(weights, tensors, vocab_size, folder)
     used = {name for weight in weights for name in weight.names.values()}
     for why, names in left_out(tensors, used, model.tied).items():
@@ -123,29 +127,35 @@ def prepare_load(
 def load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[Named]) -> Decoder:
     structure = jax.tree.structure(order_by_layer(model))
     with ThreadPoolExecutor() as pool, jax.set_mesh(mesh_of(model)):
-        arrays = list(map(_nothing, weights))
+        arrays = list(map(_begin, weights))
         steps = [
-            (at, weight, layer, tensors[name], parts)
+            (at, weight, place, tensors[name], parts)
             for at, weight in enumerate(weights)
             for parts in [_Parts.from_weight(weight)]
-            for layer, name in weight.names.items()
+            for place, name in weight.names.items()
         ]
         ahead = (parts.begin(tensor, pool) for *_, tensor, parts in steps)
         coming = next(ahead)
-        for at, weight, layer, tensor, parts in steps:
+        for at, weight, place, tensor, parts in steps:
             x_NR = coming()
             coming = next(ahead, None)
-            moved = weight.form, tensor.rows, parts
-            arrays[at] = _put(arrays[at], x_NR, layer, weight.is_stack, *moved)
+            arrays[at] = _put(arrays[at], x_NR, place, weight.form, tensor.rows, parts)
             del x_NR
             jax.block_until_ready(arrays[at])  # programs that wait would hold their parts
     return order_by_stage(structure.unflatten(arrays), model)
 
 
-def _nothing(weight: Named) -> jax.Array:
-    (shape,) = jax.tree.leaves(weight.weight)
-    zeros = functools.partial(jnp.zeros, shape.shape, shape.dtype)
-    return jax.jit(zeros, out_shardings=shape.sharding)()
+def _begin(weight: Named) -> jax.Array:
+    """Zeros, which tensors replace; values by chance for a router that has none."""
+    (like,) = jax.tree.leaves(weight.weight)
+
+    def make() -> jax.Array:
+        if weight.names or weight.weight.role != "router":
+            return jnp.zeros(like.shape, like.dtype)
+        x = jax.random.truncated_normal(jax.random.key(0), -2, 2, like.shape)
+        return (x * like.shape[-2] ** -0.5).astype(like.dtype)
+
+    return jax.jit(make, out_shardings=like.sharding)()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +163,7 @@ class _Parts:
     """Which rows of a tensor every device reads, and how they come to where they belong."""
 
     mesh: Mesh
-    split: tuple[str | tuple[str, ...] | None, ...]  # the mesh axes of the tensor's axes, at last
+    split: tuple[tuple[str, ...], ...]  # the mesh axes of each axis of the tensor, at last
     axes: tuple[str, ...]  # all mesh axes: rows are cut over them, in this order
 
     @classmethod
@@ -161,12 +171,17 @@ class _Parts:
         (array,) = jax.tree.leaves(weight.weight)
         spec = array.sharding.spec.partitions + (None,) * array.ndim
         spec = spec[len(weight.weight.leading) :]  # of one layer
-        split = tuple(spec[weight.form.axes.index(group[0])] for group in weight.form.groups)
+        parts = [spec[weight.form.axes.index(group[0])] for group in weight.form.groups]
+        split = tuple((part,) if isinstance(part, str) else part or () for part in parts)
         # What cuts the rows at last comes first, and what cuts the other axis last: so parts are
         # exchanged along that one, and joined along the others.
-        first, last = jax.tree.leaves(split[:1]), jax.tree.leaves(split[1:])
+        first, last = split[0], tuple(itertools.chain(*split[1:]))
         axes = (*first, *(axis for axis in AXES if axis not in (*first, *last)), *last)
         return cls(mesh_of(weight.weight), split, axes)
+
+    @property
+    def partitions(self) -> tuple[tuple[str, ...] | None, ...]:
+        return tuple(axes or None for axes in self.split)
 
     def begin(self, tensor: Tensor, pool: Executor) -> Callable[[], jax.Array]:
         """Begins to read the rows of the devices here. What it returns waits for them: the tensor
@@ -192,8 +207,8 @@ class _Parts:
         """The tensor of `begin`, cut as `split` says; traced. Where more rows are wanted than it
         has, new ones are the mean of the others.
         """
-        row_axis, *rest = self.split
-        others = tuple(axis for axis in self.axes if axis not in jax.tree.leaves(rest))
+        row_axes, *rest = self.partitions
+        others = tuple(a for a in self.axes if a not in itertools.chain(*self.split[1:]))
         x = jax.reshard(x_NR, axes_spec(others, *rest))
         if len(x) != wanted or rows != wanted:
             x = jax.reshard(x, axes_spec(None, *rest))[:rows]
@@ -201,46 +216,43 @@ class _Parts:
                 mean = jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True).astype(x.dtype)
                 new = jnp.broadcast_to(mean, (wanted - rows, *x.shape[1:]))
                 x = jnp.concatenate([x, new])
-        return jax.reshard(x, axes_spec(row_axis, *rest))
+        return jax.reshard(x, axes_spec(row_axes, *rest))
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6), donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
 def _put(
-    stack: jax.Array,
-    x_NR: jax.Array,
-    layer: int,
-    is_stack: bool,
-    form: Form,
-    rows: int,
-    parts: _Parts,
+    stack: jax.Array, x_NR: jax.Array, place: tuple[int, ...], form: Form, rows: int, parts: _Parts
 ) -> jax.Array:
-    """A stack [L, ...], whose memory is taken, with one more tensor in it; or one weight."""
+    """A stack [L, ...] or [L, E, ...], whose memory is taken, with one more tensor at its place; or
+    one weight."""
     x = parts.join_rows(x_NR, rows, form.tensor_shape[0])
     # Only the first letter of an axis of theirs is sharded here, so a reshape moves nothing.
-    first = dict(zip((group[0] for group in form.groups), parts.split, strict=True))
+    first = dict(zip((group[0] for group in form.groups), parts.partitions, strict=True))
     letters = [form.axes[i] for i in form.order]
     x = jax.lax.reshape(x, form.split, out_sharding=axes_spec(*map(first.get, letters)))
     x = x.transpose([letters.index(letter) for letter in form.axes]).astype(stack.dtype)
-    if not is_stack:
+    if not place:
         return x
     # As bits, which only move: XLA for CPUs turns a whole bfloat16 stack into float32 and back.
     dtype, bits = stack.dtype, np.dtype(f"u{stack.dtype.itemsize}")
     stack, x = (jax.lax.bitcast_convert_type(y, bits) for y in (stack, x))
-    spec_L = jax.typeof(stack).sharding.spec
-    is_staged = spec_L.partitions[0] == "stage"
+    spec = jax.typeof(stack).sharding.spec
+    axes = spec.partitions[: len(place)]
 
-    def put(stack: jax.Array, x: jax.Array, layer: jax.Array) -> jax.Array:
-        # An update is done in place, also by a stage that may have nothing to do; one that reads
+    def put(stack: jax.Array, x: jax.Array, *place: jax.Array) -> jax.Array:
+        own = [own_index(*each) for each in zip(place, stack.shape, axes, strict=False)]
+
+        def update(stack: jax.Array) -> jax.Array:
+            start = *own, *(0 for _ in x.shape)
+            return jax.lax.dynamic_update_slice(stack, x[(None,) * len(own)], start)
+
+        # An update is done in place, also by a device that may have nothing to do; one that reads
         # what it replaces would copy the stack.
-        if not is_staged:
-            return jax.lax.dynamic_update_index_in_dim(stack, x, layer, 0)
-        at = layer - jax.lax.axis_index("stage") * len(stack)
-        return jax.lax.cond(
-            (at >= 0) & (at < len(stack)),
-            lambda stack: jax.lax.dynamic_update_index_in_dim(stack, x, at, 0),
-            lambda stack: stack,
-            stack,
-        )
+        if not any(axes):
+            return update(stack)
+        is_own = jnp.array([i < size for i, size in zip(own, stack.shape, strict=False)]).all()
+        return jax.lax.cond(is_own, update, lambda stack: stack, stack)
 
-    stack = map_shards(put, (spec_L, unstack_spec(spec_L), REPLICATED), spec_L)(stack, x, layer)
+    specs = spec, unstack_spec(spec, len(place)), *(REPLICATED for _ in place)
+    stack = map_shards(put, specs, spec)(stack, x, *map(jnp.int32, place))
     return jax.lax.bitcast_convert_type(stack, dtype)

@@ -5,7 +5,7 @@ tensors whole, so that a host holds two of them beside its shards. On a disk and
 storage alike config.json comes last (`folder.is_whole`). The first file says what the folder is
 made of: a killed export of the same continues, and writes nothing twice.
 
-Shapes: L layers of a stack.
+Shapes: L layers of a stack, E experts.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from maxramp.huggingface.names import Form, Named, name_tensors
 from maxramp.huggingface.safetensors import DTYPES, INDEX, ONE, header_of
 from maxramp.model.decoder import Decoder
 from maxramp.model.order import order_by_layer
-from maxramp.parallel.collectives import map_shards, psum
+from maxramp.parallel.collectives import map_shards, own_index, psum
 from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import REPLICATED, unstack_spec
 from maxramp.processes import agreement
@@ -43,7 +43,7 @@ class Format:
     """How a model's weights are written."""
 
     decoder_block: str  # their family
-    dtype: str  # of the tensors, such as "bfloat16"
+    dtype: str  # of the tensors, such as "bfloat16"; experts' biases are float32
     vocab_size: int  # rows of embedding and head that are written
     layers: Sequence[int] = ()  # the numbers of those that are written; none = all
     one_file: str = ONE  # the name of the file, where one is enough
@@ -64,9 +64,9 @@ def write(
     """
     model, dtype = order_by_layer(model), form.dtype
     tensors = {
-        name: (weight, layer)
+        name: (weight, place)
         for weight in name_tensors(model, form.decoder_block, form.layers)
-        for layer, name in weight.names.items()
+        for place, name in weight.names.items()
     }
     shapes = {
         name: (form.vocab_size, *weight.form.tensor_shape[1:])
@@ -74,10 +74,14 @@ def write(
         else weight.form.tensor_shape
         for name, (weight, _) in tensors.items()
     }
-    sizes_of = {name: math.prod(x) * np.dtype(dtype).itemsize for name, x in shapes.items()}
+    dtypes = {
+        name: "float32" if weight.weight.role == "balance" else dtype
+        for name, (weight, _) in tensors.items()
+    }
+    sizes_of = {name: math.prod(x) * np.dtype(dtypes[name]).itemsize for name, x in shapes.items()}
     files = _files(sizes_of, form)
     headers = {
-        file: header_of({name: (_CODES[dtype], shapes[name]) for name in names})
+        file: header_of({name: (_CODES[dtypes[name]], shapes[name]) for name in names})
         for file, names in files.items()
     }
     wanted = {file: len(headers[file]) + sum(map(sizes_of.get, files[file])) for file in files}
@@ -94,8 +98,8 @@ def write(
             if done.get(file) == wanted[file]:
                 continue
             is_own = number % jax.process_count() == jax.process_index()
-            wanted_parts = [(name, *tensors[name], shapes[name][0]) for name in names]
-            parts = _parts(wanted_parts, dtype, is_own, pause)
+            wanted_parts = [(n, *tensors[n], shapes[n][0], dtypes[n]) for n in names]
+            parts = _parts(wanted_parts, is_own, pause)
             agreement.raise_everywhere(
                 functools.partial(_write_file, folder / file, headers[file], parts, is_own)
             )
@@ -201,18 +205,17 @@ def _begin(folder: Place, source: Mapping[str, Any], held: contextlib.ExitStack)
 
 
 def _parts(
-    tensors: Iterable[tuple[str, Named, int, int]],
-    dtype: str,
+    tensors: Iterable[tuple[str, Named, tuple[int, ...], int, str]],
     is_own: bool,
     pause: Callable[[], None],
 ) -> Iterator[np.ndarray]:
-    """The tensors of a file, by name, weight, layer and rows; every process makes them, and the one
-    that writes it reads them."""
+    """The tensors of a file, by name, weight, place, rows and dtype; every process makes them, and
+    the one that writes it reads them."""
     too_large = ""
-    for name, weight, layer, rows in tensors:
+    for name, weight, place, rows, dtype in tensors:
         pause()
         (array,) = jax.tree.leaves(weight.weight)
-        x = _take(array, layer, weight.is_stack, weight.form, rows, dtype)
+        x = _take(array, place, weight.form, rows, dtype)
         jax.block_until_ready(x)
         if is_own:
             written = np.asarray(x.addressable_data(0))
@@ -247,25 +250,22 @@ def _write_file(path: Place, header: bytes, parts: Iterator[np.ndarray], is_own:
             pass
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
-def _take(
-    stack: jax.Array, layer: int, is_stack: bool, form: Form, rows: int, dtype: str
-) -> jax.Array:
-    """A tensor of one layer of a stack [L, ...], or a weight, as it lies in a folder, everywhere.
-
-    `rows` are written of its first axis.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _take(stack: jax.Array, place: tuple[int, ...], form: Form, rows: int, dtype: str) -> jax.Array:
+    """The tensor at a place of a stack [L, ...] or [L, E, ...], or a weight, as it lies in a
+    folder, everywhere. `rows` are written of its first axis.
     """
     x = stack
-    if is_stack:
-        spec_L = jax.typeof(stack).sharding.spec
-        is_staged = spec_L.partitions[0] == "stage"
+    if place:
+        spec = jax.typeof(stack).sharding.spec
+        axes = spec.partitions[: len(place)]
 
-        def take(stack: jax.Array, layer: jax.Array) -> jax.Array:
-            at = layer - jax.lax.axis_index("stage") * len(stack) if is_staged else layer
-            here = jnp.where((at < 0) | (at >= len(stack)), len(stack), at)
-            x = stack.at[here].get(mode="fill", fill_value=0)  # zeros of another stage's layers
-            return psum(x, "stage") if is_staged else x
+        def take(stack: jax.Array, *place: jax.Array) -> jax.Array:
+            own = [own_index(*each) for each in zip(place, stack.shape, axes, strict=False)]
+            x = stack.at[*own].get(mode="fill", fill_value=0)  # zeros where another device has it
+            return psum(x, [axis for axis in axes if axis])
 
-        x = map_shards(take, (spec_L, REPLICATED), unstack_spec(spec_L))(stack, jnp.int32(layer))
+        specs = spec, *(REPLICATED for _ in place)
+        x = map_shards(take, specs, unstack_spec(spec, len(place)))(stack, *map(jnp.int32, place))
     x = jax.reshard(x.astype(dtype), REPLICATED)
     return x.transpose(form.order).reshape(form.tensor_shape)[:rows]

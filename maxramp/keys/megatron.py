@@ -3,7 +3,7 @@
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -20,6 +20,13 @@ _SHARES = {
     "lr-warmup-samples": ("total_samples", "warmup_steps_fraction"),
     "min-lr": ("learning_rate", "learning_rate_final_fraction"),
 }
+
+
+# Of experts: the weights are those of all scores; the order of layers; the width of shared ones.
+_WHOLE, _ORDER = "moe-router-pre-softmax", "moe-layer-freq"
+_SHARED = "moe-shared-expert-intermediate-size"
+_OF_EXPERTS = (_WHOLE, _ORDER, _SHARED, "qk-layernorm")  # read together
+_DENSE_FIRST = r"1|\(?(\[0\]\*(?P<dense>\d+)\+)?\[1\]\*\d+\)?"
 
 
 def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
@@ -48,7 +55,7 @@ def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """
     flags, keys, left_out = read_flags(words), {}, []
     for flag, values in flags.items():
-        if flag in _SHARES:
+        if flag in _SHARES or ("num-experts" in flags and flag in _OF_EXPERTS):
             continue
         if not (argument := _argument(flag, values)):
             same = peers.MEGATRON_SAME.get(flag)  # values that change nothing; [] = any
@@ -70,6 +77,9 @@ def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         widened = width * 8 // 3 // 64 * 64 if "swiglu" in flags else 4 * width
         before = {"base_num_kv_heads": heads, "head_dim": width // max(1, heads)}
         keys = before | {"base_mlp_dim": widened, "logits_via_embedding": True} | keys
+    if "num_experts" in keys:
+        keys, without = _translate_experts(flags, keys)
+        left_out += without
     for flag, (whole, name) in _SHARES.items():
         if flag in flags and keys.get(whole):
             part = cast_value(f"--{flag}", _parse(flag, " ".join(flags[flag][:1])), name)
@@ -79,6 +89,44 @@ def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     text = " ".join(words)
     unset = {*re.findall(r"\$[{]?(\w+)", text)} - {*re.findall(r"(\w+)=", text)}
     return keys, [*left_out, *(f"${name}" for name in sorted(unset))]
+
+
+def _translate_experts(
+    flags: Mapping[str, list[str]], given: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a model of experts, and flags that have none: what Megatron takes where nothing
+    is given; losses, which it adds over layers and we average; widths as numbers of experts."""
+    keys = {"num_experts_per_tok": 2, "load_balance_loss_scope": "pass"} | given
+    left_out, has_norms = [], "qk-layernorm" in flags
+    is_sigmoid, is_whole = keys.get("routed_score_func") == "sigmoid", _WHOLE in flags
+    keys["decoder_block"] = "mixtral"
+    if has_norms:
+        keys["decoder_block"] = "dots1" if is_sigmoid else "qwen3_moe"
+        keys["norm_topk_prob"] = is_sigmoid or not is_whole
+    if is_whole and (not has_norms or is_sigmoid):
+        left_out.append(f"--{_WHOLE}")
+    if keys.get("routed_bias"):
+        keys.setdefault("routed_bias_update_rate", 1e-3)
+    if (kind := keys["load_balance_loss_scope"]) not in ("row", "pass", "step"):
+        left_out += [f"--moe-router-load-balancing-type {kind}"] * (kind != "none")
+        keys = {n: x for n, x in keys.items() if not n.startswith("load_balance_loss")}
+    layers = keys.get("base_num_decoder_layers", base()["base_num_decoder_layers"])
+    if _ORDER in flags:
+        order = re.fullmatch(_DENSE_FIRST, "".join(flags[_ORDER]))
+        left_out += [] if order else [f"--{_ORDER}"]
+        if order and order["dense"]:
+            keys["first_num_dense_layers"] = int(order["dense"])
+            layers -= int(order["dense"])
+    for name in {"load_balance_loss_weight", "router_z_loss_weight"} & {*keys}:
+        keys[name] = float(f"{keys[name] * layers:.6g}")
+    if _SHARED in flags:
+        width = keys.get("base_moe_mlp_dim", keys.get("base_mlp_dim", 0))
+        shared = cast_value(f"--{_SHARED}", _parse(_SHARED, flags[_SHARED][0]), "base_mlp_dim")
+        if width and shared % width == 0:
+            keys["shared_experts"] = shared // width
+        else:
+            left_out.append(f"--{_SHARED}")
+    return keys, left_out
 
 
 def meant_by(flag: str, words: Sequence[str]) -> str:

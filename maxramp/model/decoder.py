@@ -18,7 +18,7 @@ from maxramp.model.parts.aux import Aux, await_sums, sum_rows
 from maxramp.model.parts.block import RMSNorm
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.positions import Positions
-from maxramp.model.parts.weights import map_products, normal, relabel
+from maxramp.model.parts.weights import map_products, normal, relabel, weights_of
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, weight_spec
 
 _IN_ORDER = Positions()
@@ -48,7 +48,7 @@ class Decoder(nnx.Module):
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
             stacks[kind] = _stack(born, keys_l, keys.num_pipeline_repeats)
         self.layers = nnx.data(stacks)  # their weights, by kind: a stack in that order
-        self.norm = RMSNorm(D, keys.normalization_layer_epsilon, dtype)
+        self.norm = RMSNorm((D,), keys.normalization_layer_epsilon, dtype)
         if not self.tied:
             self.head_DV = normal("head", "D V", head, (D, V), HEAD_DV, D**-0.5, dtype)
 
@@ -141,3 +141,9 @@ def _stack(born, keys_L: jax.Array, repeats: int):
 
 def num_parameters(model: Decoder) -> int:
     return sum(x.size for x in jax.tree.leaves(model))
+
+
+def num_active_parameters(model: Decoder, keys: ModelKeys) -> int:
+    """Those that a token meets: of experts the ones that it takes."""
+    experts = sum(w.size for w in weights_of(model) if "E" in w.leading)
+    return num_parameters(model) - experts + experts // keys.num_experts * keys.num_experts_per_tok

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from maxramp.model.families.family import LayerSizes
 from maxramp.model.families.table import FAMILIES
@@ -11,10 +12,17 @@ from maxramp.stage import StageSpec
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
+def describe_weights(total: int, active: int, form: Callable[[int], str] = "{:,}".format) -> str:
+    """`active` are those that a token meets (`decoder.num_active_parameters`)."""
+    of_token = f", {form(active)} of them for a token" if active < total else ""
+    return f"{form(total)} weights{of_token}"
+
+
 def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     """A training step's FLOPs per token of a row of T: the model's, without remat.
 
-    6 per weight of a matrix product (4 where it is frozen), and for attention 2 products of 2 T h a
+    6 per weight of a matrix product (4 where it is frozen; of experts, those of the ones that a
+    token takes), and for attention 2 products of 2 T h a
     head, three times, halved for causality (PaLM, arXiv 2204.02311, appendix B; MaxText); a window
     of W tokens leaves W (2 T - W) / T^2 of that. The embedding's lookup is not a product.
     """
@@ -61,6 +69,10 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
     itemsize, family = _BYTES[keys.dtype], FAMILIES[keys.decoder_block]
     counts = Counter(family.pattern(keys))
     kept = {layer: _kept_bytes(family.sizes(keys, layer), keys, spec) for layer in counts}
+    gathered = 0.0
+    for layer in (layer for layer in counts if layer.counts):
+        more, gathered = _expert_bytes(keys, spec)
+        kept[layer] = {name: size + more[name] for name, size in kept[layer].items()}
     everything = max(of_layer["none"] for of_layer in kept.values())
     policy, recomputed = spec.remat_policy, 0 if spec.remat_policy == "none" else everything
     groups, blocks, block = loss_blocks(math.ceil(tokens), loss_block_tokens, D, itemsize)
@@ -75,7 +87,28 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
             policy, at_once = "minimal_with_context", keys.num_layers_per_pipeline_stage
         recomputed = at_once * everything * stages / spec.pipeline_microbatches
     layers = sum(count / share * kept[layer][policy] for layer, count in counts.items())
-    return layers + max(recomputed, logits) + slots
+    return layers + max(recomputed, logits) + slots + gathered
+
+
+def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], float]:
+    """Beyond what the sizes of a token say: of a layer, rows by expert (with several devices along
+    `expert` as many as can come to one), and what they make; and once, an expert's weights whole
+    over fsdp with their gradient."""
+    sizes, itemsize = spec.mesh.sizes, _BYTES[keys.dtype]
+    tokens = spec.rows * spec.rows_of_sample / spec.mesh.ranks * spec.row_length
+    own, k, D, F = (
+        keys.num_experts // sizes["expert"],
+        keys.num_experts_per_tok,
+        keys.base_emb_dim,
+        keys.moe_mlp_dim,
+    )
+    rows = tokens * sizes["expert"] * min(k, own)
+    of_stream = rows * D * itemsize
+    products = of_stream + 2 * (rows - tokens * k) * F / sizes["tensor"] * itemsize
+    more = {"full": 0, "minimal": products, "minimal_with_context": products}
+    more["none"] = 2 * products  # what is sent, and what lies between the products
+    matrix = own * D * F / sizes["tensor"] * itemsize
+    return more, 4 * matrix if sizes["fsdp"] > 1 else 0
 
 
 def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str, float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxramp.parallel.mesh import platform
 
@@ -30,7 +31,24 @@ def pmax(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
 def psum_scatter(x: jax.Array, axes: str | Sequence[str], dimension: int) -> jax.Array:
     if not (axes := _axes_of_several(axes)):
         return x
-    return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+    for groups in _hops(jax.lax.axis_size(axes)):
+        x = jax.lax.psum_scatter(
+            x, axes, scatter_dimension=dimension, axis_index_groups=groups, tiled=True
+        )
+    return x
+
+
+def _hops(devices: int) -> list[list[list[int]] | None]:
+    """Groups that a sum is scattered over one after the other. XLA for TPUs has no such program for
+    all three dimensions of a torus: it would add up everything everywhere and send twice as much.
+    So first over two of them, then over the last, in which neighbours lie."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_torus = platform() == "tpu" and "lite" not in mesh.abstract_device.device_kind
+    if not is_torus or devices < max(64, mesh.size) or devices & (devices - 1):
+        return [None]
+    last = 1 << -(-(devices.bit_length() - 1) // 3)  # of 4x4x8, 8x8x16, ...
+    numbers = np.arange(devices).reshape(-1, last)
+    return [numbers.T.tolist(), numbers.tolist()]
 
 
 def all_gather(
@@ -51,6 +69,15 @@ def permute(
 ) -> jax.Array:
     """The x of the device that a link (from, to) leads from, else zeros; `behind` as in `psum`."""
     return jax.lax.ppermute(_wait_for_first(x, behind), axis, links)
+
+
+def own_index(index: jax.Array, size: int, axis: str | None) -> jax.Array:
+    """Where a device has the part of this number, of `size` on each device along `axis` (None: of
+    all, on each); `size`: nowhere, another device has it."""
+    if axis is None or jax.lax.axis_size(axis) == 1:
+        return index
+    own = index - jax.lax.axis_index(axis) * size
+    return jnp.where((own < 0) | (own >= size), size, own)
 
 
 def _axes_of_several(axes: str | Sequence[str]) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ TOKENS_mBT = P(None, AROUND_STAGES + WITHIN_STAGES, TOKEN_AXES)  # of micro batc
 STREAM_BTD = P(ROW_AXES, TOKEN_AXES, "tensor")  # the residual stream
 STREAM_BD = P(ROW_AXES, "tensor")  # one vector of that width for each row
 HEAD_Bh = P(ROW_AXES, None)  # one of a head's width
+HEADS_BHh = P(ROW_AXES, "tensor", None)  # one of all heads'
 X_BTD = P(ROW_AXES, TOKEN_AXES, None)  # the stream as a product with a weight reads it
 X_BTF = P(ROW_AXES, TOKEN_AXES, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(ROW_AXES, TOKEN_AXES, "tensor", None)  # queries, keys, values

@@ -21,7 +21,10 @@ import numpy as np
 from maxramp.planning.topology import Chip
 from maxramp.training.device_memory import GIB
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVES = (
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    "collective-permute",
+)
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\((.*)$")
 _SHAPE = re.compile(r"([a-z]+[0-9a-z]*)\[([0-9,]*)\]")
@@ -93,9 +96,11 @@ class Work:
     flops: float = 0.0  # of matrix products, those of attention kernels included
     compute_seconds: float = 0.0  # of everything but transfers
     collective_seconds: float = 0.0  # that wait for transfers; of TPUs for those of a slice alone
-    # On TPUs: of `compute_seconds`, in kernels that the compiler does not look into; and of
+    # On TPUs: of `compute_seconds`, in kernels that the compiler does not look into, those of
+    # attention and those of experts under equal loads; and of
     # transfers between slices, as if nothing ran beside them.
     attention_seconds: float | None = None
+    experts_seconds: float | None = None
     network_seconds: float | None = None
     # From devices of the same slice or node, and from others.
     collective_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
@@ -108,6 +113,7 @@ class Work:
             "flops_per_device": self.flops,
             "compute_seconds": self.compute_seconds,
             "attention_seconds": self.attention_seconds,
+            "experts_seconds": self.experts_seconds,
             "collective_seconds": self.collective_seconds,
             "network_seconds": self.network_seconds,
             "step_seconds": self.compute_seconds + waited,
@@ -133,6 +139,7 @@ def count(text: str, chip: Chip) -> Work:
                 work.flops += times * _convolution_flops(i)
             elif i.opcode == "custom-call":
                 total["attention"] += times * _kernel_flops(i)
+                total["experts"] += times * _grouped_flops(i)
             elif kind in COLLECTIVES:
                 if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                     kind = "reduce-scatter"  # what TPU makes of one whose result is cut up at once
@@ -150,9 +157,11 @@ def count(text: str, chip: Chip) -> Work:
                     add(called, times)
 
     add(parse(text), 1.0)
-    work.flops += total["attention"]
+    work.flops += total["attention"] + total["experts"]
     work.attention_seconds = total["attention"] / (chip.peak_tflops * 1e12)
-    work.compute_seconds = total["cycles"] / (chip.clock_ghz * 1e9) + work.attention_seconds
+    work.experts_seconds = total["experts"] / (chip.peak_tflops * 1e12)
+    in_kernels = work.attention_seconds + work.experts_seconds
+    work.compute_seconds = total["cycles"] / (chip.clock_ghz * 1e9) + in_kernels
     work.collective_seconds = total["waited"] / (chip.interconnect_gbytes * 1e9)
     work.network_seconds = sum(work.network_bytes.values()) / (chip.network_gbytes * 1e9)
     return work
@@ -277,9 +286,24 @@ def _kernel_flops(i: Instruction) -> float:
     return products * 2.0 * math.prod(heads) * blocks * (length / rows) ** 2 * width
 
 
+def _grouped_flops(i: Instruction) -> float:
+    """FLOPs of a product of tokens with their experts, `gmm` or `tgmm` of megablox, for as many
+    rows as the scope around it says (`grouped.product`): buffers may have room for more."""
+    scope = re.search(r"grouped_rows_(\d+)", i.rest)
+    if not (scope and re.match("t?gmm", i.name)):
+        return 0.0
+    shapes = _SHAPE.findall(i.rest.partition("constraints=")[2])
+    sizes = [numbers(dims) for kind, dims in shapes if "f" in kind]
+    matrices = i.shape[-2:] if i.name.startswith("tgmm") else max(sizes, key=len)[-2:]
+    return 2.0 * int(scope[1]) * math.prod(matrices)
+
+
 def _receive_bytes(kind: str, i: Instruction) -> float:
     if kind == "collective-permute":  # its other operands are where the result goes
         return i.operands[0].bytes
+    if kind == "ragged-all-to-all":  # under equal loads: the larger of its arrays has room for more
+        sent, received, *_ = i.operands
+        return min(sent.bytes, received.bytes) * _share(kind, groups(i.rest, 1).shape[1])
     return i.operand_bytes * _share(kind, groups(i.rest, 1).shape[1])
 
 

@@ -25,8 +25,8 @@ from maxramp.drawing import (
 )
 from maxramp.keys.base import CONFIGS, base
 from maxramp.model.adapters import without_adapters
-from maxramp.model.decoder import num_parameters
-from maxramp.model.size import pass_bytes, pipeline_bubble
+from maxramp.model.decoder import num_active_parameters, num_parameters
+from maxramp.model.size import describe_weights, pass_bytes, pipeline_bubble
 from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
 from maxramp.planning.machine import usable_memory
 from maxramp.planning.stages import PlannedRun, price, with_nodes
@@ -59,8 +59,9 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
     program, rate = config.run.program, config.learning_rate
     other = f"program={program}: times and memory are those of maxramp.train for the same keys"
     limit = usable_memory(config.planning)
-    model = abstract_state(config.recipe, abstract_mesh(run.stages[-1].spec.mesh.sizes)).model
-    weights = num_parameters(without_adapters(model))
+    state = abstract_state(config.recipe, abstract_mesh(run.stages[-1].spec.mesh.sizes))
+    model = without_adapters(state.model)
+    weights, active = num_parameters(model), num_active_parameters(model, config.model)
     stages = [
         stage.to_json() | _part_of_run(run, stage) | {"move_gib": _move(run, before, stage)}
         for before, stage in zip([None, *run.stages], run.stages, strict=False)
@@ -73,7 +74,7 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
     )
     return ramp.to_json() | {
         "run_name": config.run.run_name,
-        "model": {"name": config.run.model_name, "weights": weights},
+        "model": {"name": config.run.model_name, "weights": weights, "active": active},
         "num_nodes": config.batch.num_nodes,
         "devices_per_node": config.batch.devices_per_node,
         "max_target_length": run.stages[-1].spec.tokens,
@@ -288,7 +289,8 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
     )
     shown = [x for i, x in enumerate(numbers) if not i or len({s[x[0]] for s in stages}) > 1]
     names = dict.fromkeys([plan["run_name"], plan["model"]["name"]])
-    model = f"{': '.join(names)}, {short(plan['model']['weights'])} weights"
+    weights = plan["model"]["weights"], plan["model"]["active"]
+    model = f"{': '.join(names)}, {describe_weights(*weights, short)}"
     nodes, devices = count(plan["num_nodes"], "node"), count(plan["devices_per_node"], "device")
     title = f"{model}\n{short(plan['total_tokens'])} tokens on {nodes} of {devices}"
     if hours := plan["totals"]["node_hours"]:

@@ -22,6 +22,7 @@ from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import TrainingError
 from maxramp.files.place import Place
 from maxramp.keys.numbers import plain_number
+from maxramp.model.parts.routing import LOAD
 from maxramp.rampup.schedule import Stage
 from maxramp.run.keys import RunKeys
 
@@ -74,7 +75,8 @@ class MetricsLog:
     ) -> None:
         """Takes over a step just dispatched, and waits for the record of the one before.
 
-        Every scalar of it is recorded under its name. `consumed_samples` are those after the step.
+        Every scalar of it is recorded under its name; every log_period-th step has the loads of
+        experts too. `consumed_samples` are those after the step.
         """
 
         begins, self._begins = self._begins, {}
@@ -86,6 +88,7 @@ class MetricsLog:
                 **begins,
                 **batch_record(stage, consumed_samples),
                 **{name: value.item() for name, value in read.items() if not np.ndim(value)},
+                **(_loads(read) if step % self._keys.log_period == 0 else {}),
                 **dispatched.to_record(read, begin, end),
             }
 
@@ -148,6 +151,13 @@ class LastEvaluation:
         }
 
 
+def _loads(read: Mapping[str, Any]) -> Record:
+    """Each expert's share of its layer's tokens in four digits, a list for each layer."""
+    if LOAD not in read:
+        return {}
+    return {LOAD: [[float(f"{share:.4g}") for share in layer] for layer in read[LOAD]]}
+
+
 def batch_record(stage: Stage, consumed_samples: int) -> Record:
     return {
         "stage": stage.index,
@@ -205,6 +215,12 @@ def numbers_of(record: Record) -> dict[str, int | float]:
     return {k: v for k, v in record.items() if k != "step" and type(v) in (int, float)}
 
 
+def loads_of(record: Record) -> dict[str, np.ndarray]:
+    """Of each layer of experts their loads, where 1 is the mean of the layer, by a tag."""
+    layers = record.get(LOAD, ())
+    return {f"experts/layer_{i:02}": np.array(x) * len(x) for i, x in enumerate(layers)}
+
+
 def tag_of(name: str) -> str:
     """The name of a number with its group before it: learning/loss, batch/stage, speed/...
 
@@ -220,6 +236,8 @@ def tag_of(name: str) -> str:
         return f"speed/{name}"
     if name.startswith(TASK):
         return f"tasks/{name}"
+    if name.startswith(("expert_", "dropped_")):
+        return f"experts/{name}"
     return f"noise/{name}" if "noise_" in name else f"learning/{name}"
 
 

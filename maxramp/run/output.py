@@ -25,13 +25,15 @@ from maxramp.files.place import write_whole
 from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
 from maxramp.model.adapters import without_adapters
-from maxramp.model.decoder import num_parameters
+from maxramp.model.decoder import num_active_parameters, num_parameters
 from maxramp.model.parts.attention import cost_of_packing, select_for
+from maxramp.model.size import describe_weights
 from maxramp.parallel.mesh import format_sizes, mesh_of
 from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
+from maxramp.run.experts import draw_experts
 from maxramp.run.growth import recent
 from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import Record, batch_record, cut_records, read_records
@@ -42,7 +44,9 @@ from maxramp.training.state import TrainState, num_trained
 
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
 # Or cut at a start.
-_OVERWRITTEN = ("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", decisions.FILE)
+_OVERWRITTEN = (
+    *("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", "experts.png", decisions.FILE),
+)
 _CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first is a person's
 _HEADER = b"# Written by maxramp; the next start replaces this file unless you edit it (%08x)."
 
@@ -51,7 +55,7 @@ class Output:
     """`{base_output_directory}/{run_name}/` and the display, written by the first process alone.
 
     Use it as a context: on the way out, however the run ended, it closes the files, draws ramp.png
-    and prints the closing line.
+    (of experts experts.png, too) and prints the closing line.
     """
 
     def __init__(self, keys: RunKeys, config_text: str):
@@ -312,7 +316,13 @@ class Output:
                 except OSError as problem:
                     self.warn(str(self._refusal(problem)))
             self.say(self._display.summary())
-            names = ("ramp.png", "metrics.jsonl", self._config_file.name, "plan.json")
+            names = (
+                "ramp.png",
+                "experts.png",
+                "metrics.jsonl",
+                self._config_file.name,
+                "plan.json",
+            )
             there = [name for name in names if (self.here / name).exists()]
         self.kept.close()  # of a run in a storage, this removes what is here
         if self._writers:
@@ -321,11 +331,13 @@ class Output:
     def _draw(self) -> None:
         records = read_records(self.here / "metrics.jsonl")
         draw_run(records, self.here / "ramp.png", self._keys.run_name)
+        draw_experts(records, self.here / "experts.png", self._keys.run_name)
 
 
 def _describe_weights(state: TrainState, recipe: Recipe) -> str:
     kept, used = recipe.model.weight_dtype, recipe.model.dtype
-    text = f"{num_parameters(without_adapters(state.model)):,} weights"
+    model = without_adapters(state.model)
+    text = describe_weights(num_parameters(model), num_active_parameters(model, recipe.model))
     text += f", {used}" if kept == used else f" in {kept}, computed in {used}"
     trained = num_trained(state.trained, recipe.optimizer.trainable_layers)
     if trained < num_parameters(state.model):

@@ -3,7 +3,8 @@
 Every writer is called with a record, and has `close`; those of files are of the folder that keeps
 them (`files.run_folder`).
 
-tensorboard/ has the numbers of metrics.jsonl over steps, and the losses over consumed samples.
+tensorboard/ has the numbers of metrics.jsonl over steps, and the losses over consumed samples; of
+the loads of experts a histogram of each layer.
 Event files are TFRecords: length (uint64), its checksum (uint32), the event, its checksum (uint32).
 They are written here and now, and not in tensorboardX's thread: what is flushed is in the file.
 
@@ -24,10 +25,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from maxramp.errors import ConfigError, install
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import Appending
-from maxramp.run.metrics import OF_SET, TASK, Record, as_json, numbers_of, tag_of
+from maxramp.run.metrics import OF_SET, TASK, Record, as_json, loads_of, numbers_of, tag_of
 
 _BY_SAMPLE = "over_samples"
 _OVER_SAMPLES = ("loss", "eval_loss", "reward", "eval_reward")
@@ -77,6 +80,8 @@ class EventWriter(Appending):
             for name, number in numbers_of(record).items()
             if self._over == "step" or name in _OVER_SAMPLES or name.startswith((TASK, OF_SET))
         ]
+        for tag, loads in loads_of(record).items() if self._over == "step" else ():
+            values.append(summary_pb2.Summary.Value(tag=tag, histo=_histogram(loads)))
         summary = summary_pb2.Summary(value=values)
         self._add(event_pb2.Event(step=record[self._over], summary=summary))
 
@@ -88,6 +93,21 @@ class EventWriter(Appending):
         length = struct.pack("<Q", len(data))
         checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
         self.append(length + next(checksums) + data + next(checksums))
+
+
+def _histogram(values: np.ndarray) -> Any:
+    from tensorboardX.proto.summary_pb2 import HistogramProto
+
+    counts, edges = np.histogram(values, 30)
+    return HistogramProto(
+        min=values.min(),
+        max=values.max(),
+        num=values.size,
+        sum=values.sum(),
+        sum_squares=(values**2).sum(),
+        bucket_limit=edges[1:],
+        bucket=counts,
+    )
 
 
 class WandbWriter:
@@ -113,6 +133,7 @@ class WandbWriter:
                 f"wandb_project={project} needs the package wandb: {install('wandb')}; or leave "
                 "it out"
             ) from None
+        self._wandb = wandb
         folder = folder.absolute()
         try:
             self._run = wandb.init(
@@ -134,6 +155,7 @@ class WandbWriter:
     def __call__(self, record: Record) -> None:
         numbers = {tag_of(name): value for name, value in numbers_of(record).items()}
         try:
+            numbers |= {tag: self._wandb.Histogram(x) for tag, x in loads_of(record).items()}
             self._run.log(numbers, step=record["step"])
         except Exception as error:  # a service that died does not end a run
             if not self._failed:

@@ -33,7 +33,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.block import RowScale
 from maxramp.model.parts.weights import Weight, map_weights, weights_of
-from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, stack_spec
+from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, HEADS_BHh, stack_spec
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
 from maxramp.training.optimizers import adamw
@@ -48,9 +48,11 @@ def _probe_rows(model: Decoder, rows: int) -> Decoder:
     def probe(weight: Weight) -> Weight | RowScale:
         if weight.role != "scale":
             return weight
-        *layers, D = weight[...].shape
-        spec = stack_spec(STREAM_BD if weight.own == "D" else HEAD_Bh, len(layers))
-        return RowScale(weight, jnp.zeros((*layers, rows, D), jnp.float32, out_sharding=spec))
+        layers = len(weight.leading)
+        shape = *weight.shape[:layers], rows, *weight.shape[layers:]
+        of_row = {"D": STREAM_BD, "h": HEAD_Bh}.get(weight.own, HEADS_BHh)
+        spec = stack_spec(of_row, layers)
+        return RowScale(weight, jnp.zeros(shape, jnp.float32, out_sharding=spec))
 
     return map_weights(probe, model)
 

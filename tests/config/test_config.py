@@ -387,7 +387,10 @@ def test_model_file(name):
         "dtype",
     }
     open_to_families = {"decoder_block", "rope_type", "rope_factor", "sliding_window_size"}
-    open_to_families |= {"attention_bias", "use_qk_norm"}
+    open_to_families |= {"attention_bias", "use_qk_norm", "num_experts", "shared_experts"}
+    open_to_families |= {"num_experts_per_tok", "norm_topk_prob", "first_num_dense_layers"}
+    open_to_families |= {"routed_bias", "routed_score_func", "routed_scaling_factor"}
+    open_to_families |= {"n_routing_groups", "topk_routing_group"}
     found = {key for key in values if not key.startswith("base_")}
     assert found - open_to_families == allowed
 

@@ -92,11 +92,12 @@ def test_all_unknown_keys_in_one_line(tmp_path):
         ("add_boss", "add_bos"),
         ("grain_train_file", "grain_train_files"),
         ("tokenizer_typ", "tokenizer_type"),
+        ("num_expert", "num_experts"),
         ("per_device_train_batch_size", "per_device_batch_size"),  # of another trainer
         # Names that share most of their letters with a key that means something else.
         ("checkpoint_period_hours", None),
         ("adam_b3", None),
-        ("num_expert", None),
+        ("num_hosts", None),
         ("ici_sensor_fusion", None),
         ("eval_epochs", None),
         ("hf_data", None),
@@ -153,14 +154,15 @@ def test_harmless_keys_are_ignored_with_a_line():
         "gcs_metrics=True",
         "logical_axis_rules=[['a', 'b']]",
         "hf_access_token=secret",
-        "num_experts=1",
+        "model.num_moe_experts=1",
+        "use_ring_of_experts=True",
         "ici_context_parallelism=1",
         "quantization=",
         "exp_manager.x=1",
     )
     assert values == {}
     (line,) = notes
-    for name in ("gcs_metrics", "logical_axis_rules", "num_experts", "quantization", "x"):
+    for name in ("gcs_metrics", "logical_axis_rules", "num_moe_experts", "quantization", "x"):
         assert name in line
     assert "secret" not in line
 
@@ -168,22 +170,23 @@ def test_harmless_keys_are_ignored_with_a_line():
 @pytest.mark.parametrize(
     "argument, says",
     [
-        ("num_experts=8", "experts"),
-        ("num_experts_per_tok=2", "experts"),
-        ("base_moe_mlp_dim=1024", "experts"),
-        ("routed_bias=True", "experts"),
+        ("model.num_moe_experts=8", "decoder_block=mixtral"),
+        ("model.moe_router_topk=4", "docs/experts.md"),
+        ("moe_expert_input_dim=64", "leave it out"),
+        ("interleave_moe_layer_step=2", "leave it out"),
+        ("ragged_buffer_factor=1.5", "capacity_factor"),
         ("rope_use_scale=False", "use rope_type=default"),
         ("model.data.eod_mask_loss=True", "target"),
         ("quantization=int8", "dtype"),
-        ("ici_expert_parallelism=2", "data, pipeline, fsdp and tensor"),
-        ("dcn_context_parallelism=-1", "data, pipeline, fsdp and tensor"),
+        ("ici_context_parallelism=2", "data, pipeline, fsdp, expert and tensor"),
+        ("dcn_context_parallelism=-1", "data, pipeline, fsdp, expert and tensor"),
         ("hf_data_files=data", "maxramp.prepare"),
         ("dropout_rate=0.1", "dropped"),
         ("attention_type=local_sliding", "not built here"),
         ("use_qlora=True", "not quantized (QLoRA)"),
         ("reuse_example_batch=1", "dataset_type=synthetic"),
         ("model.optim.sched.min_lr=0", "learning_rate_final_fraction"),
-        ("model.context_parallel_size=4", "data, pipeline, fsdp and tensor"),
+        ("model.context_parallel_size=4", "data, pipeline, fsdp, expert and tensor"),
     ],
 )
 def test_what_would_train_otherwise_is_refused(argument, says):
@@ -250,6 +253,8 @@ enable_checkpoint_cloud_logger: False
 num_experts_per_tok: 1
 base_moe_mlp_dim: -1
 routed_scaling_factor: 1.0
+routed_score_func: ''
+ragged_buffer_factor: -1.0
 moe_mlpwi_0: 'remat'
 muon_beta: 0.95
 muon_weight_decay: 0

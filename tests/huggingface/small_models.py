@@ -46,7 +46,47 @@ CONFIGS = {
     "qwen3": _model(
         *("qwen3", "Qwen3ForCausalLM"), rope_theta=100.0, head_dim=16, tie_word_embeddings=True
     ),
+    "mixtral": _model(
+        *("mixtral", "MixtralForCausalLM"),
+        rope_theta=100.0,
+        head_dim=16,
+        sliding_window=5,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "qwen3_moe": _model(
+        *("qwen3_moe", "Qwen3MoeForCausalLM"),
+        rope_theta=100.0,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
+    "olmoe": _model(
+        *("olmoe", "OlmoeForCausalLM"),
+        pad_token_id=None,
+        rope_theta=100.0,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+    ),
+    "dots1": _model(
+        *("dots1", "Dots1ForCausalLM"),
+        rope_theta=100.0,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    ),
 }
+EXPERTS = {"mixtral": "num_local_experts", "dots1": "n_routed_experts"}  # how many there are
+EXPERTS |= dict.fromkeys(("qwen3_moe", "olmoe"), "num_experts")
 # What makes each of them another model than a Llama 2 with the same weights: a change of its
 # config.json that takes it away, and tensors that go with it.
 FEATURES = {
@@ -67,6 +107,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     H, K = config["num_attention_heads"], config["num_key_value_heads"]
     h = config.get("head_dim") or D // H
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
+    kind = config["model_type"]
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         found |= {
@@ -76,20 +117,67 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             f"{layer}self_attn.v_proj.weight": (K * h, D),
             f"{layer}self_attn.o_proj.weight": (D, H * h),
             f"{layer}post_attention_layernorm.weight": (D,),
-            f"{layer}mlp.gate_proj.weight": (F, D),
-            f"{layer}mlp.up_proj.weight": (F, D),
-            f"{layer}mlp.down_proj.weight": (D, F),
         }
-        if config["model_type"] == "qwen2":
+        if kind in EXPERTS and i >= config.get("first_k_dense_replace", 0):
+            found |= _of_experts(layer, config)
+        else:
+            found |= _of_mlp(f"{layer}mlp.", F, D)
+        if kind == "qwen2":
             found |= {
                 f"{layer}self_attn.{n}_proj.bias": (w * h,)
                 for n, w in zip("qkv", (H, K, K), strict=True)
             }
-        if config["model_type"] == "qwen3":
+        if kind in ("qwen3", "qwen3_moe", "dots1"):
             found |= {f"{layer}self_attn.{n}_norm.weight": (h,) for n in "qk"}
+        if kind == "olmoe":
+            found |= {
+                f"{layer}self_attn.{n}_norm.weight": (w * h,) for n, w in (("q", H), ("k", K))
+            }
     found["model.norm.weight"] = (D,)
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (V, D)
+    return found
+
+
+def _of_mlp(
+    prefix: str, F: int, D: int, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, tuple[int, ...]]:
+    shapes = (F, D), (F, D), (D, F)
+    return {f"{prefix}{name}.weight": x for name, x in zip(names, shapes, strict=True)}
+
+
+def _of_experts(layer: str, config: dict) -> dict[str, tuple[int, ...]]:
+    kind, D = config["model_type"], config["hidden_size"]
+    E, F = config[EXPERTS[kind]], config.get("moe_intermediate_size", config["intermediate_size"])
+    mlp = f"{layer}{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}."
+    names = [("w1", "w3", "w2")] if kind == "mixtral" else []
+    found = {f"{mlp}gate.weight": (E, D)}
+    for e in range(E):
+        found |= _of_mlp(f"{mlp}experts.{e}.", F, D, *names)
+    if kind == "dots1":
+        found[f"{mlp}gate.e_score_correction_bias"] = (E,)
+        found |= _of_mlp(f"{mlp}shared_experts.", config["n_shared_experts"] * F, D)
+    return found
+
+
+def fuse_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors as transformers 5 holds them: those of all experts of a layer in two."""
+    found, of_layers = {}, {}
+    for name, x in arrays.items():
+        name = name.replace("block_sparse_moe", "mlp")
+        for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            name = name.replace(f".{old}.", f".{new}.")
+        layer, is_of_expert, rest = name.partition("mlp.experts.")
+        if is_of_expert:
+            expert, matrix, _ = rest.split(".")
+            of_layers.setdefault(layer, {}).setdefault(int(expert), {})[matrix] = x
+        else:
+            found[name] = x
+    for layer, experts in of_layers.items():
+        of_all = [experts[e] for e in range(len(experts))]
+        gate_up = [np.concatenate([x["gate_proj"], x["up_proj"]]) for x in of_all]
+        found[f"{layer}mlp.experts.gate_up_proj"] = np.stack(gate_up)
+        found[f"{layer}mlp.experts.down_proj"] = np.stack([x["down_proj"] for x in of_all])
     return found
 
 

@@ -120,8 +120,8 @@ def test_losses_and_gradients(folders, tmp_path, name):
     expected = dict(trainer.model.named_parameters())
     for weight in name_tensors(gradient, config.model.decoder_block):
         (array,) = map(np.asarray, jax.tree.leaves(weight.weight))
-        for layer, tensor in weight.names.items():
-            here = array[layer] if weight.is_stack else array
+        for place, tensor in weight.names.items():
+            here = array[place]
             here = here.transpose(weight.form.order).reshape(weight.form.tensor_shape)
             grad = expected[tensor].grad.numpy()
             np.testing.assert_allclose(here, grad, atol=1e-5 * np.abs(grad).max(), rtol=1e-5)

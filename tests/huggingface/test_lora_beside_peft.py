@@ -133,9 +133,9 @@ def test_gradients(tmp_path):
         gradient = jax.jit(jax.grad(loss))(trained)
     expected = {name.replace(".default", ""): x for name, x in peer.named_parameters()}
     found = [
-        (tensor, np.asarray(jax.tree.leaves(weight.weight)[0])[layer], weight.form)
+        (tensor, np.asarray(jax.tree.leaves(weight.weight)[0])[place], weight.form)
         for weight in name_tensors(gradient, config.model.decoder_block)
-        for layer, tensor in weight.names.items()
+        for place, tensor in weight.names.items()
     ]
     assert len(found) == sum("lora_" in name for name in expected)
     for tensor, own, form in found:

@@ -49,10 +49,35 @@ LOGITS = {
         [1.24458, -0.06032722, -2.119161, 0.5722437],
         [0.5307152, 0.263553, -1.938719, -0.01671704],
     ],
+    "mixtral": [
+        [-0.4062086, -0.01362763, -0.06279502, 2.420189],
+        [-1.325076, 1.398255, -1.539723, 0.9336224],
+        [0.6406224, -0.4593171, -0.7951101, 1.251992],
+    ],
+    "qwen3_moe": [
+        [-1.282922, 1.43673, 1.107683, 0.9161312],
+        [-1.006101, 2.367336, 1.018899, 1.198826],
+        [-1.35334, 1.899141, 0.6102671, 0.7275049],
+    ],
+    "olmoe": [
+        [1.126168, 0.1822974, -0.7181262, 1.236871],
+        [2.26236, -0.9235212, 0.5442383, 2.534779],
+        [1.355005, 0.01590214, 0.4144442, 0.2993829],
+    ],
+    "dots1": [
+        [0.5245888, 2.741977, -1.522632, -0.1800207],
+        [0.6660401, 3.086596, 0.9183657, 0.6938056],
+        [1.682764, 1.061812, 0.6824106, -1.028854],
+    ],
 }
 MESHES = {
     "one": (),
     "all axes": ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"),
+    "experts": ("ici_expert_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"),
+    "expert pipeline": (
+        *("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", "ici_expert_parallelism=2"),
+        *("ici_fsdp_parallelism=2", "num_pipeline_microbatches=2"),
+    ),
     "pipeline": ("ici_pipeline_parallelism=2", "ici_fsdp_parallelism=4"),
     "circular pipeline": (
         *("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", "ici_tensor_parallelism=2"),
@@ -82,12 +107,13 @@ def test_logits(tmp_path, name):
 @pytest.mark.parametrize(
     "name, mesh",
     [
-        ("qwen3", "all axes"),
+        *(("qwen3", "all axes"), ("olmoe", "experts")),
         *(
             pytest.param(name, mesh, marks=pytest.mark.slow)
             for name, mesh in (
                 *(("qwen2.5", "all axes"), ("qwen2.5", "pipeline")),
                 *(("qwen2.5", "circular pipeline"), ("qwen3", "circular pipeline")),
+                *(("mixtral", "experts"), ("dots1", "experts"), ("olmoe", "expert pipeline")),
             )
         ),
     ],
@@ -98,7 +124,7 @@ def test_any_mesh_holds_the_same_weights_and_gives_them_back(tmp_path, name, mes
     folder = write_folder(tmp_path / "in", name, files=3)
     config, model = on_mesh(folder, mesh)
     _, one = on_mesh(folder, "one")
-    if mesh != "circular pipeline":  # which holds its layers in another order
+    if "num_pipeline_repeats=2" not in MESHES[mesh]:  # which holds its layers in another order
         for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(one), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     write(tmp_path / "out", config, model, file_bytes=20_000)
@@ -300,6 +326,13 @@ def test_end_marks_that_are_no_ids(tmp_path, ids):
         ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
         ({"max_position_embeddings": "64"}, "max_position_embeddings=64 must be an integer"),
         ({"rope_theta": "1e4"}, "rope_theta=1e4 must be a number, not text"),
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* not supported"),
+        (CONFIGS["dots1"] | {"max_window_layers": 3}, "max_window_layers=3 of 4 is not supported"),
+        (CONFIGS["dots1"] | {"n_routed_experts": None}, "n_routed_experts=None must be an integer"),
         ({"rope_scaling": "linear"}, "rope_parameters=linear is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "one for all layers"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),

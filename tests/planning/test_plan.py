@@ -23,6 +23,7 @@ from maxramp.checkpoints.resume import Span, take_up
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
+from maxramp.model.size import training_flops_per_token
 from maxramp.plan import main, print_plan
 from maxramp.planning.plan import estimate, make_plan
 from maxramp.rampup.schedule import RampupBatchManager, Start
@@ -235,8 +236,43 @@ def test_learning_rate_scaling_is_relative_to_the_final_batch(rule, power):
     assert float(rate(2000, 32)) == pytest.approx(float(rate(2000)))
 
 
-@pytest.mark.parametrize("policy", ["none", "minimal", "full"])
-def test_the_memory_estimate_is_of_the_right_size(policy):
+_EXPERTS = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2")
+
+
+def test_the_plan_of_experts(capsys):
+    """All weights and those of a token, which alone count as FLOPs; the mesh in Megatron's words,
+    with all but the experts over the expert axis too."""
+    model = ("base_emb_dim=64", "base_mlp_dim=256", "vocab_size=512", "max_target_length=64")
+    mesh = ("num_nodes=1", "devices_per_node=8", "ici_expert_parallelism=4")
+    config = load([BASE, *_EXPERTS, *model, *mesh])
+    plan = make_plan(config)
+    D, F, V, T, heads = 64, 256, 512, 64, (4 * 2 + 2 * 2) * 32  # of queries, outputs; keys, values
+    attention, norms, expert, router = D * heads, 2 * D, 3 * D * F, 8 * D
+    outside = 2 * V * D + D + 4 * (attention + norms + router)
+    assert plan["model"] == {
+        "name": "default",
+        "weights": outside + 4 * 8 * expert,
+        "active": outside + 4 * 2 * expert,
+    }
+    products = plan["model"]["active"] - V * D - D - 4 * norms
+    scores = 4 * 4 * 32 * T  # layers, heads, width, tokens: half of them lie behind
+    assert training_flops_per_token(config.model, T) == 6 * (products + scores)
+    print_plan(plan)
+    printed = capsys.readouterr().out
+    assert f"{plan['model']['active']:,} of them for a token" in printed
+    assert "fsdp 2 x expert 4; in Megatron's words: expert-model-parallel-size 4, " in printed
+    assert "over 8 ranks" in printed
+
+
+@pytest.mark.parametrize(
+    ("policy", "keys"),
+    [
+        *((policy, ()) for policy in ("none", "minimal", "full")),
+        *(pytest.param(x, _EXPERTS, marks=pytest.mark.slow) for x in ("none", "minimal", "full")),
+        ("minimal", (*_EXPERTS, "ici_fsdp_parallelism=1", "ici_expert_parallelism=2")),
+    ],
+)
+def test_the_memory_estimate_is_of_the_right_size(policy, keys):
     """Weights and optimizer exactly, the whole within a factor of 2 of the compiler's account."""
     config = make_config(
         "base_emb_dim=256",
@@ -249,6 +285,7 @@ def test_the_memory_estimate_is_of_the_right_size(policy):
         "per_device_batch_size=8",
         "enable_rampup_batch_size=False",
         "vocab_size=4096",
+        *keys,
         devices=2,
     )
     ramp, mesh = RampupBatchManager(config.batch), make_mesh(config)

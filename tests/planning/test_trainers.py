@@ -140,6 +140,60 @@ def test_megatrons_command_line_becomes_ours(compared):
     assert "num_nodes=N devices_per_node=N" in compared("megatron", MEGATRON)["printed"]
 
 
+QWEN3_30B = """--num-layers 48 --hidden-size 2048 --num-attention-heads 32 --qk-layernorm
+--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 1e-3
+--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-layer-freq ([1]*48)
+--expert-model-parallel-size 8"""
+DEEPSEEK = """--num-layers 61 --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048
+--qk-layernorm --moe-layer-freq ([0]*3+[1]*58) --moe-shared-expert-intermediate-size 2048
+--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk-scaling-factor 2.5
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias
+--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
+--moe-router-dtype fp32"""
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "without"),
+    [
+        (
+            QWEN3_30B,
+            {"decoder_block": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
+            | {"base_moe_mlp_dim": 768, "norm_topk_prob": True, "ici_expert_parallelism": 8}
+            # Megatron adds up the losses of layers, of which we take the mean.
+            | {"load_balance_loss_scope": "pass", "load_balance_loss_weight": 0.048},
+            [],
+        ),
+        (
+            f"{QWEN3_30B} --moe-router-pre-softmax --moe-expert-capacity-factor 1.0",
+            {"decoder_block": "qwen3_moe", "norm_topk_prob": False},
+            ["--moe-expert-capacity-factor"],
+        ),
+        (
+            DEEPSEEK,
+            {"decoder_block": "dots1", "first_num_dense_layers": 3, "shared_experts": 1}
+            | {"n_routing_groups": 8, "topk_routing_group": 4, "routed_scaling_factor": 2.5}
+            | {"routed_score_func": "sigmoid", "routed_bias": True, "norm_topk_prob": True}
+            | {"routed_bias_update_rate": 0.001, "load_balance_loss_scope": "row"}
+            | {"load_balance_loss_weight": 0.0058},
+            [],
+        ),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax "
+            "--moe-layer-freq 2 --ffn-hidden-size 100 --moe-shared-expert-intermediate-size 150",
+            {"decoder_block": "mixtral", "num_experts_per_tok": 2},
+            ["--moe-router-load-balancing-type sinkhorn", "--moe-router-pre-softmax"]
+            + ["--moe-layer-freq", "--moe-shared-expert-intermediate-size"],
+        ),
+        ("--num-layers 2 --qk-layernorm", {}, ["--qk-layernorm"]),
+    ],
+)
+def test_megatrons_experts(text, wanted, without):
+    keys, left_out = translate_flags(shlex.split(text))
+    assert {name: keys[name] for name in wanted} == wanted
+    assert {*left_out} == {*without}
+    assert "load_balance_loss_scope" in keys or "sinkhorn" in text or not wanted
+
+
 @pytest.mark.parametrize("form", ["ARGS=({})", "ARGS=(\n{}\n)", 'ARGS="{}"'])
 def test_megatrons_scripts_keep_flags_in_variables(compared, form):
     """In an array, or in a text, before the script that takes them."""

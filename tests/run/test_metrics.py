@@ -10,7 +10,8 @@ import pytest
 from conftest import make_config
 
 from maxramp.errors import TrainingError
-from maxramp.run.metrics import Dispatched, MetricsLog, read_records, tag_of
+from maxramp.run.experts import figure_of as figure_of_experts
+from maxramp.run.metrics import Dispatched, MetricsLog, loads_of, read_records, tag_of
 from maxramp.run.picture import figure_of
 from maxramp.run.writers import JsonlWriter, tensorboard_writers
 
@@ -49,6 +50,37 @@ def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
     json.dumps(records)
 
 
+def test_loads_of_experts(tmp_path):
+    """Of every second step, in four digits; as histograms, in which every expert counts; and in
+    the picture, where 1 is the mean of a layer. Experts without a token are drawn, too."""
+    loads_LE = np.array([[0.123456, 0.376544, 0.5, 0.0], [0.25, 0.25, 0.25, 0.25]], np.float32)
+    writers = [JsonlWriter(tmp_path / "metrics.jsonl"), *tensorboard_writers(tmp_path / "tb", 0, 0)]
+    log = MetricsLog(make_config("log_period=2").run, writers)
+    for step in range(4):
+        of_step = {"expert_load": loads_LE, "expert_load_max": loads_LE.max() * 4}
+        log.log_step(step, STAGE, 2 * step + 2, taken(step, **of_step))
+    log.flush()
+    log.close()
+    for writer in writers:
+        writer.close()
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records if "expert_load" in record] == [0, 2]
+    assert records[2]["expert_load"] == [[0.1235, 0.3765, 0.5, 0.0], [0.25] * 4]
+    assert all(record["expert_load_max"] == 2 for record in records)
+    (path,) = (tmp_path / "tb").glob("events*")
+    found = [value for event in events.read(path) for value in event.summary.value]
+    histograms = {value.tag: value.histo for value in found if value.HasField("histo")}
+    assert {*histograms} == {"experts/layer_00", "experts/layer_01"} == {*loads_of(records[0])}
+    first = histograms["experts/layer_00"]
+    assert (first.num, sum(first.bucket), first.max, first.min) == (4, 4, 2, 0)
+    assert first.sum == pytest.approx(4)
+    curves, table, _ = figure_of_experts(records, "a run").axes
+    most, least, _ = curves.lines
+    assert [*most.get_ydata()] == [1.5, 1.5] and [*least.get_ydata()] == [0.5 + 1 / 128] * 2
+    assert np.allclose(2.0 ** table.images[0].get_array()[:, 1], [1.506, 1])
+    assert figure_of_experts(records[1:2], "a run") is None
+
+
 @pytest.mark.parametrize(
     "name, tag",
     [
@@ -60,6 +92,9 @@ def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
         ("eval_seconds", "speed"),
         ("tflops_per_device", "speed"),
         ("adam_noise_signal", "noise"),
+        ("expert_load_entropy", "experts"),
+        ("dropped_share", "experts"),
+        ("router_z_loss", "learning"),
     ],
 )
 def test_numbers_have_groups(name, tag):

@@ -49,13 +49,15 @@ def test_numbers_of_an_offline_run(tmp_path, monkeypatch):
     keys = ("wandb_project=a-project", "steps=10")
     start(tmp_path / "run", *keys, records=[record(0), record(1), record(2)])
     gc.collect()  # the run's lock goes with the first start
-    start(tmp_path / "run", *keys, first_step=2, records=[record(2), record(3)])
+    loads = {"expert_load": [[0.25, 0.75]]}
+    start(tmp_path / "run", *keys, first_step=2, records=[record(2), record(3) | loads])
     paths = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len({path.name for path in paths}) == 1 and len(paths) == 2
     first, second = map(written, paths)
     assert [int(row["_step"]) for row in first] == [0, 1, 2]
     assert [int(row["_step"]) for row in second] == [2, 3]
     assert float(second[1]["learning/loss"]) == 3 / 7
+    assert second[1]["experts/layer_00/_type"] == '"histogram"'
     assert second[1]["batch/consumed_samples"] == "32" and "batch_fingerprint" not in second[1]
 
 

@@ -26,7 +26,8 @@ class Released(NamedTuple):
     model_type: str
     architecture: str  # the class of transformers that opens it
     defaults: Mapping[str, Any]  # what transformers takes where config.json does not say
-    names: Mapping[str, str] = {}  # of keys of ours; null there is 0 here
+    names: Mapping[str, str] = {}  # of keys of ours
+    other_names: Mapping[str, str] = {}  # that it may have in place of some of these
 
 
 @dataclasses.dataclass(frozen=True)

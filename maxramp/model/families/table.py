@@ -1,22 +1,26 @@
 """The families by the values of `decoder_block`. Imports no JAX."""
 
-from collections.abc import Iterator
-
 from maxramp.keys.section import Relations
+from maxramp.model.families.dots1 import DOTS1
 from maxramp.model.families.family import Family
 from maxramp.model.families.llama import LLAMA
 from maxramp.model.families.mistral import MISTRAL
 from maxramp.model.families.mixtral import MIXTRAL
+from maxramp.model.families.olmoe import OLMOE
 from maxramp.model.families.qwen2 import QWEN2
 from maxramp.model.families.qwen3 import QWEN3
+from maxramp.model.families.qwen3_moe import QWEN3_MOE
 from maxramp.model.keys import ModelKeys
 
 FAMILIES: dict[str, Family] = {
     "llama2": LLAMA,
     "mistral": MISTRAL,
-    "mixtral": MIXTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "dots1": DOTS1,
 }
 
 
@@ -26,14 +30,14 @@ def check_family(keys: ModelKeys) -> Relations:
     for name, value in FAMILIES[block].fixed.items():
         given = getattr(keys, name)
         has = "has it" if value is True else f"has {value}"
-        others = "" if _is_of_experts(block) else ", or decoder_block=llama2"
+        others = "" if is_of_experts(block) else ", or decoder_block=llama2"
         yield given != value, f"{name}={given}: decoder_block={block} {has}; use {value}{others}"
-    if _is_of_experts(block):
+    if is_of_experts(block):
         yield from _check_experts(keys)
 
 
-def _is_of_experts(block: str) -> bool:
-    return "num_experts" in FAMILIES[block].keys
+def is_of_experts(block: str) -> bool:
+    return block in FAMILIES and "num_experts" in FAMILIES[block].keys
 
 
 def _check_experts(keys: ModelKeys) -> Relations:
@@ -74,6 +78,12 @@ def _check_experts(keys: ModelKeys) -> Relations:
         f"{experts // groups} of the num_experts={experts}, compared by their best two, must leave "
         f"num_experts_per_tok={chosen}; use fewer groups, or a larger topk_routing_group",
     )
+    adapted = {"gate_proj", "up_proj", "down_proj"}.intersection(keys.lora_modules)
+    yield (
+        keys.lora_rank and adapted,
+        f"lora_targets={list(keys.lora_targets)}: experts have no adapters; use "
+        "lora_targets=[q_proj, k_proj, v_proj, o_proj]",
+    )
     yield (
         keys.routed_bias_update_rate and not keys.routed_bias,
         f"routed_bias_update_rate={keys.routed_bias_update_rate:g} moves the biases of "
@@ -81,9 +91,12 @@ def _check_experts(keys: ModelKeys) -> Relations:
     )
 
 
-def family_choices() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The keys that only some families read, each with the condition (`keys.choices`)."""
+def family_choices() -> dict[str, tuple[str, ...]]:
+    """The keys that only some families read, by the condition (`keys.choices`)."""
     read = {block: (*family.keys, *family.fixed) for block, family in FAMILIES.items()}
+    found: dict[str, tuple[str, ...]] = {}
     for name in dict.fromkeys(name for names in read.values() for name in names):
         readers = (block for block, names in read.items() if name in names)
-        yield f"decoder_block={'|'.join(readers)}", (name,)
+        condition = f"decoder_block={'|'.join(readers)}"
+        found[condition] = (*found.get(condition, ()), name)
+    return found

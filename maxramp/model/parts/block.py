@@ -22,6 +22,7 @@ from maxramp.parallel.mesh import platform
 from maxramp.parallel.sharding import (
     MLP_IN_DF,
     MLP_OUT_FD,
+    REPLICATED,
     ROWS_B,
     STREAM_BTD,
     X_BTD,
@@ -30,6 +31,7 @@ from maxramp.parallel.sharding import (
     HEADS_Hh,
     HEADS_IN_DHh,
     HEADS_OUT_HhD,
+    Spec,
     X_BTHh,
 )
 
@@ -37,18 +39,27 @@ from maxramp.parallel.sharding import (
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich, arXiv 1910.07467)."""
 
-    def __init__(self, width: int, epsilon: float, dtype: str, axis: str = "D"):
-        """`axis` is the letter of what is normalized: the model's width, or a head's."""
-        self.epsilon = epsilon
-        self.scale_D = new_weight(jnp.ones((width,), dtype), "scale", axis)
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        epsilon: float,
+        dtype: str,
+        axes: str = "D",
+        spec: Spec = REPLICATED,
+    ):
+        """`axes` are the letters of what is normalized: the model's width, a head's, or all heads
+        together."""
+        self.epsilon, self.normalized = epsilon, tuple(range(-len(shape), 0))
+        self.scale_D = new_weight(jnp.ones(shape, dtype, out_sharding=spec), "scale", axes)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, ..., D], dtype kept."""
         x = x_BTD.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        mean = jnp.mean(x * x, axis=self.normalized, keepdims=True)
+        x = x * jax.lax.rsqrt(mean + self.epsilon)
         y = apply_elementwise(jnp.multiply, x, self.scale_D)
         if isinstance(self.scale_D, RowScale):
-            y = _give_row_gradients(y, x, self.scale_D.rows_BD)
+            y = _give_row_gradients(y, x, self.scale_D.rows_BD, len(self.normalized))
         return y.astype(x_BTD.dtype)
 
 
@@ -68,15 +79,18 @@ class RowScale:
         return self.scale.leading
 
 
-@jax.custom_vjp
-def _give_row_gradients(y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array) -> jax.Array:
-    """y = x * scale as it is; the gradient to `rows_BD` is what a scale of each row would have."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _give_row_gradients(
+    y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array, axes: int
+) -> jax.Array:
+    """y = x * scale as it is; the gradient to `rows_BD` is what a scale of each row would have, of
+    this many axes."""
     return y_BTD
 
 
 _give_row_gradients.defvjp(
-    lambda y_BTD, x_BTD, rows_BD: (y_BTD, x_BTD),
-    lambda x_BTD, dy_BTD: (dy_BTD, None, (dy_BTD * x_BTD).sum(range(1, x_BTD.ndim - 1))),
+    lambda y_BTD, x_BTD, rows_BD, axes: (y_BTD, x_BTD),
+    lambda axes, x_BTD, dy_BTD: (dy_BTD, None, (dy_BTD * x_BTD).sum(range(1, x_BTD.ndim - axes))),
 )
 
 
@@ -107,9 +121,10 @@ Angles = tuple[jax.Array, jax.Array]
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; by the keys with biases (Qwen2.5, arXiv
-    2412.15115) or with norms of each head's queries and keys (Qwen3, arXiv 2505.09388)."""
+    2412.15115) or with norms of queries and keys: of each head's (Qwen3, arXiv 2505.09388), or of
+    all heads' together (OLMoE, arXiv 2409.02060)."""
 
-    def __init__(self, keys: ModelKeys, key: jax.Array):
+    def __init__(self, keys: ModelKeys, key: jax.Array, heads_together: bool = False):
         D, h, dtype = keys.base_emb_dim, keys.head_dim, keys.weight_dtype
         H, K = keys.base_num_query_heads, keys.base_num_kv_heads
         q, k, v, o = jax.random.split(key, 4)
@@ -124,8 +139,12 @@ class Attention(nnx.Module):
             self.key_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
             self.value_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
         if self.has_norms:
-            norm = functools.partial(RMSNorm, h, keys.normalization_layer_epsilon, dtype, "h")
-            self.query_norm, self.key_norm = norm(), norm()
+            form = (keys.normalization_layer_epsilon, dtype)
+            if heads_together:
+                self.query_norm = RMSNorm((H, h), *form, "Hh", HEADS_Hh)
+                self.key_norm = RMSNorm((K, h), *form, "Kh", HEADS_Hh)
+            else:
+                self.query_norm, self.key_norm = (RMSNorm((h,), *form, "h") for _ in "qk")
 
     def __call__(
         self, x_BTD: jax.Array, angles: Angles, rule: Rule, kernel: str, cache: Cache | None = None
@@ -158,13 +177,19 @@ def _plus(x: jax.Array, bias: Weight) -> jax.Array:
 class PreNormBlock(nnx.Module):
     """Attention, then an MLP, each of a norm and added to the residual stream."""
 
-    def __init__(self, keys: ModelKeys, key: jax.Array, mlp: Callable[..., Any] = MLP):
+    def __init__(
+        self,
+        keys: ModelKeys,
+        key: jax.Array,
+        mlp: Callable[..., Any] = MLP,
+        attention: Callable[..., Any] = Attention,
+    ):
         attention_key, mlp_key = jax.random.split(key)
         norm = functools.partial(
-            RMSNorm, keys.base_emb_dim, keys.normalization_layer_epsilon, keys.weight_dtype
+            RMSNorm, (keys.base_emb_dim,), keys.normalization_layer_epsilon, keys.weight_dtype
         )
         self.attention_norm = norm()
-        self.attention = Attention(keys, attention_key)
+        self.attention = attention(keys, attention_key)
         self.mlp_norm = norm()
         self.mlp = mlp(keys, mlp_key)
 

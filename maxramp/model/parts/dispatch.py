@@ -20,7 +20,7 @@ from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("order_R", "places_Nk", "sizes_E", "counts_PE"),
-    meta_fields=("rows", "way"),
+    meta_fields=("rows", "equal_rows", "way"),
 )
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -32,6 +32,7 @@ class Plan:
     # how many rows each device along `expert` has for each expert of all, where they are sent
     counts_PE: jax.Array | None
     rows: int  # M
+    equal_rows: int  # those of a device where all experts have the same load
     way: str
 
 
@@ -61,14 +62,17 @@ def plan(experts_BTk: jax.Array, num_experts: int, way: str) -> Plan:
         places_R = jnp.where(experts_R < num_experts, jnp.argsort(order_R), len(order_R))
         places_Nk = places_R.reshape(-1, k)
         rows = len(places_Nk) * min(k, own)  # a token takes an expert once
+        equal_rows = places_Nk.size * own // num_experts
         if way == "gather":
             sizes_E = (experts_R[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)
-            return Plan(order_R[:rows], places_Nk, sizes_E, None, rows, way)
+            return Plan(order_R[:rows], places_Nk, sizes_E, None, rows, equal_rows, way)
         counts_E = (experts_R[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
         counts_PE = all_gather(counts_E[None], "expert")
         first = jax.lax.axis_index("expert") * own
         sizes_E = jax.lax.dynamic_slice_in_dim(counts_PE.sum(0), first, own)
-        return Plan(order_R, places_Nk, sizes_E, counts_PE, rows * len(counts_PE), way)
+        devices = len(counts_PE)
+        sizes = rows * devices, equal_rows * devices
+        return Plan(order_R, places_Nk, sizes_E, counts_PE, *sizes, way)
 
     return map_shards(local, CHOICES_BTk, SORTED_M)(jax.reshard(experts_BTk, CHOICES_BTk))
 
@@ -166,16 +170,14 @@ def _send(x_RD: jax.Array, plan: Plan) -> jax.Array:
     if plan.way == "gather":
         return x_RD
     there, here = _offsets(plan.counts_PE)
-    zeros = jnp.zeros((plan.rows, x_RD.shape[1]), x_RD.dtype)
-    return _exchange(plan.way, x_RD, zeros, there, here)
+    return _exchange(plan.way, x_RD, plan.rows, there, here)
 
 
 def _send_back(x_MD: jax.Array, plan: Plan) -> jax.Array:
     if plan.way == "gather":
         return x_MD
     there, here = _offsets(plan.counts_PE)
-    zeros = jnp.zeros((len(plan.order_R), x_MD.shape[1]), x_MD.dtype)
-    return _exchange(plan.way, x_MD, zeros, here, there)
+    return _exchange(plan.way, x_MD, len(plan.order_R), here, there)
 
 
 def _offsets(counts_PE: jax.Array) -> tuple:
@@ -191,20 +193,20 @@ def _offsets(counts_PE: jax.Array) -> tuple:
     return tuple(x.reshape(-1) for x in sent), tuple(x.reshape(-1) for x in got)
 
 
-def _exchange(way: str, x: jax.Array, zeros: jax.Array, sent: tuple, got: tuple) -> jax.Array:
+def _exchange(way: str, x: jax.Array, rows: int, sent: tuple, got: tuple) -> jax.Array:
+    """This many rows, of which those that nobody sends hold anything."""
     begins, sizes, lands = sent
+    out = jax.lax.empty((rows, x.shape[1]), x.dtype)
     if way == "ragged":
-        return jax.lax.ragged_all_to_all(x, zeros, begins, sizes, lands, got[1], axis_name="expert")
+        return jax.lax.ragged_all_to_all(x, out, begins, sizes, lands, got[1], axis_name="expert")
     # As above, for devices that have no such collective.
     devices = jax.lax.axis_size("expert")
     own, number = len(begins) // devices, jax.lax.axis_index("expert")
-    every, theirs = (
-        jax.lax.all_gather(a, "expert") for a in (x, jnp.stack([begins, sizes, lands]))
-    )
+    every, theirs = (jax.lax.all_gather(a, "expert") for a in (x, jnp.stack(sent)))
     for device in range(devices):
         for e in range(own):
             begin, size, land = theirs[device, :, number * own + e]
             at = jnp.arange(x.shape[0])
-            to = jnp.where((at >= begin) & (at < begin + size), at - begin + land, len(zeros))
-            zeros = zeros.at[to].set(every[device], mode="drop")
-    return zeros
+            to = jnp.where((at >= begin) & (at < begin + size), at - begin + land, rows)
+            out = out.at[to].set(every[device], mode="drop")
+    return out

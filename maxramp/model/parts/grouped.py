@@ -8,6 +8,7 @@ Shapes: M rows of a device, E experts of a device, K inputs, N outputs.
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 
 import jax
@@ -28,9 +29,8 @@ def product(x_MK: jax.Array, weight: Weight, sizes_E: jax.Array, kernel: str) ->
     """[M, N]: every row times the matrix of its expert; rows behind all groups are undefined. Each
     device has its own rows and groups (`SORTED_M`), and what it has of the weights' K or N over
     tensor."""
-    return checkpoint_name(
-        _product(x_MK, weight[...].astype(x_MK.dtype), sizes_E, kernel), STAGE_PRODUCTS
-    )
+    y_MN = _product(x_MK, weight[...].astype(x_MK.dtype), sizes_E, kernel)
+    return checkpoint_name(y_MN, STAGE_PRODUCTS)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -166,7 +166,7 @@ def _ragged_gradient(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> j
 
 def _megablox(name: str, **options) -> Callable:
     def run(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        from jax.experimental.pallas.ops.tpu.megablox import gmm  # only where it is used
+        module = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
         M = len(a)
         tile = min(_TILE, -(-M // 128) * 128)
@@ -175,7 +175,7 @@ def _megablox(name: str, **options) -> Callable:
         if name == "tgmm":
             a, b = a.T, jnp.pad(b, ((0, short), (0, 0)))
         tiling = tile, *(_tile_of(size) for size in _sides(name, a, b, options))
-        y = getattr(gmm, name)(a, b, sizes_E, a.dtype, tiling, **options)
+        y = getattr(module, name)(a, b, sizes_E, a.dtype, tiling, **options)
         return y if name == "tgmm" else y[:M]
 
     return run

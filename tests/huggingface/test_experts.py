@@ -1,0 +1,76 @@
+"""Folders of experts: layouts, and dense models that become experts."""
+
+import jax
+import numpy as np
+import pytest
+from conftest import make_mesh
+from opened import config_of, load, logits
+from small_models import (
+    CONFIGS,
+    EXPERTS,
+    TOKENS_BT,
+    fuse_experts,
+    tensors,
+    write_file,
+    write_folder,
+)
+from test_weights import MESHES, on_mesh
+
+from maxramp.checkpoints.weights import open_weights
+from maxramp.errors import ConfigError
+from maxramp.training.state import abstract_state
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", *(pytest.param(x, marks=pytest.mark.slow) for x in EXPERTS if x != "mixtral")],
+)
+def test_experts_in_one_tensor_a_layer(tmp_path, name):
+    """As transformers 5 has them in memory: the same weights."""
+    folder = write_folder(tmp_path, name)
+    config = config_of(folder)
+    expected = load(folder, config)
+    write_file(folder / "model.safetensors", fuse_experts(tensors(CONFIGS[name])))
+    jax.tree.map(np.testing.assert_array_equal, load(folder, config), expected)
+
+
+UPCYCLED = {
+    "mistral": ("decoder_block=mixtral",),
+    "qwen3": ("decoder_block=qwen3_moe", "norm_topk_prob=true"),
+}
+
+
+@pytest.mark.parametrize(
+    "name, mesh", [("mistral", "one"), pytest.param("qwen3", "experts", marks=pytest.mark.slow)]
+)
+def test_experts_that_begin_as_a_dense_model(tmp_path, name, mesh):
+    """Each as its MLP: the model begins equal to it, and its routers tell tokens apart."""
+    folder = write_folder(tmp_path, name)
+    dense, model = on_mesh(folder, "one")
+    expected = logits(model, dense, TOKENS_BT)
+    given = (*MESHES[mesh], *UPCYCLED[name], "num_experts=4", "num_experts_per_tok=2")
+    config = config_of(folder, *given, devices=8 if MESHES[mesh] else 1)
+    model = abstract_state(config.recipe, make_mesh(config)).model
+    model = open_weights(str(folder)).prepare(model, config.values)()
+    rows = np.tile(TOKENS_BT, (4 // len(TOKENS_BT), 1))
+    found = logits(model, config, rows)[: len(TOKENS_BT)]
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected))
+    router = np.asarray(model.layers["sparse"].mlp.router.matrix_DE[...])
+    assert 0.8 < router.std() * 32**0.5 < 1.2
+    assert len(np.unique(router)) > 0.9 * router.size
+
+
+@pytest.mark.parametrize(
+    "name, keys, says",
+    [
+        ("llama2", "decoder_block=qwen3_moe use_qk_norm=true", "its .*key_norm.* is in no model"),
+        ("qwen3", "decoder_block=mixtral use_qk_norm=false", "config.json makes it True"),
+        ("llama2", "decoder_block=mixtral base_moe_mlp_dim=24", "but the config makes it"),
+    ],
+)
+def test_experts_that_no_dense_model_can_become(tmp_path, name, keys, says):
+    folder = write_folder(tmp_path, name)
+    config = config_of(folder, *keys.split(), "num_experts=4", "num_experts_per_tok=2")
+    model = abstract_state(config.recipe, make_mesh(config)).model
+    with pytest.raises(ConfigError, match=says):
+        open_weights(str(folder)).prepare(model, config.values)
