@@ -44,16 +44,6 @@ def assert_same_run(folder, expected):
             assert one[name] == pytest.approx(other[name], rel=1e-5), (name, one["step"])
 
 
-def test_a_ramp_on_an_axis_of_experts(arguments, tmp_path):
-    """Batch and passes grow; a copy on each device is the same run."""
-    short = ("step_batch_size_schedule=0:4 8:8", "steps=4", "micro_batch_size=2")
-    for name, axis in (("copies", "data"), ("experts", "expert")):
-        axes = [f"ici_{axis}_parallelism=2", "ici_fsdp_parallelism=1"]
-        done = run(*arguments(name, *short, *axes), devices=2)
-        assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "experts", tmp_path / "copies")
-
-
 # The axes on 8 devices, and later on 2.
 MESHES = {
     "data": (("ici_data_parallelism=8", "micro_batch_size=1"), ("ici_data_parallelism=2",)),
