@@ -82,8 +82,7 @@ class PolicyPrograms:
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
             how = policy.loss_block_tokens, policy.decode_sampling_temperature
-            targets_B = (batch.targets >= 0).sum(1)
-            return token_log_probs(model.cast(dtype), recipe.model, batch, targets_B, *how)[0]
+            return token_log_probs(model.cast(dtype), recipe.model, batch, *how)[0]
 
         self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), objective.shown))
         self.add = jit(add, donate_argnums=0)
