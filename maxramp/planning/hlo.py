@@ -139,7 +139,9 @@ def count(text: str, chip: Chip) -> Work:
                 work.flops += times * _convolution_flops(i)
             elif i.opcode == "custom-call":
                 total["attention"] += times * _kernel_flops(i)
-                total["experts"] += times * _grouped_flops(i)
+                flops, tiled = _grouped_flops(i)
+                work.flops += times * flops
+                total["experts"] += times * tiled
             elif kind in COLLECTIVES:
                 if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                     kind = "reduce-scatter"  # what TPU makes of one whose result is cut up at once
@@ -157,7 +159,7 @@ def count(text: str, chip: Chip) -> Work:
                     add(called, times)
 
     add(parse(text), 1.0)
-    work.flops += total["attention"] + total["experts"]
+    work.flops += total["attention"]
     work.attention_seconds = total["attention"] / (chip.peak_tflops * 1e12)
     work.experts_seconds = total["experts"] / (chip.peak_tflops * 1e12)
     in_kernels = work.attention_seconds + work.experts_seconds
@@ -286,16 +288,16 @@ def _kernel_flops(i: Instruction) -> float:
     return products * 2.0 * math.prod(heads) * blocks * (length / rows) ** 2 * width
 
 
-def _grouped_flops(i: Instruction) -> float:
+def _grouped_flops(i: Instruction) -> tuple[float, float]:
     """FLOPs of a product of tokens with their experts, `gmm` or `tgmm` of megablox, for as many
-    rows as the scope around it says (`grouped.product`): buffers may have room for more."""
-    scope = re.search(r"grouped_rows_(\d+)", i.rest)
+    rows as the scope around it says (`grouped.describe`), and for those of all its tiles."""
+    scope = re.search(r"grouped_rows_(\d+)_tiled_(\d+)", i.rest)
     if not (scope and re.match("t?gmm", i.name)):
-        return 0.0
+        return 0.0, 0.0
     shapes = _SHAPE.findall(i.rest.partition("constraints=")[2])
     sizes = [numbers(dims) for kind, dims in shapes if "f" in kind]
-    matrices = i.shape[-2:] if i.name.startswith("tgmm") else max(sizes, key=len)[-2:]
-    return 2.0 * int(scope[1]) * math.prod(matrices)
+    matrix = math.prod(i.shape[-2:] if i.name.startswith("tgmm") else max(sizes, key=len)[-2:])
+    return 2.0 * int(scope[1]) * matrix, 2.0 * int(scope[2]) * matrix
 
 
 def _receive_bytes(kind: str, i: Instruction) -> float:

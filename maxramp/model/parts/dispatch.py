@@ -37,10 +37,10 @@ class Plan:
 
 
 def select(platform: str | None) -> str:
-    return "ragged" if platform in ("tpu", "gpu", "cuda") and _expert_devices() > 1 else "gather"
+    return "ragged" if platform in ("tpu", "gpu", "cuda") and expert_devices() > 1 else "gather"
 
 
-def _expert_devices() -> int:
+def expert_devices() -> int:
     return jax.sharding.get_abstract_mesh().shape["expert"]
 
 

@@ -8,7 +8,7 @@ Shapes: M rows of a device, E experts of a device, K inputs, N outputs.
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 from collections.abc import Callable
 
 import jax
@@ -22,15 +22,16 @@ from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scat
 from maxramp.parallel.sharding import SORTED_M, Spec, gradient_spec
 
 _BLOCK = 128  # rows of an expert that a CPU multiplies at once
-_TILE = 512  # rows of a tile on TPUs
+_ROW_TILE, _SIDE_TILE = 512, 1024  # most rows, inputs and outputs of a tile on TPUs
 
 
 def product(x_MK: jax.Array, weight: Weight, sizes_E: jax.Array, kernel: str) -> jax.Array:
     """[M, N]: every row times the matrix of its expert; rows behind all groups are undefined. Each
     device has its own rows and groups (`SORTED_M`), and what it has of the weights' K or N over
     tensor."""
-    y_MN = _product(x_MK, weight[...].astype(x_MK.dtype), sizes_E, kernel)
-    return checkpoint_name(y_MN, STAGE_PRODUCTS)
+    return checkpoint_name(
+        _product(x_MK, weight[...].astype(x_MK.dtype), sizes_E, kernel), STAGE_PRODUCTS
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -63,7 +64,7 @@ def _backward(kernel, residuals, dy_MN):
 
     def local(x_MK, w, sizes_E, dy_MN):
         way = _KERNELS[kernel]
-        dx_MK = way.transposed(dy_MN, _gather(w, spec), sizes_E)
+        dx_MK = way.product(dy_MN, _gather(w, spec), sizes_E, is_transposed=True)
         # Each device holds the sum of its own shard alone, never that of all.
         dw_EKN = way.gradient(x_MK, dy_MN, sizes_E).astype(w.dtype)
         dw_EKN = psum_scatter(dw_EKN, "fsdp", dimension=_sharded_side(spec))
@@ -79,24 +80,38 @@ _product.defvjp(_forward, _backward)
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    product: Callable  # [M, K], [E, K, N], [E] -> [M, N]
-    transposed: Callable  # [M, N], [E, K, N], [E] -> [M, K]
+    product: Callable  # [M, K], [E, K, N], [E] -> [M, N]; is_transposed: of [E, N, K]
     gradient: Callable  # [M, K], [M, N], [E] -> [E, K, N]
 
 
-def select(asked: str, platform: str | None, dtype: str) -> str:
-    """The kernel that was asked for; under autoselected the best that can."""
+def describe(rows: int, most_rows: int, experts: int) -> str:
+    """A name that says how many rows a device's experts compute where loads are equal, and for how
+    many megablox takes the time, in tiles of buffers of `most_rows`. `experts` are the device's."""
+    padded = rows + (experts - 1) * _row_tile(most_rows, experts)
+    return f"grouped_rows_{rows}_tiled_{padded}"
+
+
+def select(asked: str, platform: str | None) -> str:
+    """The kernel that was asked for; under autoselected the best that can. `platform` is None where
+    unknown."""
+    there = f"{platform or 'unknown'} devices"
     obstacles = {
-        "megablox": {f"needs TPUs, not {platform} devices": platform != "tpu"},
-        "ragged_dot": {},
+        "megablox": {f"needs TPUs, not {there}": platform != "tpu"},
+        "triton": {
+            f"needs NVIDIA GPUs, not {there}": platform not in ("gpu", "cuda"),
+            "needs Pallas for Triton, which jax 0.10.2 to 0.12 have": (
+                importlib.util.find_spec("jax.experimental.pallas.triton") is None
+            ),
+        },
         "blocks": {},
+        "ragged_dot": {},
     }
     if asked == "autoselected":
-        return {"tpu": "megablox", "cpu": "blocks"}.get(platform or "cpu", "ragged_dot")
-    for obstacle, stands in obstacles.get(asked, {}).items():
+        return next(name for name, found in obstacles.items() if not any(found.values()))
+    for obstacle, stands in obstacles[asked].items():
         if stands:
             raise ConfigError(
-                f"grouped_matmul={asked} {obstacle}; use grouped_matmul=autoselected or ragged_dot"
+                f"grouped_matmul={asked} {obstacle}; use grouped_matmul=autoselected or blocks"
             )
     return asked
 
@@ -120,17 +135,20 @@ def _cut_blocks(sizes_E: jax.Array, rows: int) -> tuple[int, jax.Array, Callable
     return block, ends_E[-1], find
 
 
-def _block_product(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _block_product(
+    x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, is_transposed: bool = False
+) -> jax.Array:
     block, count, find = _cut_blocks(sizes_E, len(x_MK))
     x_MK = jnp.pad(x_MK, ((0, block), (0, 0)))
 
     def body(i: jax.Array, y_MN: jax.Array) -> jax.Array:
         e, first, _ = find(i)
         # What it makes of the next expert's rows, the next block writes over.
-        y = jax.lax.dynamic_slice_in_dim(x_MK, first, block) @ w_EKN[e]
+        w_KN = w[e].T if is_transposed else w[e]
+        y = jax.lax.dynamic_slice_in_dim(x_MK, first, block) @ w_KN
         return jax.lax.dynamic_update_slice_in_dim(y_MN, y, first, 0)
 
-    zeros = jnp.zeros((len(x_MK), w_EKN.shape[2]), x_MK.dtype)
+    zeros = jnp.zeros((len(x_MK), w.shape[1 if is_transposed else 2]), x_MK.dtype)
     return jax.lax.fori_loop(0, count, body, zeros)[:-block]
 
 
@@ -149,8 +167,10 @@ def _block_gradient(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> ja
     return jax.lax.fori_loop(0, count, body, zeros)
 
 
-def _transpose(product: Callable) -> Callable:
-    return lambda dy_MN, w_EKN, sizes_E: product(dy_MN, w_EKN.swapaxes(1, 2), sizes_E)
+def _ragged_product(
+    x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, is_transposed: bool = False
+) -> jax.Array:
+    return jax.lax.ragged_dot(x_MK, w.swapaxes(1, 2) if is_transposed else w, sizes_E)
 
 
 def _ragged_gradient(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -164,41 +184,70 @@ def _ragged_gradient(x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array) -> j
     )
 
 
-def _megablox(name: str, **options) -> Callable:
-    def run(a: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        module = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
-
-        M = len(a)
-        tile = min(_TILE, -(-M // 128) * 128)
-        short = -M % tile
-        a = jnp.pad(a, ((0, short), (0, 0)))
-        if name == "tgmm":
-            a, b = a.T, jnp.pad(b, ((0, short), (0, 0)))
-        tiling = tile, *(_tile_of(size) for size in _sides(name, a, b, options))
-        y = getattr(module, name)(a, b, sizes_E, a.dtype, tiling, **options)
-        return y if name == "tgmm" else y[:M]
-
-    return run
+# Kernels are imported only where they are used.
 
 
-def _sides(name: str, a: jax.Array, b: jax.Array, options: dict) -> tuple[int, int]:
-    """The sizes of the contraction and of the outputs, as megablox tiles them."""
-    if name == "tgmm":
-        return a.shape[0], b.shape[1]
-    return a.shape[1], b.shape[1] if options.get("transpose_rhs") else b.shape[2]
+def _megablox_product(
+    x_MK: jax.Array,
+    w: jax.Array,
+    sizes_E: jax.Array,
+    is_transposed: bool = False,
+    interpret: bool = False,
+) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    (M, K), N = x_MK.shape, w.shape[1 if is_transposed else 2]
+    tile = _row_tile(M, len(sizes_E))
+    tiling, x_MK = (tile, min(_SIDE_TILE, K), min(_SIDE_TILE, N)), _pad_rows(x_MK, tile)
+    y_MN = gmm(
+        x_MK, w, sizes_E, x_MK.dtype, tiling, transpose_rhs=is_transposed, interpret=interpret
+    )
+    return y_MN[:M]
 
 
-def _tile_of(size: int) -> int:
-    return min(1024, size)
+def _megablox_gradient(
+    x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, interpret: bool = False
+) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    tile = _row_tile(len(x_MK), len(sizes_E))
+    tiling = tile, *(min(_SIDE_TILE, x.shape[1]) for x in (x_MK, dy_MN))
+    x_KM, dy_MN = _pad_rows(x_MK, tile).T, _pad_rows(dy_MN, tile)
+    return tgmm(x_KM, dy_MN, sizes_E, x_MK.dtype, tiling, interpret=interpret)
+
+
+def _row_tile(rows: int, experts: int) -> int:
+    """A group begins and ends within a tile, which two groups then go through."""
+    share = max(1, rows // experts // 2)
+    return min(_ROW_TILE, max(128, 1 << (share.bit_length() - 1)))
+
+
+def _pad_rows(x: jax.Array, tile: int) -> jax.Array:
+    return jnp.pad(x, ((0, -len(x) % tile), (0, 0)))
+
+
+def _triton_product(*arrays: jax.Array, **options) -> jax.Array:
+    from maxramp.model.parts import grouped_triton
+
+    return grouped_triton.product(*arrays, **options)
+
+
+def _triton_gradient(*arrays: jax.Array, **options) -> jax.Array:
+    from maxramp.model.parts import grouped_triton
+
+    return grouped_triton.gradient(*arrays, **options)
+
+
+def _interpreted(kernel: _Kernel) -> _Kernel:
+    return _Kernel(
+        *(functools.partial(run, interpret=True) for run in (kernel.product, kernel.gradient))
+    )
 
 
 _KERNELS = {
-    "blocks": _Kernel(_block_product, _transpose(_block_product), _block_gradient),
-    "ragged_dot": _Kernel(jax.lax.ragged_dot, _transpose(jax.lax.ragged_dot), _ragged_gradient),
-    "megablox": _Kernel(_megablox("gmm"), _megablox("gmm", transpose_rhs=True), _megablox("tgmm")),
-    "megablox_interpreted": _Kernel(
-        _megablox("gmm", interpret=True),
-        _megablox("gmm", transpose_rhs=True, interpret=True),
-        _megablox("tgmm", interpret=True),
-    ),
+    "blocks": _Kernel(_block_product, _block_gradient),
+    "ragged_dot": _Kernel(_ragged_product, _ragged_gradient),
+    "megablox": _Kernel(_megablox_product, _megablox_gradient),
+    "triton": _Kernel(_triton_product, _triton_gradient),
 }
+_KERNELS |= {f"{name}_interpreted": _interpreted(_KERNELS[name]) for name in ("megablox", "triton")}

@@ -1,0 +1,94 @@
+"""Products of rows with the matrices of their experts, beside a plain loop in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxramp.errors import ConfigError
+from maxramp.model.parts import grouped
+
+E, K, N = 4, 96, 160
+# Rows of each expert, of as many rows: those behind all groups are nobody's.
+CASES = {
+    "uneven": (300, [100, 3, 57, 120]),
+    "an empty group": (300, [0, 130, 0, 170]),
+    "all rows of one": (300, [0, 0, 300, 0]),
+    "fewer rows than experts": (3, [1, 0, 1, 0]),
+    "no rows": (3, [0, 0, 0, 0]),
+}
+KERNELS = ["blocks", "ragged_dot", "megablox_interpreted", "triton_interpreted"]
+
+
+def loop(x_MK, w_EKN, dy_MN, sizes_E):
+    """The products of every expert with its rows, and the gradients to rows and matrices."""
+    y_MN, dx_MK, dw_EKN = np.zeros_like(dy_MN), np.zeros_like(x_MK), np.zeros_like(w_EKN)
+    ends_E = np.cumsum(sizes_E)
+    for e, rows in enumerate(map(slice, ends_E - sizes_E, ends_E)):
+        y_MN[rows], dx_MK[rows] = x_MK[rows] @ w_EKN[e], dy_MN[rows] @ w_EKN[e].T
+        dw_EKN[e] = x_MK[rows].T @ dy_MN[rows]
+    return y_MN, dx_MK, dw_EKN
+
+
+RUNS = {  # jitted, so that cases of the same shapes are compiled once
+    name: (
+        jax.jit(grouped._KERNELS[name].product, static_argnames="is_transposed"),
+        jax.jit(grouped._KERNELS[name].gradient),
+    )
+    for name in KERNELS
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kernel", [*KERNELS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in KERNELS[2:])]
+)
+def test_products_and_both_gradients(kernel, dtype):
+    for M, sizes in CASES.values():
+        check(RUNS[kernel], M, sizes, dtype)
+
+
+def check(run, M, sizes, dtype):
+    product, gradient = run
+    rng, sizes_E, count = np.random.default_rng(0), jnp.array(sizes, jnp.int32), sum(sizes)
+    arrays = [jnp.asarray(rng.normal(size=s), dtype) for s in ((M, K), (E, K, N), (M, N))]
+    x_MK, w_EKN, dy_MN = arrays
+    expected = loop(*(np.asarray(a, np.float64) for a in arrays), np.array(sizes))
+    # What is nobody's must reach nothing.
+    x_MK, dy_MN = (a.at[count:].set(jnp.nan) for a in (x_MK, dy_MN))
+    made = (
+        product(x_MK, w_EKN, sizes_E)[:count],
+        product(dy_MN, w_EKN, sizes_E, is_transposed=True)[:count],
+        gradient(x_MK, dy_MN, sizes_E),
+    )
+    expected = expected[0][:count], expected[1][:count], expected[2]
+    for found, right in zip(made, expected, strict=True):
+        assert found.shape == right.shape
+        tolerance = 1e-6 if dtype == "float32" else 8e-3
+        largest = max(1.0, abs(right).max(initial=0))
+        np.testing.assert_allclose(
+            np.asarray(found, np.float64) / largest, right / largest, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize(
+    "platform, kernel",
+    [
+        ("tpu", "megablox"),
+        ("gpu", "triton"),
+        ("cuda", "triton"),
+        ("cpu", "blocks"),
+        (None, "blocks"),
+    ],
+)
+def test_every_platform_has_its_kernel(platform, kernel):
+    assert grouped.select("autoselected", platform) == kernel
+    assert grouped.select("ragged_dot", platform) == "ragged_dot"
+
+
+@pytest.mark.parametrize("kernel, needed", [("megablox", "TPUs"), ("triton", "NVIDIA GPUs")])
+def test_a_kernel_that_the_devices_lack_is_an_error(kernel, needed):
+    with pytest.raises(
+        ConfigError, match=f"^grouped_matmul={kernel} needs {needed}, not cpu devices; use"
+    ):
+        grouped.select(kernel, "cpu")
