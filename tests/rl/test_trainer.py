@@ -117,7 +117,7 @@ def test_the_sampler_sees_the_window_that_training_does(rewards):
 
 
 MIXTURE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
-MIXTURE += ("load_balance_loss_weight=0.1", "load_balance_loss_scope=step")
+MIXTURE += ("load_balance_loss_weight=0.1", "load_balance_loss_scope=step", "learning_rate=0.1")
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,8 @@ EXPERT = ("ici_expert_parallelism=4", "ici_fsdp_parallelism=2")
 ALL = ("ici_expert_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
 COPIES = ("ici_data_parallelism=2", "ici_expert_parallelism=2", "ici_fsdp_parallelism=2")
 PIPELINE = ("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", "ici_expert_parallelism=4")
+GATHERED = ("ici_pipeline_parallelism=2", "ici_expert_parallelism=2", "ici_fsdp_parallelism=2")
+GATHERED += ("pipeline_fsdp_ag_once=True",)
 SPLITS = {
     "2 passes": ((), 1, 2),
     "4 passes": ((), 1, 4),
@@ -245,6 +247,7 @@ SPLITS = {
     "expert, fsdp, tensor": (ALL, 8, 2),
     "data, expert, fsdp": (COPIES, 8, 2),
     "circular pipeline, expert": (PIPELINE, 8, 2),
+    "pipeline, gathered once": (GATHERED, 8, 2),
 }
 ROUTERS = {
     "row": (LOSSES, False),

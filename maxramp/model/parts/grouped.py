@@ -46,12 +46,14 @@ def _product(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, kernel: str) -> 
 
 def _gather(w: jax.Array, spec: Spec) -> jax.Array:
     """The weights [E, K, N] of a device's experts, of a stage's one layer, whole over fsdp."""
-    w_EKN = w.reshape(w.shape[-3:])
-    return all_gather(w_EKN, "fsdp", dimension=_sharded_side(spec))
+    w_EKN, side = w.reshape(w.shape[-3:]), _sharded_side(spec)
+    return w_EKN if side is None else all_gather(w_EKN, "fsdp", side)
 
 
-def _sharded_side(spec: Spec) -> int:
-    return spec.partitions[-3:].index("fsdp")
+def _sharded_side(spec: Spec) -> int | None:
+    """None of weights that were made whole before."""
+    sides = spec.partitions[-3:]
+    return sides.index("fsdp") if "fsdp" in sides else None
 
 
 def _forward(x_MK, w, sizes_E, kernel):
@@ -67,7 +69,8 @@ def _backward(kernel, residuals, dy_MN):
         dx_MK = way.product(dy_MN, _gather(w, spec), sizes_E, is_transposed=True)
         # Each device holds the sum of its own shard alone, never that of all.
         dw_EKN = way.gradient(x_MK, dy_MN, sizes_E).astype(w.dtype)
-        dw_EKN = psum_scatter(dw_EKN, "fsdp", dimension=_sharded_side(spec))
+        if (side := _sharded_side(spec)) is not None:
+            dw_EKN = psum_scatter(dw_EKN, "fsdp", side)
         return dx_MK, psum(dw_EKN, copies).reshape(w.shape)
 
     specs = SORTED_M, spec, SORTED_M, SORTED_M
