@@ -67,6 +67,7 @@ class Shape:
     devices: int = 1  # of each process
     data: int = 1
     tensor: int = 1
+    expert: int = 1  # shards of the experts, where there are some
     stages: int = 1
     expansion: int = -1  # only processes / expansion of them read
     micro: int = 4  # rows per data-parallel rank in a pass: accumulation follows
@@ -85,9 +86,11 @@ SHAPES = (
     Shape(devices=2, tensor=2),
     Shape(devices=4, data=2, micro=2),
     Shape(devices=4, tensor=2, micro=2),
+    Shape(devices=4, expert=2, micro=2),
     Shape(devices=2, stages=2),
     Shape(processes=2, micro=2),
     Shape(processes=2, devices=2, tensor=2),
+    Shape(processes=2, expert=2, micro=2),
     Shape(processes=2, expansion=2),
 )
 
@@ -131,6 +134,12 @@ class Case:
         return [FEATURES[f][self.features[f]] for f in FEATURES if f in self.features]
 
     @property
+    def has_experts(self) -> bool:
+        return self.has("start") == "released_experts" or any(
+            "num_experts" in c.keys for c in self.choices
+        )
+
+    @property
     def exact(self) -> bool:
         """Whether other sums would make it another run."""
         return self.ramp == "noise" or any(choice.exact for choice in self.choices)
@@ -165,12 +174,20 @@ def _refused(case: Case, shape: Shape) -> bool:
     """What a shape does not take."""
     lora, noise = case.has("start") == "lora_dropout", case.has("step") == "noise"
     least = shape.ranks * (2 // shape.stages * shape.stages if shape.stages > 1 else 1)
-    mesh = case.has("phases") == "mesh"
+    mesh = case.has("phases") in ("mesh", "expert_mesh")
     return (
         any(rows % least for _, rows in case.thresholds)
         or (shape.stages > 1 and (lora or noise or mesh or case.ramp == "noise"))
-        or (mesh and (shape.tensor > 1 or shape.processes * shape.devices < 2 or shape.data > 1))
-        or (case.ramp == "maxtext" and case.has("phases") in ("mesh",))
+        or (
+            mesh
+            and (
+                shape.tensor > 1
+                or shape.expert > 1
+                or shape.processes * shape.devices < 2
+                or shape.data > 1
+            )
+        )
+        or (case.ramp == "maxtext" and mesh)
         or (case.has("data") == "grpo" and shape.stages > 1)
         or (case.has("storage") != "disk" and shape.processes > 1)
     )
@@ -267,6 +284,7 @@ def keys_of(case: Case, shape: Shape, notation: str = "") -> dict[str, str]:
         "ici_data_parallelism": shape.data,
         "ici_tensor_parallelism": shape.tensor,
         "ici_pipeline_parallelism": shape.stages,
+        "ici_expert_parallelism": shape.expert if case.has_experts else 1,
         "expansion_factor_real_data": shape.expansion,
     }
     return {name: str(value) for name, value in keys.items()}
@@ -276,7 +294,7 @@ def keys_of(case: Case, shape: Shape, notation: str = "") -> dict[str, str]:
 
 
 _RISES = st.sampled_from([1, 1, 1, 2])  # every stage is a program to compile, the price of a case
-_SHAPES = st.sampled_from([*SHAPES[:8], *SHAPES])  # several processes cost more than devices
+_SHAPES = st.sampled_from([*SHAPES[:9], *SHAPES])  # several processes cost more than devices
 
 
 @st.composite

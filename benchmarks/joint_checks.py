@@ -51,7 +51,7 @@ def as_planned(runs: Runs, name: str, shape: Shape) -> None:
         of_plan = {"global_batch_size": stage["global_batch_size"]}
         of_plan |= {"gradient_accumulation_steps": stage["gradient_accumulation_steps"]}
         for record in own:
-            if of_plan.items() - record.items():
+            if any(record.get(key) != value for key, value in of_plan.items()):
                 raise Failed("a step is not that of plan.json", f"{stage}\n{record}")
         if own and own[0]["step"] != stage["first_step"]:
             raise Failed("a stage begins elsewhere than in plan.json", f"{stage}\n{own[0]}")
@@ -101,6 +101,8 @@ def same(runs: Runs, one: str, other: str, exact: bool, near: float = 2e-3) -> N
 
 
 def _equal(a: Any, b: Any, near: float) -> bool:
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return all(_equal(x, y, near) for x, y in zip(a, b, strict=True))
     if isinstance(a, float) and isinstance(b, float):
         return a == b or abs(a - b) <= near * max(1.0, abs(a), abs(b))
     return a == b

@@ -143,8 +143,9 @@ class World:
         with MegatronWriter(str(folder / "megatron"), np.uint16) as writer:
             writer.add([np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in documents])
             writer.finish()
-        write_folder(folder / "released", "llama2", vocab_size=272, max_position_embeddings=128)
-        assert write_tokenizer(folder / "released") <= 272
+        for name, family in (("released", "llama2"), ("released_experts", "mixtral")):
+            write_folder(folder / name, family, vocab_size=272, max_position_embeddings=128)
+            assert write_tokenizer(folder / name) <= 272
         records = pairs(240)
         write_pairs(folder / "pairs.jsonl", records)
         write_pairs(folder / "chats.jsonl", [{"messages": record["chosen"]} for record in records])

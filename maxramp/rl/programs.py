@@ -26,6 +26,7 @@ from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import TOKENS_BT
 from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
+from maxramp.training import balance
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.log_probs import token_log_probs
@@ -45,7 +46,8 @@ class PolicyPrograms:
       generator: writes the answers.
       raise_failure: as that of `Ahead`.
       zeros: the trained weights -> sums of nothing.
-      add: sums (donated), trained and frozen weights and a part of the batch -> their sums.
+      add: sums (donated), trained and frozen weights, the state's buffers and a part of the batch
+        -> their sums.
       update: the state (donated), the sums of the whole batch, its prompts, and whether they were
         counted already -> the next state and metrics.
       reference: the weights to stay near, and a part -> the same with their log-probabilities.
@@ -70,9 +72,10 @@ class PolicyPrograms:
         self._announced: dict[StageSpec, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
         dtype, objective = recipe.model.dtype, policy_gradient(policy, recipe.model)
 
-        def add(sums: Any, trained: Decoder, frozen: Decoder, batch: Batch) -> Any:
+        def add(sums: Any, trained: Decoder, frozen: Decoder, buffers: Any, batch: Batch) -> Any:
             def loss(trained: Decoder) -> tuple[jax.Array, Aux]:
-                return objective(join_parts(frozen.cast(dtype), trained), batch)
+                model = join_parts(frozen.cast(dtype), trained)
+                return objective(balance.with_last_step(model, buffers), batch)
 
             found = jax.grad(loss, has_aux=True)(trained.cast(dtype))
             return jax.tree.map(jnp.add, sums, found)
@@ -123,7 +126,9 @@ class PolicyPrograms:
             found["the reference"] = functools.partial(self.reference.trace, model, batch)
             log_probs = self.reference.eval_shape(model, batch)
             batch = dataclasses.replace(batch, reference_log_probs=log_probs)
-        found["gradients"] = lambda: self.add.trace(sums(), state.trained, state.frozen, batch)
+        found["gradients"] = lambda: self.add.trace(
+            sums(), state.trained, state.frozen, state.buffers, batch
+        )
         found["the update"] = change(again=False)
         if self.policy.num_iterations > 1:
             found["later updates"] = change(again=True)

@@ -304,7 +304,8 @@ class PolicyTrainer:
             yield part
 
     def _add(self, sums: Any, batch: Batch) -> Any:
-        return self._programs.add(sums, self.state.trained, self.state.frozen, batch)
+        state = self.state
+        return self._programs.add(sums, state.trained, state.frozen, state.buffers, batch)
 
     def _batch(self, part: Part, tokens: int) -> Batch:
         batch = jax.tree.map(

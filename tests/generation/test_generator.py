@@ -29,6 +29,8 @@ MESHES = {
         ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "base_num_decoder_layers=1"),
     ),
 }
+MESHES["experts"] = (2, ("ici_expert_parallelism=2",))
+MIXTURE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
 MOST = 10  # tokens of an answer
 QUICK = {"xla_backend_optimization_level": 0}
 GREEDY = Sampling(temperature=0)
@@ -73,6 +75,8 @@ writer = functools.cache(Writer)
         ("all axes", ()),
         ("one device", ("decoder_block=mistral", "sliding_window_size=4")),
         ("one device", ("decoder_block=qwen3", "use_qk_norm=True")),
+        pytest.param("one device", MIXTURE, marks=pytest.mark.slow),
+        pytest.param("experts", MIXTURE, marks=pytest.mark.slow),
     ],
 )
 def test_greedy_is_the_argmax_of_the_forward_pass(mesh, keys):
@@ -88,6 +92,9 @@ def test_greedy_is_the_argmax_of_the_forward_pass(mesh, keys):
         log_probs = own_TV.max(-1) - np.asarray(jax.nn.logsumexp(own_TV, axis=-1))
         np.testing.assert_allclose(answer.log_probs, log_probs, atol=1e-4)
     assert len({tuple(a.tokens) for a in answers}) == len(answers)
+    if mesh == "experts":
+        alone = writer("one device", *keys)(PROMPTS, MOST, GREEDY)
+        assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in alone]
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def rewards():
 def record_of(dispatched, begin):
     """As the log makes it of a step or an evaluation."""
     read = jax.device_get(dispatched.numbers)
-    shown = {name: value.item() for name, value in read.items()}
+    shown = {name: value.tolist() for name, value in read.items() if not value.ndim}
     return shown | dispatched.to_record(read, begin, time.perf_counter())
 
 
@@ -116,18 +116,26 @@ def test_the_sampler_sees_the_window_that_training_does(rewards):
     assert record["sampler_difference"] < 1e-5
 
 
+MIXTURE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
+MIXTURE += ("load_balance_loss_weight=0.1", "load_balance_loss_scope=step", "learning_rate=0.1")
+
+
 @pytest.mark.parametrize(
-    "micro, keys, devices",
+    "micro, model, keys, devices",
     [
-        pytest.param(2, (), 1, marks=pytest.mark.long),
+        pytest.param(2, (), (), 1, marks=pytest.mark.long),
         pytest.param(
-            1, ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"), 4, marks=pytest.mark.slow
+            *(1, (), ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"), 4),
+            marks=pytest.mark.slow,
         ),
+        pytest.param(1, MIXTURE, ("ici_expert_parallelism=2",), 2, marks=pytest.mark.slow),
     ],
 )
-def test_the_update_depends_on_no_cutting(rewards, micro, keys, devices):
-    (whole,), change = Run(rewards, 4, "grpo_beta=0.1")()
-    (cut,), other = Run(rewards, micro, "grpo_beta=0.1", *keys, devices=devices)()
+def test_the_update_depends_on_no_cutting(rewards, micro, model, keys, devices):
+    model += ("grpo_beta=0.1",)
+    steps = 2 if "load_balance_loss_scope=step" in model else 1
+    (*_, whole), change = Run(rewards, 4, *model)(steps)
+    (*_, cut), other = Run(rewards, micro, *model, *keys, devices=devices)(steps)
     assert whole["sampler_difference"] < 1e-5 and whole["reward_std"] > 0
     found = numbers(cut)
     assert found.pop("batch_fingerprint") == whole["batch_fingerprint"]

@@ -5,6 +5,7 @@ Shapes: N steps, R rows of a step, S tokens of a row and the one after it; L lay
 a token; others as in maxramp/model/.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -19,15 +20,18 @@ from test_step import (
     STEPS,
     TOLERANCE,
     by_name,
+    compiled_step,
     deviation,
     gated_mlp,
     initial_state,
     make_config,
+    place,
     random_rows,
     reference_sums,
     train,
 )
 
+from maxramp.checkpoints import arrays
 from maxramp.data.row import PADDING
 from maxramp.model.order import order_by_layer
 from maxramp.model.parts import dispatch, grouped
@@ -39,6 +43,7 @@ from maxramp.parallel.sharding import (
     X_BTD,
     CHOICES_BTk,
 )
+from maxramp.training.state import abstract_state
 
 EXPERTS, PER_TOKEN, LAYERS = 8, 2, 4
 MIXTURE = (
@@ -230,6 +235,8 @@ EXPERT = ("ici_expert_parallelism=4", "ici_fsdp_parallelism=2")
 ALL = ("ici_expert_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
 COPIES = ("ici_data_parallelism=2", "ici_expert_parallelism=2", "ici_fsdp_parallelism=2")
 PIPELINE = ("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", "ici_expert_parallelism=4")
+GATHERED = ("ici_pipeline_parallelism=2", "ici_expert_parallelism=2", "ici_fsdp_parallelism=2")
+GATHERED += ("pipeline_fsdp_ag_once=True",)
 SPLITS = {
     "2 passes": ((), 1, 2),
     "4 passes": ((), 1, 4),
@@ -240,6 +247,7 @@ SPLITS = {
     "expert, fsdp, tensor": (ALL, 8, 2),
     "data, expert, fsdp": (COPIES, 8, 2),
     "circular pipeline, expert": (PIPELINE, 8, 2),
+    "pipeline, gathered once": (GATHERED, 8, 2),
 }
 ROUTERS = {
     "row": (LOSSES, False),
@@ -349,6 +357,68 @@ def test_every_auxiliary_loss_moves_the_routers(how):
         )
         assert (np.abs(expected).max((1, 2)) > 1e-4).all()
         np.testing.assert_allclose(moves, expected, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", ("trainable_parameters_mask=[router]", "trainable_layers=[1]"))
+def test_what_is_chosen_moves_alone_and_as_it_would_with_all(keys):
+    changes = []
+    for given in ((), (keys,)):
+        found = train(config_of(*LOSSES, *given, *EXPERT, devices=8), padded_rows()[:1])
+        first, last = order(found)
+        changes.append({name: last[name] - first[name] for name in first})
+    whole, alone = changes
+    for name, change in alone.items():
+        expected = np.zeros_like(change)
+        if "router.matrix" in name and "router" in keys:
+            expected = whole[name]
+        if name.startswith("layers.") and "layers" in keys:
+            expected[1] = whole[name][1]
+        np.testing.assert_allclose(change, expected, atol=1e-6, err_msg=name)
+        assert whole[name].any(), name
+
+
+@pytest.mark.slow
+def test_a_skipped_step_keeps_counts_and_biases():
+    config = config_of("skip_bad_steps=2", **SIGMOID)
+    _, good = train(config, padded_rows()[:1]).states
+    nowhere = jax.tree.map(lambda w: w * jnp.nan, good.trained)
+    mesh = make_mesh(config)
+    with jax.set_mesh(mesh):
+        spoilt = dataclasses.replace(good, trained=nowhere)
+        after, metrics = compiled_step(config)(spoilt, place(padded_rows()[1:2], mesh))
+    assert metrics["bad_steps"] == 1
+    for kept in ("frozen", "buffers"):
+        before, found = (by_name(getattr(state, kept)) for state in (good, after))
+        assert all(np.any(x) for x in before.values())
+        np.testing.assert_equal(found, before)
+
+
+@pytest.mark.slow
+def test_biases_and_counts_are_in_a_checkpoint(tmp_path):
+    saved = trained(*LOSSES, is_sigmoid=True).states[1]
+    arrays.save(tmp_path / "1", saved)()
+    config = config_of(*LOSSES, *EXPERT, devices=8, **SIGMOID)
+    mesh = make_mesh(config)
+    with jax.set_mesh(mesh):
+        abstract = arrays.items_of(abstract_state(config.recipe, mesh))
+        found = arrays.load(tmp_path / "1", abstract)
+    np.testing.assert_equal(by_name(found["model"]), by_name(saved.model))
+    bias = by_name(found["model"])["layers.sparse.mlp.router.bias_E"]
+    assert len(np.unique(bias)) > 3
+    np.testing.assert_equal(by_name(found["optimizer"]["buffers"]), by_name(saved.buffers))
+
+
+@pytest.mark.slow
+def test_the_noise_scale_does_not_depend_on_the_mesh():
+    keys = (*LOSSES, "log_gradient_noise_scale=True")
+    one = trained(*keys, accumulation=4).metrics
+    for mesh in (EXPERT, ALL):
+        spread = trained(*keys, *mesh, devices=8, accumulation=4).metrics
+        names = {name for name in one if "noise" in name}
+        assert len(names) == 4
+        for name in names:
+            np.testing.assert_allclose(spread[name], one[name], rtol=1e-3, err_msg=name)
 
 
 # --- Tokens to their experts, and back -----------------------------------------------------------

@@ -72,10 +72,11 @@ def as_optax(transformation, weights, gradients, steps=3):
 
 
 def dimensions(name):
-    """Of a matrix of layers, which axes of [L, ...] its product sums over, and which it makes."""
-    letters = re.search("_([A-Za-z]+)'?]?[.]value", name)[1]
-    cut = 1 if letters[0] == "D" else len(letters) - 1
-    axes = tuple(range(1, 1 + len(letters)))
+    """Of a matrix of layers, which axes of [L, ...] its product sums over, and which it makes; with
+    experts of [L, E, ...]."""
+    experts, letters = re.search("_(E?)([A-Za-z]+)'?]?[.]value", name).groups()
+    cut, first = 1 if letters[0] == "D" else len(letters) - 1, 1 + len(experts)
+    axes = tuple(range(first, first + len(letters)))
     return MuonDimensionNumbers(axes[:cut], axes[cut:])
 
 
@@ -121,10 +122,10 @@ def test_muon_is_that_of_optax(sizes):
 @pytest.mark.parametrize(
     "sizes, layers",
     [
-        *(((8, 1, 1, 1), 11), ((1, 1, 2, 4), 3)),
+        *(((8, 1, 1, 1, 1), 11), ((1, 1, 2, 1, 4), 3)),
         pytest.param((1, 1, 8, 1, 1), 5, marks=pytest.mark.long),
-        pytest.param((2, 1, 1, 4), 1, marks=pytest.mark.long),
-        pytest.param((2, 1, 4, 1), 11, marks=pytest.mark.long),
+        pytest.param((2, 1, 1, 1, 4), 1, marks=pytest.mark.long),
+        pytest.param((2, 1, 4, 1, 1), 11, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -134,7 +135,13 @@ def test_muon_on_every_mesh(sizes, layers):
 
 @pytest.mark.slow
 def test_muon_in_a_circular_pipeline():
-    check_muon((1, 2, 2, 2), 8, "num_pipeline_repeats=2", "num_layers_per_pipeline_stage=2")
+    check_muon((1, 2, 2, 1, 2), 8, "num_pipeline_repeats=2", "num_layers_per_pipeline_stage=2")
+
+
+@pytest.mark.slow
+def test_muon_takes_each_expert_by_itself():
+    mixture = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
+    check_muon((1, 1, 2, 2, 2), 3, *mixture, "base_moe_mlp_dim=16")
 
 
 def test_momentum_is_that_of_optax():
