@@ -72,6 +72,7 @@ class Execution(SightKeys):
     num_layers_per_pipeline_stage: int = positive_or_open()
     num_pipeline_repeats: int = positive_or_open()
     pipeline_fsdp_ag_once: bool
+    expert_dispatch: str = one_of("autoselected", "ragged", "gather")
     grouped_matmul: str = one_of("autoselected", "megablox", "triton", "blocks", "ragged_dot")
     capacity_factor: float = above_zero_or_open()
 

@@ -11,7 +11,8 @@ from maxramp.model.pattern import Layer, Pattern
 
 EXPERT_KEYS = (
     *("num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "load_balance_loss_weight"),
-    *("load_balance_loss_scope", "router_z_loss_weight", "capacity_factor", "grouped_matmul"),
+    *("load_balance_loss_scope", "router_z_loss_weight", "capacity_factor", "expert_dispatch"),
+    "grouped_matmul",
 )
 
 

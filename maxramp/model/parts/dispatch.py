@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from maxramp.errors import ConfigError
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
 from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 
@@ -36,8 +37,20 @@ class Plan:
     way: str
 
 
-def select(platform: str | None) -> str:
-    return "ragged" if platform in ("tpu", "gpu", "cuda") and expert_devices() > 1 else "gather"
+def select(asked: str, platform: str | None, per_token: int) -> str:
+    """The way that was asked for; under autoselected the one that sends less. Of a token's D numbers
+    a device gets those of all others, P - 1 tokens for each of its own, or in an exchange k (P - 1)
+    / P of them. CPUs have no ragged exchange, and on GPUs none was seen to be right."""
+    if expert_devices() == 1:
+        return "gather"
+    if asked == "ragged" and platform == "cpu":
+        raise ConfigError(
+            "expert_dispatch=ragged needs TPUs or GPUs, not cpu devices; use "
+            "expert_dispatch=autoselected or gather"
+        )
+    if asked == "autoselected":
+        return "ragged" if platform == "tpu" and per_token < expert_devices() else "gather"
+    return asked
 
 
 def expert_devices() -> int:

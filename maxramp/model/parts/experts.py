@@ -28,7 +28,7 @@ class Experts(nnx.Module):
         E, D, F, dtype = keys.num_experts, keys.base_emb_dim, keys.moe_mlp_dim, keys.weight_dtype
         router, gate, up, out, shared = jax.random.split(key, 5)
         self.activations, self.kernel = tuple(keys.mlp_activations), keys.grouped_matmul
-        self.num_experts = E
+        self.num_experts, self.dispatch = E, keys.expert_dispatch
         self.router = Router(keys, router)
         matrix = functools.partial(normal, "matrix", dtype=dtype, leading="E")
         self.gate_EDF = matrix("D F", gate, (E, D, F), EXPERTS_IN_EDF, D**-0.5)
@@ -43,7 +43,8 @@ class Experts(nnx.Module):
     ) -> tuple[jax.Array, Aux]:
         x_BTD = jax.reshard(x_BTD, X_BTD)
         choice, aux = self.router(x_BTD, shares_BT)
-        plan = dispatch.plan(choice.experts_BTk, self.num_experts, dispatch.select(platform()))
+        way = dispatch.select(self.dispatch, platform(), choice.experts_BTk.shape[2])
+        plan = dispatch.plan(choice.experts_BTk, self.num_experts, way)
         y_MD = self._compute(dispatch.spread(x_BTD, plan), plan)
         y_BTD = dispatch.collect(y_MD, choice.weights_BTk, plan)
         if self.has_shared:
