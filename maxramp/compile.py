@@ -120,6 +120,8 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""
     number = f"{result['devices']} {device}s"
     yield "machine", f"{result['compile_topology']}{slices}: {number}, mesh {mesh}"
+    if result["grouped_matmul"]:
+        yield "experts", f"by grouped_matmul={result['grouped_matmul']}"
     for s in (stage for stage in result["stages"] if not stage["fits"]):
         near, memory = s["nearest_fit"], s["memory_gib"]
         remedy = (

@@ -216,12 +216,6 @@ def _check_together(config: Any) -> Relations:
         f"trainable_parameters_mask={mask} with lora_rank={lora}: only adapters train, and only "
         "they are in a checkpoint; leave one of them out",
     )
-    bias_rate = config.model.routed_bias_update_rate
-    yield (
-        lora and bias_rate,
-        f"routed_bias_update_rate={bias_rate:g} with lora_rank={lora}: the biases belong to the "
-        "model below the adapters, which stays as it is; use 0",
-    )
     chosen = list(optimizer.trainable_layers)
     yield (
         lora and "trainable_layers" in config.checkpoints.allow_changed,

@@ -2,18 +2,19 @@
 
 Of every tensor each device gets some rows, which its host alone reads. A compiled program moves
 them over the network between devices, turns the tensor into our axes, and puts it in its place in
-the stack of layers, whose memory it takes over. So beside its shards a host holds the parts of two
-tensors.
+the stack of layers, whose memory it takes over. Beside its shards a host holds no more than the
+parts of the two largest tensors.
 
 Shapes: L layers of a stack, E experts, R rows of a tensor (its first axis), N devices, r rows of a
 device.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import jax
@@ -129,20 +130,32 @@ def load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[Named]
     with ThreadPoolExecutor() as pool, jax.set_mesh(mesh_of(model)):
         arrays = list(map(_begin, weights))
         steps = [
-            (at, weight, place, tensors[name], parts)
+            (tensors[name], parts, at, weight, place)
             for at, weight in enumerate(weights)
             for parts in [_Parts.from_weight(weight)]
             for place, name in weight.names.items()
         ]
-        ahead = (parts.begin(tensor, pool) for *_, tensor, parts in steps)
-        coming = next(ahead)
-        for at, weight, place, tensor, parts in steps:
+        for coming, tensor, parts, at, weight, place in _read_ahead(steps, pool):
             x_NR = coming()
-            coming = next(ahead, None)
             arrays[at] = _put(arrays[at], x_NR, place, weight.form, tensor.rows, parts)
             del x_NR
             jax.block_until_ready(arrays[at])  # programs that wait would hold their parts
     return order_by_stage(structure.unflatten(arrays), model)
+
+
+def _read_ahead(steps: Sequence[tuple], pool: Executor) -> Iterator[tuple]:
+    """Steps of a tensor, its parts and more, behind what waits for them to be read. Meanwhile those
+    of the next are read, of as many as are no larger than the largest together."""
+    sizes = [math.prod(tensor.shape) for tensor, *_ in steps]
+    most, waiting, total = max(sizes), collections.deque(), 0
+    for (tensor, parts, *more), size in zip(steps, sizes, strict=True):
+        waiting.append((size, (parts.begin(tensor, pool), tensor, parts, *more)))
+        total += size
+        while total > most:
+            size, step = waiting.popleft()
+            total -= size
+            yield step
+    yield from (step for _, step in waiting)
 
 
 def _begin(weight: Named) -> jax.Array:

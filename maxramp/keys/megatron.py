@@ -101,7 +101,7 @@ def _translate_experts(
     is_sigmoid, is_whole = keys.get("routed_score_func") == "sigmoid", _WHOLE in flags
     keys["decoder_block"] = "mixtral"
     if has_norms:
-        keys["decoder_block"] = "dots1" if is_sigmoid else "qwen3_moe"
+        keys |= {"decoder_block": "dots1" if is_sigmoid else "qwen3_moe", "use_qk_norm": True}
         keys["norm_topk_prob"] = is_sigmoid or not is_whole
     if is_whole and (not has_norms or is_sigmoid):
         left_out.append(f"--{_WHOLE}")

@@ -8,6 +8,7 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
+from maxramp.model.parts import grouped
 from maxramp.model.size import training_flops_per_token
 from maxramp.planning.keys import PlanKeys
 from maxramp.planning.pod import Pod, least_rows
@@ -55,6 +56,7 @@ def compile_stages(
         "rows_multiple": spec.rows_multiple,
         "peak_tflops_per_device": machine.peak_tflops,
         "groups": machine.groups,
+        "grouped_matmul": grouped.select_for(pod.config.model, machine.devices[0].platform),
         "times": machine.times,
         "stages": entries,
         "totals": {

@@ -26,6 +26,7 @@ from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_active_parameters, num_parameters
+from maxramp.model.parts import grouped
 from maxramp.model.parts.attention import cost_of_packing, select_for
 from maxramp.model.size import describe_weights
 from maxramp.parallel.mesh import format_sizes, mesh_of
@@ -269,6 +270,8 @@ class Output:
         kernels = {select_for(of_length, platform) for of_length in of_rows}
         costs = map(cost_of_packing, sorted(kernels) if corpus.packed else ())
         lines += [f"packing  {cost}" for cost in costs if cost]
+        if kernel := grouped.select_for(recipe.model, platform):
+            lines.append(f"experts  by grouped_matmul={kernel}")
         if ramp.rungs:
             rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)
             lines.append(f"ramp     decided while the run trains: batch {rungs}")

@@ -293,27 +293,6 @@ CASES = {
         *("per_device_batch_size 3 (stage 1)", "multiples of 2 rows", "2 or 4"),
         devices=8,
     ),
-    # Experts.
-    "experts of a dense model": keys(
-        "num_experts=8", "num_experts=8", "decoder_block=mixtral", "decoder_block=llama2 here"
-    ),
-    "no experts": keys("decoder_block=mixtral", "num_experts=1", "2 or more"),
-    "more experts of a token than there are": keys(
-        "decoder_block=mixtral num_experts=4 num_experts_per_tok=5", "per_tok=5", "4 or fewer"
-    ),
-    "experts over the expert axis": keys(
-        "decoder_block=mixtral num_experts=6 ici_expert_parallelism=4",
-        *("num_experts=6", "expert axis of 4", "ici_expert_parallelism"),
-        devices=8,
-    ),
-    "an expert axis without experts": keys(
-        "ici_expert_parallelism=2 ici_fsdp_parallelism=4",
-        *("ici_expert_parallelism=2", "llama2 has no experts", "use ici_fsdp_parallelism"),
-        devices=8,
-    ),
-    "no layer of experts": keys(
-        "decoder_block=mixtral num_experts=4 first_num_dense_layers=2", "first_num_dense_layers=2"
-    ),
     "no nodes": keys("num_nodes=0"),
     "query heads over tensor": keys(
         "ici_tensor_parallelism=8 base_num_query_heads=4 base_num_kv_heads=4",

@@ -271,7 +271,7 @@ def test_a_whole_file_of_maxtexts(tmp_path):
     values, notes = load(config=path)
     same = {"checkpoint_period": 10000, "vocab_size": 32000, "learning_rate": 3e-5}
     assert values == same  # rope_factor, which nothing reads here, is not the user's own
-    assert len(notes) == 1
+    assert len(notes) == 2 and "routed_score_func=: taken as routed_score_func=softmax" in notes[0]
     assert "are the product alone" in refusal("logits_via_embedding=True", config=path)
     assert refusal("eval_split=tiny", config=path).startswith("eval_split=tiny (MaxText's): data")
 

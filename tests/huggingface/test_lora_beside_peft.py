@@ -35,6 +35,7 @@ CASES = [
         "llama2",
         {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3, "layers_to_transform": [1, 3]},
     ),
+    ("dots1", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     ("qwen2.5", {"target_modules": r".*\.layers\.[13]\..*(k_proj|down_proj)"}),
 ]
 

@@ -85,6 +85,11 @@ SMALL = (
     "vocab_size=260",
     "max_target_length=12",
 )
+EXPERTS = (
+    *("decoder_block=dots1", "use_qk_norm=true", "routed_bias=true", "routed_score_func=sigmoid"),
+    *("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=20", "shared_experts=1"),
+    "first_num_dense_layers=1",
+)
 
 
 def load(*arguments):
@@ -103,8 +108,12 @@ def abstract_model(config):
 
 def test_shape_keys_are_those_that_change_a_weight():
     """Each key of the model, changed alone; a family is a name for some of them."""
-    config = load(*SMALL)
+    dense, experts = load(*SMALL), load(*SMALL, *EXPERTS)
+    found = _keys_of_shapes(dense) | _keys_of_shapes(experts)
+    assert found == {*SHAPE_KEYS, "lora_rank"}
 
+
+def _keys_of_shapes(config):
     def shapes(**changed):
         model = abstract_model(config.replace(**changed))
         return {str(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(model)}
@@ -113,19 +122,20 @@ def test_shape_keys_are_those_that_change_a_weight():
     other |= {"dtype": "bfloat16", "weight_dtype": "bfloat16", "remat_policy": "full"}
     other |= {"attention": "dot_product", "rope_type": "llama3.1", "sliding_window_size": 8}
     other |= {"lora_rank": 4, "lora_dropout": 0.5}
-    other |= {"routed_score_func": "sigmoid", "load_balance_loss_scope": "step"}
-    other |= {"grouped_matmul": "blocks", "base_moe_mlp_dim": 16, "first_num_dense_layers": 1}
-    other |= {"n_routing_groups": 2, "topk_routing_group": 1, "capacity_factor": 2.0}
-    found = {"decoder_block"}
-    names = {field.name for field in dataclasses.fields(config.model)} - found
-    for family in ({}, {"decoder_block": "mixtral", "num_experts": 4}):
-        before, values = shapes(**family), config.values | family
-        for name in names:
-            value = values[name]
-            new = other.get(name, not value if isinstance(value, bool) else 2 * value or 1)
+    of_softmax = config.model.routed_score_func == "softmax"
+    other |= {"routed_score_func": "sigmoid" if of_softmax else "softmax"}
+    other |= {"grouped_matmul": "blocks", "first_num_dense_layers": 2, "shared_experts": 2}
+    other |= {"load_balance_loss_scope": "step", "capacity_factor": 2.0, "base_moe_mlp_dim": 30}
+    other |= {"n_routing_groups": 2, "topk_routing_group": 1, "routed_bias_update_rate": 0.1}
+    other |= {"load_balance_loss_weight": 0.1, "router_z_loss_weight": 0.1}
+    before, found = shapes(), {"decoder_block"}
+    for field in dataclasses.fields(config.model):
+        name, value = field.name, config.values[field.name]
+        if name != "decoder_block":
+            new = other.get(name, not value if isinstance(value, bool) else 2 * value)
             assert new != value
-            found |= {name} if shapes(**family | {name: new}) != before else set()
-    assert found == {*SHAPE_KEYS, "lora_rank"}
+            found |= {name} if shapes(**{name: new}) != before else set()
+    return found
 
 
 @pytest.mark.parametrize("tied", (False, True))

@@ -89,6 +89,18 @@ def test_a_cluster_that_shards_over_all_of_its_gpus():
 
 @pytest.mark.slow
 @needs_cuda
+def test_experts_compute_their_own_rows_alone():
+    """Dense, each of the 8 experts would compute all rows: 4 times these FLOPs."""
+    s, result, config = compiled(
+        *("compile_topology=h200:1x4", "decoder_block=mixtral", "base_num_decoder_layers=1"),
+        *("num_experts=8", "num_experts_per_tok=2"),
+    )
+    assert result["grouped_matmul"] == "triton"
+    assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 512), rel=0.02)
+
+
+@pytest.mark.slow
+@needs_cuda
 def test_axes_and_the_links_they_cross():
     """Tensor inside a node, fsdp between nodes: activations over NVLink, weights over the other."""
     s, _, config = compiled("ici_tensor_parallelism=4")

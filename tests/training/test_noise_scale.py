@@ -15,11 +15,12 @@ from jax.sharding import NamedSharding
 from maxramp.data.row import PADDING
 from maxramp.measuring.noise import ratio_of_means
 from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.weights import weights_of
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Objective, next_token_prediction
-from maxramp.training.state import init_state
+from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step
 
 LENGTH, VOCAB, ROWS = 16, 264, 32
@@ -187,3 +188,36 @@ def test_truth_lies_in_the_interval():
     assert high < 1.2 * low and low < ratio < high
     D = config.model.base_emb_dim
     assert np.mean(variance) == pytest.approx(D * (1 - np.square(p).sum()), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("decoder_block=qwen3", "use_qk_norm=true"),
+        ("decoder_block=olmoe", "use_qk_norm=true", "num_experts=4", "num_experts_per_tok=2"),
+    ],
+    ids=" ".join,
+)
+def test_norms_of_queries_and_keys(keys):
+    """Of each head, or of all heads over tensor: as the rows' own gradients have them."""
+    keys = (*keys, "base_num_decoder_layers=2", "base_num_query_heads=4", "base_num_kv_heads=2")
+    (before, *_), (found, *_) = trained(LOG, *MIXED, *keys, accumulation=1)
+    config = config_of(*keys, devices=1)
+    tokens, of_rows = [], []
+    with jax.set_mesh(make_mesh(config)):
+        like = abstract_state(config.recipe, make_mesh(config)).model
+        model = jax.tree.map(
+            lambda x, y: jax.device_put(np.asarray(x), y.sharding), before.model, like
+        )
+        objective = next_token_prediction(config.objective, config.model)
+        gradient = jax.jit(jax.grad(objective, has_aux=True))
+        for row_S in random_rows(3, 1, ROWS)[0].reshape(ROWS, -1):
+            g, aux = gradient(model, batch_of(row_S[None]))
+            scales = [x for x in weights_of(g) if x.role == "scale"]
+            of_rows.append(np.concatenate([np.ravel(x[...]) for x in scales]).astype(np.float64))
+            tokens.append(float(aux.shown["tokens"]))
+    square = np.square(np.sum(of_rows, 0)).sum()
+    expected = by_definition(np.square(of_rows), tokens, square)
+    actual = [found["norms_noise_signal"], found["norms_noise_variance"]]
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)

@@ -84,10 +84,15 @@ def _check_experts(keys: ModelKeys) -> Relations:
         f"lora_targets={list(keys.lora_targets)}: experts have no adapters; use "
         "lora_targets=[q_proj, k_proj, v_proj, o_proj]",
     )
+    rate = f"routed_bias_update_rate={keys.routed_bias_update_rate:g}"
     yield (
         keys.routed_bias_update_rate and not keys.routed_bias,
-        f"routed_bias_update_rate={keys.routed_bias_update_rate:g} moves the biases of "
-        "routed_bias=True; give it, or leave the rate out",
+        f"{rate} moves the biases of routed_bias=True; give it, or leave the rate out",
+    )
+    yield (
+        keys.routed_bias_update_rate and keys.lora_rank,
+        f"{rate} with lora_rank={keys.lora_rank}: the biases belong to the model below the "
+        "adapters, which stays as it is; use 0",
     )
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.errors import ConfigError
+from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.weights import STAGE_PRODUCTS, Weight
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
@@ -39,21 +40,26 @@ def _product(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, kernel: str) -> 
     spec = jax.typeof(w).sharding.spec
 
     def local(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        return _KERNELS[kernel].product(x_MK, _gather(w, spec), sizes_E)
+        w_EAB = _gather(w, spec)
+        return _KERNELS[kernel].product(x_MK, w_EAB, sizes_E, is_transposed=_is_turned(spec))
 
     return map_shards(local, (SORTED_M, spec, SORTED_M), SORTED_M)(x_MK, w, sizes_E)
 
 
+def _is_turned(spec: Spec) -> bool:
+    """Whether the outputs of the weights lie over fsdp and not their inputs. Their shards are
+    turned, so that they are gathered, and gradients scattered, at the side that is not in a
+    device's lanes: XLA for TPUs would copy what it gathers there, and scatter nothing."""
+    return spec.partitions[-1] == "fsdp"
+
+
 def _gather(w: jax.Array, spec: Spec) -> jax.Array:
-    """The weights [E, K, N] of a device's experts, of a stage's one layer, whole over fsdp."""
-    w_EKN, side = w.reshape(w.shape[-3:]), _sharded_side(spec)
-    return w_EKN if side is None else all_gather(w_EKN, "fsdp", side)
-
-
-def _sharded_side(spec: Spec) -> int | None:
-    """None of weights that were made whole before."""
-    sides = spec.partitions[-3:]
-    return sides.index("fsdp") if "fsdp" in sides else None
+    """The weights of a device's experts, of a stage's one layer, whole over fsdp: [E, K, N], or
+    turned [E, N, K]."""
+    w_EKN = w.reshape(w.shape[-3:])
+    if "fsdp" not in spec.partitions:  # gathered before
+        return w_EKN
+    return all_gather(w_EKN.swapaxes(1, 2) if _is_turned(spec) else w_EKN, "fsdp", dimension=1)
 
 
 def _forward(x_MK, w, sizes_E, kernel):
@@ -65,12 +71,14 @@ def _backward(kernel, residuals, dy_MN):
     copies = [axis for axis in BATCH_AXES if axis not in (*spec.partitions, *spec.reduced)]
 
     def local(x_MK, w, sizes_E, dy_MN):
-        way = _KERNELS[kernel]
-        dx_MK = way.product(dy_MN, _gather(w, spec), sizes_E, is_transposed=True)
+        way, is_turned = _KERNELS[kernel], _is_turned(spec)
+        dx_MK = way.product(dy_MN, _gather(w, spec), sizes_E, is_transposed=not is_turned)
         # Each device holds the sum of its own shard alone, never that of all.
-        dw_EKN = way.gradient(x_MK, dy_MN, sizes_E).astype(w.dtype)
-        if (side := _sharded_side(spec)) is not None:
-            dw_EKN = psum_scatter(dw_EKN, "fsdp", side)
+        sides = (dy_MN, x_MK) if is_turned else (x_MK, dy_MN)
+        dw = way.gradient(*sides, sizes_E).astype(w.dtype)
+        if "fsdp" in spec.partitions:
+            dw = psum_scatter(dw, "fsdp", dimension=1)
+        dw_EKN = dw.swapaxes(1, 2) if is_turned else dw
         return dx_MK, psum(dw_EKN, copies).reshape(w.shape)
 
     specs = SORTED_M, spec, SORTED_M, SORTED_M
@@ -117,6 +125,11 @@ def select(asked: str, platform: str | None) -> str:
                 f"grouped_matmul={asked} {obstacle}; use grouped_matmul=autoselected or blocks"
             )
     return asked
+
+
+def select_for(keys: ModelKeys, platform: str | None) -> str | None:
+    """None for a model without experts."""
+    return select(keys.grouped_matmul, platform) if keys.num_experts > 1 else None
 
 
 # Blocks of rows in a loop: XLA for CPUs makes every expert multiply every row in its ragged_dot.
@@ -201,7 +214,7 @@ def _megablox_product(
 
     (M, K), N = x_MK.shape, w.shape[1 if is_transposed else 2]
     tile = _row_tile(M, len(sizes_E))
-    tiling, x_MK = (tile, min(_SIDE_TILE, K), min(_SIDE_TILE, N)), _pad_rows(x_MK, tile)
+    tiling, x_MK = (tile, _input_tile(K), min(_SIDE_TILE, N)), _pad_rows(x_MK, tile)
     y_MN = gmm(
         x_MK, w, sizes_E, x_MK.dtype, tiling, transpose_rhs=is_transposed, interpret=interpret
     )
@@ -220,9 +233,14 @@ def _megablox_gradient(
 
 
 def _row_tile(rows: int, experts: int) -> int:
-    """A group begins and ends within a tile, which two groups then go through."""
-    share = max(1, rows // experts // 2)
+    """An eighth of a group: it begins and ends within a tile, which two groups then go through."""
+    share = max(1, rows // experts // 8)
     return min(_ROW_TILE, max(128, 1 << (share.bit_length() - 1)))
+
+
+def _input_tile(inputs: int) -> int:
+    """All where they fit: then the tiles of a group read its weights once."""
+    return inputs if inputs <= 2 * _SIDE_TILE else _SIDE_TILE
 
 
 def _pad_rows(x: jax.Array, tile: int) -> jax.Array:
@@ -241,7 +259,7 @@ def _triton_gradient(*arrays: jax.Array, **options) -> jax.Array:
     return grouped_triton.gradient(*arrays, **options)
 
 
-def _interpreted(kernel: _Kernel) -> _Kernel:
+def _interpret(kernel: _Kernel) -> _Kernel:
     return _Kernel(
         *(functools.partial(run, interpret=True) for run in (kernel.product, kernel.gradient))
     )
@@ -253,4 +271,4 @@ _KERNELS = {
     "megablox": _Kernel(_megablox_product, _megablox_gradient),
     "triton": _Kernel(_triton_product, _triton_gradient),
 }
-_KERNELS |= {f"{name}_interpreted": _interpreted(_KERNELS[name]) for name in ("megablox", "triton")}
+_KERNELS |= {f"{name}_interpreted": _interpret(_KERNELS[name]) for name in ("megablox", "triton")}

@@ -19,13 +19,17 @@ from jax.experimental.pallas import triton
 class Tiling:
     """Sizes are powers of two, at least 16."""
 
-    rows: int = 128
-    columns: int = 128
-    inner: int = 64
+    rows: int
+    columns: int
+    inner: int
     warps: int = 8
     stages: int = 3
 
 
+# The fastest of twelve on an H100 for Mixtral's and Qwen3's sizes, or within a few percent: 76 to
+# 92% and 61 to 79% of the speed of a dense product. Three stages also fit into an A100's memory.
+_HALF = Tiling(128, 256, 64)
+_FLOAT32 = Tiling(128, 128, 32)
 _NEIGHBORS = 8  # tiles of rows that share the weights in a GPU's cache
 
 
@@ -35,9 +39,10 @@ def product(
     sizes_E: jax.Array,
     is_transposed: bool = False,
     interpret: bool = False,
-    tiling: Tiling = Tiling(),
+    tiling: Tiling | None = None,
 ) -> jax.Array:
     """[M, N]: every row times its expert's matrix, of [E, K, N] or transposed of [E, N, K]."""
+    tiling = tiling or _choose(x_MK)
     M, E, N = len(x_MK), len(sizes_E), w.shape[1 if is_transposed else 2]
     share = pl.cdiv(M, E)  # of an expert, if all have as many
     rows = min(tiling.rows, max(16, pl.next_power_of_2(share)))
@@ -67,9 +72,10 @@ def gradient(
     dy_MN: jax.Array,
     sizes_E: jax.Array,
     interpret: bool = False,
-    tiling: Tiling = Tiling(),
+    tiling: Tiling | None = None,
 ) -> jax.Array:
     """[E, K, N]: of every expert the products of its rows' inputs with their outputs' gradients."""
+    tiling = tiling or _choose(x_MK)
     K, N, E = x_MK.shape[1], dy_MN.shape[1], len(sizes_E)
     grid = pl.cdiv(K, tiling.rows), pl.cdiv(N, tiling.columns)
     return pl.pallas_call(
@@ -157,6 +163,10 @@ def _clip(*sides: tuple[jax.Array, int, int]):
     (a, m, end_m), (b, n, end_n) = sides
     is_row, is_column = a + jnp.arange(m) < end_m, b + jnp.arange(n) < end_n
     return (pl.ds(a, m), pl.ds(b, n)), is_row[:, None] & is_column[None, :]
+
+
+def _choose(x: jax.Array) -> Tiling:
+    return _FLOAT32 if x.dtype == jnp.float32 else _HALF
 
 
 def _params(tiling: Tiling) -> triton.CompilerParams:
