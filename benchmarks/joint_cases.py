@@ -135,9 +135,7 @@ class Case:
 
     @property
     def has_experts(self) -> bool:
-        return self.has("start") == "released_experts" or any(
-            "num_experts" in c.keys for c in self.choices
-        )
+        return any("num_experts" in choice.keys for choice in self.choices)
 
     @property
     def exact(self) -> bool:

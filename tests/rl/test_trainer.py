@@ -143,7 +143,8 @@ def test_the_update_depends_on_no_cutting(rewards, micro, model, keys, devices):
         assert value == pytest.approx(whole[name], rel=1e-5, abs=1e-5), name
     for one, two in zip(change, other, strict=True):
         assert np.abs(one).max() > 0
-        assert np.abs(one - two).max() <= 1e-5 * np.abs(one).max()
+        rounding = 1.2e-7  # of a weight of 1
+        assert np.abs(one - two).max() <= 1e-5 * np.abs(one).max() + rounding
 
 
 @pytest.mark.slow
