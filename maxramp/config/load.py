@@ -1,6 +1,7 @@
 """YAML files and key=value -> one checked configuration, and back."""
 
 import dataclasses
+import difflib
 import itertools
 import os
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -136,10 +137,12 @@ def _read_layers(arguments: Sequence[str], program: str, note: Note) -> list[Giv
     elif chosen and chosen[-1] != "default":
         path = CONFIGS / "models" / f"{chosen[-1]}.yml"
         if len(chosen[-1]) > 100 or not path.is_file():
-            there = ", ".join(sorted(p.stem for p in path.parent.glob("*.yml")))
+            there = sorted(p.stem for p in path.parent.glob("*.yml"))
+            near = ", ".join(difflib.get_close_matches(chosen[-1], there, 8, 0.4) or there[:8])
             raise ConfigError(
-                f"model_name={chosen[-1]} has no file configs/models/{chosen[-1]}.yml; "
-                f"there are default, hf (the sizes of load_parameters_path), {there}"
+                f"model_name={chosen[-1]} has no file configs/models/{chosen[-1]}.yml; there are "
+                f"default, hf (the sizes of load_parameters_path), and {len(there)} files there: "
+                f"{near}, ..."
             )
         files += read(str(path), (), note)[:-1]
     return [*files, command_line]

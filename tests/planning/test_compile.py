@@ -280,7 +280,8 @@ def test_shipped_pods_resolve():
     for path in sorted((CONFIGS / "pods").glob("*.yml")):
         loaded = load([str(path)])
         chips = topology.parse(loaded.planning.compile_topology).chips
-        assert chips == loaded.batch.num_nodes * loaded.batch.devices_per_node == 1024
+        assert chips == loaded.batch.num_nodes * loaded.batch.devices_per_node
+        assert chips in (64, 1024)
         config = resolve(loaded, chips, 1, 1)
         ramp = RampupBatchManager(config.batch, chips)
         ramp.check(ramp.stages)
@@ -291,7 +292,9 @@ def test_shipped_pods_resolve():
 def test_shipped_pods_have_their_meshes():
     """Also where an axis is a part of a side of the torus."""
     for path in sorted((CONFIGS / "pods").glob("*.yml")):
-        assert Pod.from_config(load([str(path)]), print).mesh.size == 1024
+        config = load([str(path)])
+        chips = config.batch.num_nodes * config.batch.devices_per_node
+        assert Pod.from_config(config, print).mesh.size == chips
 
 
 @pytest.mark.slow

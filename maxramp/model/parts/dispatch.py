@@ -38,9 +38,9 @@ class Plan:
 
 
 def select(asked: str, platform: str | None, per_token: int) -> str:
-    """The way that was asked for; under autoselected the one that sends less. Of a token's D numbers
-    a device gets those of all others, P - 1 tokens for each of its own, or in an exchange k (P - 1)
-    / P of them. CPUs have no ragged exchange, and on GPUs none was seen to be right."""
+    """The way that was asked for; under autoselected the one that sends less: P devices gather the
+    tokens of P - 1 others, or exchange k (P - 1) / P times their own. CPUs have no ragged exchange,
+    and on GPUs nobody has seen one that is right."""
     if expert_devices() == 1:
         return "gather"
     if asked == "ragged" and platform == "cpu":
