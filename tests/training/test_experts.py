@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_mesh
-from jax.sharding import NamedSharding
 from test_step import (
     LENGTH,
     ROWS,
@@ -23,7 +22,6 @@ from test_step import (
     compiled_step,
     deviation,
     gated_mlp,
-    initial_state,
     make_config,
     place,
     random_rows,
@@ -34,15 +32,6 @@ from test_step import (
 from maxramp.checkpoints import arrays
 from maxramp.data.row import PADDING
 from maxramp.model.order import order_by_layer
-from maxramp.model.parts import dispatch, grouped
-from maxramp.model.parts.weights import new_weight
-from maxramp.parallel.sharding import (
-    EXPERTS_IN_EDF,
-    EXPERTS_OUT_EFD,
-    STREAM_BTD,
-    X_BTD,
-    CHOICES_BTk,
-)
 from maxramp.training.state import abstract_state
 
 EXPERTS, PER_TOKEN, LAYERS = 8, 2, 4
@@ -419,84 +408,3 @@ def test_the_noise_scale_does_not_depend_on_the_mesh():
         assert len(names) == 4
         for name in names:
             np.testing.assert_allclose(spread[name], one[name], rtol=1e-3, err_msg=name)
-
-
-# --- Tokens to their experts, and back -----------------------------------------------------------
-
-
-def choices(name):
-    """Experts of tokens [B, T, 2] by how they are spread; EXPERTS: none."""
-    random = np.random.default_rng(2)
-    chosen = random.permuted(np.tile(np.arange(EXPERTS), (16, 8, 1)), axis=-1)[..., :PER_TOKEN]
-    if name == "all to two of a device":
-        chosen[:] = 4, 5
-    if name == "few":
-        chosen = np.where(np.isin(chosen, (1, 6)), chosen, EXPERTS)
-    if name == "dropped":
-        chosen = np.where(random.random(chosen.shape) < 0.4, EXPERTS, chosen)
-    if name == "none":
-        chosen[:] = EXPERTS
-    return chosen.astype(np.int32)
-
-
-def plain_mixture(x_BTD, weights_BTk, in_EDF, out_EFD, chosen_BTk):
-    made_BTED = jnp.einsum("BTD,EDF,EFG->BTEG", x_BTD, in_EDF, out_EFD)
-    is_chosen_BTkE = chosen_BTk[..., None] == np.arange(EXPERTS)
-    return jnp.einsum("BTk,BTkE,BTED->BTD", weights_BTk, is_chosen_BTkE.astype(float), made_BTED)
-
-
-@pytest.mark.parametrize("mesh", slow_but((EXPERT, ALL), ALL), ids=("expert 4", "expert 2, tensor"))
-def test_every_way_to_the_experts_is_that_of_a_plain_product(mesh):
-    """Forward and backward, also where one device's experts take all tokens, or none."""
-    random = np.random.default_rng(3)
-    shapes = (16, 8, 32), (16, 8, PER_TOKEN), (EXPERTS, 32, 16), (EXPERTS, 16, 32)
-    arrays = [random.normal(size=shape).astype(np.float32) for shape in shapes]
-    specs = X_BTD, CHOICES_BTk, EXPERTS_IN_EDF, EXPERTS_OUT_EFD
-    weigh_BTD = random.normal(size=shapes[0]).astype(np.float32)
-
-    @functools.partial(jax.jit, static_argnames="way")
-    def ours(x_BTD, weights_BTk, in_EDF, out_EFD, chosen_BTk, way):
-        def total(x_BTD, weights_BTk, in_EDF, out_EFD):
-            plan = dispatch.plan(chosen_BTk, EXPERTS, way)
-            y = dispatch.spread(x_BTD, plan)
-            for w, axes in ((in_EDF, "D F"), (out_EFD, "F D")):
-                y = grouped.product(y, new_weight(w, "matrix", axes, "E"), plan.sizes_E, "blocks")
-            y_BTD = dispatch.collect(y, weights_BTk, plan)
-            return (y_BTD * jax.reshard(weigh_BTD, STREAM_BTD)).sum(), y_BTD
-
-        given = x_BTD, weights_BTk, in_EDF, out_EFD
-        return jax.grad(total, range(4), has_aux=True)(*given)
-
-    def defined(*arrays, chosen):
-        y_BTD = plain_mixture(*arrays, chosen)
-        return (y_BTD * weigh_BTD).sum(), y_BTD
-
-    with jax.set_mesh(devices := make_mesh(config_of(*mesh, devices=8))):
-        placed = [
-            jax.device_put(a, NamedSharding(devices, s)) for a, s in zip(arrays, specs, strict=True)
-        ]
-        for name in ("spread", "all to two of a device", "few", "dropped", "none"):
-            chosen = choices(name)
-            expected = jax.grad(functools.partial(defined, chosen=chosen), range(4), has_aux=True)
-            expected = jax.tree.map(np.asarray, expected(*arrays))
-            for way in ("gather", "ragged_interpreted"):
-                found = ours(*placed, jax.reshard(chosen, CHOICES_BTk), way=way)
-                for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-                    np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4, err_msg=f"{name} {way}")
-
-
-def test_routers_compute_in_float32():
-    """What bfloat16 would round decides and weighs nothing."""
-    config = config_of("dtype=bfloat16")
-    with jax.set_mesh(make_mesh(config)):
-        model = initial_state(config).model.cast("bfloat16").one_by_one()
-        mlp = model.layers[0].mlp
-        assert mlp.gate_EDF[...].dtype == jnp.bfloat16
-        x_BTD = jax.random.normal(jax.random.key(0), (ROWS, LENGTH, 32), jnp.bfloat16)
-        choice, _ = mlp.router(x_BTD, None)
-    logits = np.asarray(x_BTD, np.float64) @ np.asarray(mlp.router.matrix_DE[...], np.float64)
-    top = np.sort(logits)[..., ::-1][..., :PER_TOKEN]
-    weights = np.exp(top) / np.exp(top).sum(-1, keepdims=True)
-    assert choice.weights_BTk.dtype == jnp.float32
-    np.testing.assert_allclose(choice.weights_BTk, weights, rtol=3e-6)
-    np.testing.assert_array_equal(choice.experts_BTk, np.argsort(-logits)[..., :PER_TOKEN])
