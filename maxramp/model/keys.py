@@ -73,7 +73,7 @@ class Execution(SightKeys):
     num_pipeline_repeats: int = positive_or_open()
     pipeline_fsdp_ag_once: bool
     expert_dispatch: str = one_of("autoselected", "ragged", "gather")
-    grouped_matmul: str = one_of("autoselected", "megablox", "triton", "blocks", "ragged_dot")
+    grouped_matmul: str = one_of("autoselected", "megablox", "triton", "blocks")
     capacity_factor: float = above_zero_or_open()
 
 

@@ -56,7 +56,7 @@ class Experts(nnx.Module):
         kernel = grouped.select(self.kernel, platform())
         own = self.num_experts // dispatch.expert_devices()
         # The compiler does not know how long a kernel takes: `planning.hlo` reads this.
-        with jax.named_scope(grouped.describe(plan.equal_rows, plan.rows, own)):
+        with jax.named_scope(grouped.describe(kernel, plan.equal_rows, plan.rows, own)):
             gate_MF = f(grouped.product(x_MD, self.gate_EDF, plan.sizes_E, kernel))
             up_MF = g(grouped.product(x_MD, self.up_EDF, plan.sizes_E, kernel))
             return grouped.product(gate_MF * up_MF, self.out_EFD, plan.sizes_E, kernel)

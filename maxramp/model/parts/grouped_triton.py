@@ -44,8 +44,7 @@ def product(
     """[M, N]: every row times its expert's matrix, of [E, K, N] or transposed of [E, N, K]."""
     tiling = tiling or _choose(x_MK)
     M, E, N = len(x_MK), len(sizes_E), w.shape[1 if is_transposed else 2]
-    share = pl.cdiv(M, E)  # of an expert, if all have as many
-    rows = min(tiling.rows, max(16, pl.next_power_of_2(share)))
+    rows = row_tile(M, E, tiling)
     tiles = min(M, M // rows + E)
     kernel = functools.partial(
         _product_kernel,
@@ -163,6 +162,10 @@ def _clip(*sides: tuple[jax.Array, int, int]):
     (a, m, end_m), (b, n, end_n) = sides
     is_row, is_column = a + jnp.arange(m) < end_m, b + jnp.arange(n) < end_n
     return (pl.ds(a, m), pl.ds(b, n)), is_row[:, None] & is_column[None, :]
+
+
+def row_tile(rows: int, experts: int, tiling: Tiling = _HALF) -> int:
+    return min(tiling.rows, max(16, pl.next_power_of_2(pl.cdiv(rows, experts))))
 
 
 def _choose(x: jax.Array) -> Tiling:

@@ -1,0 +1,47 @@
+"""Grouped products on TPUs, by the kernels of megablox. Shapes as in `grouped`."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+_ROW_TILE, _SIDE_TILE = 512, 1024  # most rows, inputs and outputs of a tile
+
+
+def product(
+    x_MK: jax.Array,
+    w: jax.Array,
+    sizes_E: jax.Array,
+    is_transposed: bool = False,
+    interpret: bool = False,
+) -> jax.Array:
+    (M, K), N = x_MK.shape, w.shape[1 if is_transposed else 2]
+    tile = row_tile(M, len(sizes_E))
+    tiling, x_MK = (tile, _input_tile(K), min(_SIDE_TILE, N)), _pad_rows(x_MK, tile)
+    y_MN = gmm(
+        x_MK, w, sizes_E, x_MK.dtype, tiling, transpose_rhs=is_transposed, interpret=interpret
+    )
+    return y_MN[:M]
+
+
+def gradient(
+    x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, interpret: bool = False
+) -> jax.Array:
+    tile = row_tile(len(x_MK), len(sizes_E))
+    tiling = tile, *(min(_SIDE_TILE, x.shape[1]) for x in (x_MK, dy_MN))
+    x_KM, dy_MN = _pad_rows(x_MK, tile).T, _pad_rows(dy_MN, tile)
+    return tgmm(x_KM, dy_MN, sizes_E, x_MK.dtype, tiling, interpret=interpret)
+
+
+def row_tile(rows: int, experts: int) -> int:
+    """An eighth of a group: it begins and ends within a tile, which two groups then go through."""
+    share = max(1, rows // experts // 8)
+    return min(_ROW_TILE, max(128, 1 << (share.bit_length() - 1)))
+
+
+def _input_tile(inputs: int) -> int:
+    """All where they fit: then the tiles of a group read its weights once."""
+    return inputs if inputs <= 2 * _SIDE_TILE else _SIDE_TILE
+
+
+def _pad_rows(x: jax.Array, tile: int) -> jax.Array:
+    return jnp.pad(x, ((0, -len(x) % tile), (0, 0)))
