@@ -196,8 +196,8 @@ def _flops(i: hlo.Instruction) -> float:
             W = min(int(window[1]), T)
             seen = W * (2 * T - W) / 2
         return _ATTENTION[target] * 2.0 * B * H * h * seen
-    if "/grouped_" in i.rest:  # every row is some expert's; behind an all-to-all fewer are
-        return 2.0 * math.prod(i.operands[-2].shape) * i.shape[-1]
+    if scope := re.search(r"grouped_rows_(\d+)_.*/grouped_", i.rest):  # buffers have room for more
+        return 2.0 * int(scope[1]) * i.operands[-2].shape[1] * i.shape[-1]
     return 0.0
 
 
