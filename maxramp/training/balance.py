@@ -4,7 +4,6 @@ Shapes: B rows, T tokens, L layers of experts, E experts.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from flax import nnx
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.positions import Positions
-from maxramp.model.parts.routing import LOAD, Router
+from maxramp.model.parts.routing import LOAD, Router, load_shares
 from maxramp.model.parts.weights import Weight, map_weights
 from maxramp.parallel.sharding import axes_spec
 
@@ -34,19 +33,21 @@ def summing_positions(model: Decoder, batch: Batch, divisors_B: jax.Array) -> Po
 
 def with_last_step(model: Decoder, counts: Counts) -> Decoder:
     """The model whose routers know the shares of the last step; before the first all are equal."""
-    if LOAD not in counts:
-        return model
 
-    def attach(router: Router) -> Router:
-        if router.scope != "step" or not router.balance_weight:
-            return router
-        loads_LE = counts[LOAD].astype(jnp.float32)
-        total_L1 = loads_LE.sum(1, keepdims=True)
-        shares_LE = jnp.where(total_L1 > 0, loads_LE / jnp.maximum(total_L1, 1), 1 / router.experts)
-        router.last_shares_E = nnx.data(_place_by_layer(router, shares_LE))
+    def attach(x: Any) -> Any:
+        if not isinstance(x, Router) or x.scope != "step" or not x.balance_weight:
+            return x
+        router, matrix, loads_LE = jax.tree.map(lambda leaf: leaf, x), x.matrix_DE, counts[LOAD]
+        is_first_L1 = loads_LE.sum(1, keepdims=True) == 0
+        shares_LE = jnp.where(is_first_L1, 1 / x.experts, load_shares(loads_LE))
+        leading = jax.typeof(matrix[...]).sharding.spec.partitions[: len(matrix.layers)]
+        shape, spec = (*matrix.layers, x.experts), axes_spec(*leading, None)
+        shares = jax.lax.reshape(shares_LE, shape, out_sharding=spec)
+        given = {"role": "balance", "leading": matrix.leading, "inputs": "", "outputs": "E"}
+        router.last_shares_E = nnx.data(Weight(shares, **given))
         return router
 
-    return _map_routers(attach, model)
+    return jax.tree.map(attach, model, is_leaf=lambda x: isinstance(x, Router))
 
 
 def move_biases(frozen: Decoder, counts: Counts, rate: float) -> Decoder:
@@ -73,30 +74,11 @@ def metrics(counts: Counts) -> dict[str, jax.Array]:
     mean entropy of the shares over that of equal ones, and all shares, [L, E]."""
     if LOAD not in counts:
         return {}
-    loads_LE = counts[LOAD].astype(jnp.float32)
-    shares_LE = loads_LE / jnp.maximum(loads_LE.sum(1, keepdims=True), 1)
-    number = loads_LE.shape[1]
+    shares_LE = load_shares(counts[LOAD])
+    number = shares_LE.shape[1]
     entropy_L = -(shares_LE * jnp.log(jnp.maximum(shares_LE, 1e-30))).sum(1) / jnp.log(number)
     return {
         "expert_load_max": shares_LE.max() * number,
         "expert_load_entropy": entropy_L.mean(),
         "expert_load": shares_LE,
     }
-
-
-def _map_routers(change: Callable[[Router], Router], model: Decoder) -> Decoder:
-    def is_router(x: Any) -> bool:
-        return isinstance(x, Router)
-
-    def change_leaf(x: Any) -> Any:
-        return change(jax.tree.map(lambda leaf: leaf, x)) if is_router(x) else x
-
-    return jax.tree.map(change_leaf, model, is_leaf=is_router)
-
-
-def _place_by_layer(router: Router, x_LE: jax.Array) -> Weight:
-    """What is known of each layer as a weight beside the router's own."""
-    matrix = router.matrix_DE
-    spec = axes_spec(*jax.typeof(matrix[...]).sharding.spec.partitions[: len(matrix.layers)], None)
-    x = jax.lax.reshape(x_LE, (*matrix.layers, x_LE.shape[1]), out_sharding=spec)
-    return Weight(x, role="balance", leading=matrix.leading, inputs="", outputs="E")

@@ -42,11 +42,11 @@ class Experts(nnx.Module):
         self, x_BTD: jax.Array, shares_BT: jax.Array | None = None
     ) -> tuple[jax.Array, Aux]:
         x_BTD = jax.reshard(x_BTD, X_BTD)
-        choice, aux = self.router(x_BTD, shares_BT)
-        way = dispatch.select(self.dispatch, platform(), choice.experts_BTk.shape[2])
-        plan = dispatch.plan(choice.experts_BTk, self.num_experts, way)
+        (experts_BTk, weights_BTk), aux = self.router(x_BTD, shares_BT)
+        way = dispatch.select(self.dispatch, platform(), experts_BTk.shape[2])
+        plan = dispatch.plan(experts_BTk, self.num_experts, way)
         y_MD = self._compute(dispatch.spread(x_BTD, plan), plan)
-        y_BTD = dispatch.collect(y_MD, choice.weights_BTk, plan)
+        y_BTD = dispatch.collect(y_MD, weights_BTk, plan)
         if self.has_shared:
             y_BTD = y_BTD + self.shared(x_BTD)[0]
         return y_BTD, aux

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, D model width, E experts, k experts of a token, g groups of experts.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -19,13 +17,8 @@ CHOICES = "experts of tokens"  # saved by every remat_policy
 LOAD = "expert_load"  # counts of tokens by expert
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The experts of tokens."""
-
-    experts_BTk: jax.Array  # int32; the number of experts itself: none, dropped for want of room
-    weights_BTk: jax.Array  # float32, of what they make
+# int32 [B, T, k], where E means none, dropped for want of room; and float32 weights
+Choice = tuple[jax.Array, jax.Array]
 
 
 class Router(nnx.Module):
@@ -66,7 +59,7 @@ class Router(nnx.Module):
         if self.is_normalized:
             weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
         weights_BTk *= self.factor
-        choice, dropped_BT = Choice(experts_BTk, weights_BTk), None
+        choice, dropped_BT = (experts_BTk, weights_BTk), None
         if self.capacity_factor > 0:
             choice, dropped_BT = self._limit_loads(choice, is_chosen_BTkE)
         if shares_BT is None:
@@ -85,18 +78,15 @@ class Router(nnx.Module):
             scores_BTE = scores_BTge.reshape(B, T, E)
         return jax.lax.top_k(scores_BTE, self.per_token)[1]
 
-    def _limit_loads(self, choice: Choice, is_chosen_BTkE: jax.Array):
+    def _limit_loads(self, choice: Choice, is_chosen_BTkE: jax.Array) -> tuple[Choice, jax.Array]:
         """An expert takes the first tokens of a row, up to an equal share times the factor."""
         B, T, k, E = is_chosen_BTkE.shape
         most = -(-int(T * k * self.capacity_factor) // E)
         taken_BTE = is_chosen_BTkE.any(2)
         before_BTE = jnp.cumsum(taken_BTE, axis=1, dtype=jnp.int32)  # this token included
         is_late_BTk = (is_chosen_BTkE & (before_BTE > most)[:, :, None]).any(-1)
-        choice = Choice(
-            jnp.where(is_late_BTk, E, choice.experts_BTk),
-            jnp.where(is_late_BTk, 0, choice.weights_BTk),
-        )
-        return choice, is_late_BTk.sum(-1)
+        kept = tuple(jnp.where(is_late_BTk, x, y) for x, y in zip((E, 0), choice, strict=True))
+        return kept, is_late_BTk.sum(-1)
 
     def _sums(self, logits_BTE, scores_BTE, is_chosen_BTkE, shares_BT, dropped_BT) -> Aux:
         """The balance loss E * sum f_i P_i (Switch, arXiv 2101.03961, equation 4; f sums to 1, as
@@ -109,7 +99,7 @@ class Router(nnx.Module):
                 scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdims=True)
             mass_B1E = (shares_BT[..., None] * scores_BTE).sum(1, keepdims=True)
             if self.scope == "row":
-                products_B1E = mass_B1E * _shares(counts_BE)[:, None]
+                products_B1E = mass_B1E * load_shares(counts_BE)[:, None]
             else:
                 shares_E = self.last_shares_E or self._pass_shares(counts_BE)
                 products_B1E = apply_elementwise(jnp.multiply, mass_B1E, shares_E)
@@ -127,8 +117,10 @@ class Router(nnx.Module):
         """Of the rows that are here together; a pipeline's stages have other layers, and rows."""
         leading = self.matrix_DE.leading
         counts_E = sum_by_stage(counts_BE) if "S" in leading else counts_BE.sum(0)
-        return Weight(_shares(counts_E), role="balance", leading=leading, inputs="", outputs="E")
+        return Weight(
+            load_shares(counts_E), role="balance", leading=leading, inputs="", outputs="E"
+        )
 
 
-def _shares(counts_E: jax.Array) -> jax.Array:
+def load_shares(counts_E: jax.Array) -> jax.Array:
     return counts_E / jnp.maximum(counts_E.sum(-1, keepdims=True), 1)
