@@ -26,7 +26,7 @@ mixture 0.015 nats above the dense model.
      (arXiv 2501.11873). The default is row, which is exact under splits and needs no state, unless
      MS, which is exact too, is below M. Pass depends on the split and is no candidate.
 
-It takes about half an hour on two quiet cores. Stop it whenever you like: the same command
+It took an hour on one core of a busy machine. Stop it whenever you like: the same command
 continues.
 
 python benchmarks/experts.py [--tokens 1M] [--seeds 5] [--folder DIR] [--json FILE]
