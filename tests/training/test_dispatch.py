@@ -94,10 +94,10 @@ def test_routers_compute_in_float32():
         mlp = model.layers[0].mlp
         assert mlp.gate_EDF[...].dtype == jnp.bfloat16
         x_BTD = jax.random.normal(jax.random.key(0), (ROWS, LENGTH, 32), jnp.bfloat16)
-        choice, _ = mlp.router(x_BTD, None)
+        (experts_BTk, weights_BTk), _ = mlp.router(x_BTD, None)
     logits = np.asarray(x_BTD, np.float64) @ np.asarray(mlp.router.matrix_DE[...], np.float64)
     top = np.sort(logits)[..., ::-1][..., :PER_TOKEN]
     weights = np.exp(top) / np.exp(top).sum(-1, keepdims=True)
-    assert choice.weights_BTk.dtype == jnp.float32
-    np.testing.assert_allclose(choice.weights_BTk, weights, rtol=3e-6)
-    np.testing.assert_array_equal(choice.experts_BTk, np.argsort(-logits)[..., :PER_TOKEN])
+    assert weights_BTk.dtype == jnp.float32
+    np.testing.assert_allclose(weights_BTk, weights, rtol=3e-6)
+    np.testing.assert_array_equal(experts_BTk, np.argsort(-logits)[..., :PER_TOKEN])

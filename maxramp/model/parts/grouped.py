@@ -62,10 +62,6 @@ def _gather(w: jax.Array, spec: Spec) -> jax.Array:
     return all_gather(w_EKN.swapaxes(1, 2) if _is_turned(spec) else w_EKN, "fsdp", dimension=1)
 
 
-def _forward(x_MK, w, sizes_E, kernel):
-    return _product(x_MK, w, sizes_E, kernel), (x_MK, w, sizes_E)
-
-
 def _backward(kernel, residuals, dy_MN):
     spec = jax.typeof(residuals[1]).sharding.spec
     copies = [axis for axis in BATCH_AXES if axis not in (*spec.partitions, *spec.reduced)]
@@ -86,7 +82,7 @@ def _backward(kernel, residuals, dy_MN):
     return *local(*residuals, dy_MN), None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda *arguments: (_product(*arguments), arguments[:3]), _backward)
 
 
 def describe(kernel: str, rows: int, most_rows: int, experts: int) -> str:
