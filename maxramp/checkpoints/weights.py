@@ -22,7 +22,7 @@ from maxramp.huggingface.folder import ModelFolder
 from maxramp.keys.section import refuse
 from maxramp.model.adapters import attach_adapters, has_adapters, stored_part, without_adapters
 from maxramp.model.decoder import Decoder
-from maxramp.model.families.table import is_of_experts
+from maxramp.model.families.table import is_of_experts, unify_keys
 from maxramp.model.keys import MODEL_KEYS
 from maxramp.model.order import order_by_layer
 
@@ -63,7 +63,7 @@ class ReleasedWeights(Weights):
         self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
         """Refuses keys that contradict config.json."""
-        folder, adapter = self.origin, self.origin.adapter
+        folder, adapter, values = self.origin, self.origin.adapter, unify_keys(values)
         there, family = folder.keys, values["decoder_block"]
         is_dense = is_of_experts(family) and not is_of_experts(there["decoder_block"])
         refuse(
@@ -73,7 +73,7 @@ class ReleasedWeights(Weights):
                 "model_name=hf takes it from there",
             )
             for name in MODEL_KEYS
-            if name in there and not (is_dense and name == "decoder_block")
+            if name in there and name in values and not (is_dense and name == "decoder_block")
             for grows in [name == "vocab_size"]
         )
         rows = there["vocab_size"]

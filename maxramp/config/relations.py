@@ -265,3 +265,9 @@ def broken(config: Any) -> Relations:
     yield from _check_run(config.run)
     yield from _check_rollout(config.rollout)
     yield from _check_together(config)
+    factor = config.model.capacity_factor
+    yield (
+        config.run.program == "grpo" and factor > 0,
+        f"capacity_factor={factor:g}: grpo samples texts with no token dropped, and would train on "
+        "others; leave it out (-1)",
+    )

@@ -7,7 +7,7 @@ from typing import Any
 from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.keys.section import refuse
-from maxramp.model.families.table import FAMILIES
+from maxramp.model.families.table import FAMILIES, unify_keys
 from maxramp.model.keys import ModelKeys
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
@@ -85,13 +85,15 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: hidden_act={activation} is not supported; there are {', '.join(activations)}"
         )
     names = {**_SIZES, **family.released.names}
-    return {
-        "decoder_block": families[kind],
-        **family.fixed,
-        **{ours: _key(ours, theirs, values, where) for ours, theirs in names.items()},
-        "mlp_activations": [activations[activation], "linear"],
-        **rope,
-    }
+    return unify_keys(
+        {
+            "decoder_block": families[kind],
+            **family.fixed,
+            **{ours: _key(ours, theirs, values, where) for ours, theirs in names.items()},
+            "mlp_activations": [activations[activation], "linear"],
+            **rope,
+        }
+    )
 
 
 def _refuse_windows(values: Mapping[str, Any], where: str) -> None:

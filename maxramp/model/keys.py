@@ -141,10 +141,11 @@ class ModelKeys(Execution):
     @property
     def sharded_widths(self) -> dict[tuple[str, ...], dict[str, int]]:
         """The widths that are split over mesh axes, by key."""
-        heads = ("base_num_query_heads", "base_num_kv_heads")
-        tensor = (*heads, "base_emb_dim", "base_mlp_dim", "vocab_size")
+        tensor = ("base_num_query_heads", "base_num_kv_heads", "base_emb_dim", "vocab_size")
         if self.base_moe_mlp_dim != -1:
             tensor += ("base_moe_mlp_dim",)
+        if self.base_moe_mlp_dim == -1 or self.first_num_dense_layers:
+            tensor += ("base_mlp_dim",)
         axes = {
             ("expert",): ("num_experts",),
             ("fsdp", "expert"): ("base_emb_dim",),

@@ -73,7 +73,8 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
                 f"model's layers 0 to {layers - 1}"
             )
     roles = keys.trainable_parameters_mask or (("adapter",) if has_adapters(model) else ROLES)
-    within = model.layers if keys.trainable_layers else model
+    kinds = {layer.kind for n, layer in enumerate(model.pattern) if n in keys.trainable_layers}
+    within = {kind: model.layers[kind] for kind in kinds} or model
     there = dict.fromkeys(weight.role for weight in weights_of(within))
     if there.keys().isdisjoint(roles):
         whose = "model has" if within is model else "layers of trainable_layers have"

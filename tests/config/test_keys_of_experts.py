@@ -33,7 +33,7 @@ REFUSED = {
     ),
     "groups that do not divide": (
         f"{DOTS} n_routing_groups=3 topk_routing_group=1",
-        "n_routing_groups=3 does not divide num_experts=8",
+        "n_routing_groups=3 topk_routing_group=1: give both or neither",
     ),
     "no layer of experts": (
         f"{DOTS} first_num_dense_layers=2",

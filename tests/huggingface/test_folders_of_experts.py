@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import make_mesh
+from conftest import make_config, make_mesh
 from opened import config_of, load, logits
 from small_models import (
     CONFIGS,
@@ -18,6 +18,8 @@ from test_weights import MESHES, on_mesh
 
 from maxramp.checkpoints.weights import open_weights
 from maxramp.errors import ConfigError
+from maxramp.huggingface import config_json
+from maxramp.model.families.table import unify_keys
 from maxramp.training.state import abstract_state
 
 
@@ -74,3 +76,14 @@ def test_experts_that_no_dense_model_can_become(tmp_path, name, keys, says):
     model = abstract_state(config.recipe, make_mesh(config)).model
     with pytest.raises(ConfigError, match=says):
         open_weights(str(folder)).prepare(model, config.values)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "dots1"])
+def test_what_is_exported_is_what_the_config_says(name):
+    """Also where keys are open: a width, groups, or a dense width that no weight has."""
+    own = {"mixtral": (), "dots1": ("use_qk_norm=True", "routed_score_func=sigmoid")}[name]
+    own += ("routed_bias=True", "first_num_dense_layers=1") if name == "dots1" else ()
+    config = make_config(f"decoder_block={name}", "num_experts=4", *own)
+    there = config_json.keys_of(config_json.config_of(config.model, {}, "float32"), "config.json")
+    here = unify_keys(config.values)
+    assert there == {key: here[key] for key in there}

@@ -124,7 +124,12 @@ def _keys_of_shapes(config):
     other |= {"lora_rank": 4, "lora_dropout": 0.5}
     of_softmax = config.model.routed_score_func == "softmax"
     other |= {"routed_score_func": "sigmoid" if of_softmax else "softmax"}
-    other |= {"grouped_matmul": "blocks", "first_num_dense_layers": 2, "shared_experts": 2}
+    other |= {
+        "grouped_matmul": "blocks",
+        "expert_dispatch": "gather",
+        "first_num_dense_layers": 2,
+        "shared_experts": 2,
+    }
     other |= {"load_balance_loss_scope": "step", "capacity_factor": 2.0, "base_moe_mlp_dim": 30}
     other |= {"n_routing_groups": 2, "topk_routing_group": 1, "routed_bias_update_rate": 0.1}
     other |= {"load_balance_loss_weight": 0.1, "router_z_loss_weight": 0.1}

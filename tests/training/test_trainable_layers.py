@@ -123,6 +123,14 @@ def init_shapes(config):
             ["trainable_layers=[0]", "lora_rank=2", "allow_changed=[trainable_layers]"],
             "handed over",
         ),
+        (  # the first layer is dense
+            [
+                *("decoder_block=dots1", "use_qk_norm=True", "routed_score_func=sigmoid"),
+                *("routed_bias=True", "num_experts=4", "first_num_dense_layers=1"),
+                *("trainable_layers=[0]", "trainable_parameters_mask=[router]"),
+            ],
+            "layers of trainable_layers have no such weights",
+        ),
     ],
 )
 def test_what_cannot_be(keys, line):

@@ -33,5 +33,5 @@ MIXTRAL = dataclasses.replace(
             "base_moe_mlp_dim": "intermediate_size",
         },
     ),
-    keys=(*sparse.EXPERT_KEYS, "sliding_window_size"),
+    keys=(*sparse.EXPERT_KEYS, "norm_topk_prob", "sliding_window_size"),
 )

@@ -1,5 +1,8 @@
 """The families by the values of `decoder_block`. Imports no JAX."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from maxramp.keys.section import Relations
 from maxramp.model.families.dots1 import DOTS1
 from maxramp.model.families.family import Family
@@ -22,6 +25,20 @@ FAMILIES: dict[str, Family] = {
     "olmoe": OLMOE,
     "dots1": DOTS1,
 }
+
+
+def unify_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a model, with one value for those that mean the same, without those that no
+    weight of it has."""
+    found = dict(values)
+    if is_of_experts(values["decoder_block"]):
+        if found["base_moe_mlp_dim"] == -1:
+            found["base_moe_mlp_dim"] = found["base_mlp_dim"]
+        if found.get("n_routing_groups") == 1:
+            found |= {"n_routing_groups": -1, "topk_routing_group": -1}
+        if not found.get("first_num_dense_layers"):
+            del found["base_mlp_dim"]
+    return found
 
 
 def check_family(keys: ModelKeys) -> Relations:
@@ -59,40 +76,24 @@ def _check_experts(keys: ModelKeys) -> Relations:
         f"first_num_dense_layers={dense} of base_num_decoder_layers={keys.base_num_decoder_layers} "
         "leaves no layer of experts; give fewer",
     )
+    size = experts // max(1, groups)
+    is_odd = min(groups, open_groups) < 1 or experts % groups or open_groups > groups
     yield (
-        (groups == -1) != (open_groups == -1),
-        f"n_routing_groups={groups} and topk_routing_group={open_groups}: give both, or neither "
-        "(-1)",
-    )
-    yield (
-        groups > 0 and experts % groups,
-        f"n_routing_groups={groups} does not divide num_experts={experts}; use a divisor",
-    )
-    yield (
-        open_groups > groups,
-        f"topk_routing_group={open_groups} of n_routing_groups={groups}; give {groups} or fewer",
-    )
-    yield (
-        groups > 0 and (experts // groups < 2 or open_groups * experts // groups < chosen),
-        f"n_routing_groups={groups}, topk_routing_group={open_groups}: groups of "
-        f"{experts // groups} of the num_experts={experts}, compared by their best two, must leave "
-        f"num_experts_per_tok={chosen}; use fewer groups, or a larger topk_routing_group",
+        {groups, open_groups} != {-1} and (is_odd or size < 2 or open_groups * size < chosen),
+        f"n_routing_groups={groups} topk_routing_group={open_groups}: give both or neither (-1); "
+        f"groups are equal parts of the num_experts={experts}, of 2 or more, and those of a token "
+        f"hold its num_experts_per_tok={chosen}",
     )
     adapted = {"gate_proj", "up_proj", "down_proj"}.intersection(keys.lora_modules)
     yield (
         keys.lora_rank and adapted,
         f"lora_targets={list(keys.lora_targets)}: experts have no adapters; use "
-        "lora_targets=[q_proj, k_proj, v_proj, o_proj]",
-    )
-    rate = f"routed_bias_update_rate={keys.routed_bias_update_rate:g}"
-    yield (
-        keys.routed_bias_update_rate and not keys.routed_bias,
-        f"{rate} moves the biases of routed_bias=True; give it, or leave the rate out",
+        "lora_targets=[q_proj,k_proj,v_proj,o_proj]",
     )
     yield (
         keys.routed_bias_update_rate and keys.lora_rank,
-        f"{rate} with lora_rank={keys.lora_rank}: the biases belong to the model below the "
-        "adapters, which stays as it is; use 0",
+        f"routed_bias_update_rate={keys.routed_bias_update_rate:g} with lora_rank={keys.lora_rank}"
+        ": biases are of the model below the adapters, which stays as it is; use 0",
     )
 
 

@@ -183,14 +183,14 @@ def _send(x_RD: jax.Array, plan: Plan) -> jax.Array:
     if plan.way == "gather":
         return x_RD
     there, here = _offsets(plan.counts_PE)
-    return _exchange(plan.way, x_RD, plan.rows, there, here)
+    return _exchange(x_RD, plan.rows, there, here)
 
 
 def _send_back(x_MD: jax.Array, plan: Plan) -> jax.Array:
     if plan.way == "gather":
         return x_MD
     there, here = _offsets(plan.counts_PE)
-    return _exchange(plan.way, x_MD, len(plan.order_R), here, there)
+    return _exchange(x_MD, len(plan.order_R), here, there)
 
 
 def _offsets(counts_PE: jax.Array) -> tuple:
@@ -206,20 +206,8 @@ def _offsets(counts_PE: jax.Array) -> tuple:
     return tuple(x.reshape(-1) for x in sent), tuple(x.reshape(-1) for x in got)
 
 
-def _exchange(way: str, x: jax.Array, rows: int, sent: tuple, got: tuple) -> jax.Array:
+def _exchange(x: jax.Array, rows: int, sent: tuple, got: tuple) -> jax.Array:
     """This many rows, of which those that nobody sends hold anything."""
     begins, sizes, lands = sent
     out = jax.lax.empty((rows, x.shape[1]), x.dtype)
-    if way == "ragged":
-        return jax.lax.ragged_all_to_all(x, out, begins, sizes, lands, got[1], axis_name="expert")
-    # As above, for devices that have no such collective.
-    devices = jax.lax.axis_size("expert")
-    own, number = len(begins) // devices, jax.lax.axis_index("expert")
-    every, theirs = (jax.lax.all_gather(a, "expert") for a in (x, jnp.stack(sent)))
-    for device in range(devices):
-        for e in range(own):
-            begin, size, land = theirs[device, :, number * own + e]
-            at = jnp.arange(x.shape[0])
-            to = jnp.where((at >= begin) & (at < begin + size), at - begin + land, rows)
-            out = out.at[to].set(every[device], mode="drop")
-    return out
+    return jax.lax.ragged_all_to_all(x, out, begins, sizes, lands, got[1], axis_name="expert")

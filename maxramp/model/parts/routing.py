@@ -43,7 +43,8 @@ class Router(nnx.Module):
         self.last_shares_E = None  # of the last step, where `scope` is that (`with_last_step`)
 
     def __call__(self, x_BTD: jax.Array, shares_BT: jax.Array | None) -> tuple[Choice, Aux]:
-        """Of tokens [B, T, D]; `shares_BT` is what each counts in sums, none without."""
+        """Of tokens [B, T, D]; `shares_BT` is what each counts in sums. Without them nothing is
+        summed, and no token dropped."""
         x_BTD = x_BTD.astype(jnp.float32)
         logits_BTE = dense(x_BTD, self.matrix_DE, CHOICES_BTk, precision="highest")
         if self.score == "sigmoid":
@@ -60,10 +61,10 @@ class Router(nnx.Module):
             weights_BTk /= weights_BTk.sum(-1, keepdims=True) + 1e-20
         weights_BTk *= self.factor
         choice, dropped_BT = (experts_BTk, weights_BTk), None
-        if self.capacity_factor > 0:
-            choice, dropped_BT = self._limit_loads(choice, is_chosen_BTkE)
         if shares_BT is None:
             return choice, Aux()
+        if self.capacity_factor > 0:
+            choice, dropped_BT = self._limit_loads(choice, is_chosen_BTkE, shares_BT > 0)
         return choice, self._sums(logits_BTE, scores_BTE, is_chosen_BTkE, shares_BT, dropped_BT)
 
     def _choose(self, scores_BTE: jax.Array) -> jax.Array:
@@ -78,13 +79,17 @@ class Router(nnx.Module):
             scores_BTE = scores_BTge.reshape(B, T, E)
         return jax.lax.top_k(scores_BTE, self.per_token)[1]
 
-    def _limit_loads(self, choice: Choice, is_chosen_BTkE: jax.Array) -> tuple[Choice, jax.Array]:
-        """An expert takes the first tokens of a row, up to an equal share times the factor."""
-        B, T, k, E = is_chosen_BTkE.shape
-        most = -(-int(T * k * self.capacity_factor) // E)
-        taken_BTE = is_chosen_BTkE.any(2)
-        before_BTE = jnp.cumsum(taken_BTE, axis=1, dtype=jnp.int32)  # this token included
-        is_late_BTk = (is_chosen_BTkE & (before_BTE > most)[:, :, None]).any(-1)
+    def _limit_loads(
+        self, choice: Choice, is_chosen_BTkE: jax.Array, counts_BT: jax.Array
+    ) -> tuple[Choice, jax.Array]:
+        """An expert takes the first tokens of a row, up to an equal share of those that count times
+        the factor."""
+        k, E = is_chosen_BTkE.shape[2:]
+        most_B = jnp.ceil(counts_BT.sum(1) * (k * self.capacity_factor / E))
+        is_chosen_BTkE &= counts_BT[..., None, None]
+        before_BTE = jnp.cumsum(is_chosen_BTkE.any(2), axis=1, dtype=jnp.int32)  # and this token
+        is_over_BTE = before_BTE > most_B[:, None, None]
+        is_late_BTk = (is_chosen_BTkE & is_over_BTE[:, :, None]).any(-1)
         kept = tuple(jnp.where(is_late_BTk, x, y) for x, y in zip((E, 0), choice, strict=True))
         return kept, is_late_BTk.sum(-1)
 
