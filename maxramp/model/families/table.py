@@ -28,8 +28,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def unify_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a model, with one value for those that mean the same, without those that no
-    weight of it has."""
+    """One value for keys that mean the same, and none for those that no weight has."""
     found = dict(values)
     if is_of_experts(values["decoder_block"]):
         if found["base_moe_mlp_dim"] == -1:

@@ -94,9 +94,8 @@ def describe(kernel: str, rows: int, most_rows: int, experts: int) -> str:
 
 
 def load_kernel(name: str) -> tuple[Callable, Callable]:
-    """Its product, of [M, K], [E, K, N] (`is_transposed`: [E, N, K]) and sizes, and the gradient
-    of the weights, of [M, K], [M, N] and sizes. One that ends in "_interpreted" needs no
-    accelerator."""
+    """Its product, of [M, K], [E, K, N] (`is_transposed`: [E, N, K]) and sizes, and the weights'
+    gradient, of [M, K], [M, N] and sizes. "NAME_interpreted" needs no accelerator."""
     options = {"interpret": True} if name.endswith(_INTERPRETED) else {}
     module = _module(name)
     return tuple(functools.partial(run, **options) for run in (module.product, module.gradient))
