@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LAST = 10  # recorded steps that the table of experts is the mean of
-_MOST = 4.0  # times the mean load: where colors end, and those of the least at one over it
+_LEAST = 1 / 64  # times the mean load: where curves end
+_MOST = 16.0  # times the mean load: where colors end, and those of the least at one over it
 
 
 def draw_experts(records: list[Record], path: pathlib.Path, run_name: str) -> None:
-    """Draws the loads of metrics.jsonl; nothing without experts."""
     if figure := figure_of(records, run_name):
         figure.savefig(path, dpi=150)
 
@@ -39,7 +39,7 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     x = [record["consumed_samples"] for record in shown]
     extremes = ((loads_RLE.max(2), RED, "most loaded"), (loads_RLE.min(2), BLUE, "least loaded"))
     for loads_RL, color, label in extremes:
-        loads_RL = np.maximum(loads_RL, 1 / 64)  # a log axis has no 0
+        loads_RL = np.maximum(loads_RL, _LEAST)  # a log axis has no 0
         curves.fill_between(
             x, loads_RL.min(1), loads_RL.max(1), color=color, alpha=0.2, linewidth=0
         )
@@ -47,8 +47,8 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     curves.axhline(1, color="0.4", linewidth=1)
     curves.set_yscale("log", base=2)
     curves.yaxis.set_major_formatter(lambda load, place: _show(load))
-    curves.set(xlim=(0, x[-1] * 1.01), ylabel="load over the mean\n(area: all layers)")
-    curves.legend(frameon=False, fontsize="small", ncols=2, loc="upper right")
+    curves.set(xlim=(0, x[-1] * 1.01), ylabel="load over the mean\n(line: median layer, area: all)")
+    curves.legend(frameon=False, fontsize="small", ncols=2, loc="center right")
     name_consumption([curves], 0)
     colors = {"cmap": "RdBu_r", "vmin": -np.log2(_MOST), "vmax": np.log2(_MOST)}
     mean_LE = np.maximum(loads_RLE[-_LAST:].mean(0), 1e-9)
@@ -58,11 +58,11 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     table.set(xlabel=last, ylabel="layer of experts")
     for axis in (table.xaxis, table.yaxis):
         axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    ticks = np.log2([1 / _MOST, 0.5, 1, 2, _MOST])
+    ticks = np.log2([1 / _MOST, 0.25, 1, 4, _MOST])
     form = {"extend": "both", "ticks": ticks, "format": lambda x, place: _show(2.0**x)}
     figure.colorbar(image, ax=table, label="load over the mean", **form)
     return figure
 
 
 def _show(load: float) -> str:
-    return f"{load:g}" if load >= 1 else f"1/{1 / load:g}"
+    return f"{load:g}" if load >= 1 else f"1/{1 / load:g}" + " or less" * (load <= _LEAST)
