@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.model import order, pipeline
-from maxramp.model.families.table import FAMILIES
+from maxramp.model.families.table import FAMILIES, is_of_experts
 from maxramp.model.parts import block
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import dense, new_weight, relabel
@@ -161,9 +161,9 @@ def test_one_update_on_any_mesh(name):
 
 
 OWN_KEYS = {
-    name: (f"decoder_block={name}", *(f"{key}={5 if 'size' in key else True}" for key in own))
+    name: (f"decoder_block={name}", *(f"{key}={value}" for key, value in own.items()))
     for name, family in FAMILIES.items()
-    if (own := family.keys)
+    if (own := dict.fromkeys(family.keys, 5) | family.fixed) and not is_of_experts(name)
 }
 OF_FAMILIES = {
     "pipeline": (
