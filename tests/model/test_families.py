@@ -164,7 +164,7 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
         ("use_qk_norm=true", "use_qk_norm=True .* give decoder_block=qwen3"),
         (
             "decoder_block=mixtral num_experts=4 lora_rank=4",
-            r"lora_targets=\['matrix'\]: experts have no adapters; use lora_targets=\[q_proj, ",
+            r"lora_targets=\['matrix'\]: experts have no adapters; use lora_targets=\[q_proj,",
         ),
         ("decoder_block=dots1 num_experts=4", "use_qk_norm=False: decoder_block=dots1 has it"),
         ("decoder_block=qwen2", "attention_bias=False: decoder_block=qwen2 has it; use True"),
