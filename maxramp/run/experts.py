@@ -26,8 +26,7 @@ def draw_experts(records: list[Record], path: pathlib.Path, run_name: str) -> No
 
 
 def figure_of(records: list[Record], run_name: str) -> "Figure | None":
-    """Above the most and the least loaded expert of every layer, over the samples; below each
-    expert of each layer at the end. 1 is the mean load of a layer."""
+    """Above the most and the least loaded expert of every layer; below each expert at the end."""
     shown = [record for record in records if LOAD in record]
     if not shown:
         return None
@@ -65,4 +64,5 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
 
 
 def _show(load: float) -> str:
-    return f"{load:g}" if load >= 1 else f"1/{1 / load:g}" + " or less" * (load <= _LEAST)
+    below = f"1/{1 / load:g}" if load > _LEAST else f"1/{1 / _LEAST:g} or less"
+    return f"{load:g}" if load >= 1 else below

@@ -1,5 +1,6 @@
 """Every scalar that a step shows is recorded, one step late, and reaches whatever shows numbers."""
 
+import io
 import json
 import pathlib
 import types
@@ -79,6 +80,9 @@ def test_loads_of_experts(tmp_path):
     assert [*most.get_ydata()] == [1.5, 1.5] and [*least.get_ydata()] == [0.5 + 1 / 128] * 2
     assert np.allclose(2.0 ** table.images[0].get_array()[:, 1], [1.506, 1])
     assert figure_of_experts(records[1:2], "a run") is None
+    for loads in ([0.25] * 4, [1, 0, 0, 0]):  # axes of no height, and of all
+        alike = [record | {"expert_load": [loads] * 2} for record in records]
+        figure_of_experts(alike, "a run").savefig(io.BytesIO())
 
 
 @pytest.mark.parametrize(
