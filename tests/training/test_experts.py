@@ -109,12 +109,13 @@ def experts_by_definition(layer, y, *, is_token_RT, row_weight_R, last_E, keys, 
     R, T, k = experts_RTk.shape
     dropped_RT = jnp.zeros((R, T))
     if keys.capacity_factor > 0:
-        room = int(np.ceil(int(T * k * keys.capacity_factor) / E))
+        room_R = jnp.ceil(is_token_RT.sum(1) * k * keys.capacity_factor / E)
         taken_RE = jnp.zeros((R, E))
         for t in range(T):
             here_RkE = experts_RTk[:, t, :, None] == jnp.arange(E)
+            here_RkE &= is_token_RT[:, t, None, None]
             taken_RE += here_RkE.any(1)
-            is_late_Rk = (here_RkE & (taken_RE > room)[:, None]).any(-1)
+            is_late_Rk = (here_RkE & (taken_RE > room_R[:, None])[:, None]).any(-1)
             weights_RTk = weights_RTk.at[:, t].multiply(~is_late_Rk)
             dropped_RT = dropped_RT.at[:, t].set(is_late_Rk.sum(-1))
     out = jnp.zeros_like(y)
