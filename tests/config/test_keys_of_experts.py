@@ -35,6 +35,10 @@ REFUSED = {
         f"{DOTS} n_routing_groups=3 topk_routing_group=1",
         "n_routing_groups=3 topk_routing_group=1: give both or neither",
     ),
+    "heads that olmoe's norms do not fit": (
+        "decoder_block=olmoe use_qk_norm=True num_experts=8 head_dim=6",
+        "base_num_query_heads x head_dim = .*decoder_block=olmoe has base_emb_dim=.*change one",
+    ),
     "no layer of experts": (
         f"{DOTS} first_num_dense_layers=2",
         "first_num_dense_layers=2 of .*fewer",

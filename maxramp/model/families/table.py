@@ -48,6 +48,12 @@ def check_family(keys: ModelKeys) -> Relations:
         has = "has it" if value is True else f"has {value}"
         others = "" if is_of_experts(block) else ", or decoder_block=llama2"
         yield given != value, f"{name}={given}: decoder_block={block} {has}; use {value}{others}"
+    heads = keys.base_num_query_heads * keys.head_dim
+    yield (
+        block == "olmoe" and heads != keys.base_emb_dim,
+        f"base_num_query_heads x head_dim = {heads}: decoder_block=olmoe has base_emb_dim="
+        f"{keys.base_emb_dim} numbers of all heads together; change one of them",
+    )
     if is_of_experts(block):
         yield from _check_experts(keys)
 
