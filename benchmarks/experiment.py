@@ -202,3 +202,15 @@ def paired(runs: list[dict], others: list[dict]) -> dict[str, Any]:
         return {"mean": mean, "low": None, "high": None, "seeds": n}
     half = _T90.get(n - 1, 1.645) * float(apart.std(ddof=1)) / math.sqrt(n)
     return {"mean": mean, "low": mean - half, "high": mean + half, "seeds": n}
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """The losses of arms, how far pairs of them are apart, and which claims hold."""
+    for name, runs in figures["arms"].items():
+        losses = ", ".join(f"{run['loss']:.4f}" for run in runs)
+        print(f"{name:3} {runs[0]['steps']:>6,} steps  {losses}")
+    for pair, apart in figures["apart"].items():
+        if apart["low"] is not None:
+            print(f"{pair}: {apart['mean']:+.4f} ({apart['low']:+.4f} to {apart['high']:+.4f})")
+    for claim, holds in figures["claims"].items():
+        print(f"{claim}: {holds}")

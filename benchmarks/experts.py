@@ -24,7 +24,7 @@ mixture 0.015 nats above the dense model.
   C  Rows balance experts most strictly, so M has the highest entropy of loads over a step; and MS
      and MP end below M, as a balance within each row keeps experts from specializing
      (arXiv 2501.11873). The default is row, which is exact under splits and needs no state, unless
-     MS, which is exact too, is below M. Pass depends on the split and is no candidate.
+     MS, which is exact too, is below M. Pass depends on the split, so it is out.
 
 It took an hour on one core of a busy machine. Stop it whenever you like: the same command
 continues.
@@ -39,7 +39,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from experiment import MODEL, ROW, Experiment, at_once, paired
+from experiment import MODEL, ROW, Experiment, at_once, paired, print_figures
 from figures import ROOT, parser, save
 
 from maxramp.config.keys import Config
@@ -176,14 +176,7 @@ def main() -> None:
     expected = 2 * len(RATES) + 4 * given.seeds + 2 * min(FEW_SEEDS, given.seeds)
     experiment = Experiment(given.folder.absolute(), samples, given.keys, expected)
     figures = experiment_of(experiment, given.seeds)
-    for name, runs in figures["arms"].items():
-        losses = ", ".join(f"{run['loss']:.4f}" for run in runs)
-        print(f"{name:3} {runs[0]['steps']:>6,} steps  {losses}")
-    for pair, apart in figures["apart"].items():
-        if apart["low"] is not None:
-            print(f"{pair}: {apart['mean']:+.4f} ({apart['low']:+.4f} to {apart['high']:+.4f})")
-    for claim, holds in figures["claims"].items():
-        print(f"{claim}: {holds}")
+    print_figures(figures)
     save(given.json, figures)
 
 

@@ -36,7 +36,7 @@ import pathlib
 import sys
 from typing import Any
 
-from experiment import MODEL, ROW, Experiment, at_once, paired, tuned
+from experiment import MODEL, ROW, Experiment, at_once, paired, print_figures, tuned
 from figures import ROOT, parser, save
 
 from maxramp.config.keys import Config
@@ -150,14 +150,7 @@ def main() -> None:
     expected = 13 * given.seeds + 2 * min(4, given.most_rates)
     experiment = Experiment(given.folder.absolute(), samples, given.keys, expected)
     figures = experiment_of(experiment, given.seeds, given.most_rates)
-    for name, runs in figures["arms"].items():
-        losses = ", ".join(f"{run['loss']:.4f}" for run in runs)
-        print(f"{name:3} {runs[0]['steps']:>6,} steps  {losses}")
-    for pair, apart in figures["apart"].items():
-        if apart["low"] is not None:
-            print(f"{pair}: {apart['mean']:+.4f} ({apart['low']:+.4f} to {apart['high']:+.4f})")
-    for claim, holds in figures["claims"].items():
-        print(f"{claim}: {holds}")
+    print_figures(figures)
     save(given.json, figures)
 
 

@@ -144,8 +144,8 @@ def load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[Named]
 
 
 def _read_ahead(steps: Sequence[tuple], pool: Executor) -> Iterator[tuple]:
-    """Steps of a tensor, its parts and more, behind what waits for them to be read. Meanwhile those
-    of the next are read, of as many as are no larger than the largest together."""
+    """Steps of a tensor, its parts and more, behind a function that waits until they are read.
+    Meanwhile the next ones are read, up to the size of the largest tensor in all."""
     sizes = [math.prod(tensor.shape) for tensor, *_ in steps]
     most, waiting, total = max(sizes), collections.deque(), 0
     for (tensor, parts, *more), size in zip(steps, sizes, strict=True):

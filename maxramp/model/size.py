@@ -21,10 +21,10 @@ def describe_weights(total: int, active: int, form: Callable[[int], str] = "{:,}
 def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     """A training step's FLOPs per token of a row of T: the model's, without remat.
 
-    6 per weight of a matrix product (4 where it is frozen; of experts, those of the ones that a
-    token takes), and for attention 2 products of 2 T h a
-    head, three times, halved for causality (PaLM, arXiv 2204.02311, appendix B; MaxText); a window
-    of W tokens leaves W (2 T - W) / T^2 of that. The embedding's lookup is not a product.
+    6 per weight of a matrix product (4 where it is frozen) that the token meets, and for attention
+    2 products of 2 T h a head, three times, halved for causality (PaLM, arXiv 2204.02311, appendix
+    B; MaxText); a window of W tokens leaves W (2 T - W) / T^2 of that. The embedding's lookup is
+    not a product.
     """
     D, family = keys.base_emb_dim, FAMILIES[keys.decoder_block]
     products, adapters, attention = D * keys.vocab_size, 0, 0
@@ -96,12 +96,8 @@ def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], f
     over fsdp with their gradient."""
     sizes, itemsize = spec.mesh.sizes, _BYTES[keys.dtype]
     tokens = spec.rows * spec.rows_of_sample / spec.mesh.ranks * spec.row_length
-    own, k, D, F = (
-        keys.num_experts // sizes["expert"],
-        keys.num_experts_per_tok,
-        keys.base_emb_dim,
-        keys.moe_mlp_dim,
-    )
+    own, k = keys.num_experts // sizes["expert"], keys.num_experts_per_tok
+    D, F = keys.base_emb_dim, keys.moe_mlp_dim
     rows = tokens * sizes["expert"] * min(k, own)
     of_stream = rows * D * itemsize
     products = of_stream + 2 * (rows - tokens * k) * F / sizes["tensor"] * itemsize

@@ -97,8 +97,8 @@ class Work:
     compute_seconds: float = 0.0  # of everything but transfers
     collective_seconds: float = 0.0  # that wait for transfers; of TPUs for those of a slice alone
     # On TPUs: of `compute_seconds`, in kernels that the compiler does not look into, those of
-    # attention and those of experts under equal loads; and of
-    # transfers between slices, as if nothing ran beside them.
+    # attention and, under equal loads, of experts; and of transfers between slices, as if nothing
+    # ran beside them.
     attention_seconds: float | None = None
     experts_seconds: float | None = None
     network_seconds: float | None = None

@@ -319,13 +319,7 @@ class Output:
                 except OSError as problem:
                     self.warn(str(self._refusal(problem)))
             self.say(self._display.summary())
-            names = (
-                "ramp.png",
-                "experts.png",
-                "metrics.jsonl",
-                self._config_file.name,
-                "plan.json",
-            )
+            names = "ramp.png", "experts.png", "metrics.jsonl", self._config_file.name, "plan.json"
             there = [name for name in names if (self.here / name).exists()]
         self.kept.close()  # of a run in a storage, this removes what is here
         if self._writers:

@@ -21,8 +21,8 @@ Counts = dict[str, jax.Array]
 
 
 def summing_positions(model: Decoder, batch: Batch, divisors_B: jax.Array) -> Positions:
-    """Positions with which layers that have sums make them. `divisors_B` is what each row adds to
-    the divisor of the step's sums: so these become means over all tokens that are no padding."""
+    """Positions by which layers make their sums. `divisors_B` is what each row adds to the divisor
+    of the step's sums: so these become means over all tokens but padding."""
     if not model.pattern.counts:
         return batch.token_positions
     is_token_BT = batch.tokens >= 0

@@ -73,7 +73,7 @@ def test_every_way_to_the_experts_is_that_of_a_plain_product(mesh, monkeypatch):
     weigh_BTD = random.normal(size=shapes[0]).astype(np.float32)
 
     @functools.partial(jax.jit, static_argnames="way")
-    def ours(x_BTD, weights_BTk, in_EDF, out_EFD, chosen_BTk, way):
+    def mix(x_BTD, weights_BTk, in_EDF, out_EFD, chosen_BTk, way):
         def total(x_BTD, weights_BTk, in_EDF, out_EFD):
             plan = dispatch.plan(chosen_BTk, EXPERTS, way)
             y = dispatch.spread(x_BTD, plan)
@@ -98,7 +98,7 @@ def test_every_way_to_the_experts_is_that_of_a_plain_product(mesh, monkeypatch):
             expected = jax.grad(functools.partial(defined, chosen=chosen), range(4), has_aux=True)
             expected = jax.tree.map(np.asarray, expected(*arrays))
             for way in ("gather", "ragged"):
-                found = ours(*placed, jax.reshard(chosen, CHOICES_BTk), way=way)
+                found = mix(*placed, jax.reshard(chosen, CHOICES_BTk), way=way)
                 for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
                     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4, err_msg=f"{name} {way}")
 

@@ -93,13 +93,18 @@ def select(
         },
         "dot_product": {},
     }
+    return choose("attention", asked, obstacles)
+
+
+def choose(key: str, asked: str, obstacles: dict[str, dict[str, object]]) -> str:
+    """The value of a key that was asked for, or an error that names an obstacle that stands; under
+    autoselected the first value that has none. The last one never has any."""
     if asked == "autoselected":
         return next(name for name, found in obstacles.items() if not any(found.values()))
     for obstacle, stands in obstacles[asked].items():
         if stands:
-            raise ConfigError(
-                f"attention={asked} {obstacle}; use attention=autoselected or dot_product"
-            )
+            others = f"{key}=autoselected or {[*obstacles][-1]}"
+            raise ConfigError(f"{key}={asked} {obstacle}; use {others}")
     return asked
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxramp.errors import ConfigError
 from maxramp.model.keys import ModelKeys
+from maxramp.model.parts.attention import choose
 from maxramp.model.parts.weights import STAGE_PRODUCTS, Weight
 from maxramp.parallel.axes import BATCH_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
@@ -119,14 +119,7 @@ def select(asked: str, platform: str | None) -> str:
         },
         "blocks": {},
     }
-    if asked == "autoselected":
-        return next(name for name, found in obstacles.items() if not any(found.values()))
-    for obstacle, stands in obstacles[asked].items():
-        if stands:
-            raise ConfigError(
-                f"grouped_matmul={asked} {obstacle}; use grouped_matmul=autoselected or blocks"
-            )
-    return asked
+    return choose("grouped_matmul", asked, obstacles)
 
 
 def select_for(keys: ModelKeys, platform: str | None) -> str | None:
