@@ -11,6 +11,7 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import itertools
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.keys.numbers import parse_count, show
 from maxramp.model.size import describe_weights
+from maxramp.parallel.axes import SHARD_AXES
 from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.beside import find_published, summarize_ramp
 from maxramp.planning.compiled import add_compiled
@@ -377,11 +379,12 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _mesh_text(sizes: dict[str, int]) -> str:
     """A mesh, also in the words of Megatron."""
-    tensor, stages, experts = sizes["tensor"], sizes["stage"], sizes["expert"]
-    fsdp = sizes["fsdp"] * experts  # of all but experts
-    says = [f"tensor-model-parallel-size {tensor}"] if tensor > 1 else []
-    says += [f"pipeline-model-parallel-size {stages}"] if stages > 1 else []
-    says += [f"expert-model-parallel-size {experts}"] if experts > 1 else []
+    fsdp = math.prod(sizes[axis] for axis in SHARD_AXES)  # of all but experts
+    flags = {"tensor": "tensor-model", "stage": "pipeline-model", "expert": "expert-model"}
+    flags |= {"context": "context"}
+    says = [
+        f"{name}-parallel-size {sizes[axis]}" for axis, name in flags.items() if sizes[axis] > 1
+    ]
     if fsdp > 1:
         says.append(
             f"weights, gradients and the optimizer's state over {fsdp} ranks (ZeRO stage 3; its "

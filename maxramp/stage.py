@@ -71,6 +71,12 @@ class StageSpec:
         return self.tokens // self.rows_of_sample
 
     @property
+    def device_tokens(self) -> float:
+        """Tokens of a pass on a device; those of its row where several share it, over `context`."""
+        sizes = self.mesh.sizes
+        return self.rows * self.tokens / self.mesh.ranks / sizes["context"]
+
+    @property
     def samples(self) -> int:
         return self.accumulation * self.rows
 

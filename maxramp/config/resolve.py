@@ -9,7 +9,8 @@ from typing import Any
 from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
-from maxramp.keys.numbers import exact, show
+from maxramp.keys.numbers import exact, nearest_multiples, show
+from maxramp.model.keys import ModelKeys, key_copies
 from maxramp.parallel.axes import NAME_IN_KEYS, ROW_AXES
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import ladder, layout
@@ -43,7 +44,9 @@ def resolve(
         config = config.replace(eval_per_device_batch_size=float(rows))
     for phase in config.batch.phase_list:
         with phase.name_errors():
-            _check_divides(config, phase.keys.resolve(num_devices, num_slices), num_devices)
+            mesh = phase.keys.resolve(num_devices, num_slices)
+            _check_divides(config, mesh, num_devices)
+            _check_context(config.model, mesh, phase.keys)
     return config
 
 
@@ -195,3 +198,24 @@ def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
                     f"{name}={width} does not divide over the {' and '.join(over)} axis of {size} "
                     f"devices; change it, or {remedy}"
                 )
+
+
+def _check_context(model: ModelKeys, mesh: MeshKeys, phase: BatchKeys) -> None:
+    """Devices along `context` share out the tokens of a row, and in attention the heads."""
+    size, tensor = mesh.sizes["context"], mesh.sizes["tensor"]
+    given = f"{mesh.command_line('context')} = {size}"
+    name = "max_target_length" if phase.row_length == -1 else "row_length"
+    row = phase.max_target_length // phase.rows_of_sample
+    if row % size:
+        raise ConfigError(
+            f"{name}={row} does not divide over {given} parts of a row; use "
+            f"{nearest_multiples(row, size)}, or another size"
+        )
+    heads, key_heads = (n // tensor for n in (model.base_num_query_heads, model.base_num_kv_heads))
+    if not key_copies(heads, key_heads, size):
+        able = [n for n in range(1, heads + 1) if key_copies(heads, key_heads, n)]
+        raise ConfigError(
+            f"{given}: attention shares out the {heads} query and {key_heads} key/value heads of "
+            f"a device (ici_tensor_parallelism={tensor}) over these devices; use "
+            f"{', '.join(map(str, able))}"
+        )

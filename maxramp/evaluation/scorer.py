@@ -24,10 +24,10 @@ from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.generator import Answer, Generator, Writing, rounded_up
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.decoder import Decoder
-from maxramp.parallel.axes import ROW_AXES
+from maxramp.parallel.axes import ROW_AXES, TOKEN_AXES
 from maxramp.parallel.compiler import compiler_options
 from maxramp.parallel.mesh import Jitted, mesh_of
-from maxramp.parallel.sharding import REPLICATED, TOKENS_BT
+from maxramp.parallel.sharding import REPLICATED, ROWS_BT
 from maxramp.training.ahead import Ahead
 from maxramp.training.keys import Recipe
 from maxramp.training.log_probs import scores
@@ -77,6 +77,7 @@ class Scorer:
         self._written: dict[tuple, list[Hashable]] = {}  # programs by the shape of their rows
         shape = self._mesh.shape
         self._ranks = math.prod(shape[axis] for axis in ROW_AXES)
+        self._parts = math.prod(shape[axis] for axis in TOKEN_AXES)
         parts = max(1, self.keys.num_pipeline_microbatches) if shape["stage"] > 1 else 1
         # Rows of a pass are a multiple of it: every device of a rank has as many, and so has every
         # part of them that goes through a pipeline.
@@ -201,7 +202,7 @@ class Scorer:
         return self._written[generator.writing, shape]
 
     def trace(self, B: int, T: int) -> jax.stages.Traced:
-        sharding = NamedSharding(self._mesh, TOKENS_BT)
+        sharding = NamedSharding(self._mesh, ROWS_BT)
         ids = jax.ShapeDtypeStruct((B, T), np.int32, sharding=sharding)
         return self._score.trace(self._abstract, ids, ids)
 
@@ -230,7 +231,7 @@ class Scorer:
         for b, row in enumerate(rows):
             tokens_BT[b, : len(row.tokens) - 1] = row.tokens[:-1]
             targets_BT[b, : len(row.tokens) - 1] = row.tokens[1:]
-        sharding = NamedSharding(self._mesh, TOKENS_BT)
+        sharding = NamedSharding(self._mesh, ROWS_BT)
         return tuple(
             jax.make_array_from_callback((B, T), sharding, x_BT.__getitem__)
             for x_BT in (tokens_BT, targets_BT)
@@ -243,6 +244,7 @@ class Scorer:
         passes = []
         longest = self.keys.max_target_length
         rounded = [max(n, min(rounded_up(max(n, _FEWEST_TOKENS)), longest)) for n in lengths]
+        rounded = [-(-n // self._parts) * self._parts for n in rounded]
         for T, group in itertools.groupby(order, rounded.__getitem__):
             numbers = list(group)
             most = self._rows(self._batch_size or max(1, _TOKENS_AT_ONCE // T))

@@ -25,8 +25,8 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import Cache
 from maxramp.parallel.axes import ROW_AXES
-from maxramp.parallel.mesh import Jitted, mesh_of
-from maxramp.parallel.sharding import REPLICATED, ROWS_B, TOKENS_BT, without_axis
+from maxramp.parallel.mesh import Jitted, attach_mesh, mesh_of, mesh_of_whole_rows
+from maxramp.parallel.sharding import REPLICATED, ROWS_B, ROWS_BT, without_axis
 
 _FEWEST_TOKENS = 16  # of a shape
 
@@ -66,7 +66,8 @@ class Answer:
 
 
 class Generator:
-    """Writes answers with the weights that it is given, on their mesh.
+    """Writes answers with the weights that it is given, on their devices. Those along `context`
+    have rows of their own here, as texts grow by one token.
 
     Every process of a job calls it alike, and gets all answers. A server that keeps a copy of the
     weights (vLLM, SGLang-JAX) could take its place in reinforcement learning: what has `prepare`,
@@ -86,16 +87,21 @@ class Generator:
         options: Mapping[str, Any] | None = None,
     ):
         """`model` may be its shapes and shardings; `options` are the compiler's."""
-        self.writing, self._keys, self._mesh = writing, keys, mesh_of(model)
-        if self._mesh.shape["stage"] > 1:
+        self.writing, self._keys, mesh = writing, keys, mesh_of(model)
+        if mesh.shape["stage"] > 1:
             raise ConfigError(
-                f"a pipeline of {self._mesh.shape['stage']} stages generates no text; use "
+                f"a pipeline of {mesh.shape['stage']} stages generates no text; use "
                 "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
             )
-        jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options or {}) or None)
+        self._mesh = mesh_of_whole_rows(mesh)
+        given = {"compiler_options": dict(options or {}) or None}
+        jit = functools.partial(Jitted, self._mesh, **given)
         prepared = functools.partial(_prepare, dtype=keys.dtype)
-        self._structure = jax.tree.structure(jit(prepared).eval_shape(model))
-        self.prepare = jit(lambda model: jax.tree.leaves(prepared(model)))
+        made = attach_mesh(Jitted(mesh, prepared).eval_shape(model), self._mesh)
+        leaves, self._structure = jax.tree.flatten(made)
+        if mesh != self._mesh:
+            given["out_shardings"] = [x.sharding for x in leaves]
+        self.prepare = Jitted(mesh, lambda model: jax.tree.leaves(prepared(model)), **given)
         self._prefill = jit(self._read_prompts, static_argnames=("length", "slots"))
         # The caches and rows of a step take the place of those of the step before.
         self._decode = jit(
@@ -149,7 +155,8 @@ class Generator:
         tokens (0 = `room`). Lower and compile what they return, and a call finds it: JAX keeps what
         it lowers.
         """
-        weights, sizes = self.prepare.eval_shape(model), self._sizes(longest)
+        weights = attach_mesh(self.prepare.eval_shape(model), self._mesh)
+        sizes = self._sizes(longest)
         rows = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)),
             self._new_rows([np.zeros(1, np.int32)] * count, range(count), sizes["slots"]),
@@ -226,7 +233,7 @@ class Generator:
         )
 
     def _sharding(self, x: np.ndarray) -> NamedSharding:
-        return NamedSharding(self._mesh, TOKENS_BT if x.ndim == 2 else ROWS_B)
+        return NamedSharding(self._mesh, ROWS_BT if x.ndim == 2 else ROWS_B)
 
     def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
         """Caches of `slots` slots, with the first `length` tokens of every row in them."""

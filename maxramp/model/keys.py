@@ -1,6 +1,7 @@
 """The section of the model, and how a pass through it is computed. Imports no JAX."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from maxramp.keys.section import (
     positive_or_open,
     some_of,
 )
+from maxramp.parallel.axes import SHARD_AXES
 from maxramp.stage import SIGHT_KEYS, SightKeys
 
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
@@ -57,6 +59,13 @@ def dtype_of(*unset: str) -> Any:
         float16="ends at 65504, which a gradient's sum over the tokens of a pass exceeds; use "
         "KEY=bfloat16",
     )
+
+
+def key_copies(query_heads: int, key_heads: int, devices: int) -> int:
+    """How often each key/value head is there, so that every one of the devices that share out the
+    heads has those of its queries; 0 where that is not possible."""
+    copies = math.lcm(key_heads, devices) // key_heads
+    return 0 if query_heads % (key_heads * copies) else copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +155,5 @@ class ModelKeys(Execution):
             tensor += ("base_moe_mlp_dim",)
         if self.base_moe_mlp_dim == -1 or self.first_num_dense_layers:
             tensor += ("base_mlp_dim",)
-        axes = {
-            ("expert",): ("num_experts",),
-            ("fsdp", "expert"): ("base_emb_dim",),
-            ("tensor",): tensor,
-        }
+        axes = {("expert",): ("num_experts",), SHARD_AXES: ("base_emb_dim",), ("tensor",): tensor}
         return {of: {name: getattr(self, name) for name in names} for of, names in axes.items()}

@@ -37,8 +37,8 @@ from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
 from maxramp.parallel.collectives import map_shards, permute, recompute_after, wait_for
 from maxramp.parallel.sharding import (
     REPLICATED,
-    TOKENS_BT,
-    TOKENS_mBT,
+    ROWS_BT,
+    ROWS_mBT,
     gradient_spec,
     stack_spec,
     staged_layers_spec,
@@ -218,7 +218,7 @@ def _gather_stages(x_BT: jax.Array, k: int) -> jax.Array:
         every = jax.lax.all_gather(x_BT.reshape(k, -1, x_BT.shape[-1]), "stage")
         return every.reshape(-1, *every.shape[2:])
 
-    return map_shards(local, TOKENS_BT, TOKENS_mBT)(x_BT)
+    return map_shards(local, ROWS_BT, ROWS_mBT)(x_BT)
 
 
 def _take_micro_batch(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
@@ -229,7 +229,7 @@ def _take_micro_batch(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Arr
         micro_batch = since // (S * R) * S + since % S
         return jax.lax.dynamic_index_in_dim(x_mBT, micro_batch, 0, False)
 
-    return map_shards(local, (TOKENS_mBT, REPLICATED), TOKENS_BT)(x_mBT, t)
+    return map_shards(local, (ROWS_mBT, REPLICATED), ROWS_BT)(x_mBT, t)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -64,8 +64,8 @@ def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tu
 
 def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> float:
     """An estimate of what a device keeps of a pass for its backward pass, and a block of logits."""
-    rows, tensor = spec.rows * spec.rows_of_sample / spec.mesh.ranks, spec.mesh.sizes["tensor"]
-    tokens, D, stages = rows * spec.row_length, keys.base_emb_dim, spec.mesh.pipeline_stages
+    tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
+    D, stages = keys.base_emb_dim, spec.mesh.pipeline_stages
     itemsize, family = _BYTES[keys.dtype], FAMILIES[keys.decoder_block]
     counts = Counter(family.pattern(keys))
     kept = {layer: _kept_bytes(family.sizes(keys, layer), keys, spec) for layer in counts}
@@ -95,7 +95,7 @@ def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], f
     `expert` as many as can come to one), and what they make; and once, an expert's weights whole
     over fsdp with their gradient."""
     sizes, itemsize = spec.mesh.sizes, _BYTES[keys.dtype]
-    tokens = spec.rows * spec.rows_of_sample / spec.mesh.ranks * spec.row_length
+    tokens = spec.device_tokens
     own, k = keys.num_experts // sizes["expert"], keys.num_experts_per_tok
     D, F = keys.base_emb_dim, keys.moe_mlp_dim
     rows = tokens * sizes["expert"] * min(k, own)
@@ -104,13 +104,12 @@ def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], f
     more = {"full": 0, "minimal": products, "minimal_with_context": products}
     more["none"] = 2 * products  # what is sent, and what lies between the products
     matrix = own * D * F / sizes["tensor"] * itemsize
-    return more, 4 * matrix if sizes["fsdp"] > 1 else 0
+    return more, 4 * matrix if sizes["fsdp"] * sizes["context"] > 1 else 0
 
 
 def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str, float]:
-    rows, tensor = spec.rows * spec.rows_of_sample / spec.mesh.ranks, spec.mesh.sizes["tensor"]
+    tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
     T, itemsize = spec.row_length, _BYTES[keys.dtype]
-    tokens = rows * T
     stream = tokens * keys.base_emb_dim * itemsize
     context = tokens * sizes.context / tensor * itemsize
     products = tokens * sum(sizes.reads.values()) / tensor * itemsize
@@ -118,7 +117,7 @@ def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str
     # taken to find a kernel for an accelerator's dtype.
     kernel = keys.attention in ("cudnn_flash", "splash")
     kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
-    scores = 0 if kernel else rows * sizes.heads / tensor * T * T * (4 + itemsize)
+    scores = 0 if kernel else tokens * T * sizes.heads / tensor * (4 + itemsize)
     activations = tokens * sizes.activations / tensor * itemsize
     norms = 2 * tokens * keys.base_emb_dim * 4
     everything = 4 * stream + norms + products + context + activations + scores

@@ -22,6 +22,8 @@ TABLE = (
     Axis("fsdp", "fsdp", ("rows", "widths")),
     # Outside of the experts it is more of fsdp.
     Axis("expert", "expert", ("rows", "widths", "experts")),
+    # Of a row each device has a part of the tokens. Of weights it is more of fsdp.
+    Axis("context", "context", ("tokens", "widths")),
     Axis("tensor", "tensor", ("widths",)),
 )
 
@@ -39,7 +41,11 @@ BATCH_AXES = _axes_that_divide("rows", "tokens")  # a sum over a batch is one ov
 # Of a weight that names none of them in its spec, each of their devices holds a copy, for rows or
 # tokens of its own: so the gradients of these are added up.
 COPY_AXES = tuple(axis for axis in BATCH_AXES if axis not in _axes_that_divide("widths"))
-# Those that shard one side of weights, their rows with them.
-SHARD_AXES = tuple(axis for axis in ROW_AXES if axis in _axes_that_divide("widths"))
+# Those that shard one side of weights, their part of the batch with them.
+SHARD_AXES = tuple(axis for axis in BATCH_AXES if axis in _axes_that_divide("widths"))
+# Those of them that shard an expert's weights.
+SHARDS_OF_EXPERT = tuple(axis for axis in SHARD_AXES if axis not in _axes_that_divide("experts"))
+# Those that attention's heads lie on, where it sees whole rows.
+HEAD_AXES = ("tensor", *TOKEN_AXES)
 # Those of what stands in front of a layer's matrices. Where a weight lies on one, so do its rows.
 STACK_AXES = _axes_that_divide("layers", "experts")

@@ -61,6 +61,13 @@ def mesh_without_copies(mesh: Mesh) -> Mesh:
     return _reshape_mesh(mesh, tuple(sizes.values()))
 
 
+def mesh_of_whole_rows(mesh: Mesh) -> Mesh:
+    """The mesh with context's devices in fsdp; itself where rows are whole."""
+    sizes = dict(mesh.shape)
+    sizes |= {"context": 1, "fsdp": sizes["fsdp"] * sizes["context"]}
+    return _reshape_mesh(mesh, tuple(sizes.values()))
+
+
 @functools.cache
 def _reshape_mesh(mesh: Mesh, sizes: tuple[int, ...]) -> Mesh:
     return Mesh(mesh.devices.reshape(sizes), AXES, axis_types=mesh.axis_types)
@@ -118,6 +125,12 @@ class Jitted:
     def eval_shape(self, *arguments: Any, **named: Any) -> Any:
         with jax.set_mesh(self._mesh):
             return attach_mesh(self.jitted.eval_shape(*arguments, **named), self._mesh)
+
+
+def axis_size(*axes: str) -> int:
+    """Devices along these axes of the mesh that is set."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def platform() -> str | None:

@@ -18,6 +18,7 @@ from maxramp.parallel.axes import (
     COPY_AXES,
     ROW_AXES,
     SHARD_AXES,
+    SHARDS_OF_EXPERT,
     STACK_AXES,
     TOKEN_AXES,
     WITHIN_STAGES,
@@ -31,12 +32,13 @@ BY_DEVICE = P(AXES)  # one number of each device
 # The batch and what follows from it
 _COPIES = tuple(axis for axis in ROW_AXES if axis in COPY_AXES)
 _IN_COPY = tuple(axis for axis in ROW_AXES if axis not in COPY_AXES)
-BATCH_ABT = P(None, ROW_AXES, TOKEN_AXES)
-TOKENS_BT = P(ROW_AXES, TOKEN_AXES)
+BATCH_ABT = P(None, ROW_AXES)  # whole rows: what a token sees may be anywhere in its row
+ROWS_BT = P(ROW_AXES, None)
+TOKENS_BT = P(ROW_AXES, TOKEN_AXES)  # of each token, where it lies in the stream
 ROWS_B = P(ROW_AXES)
 ROWS_ACB = P(None, _COPIES, _IN_COPY)  # rows by the copy of the weights that reads them
 SLOTS_fANT = P(None, None, AXES, None)  # rows on their way to the devices that need them
-TOKENS_mBT = P(None, AROUND_STAGES + WITHIN_STAGES, TOKEN_AXES)  # of micro batches, on all stages
+ROWS_mBT = P(None, AROUND_STAGES + WITHIN_STAGES, None)  # of micro batches, on all stages
 
 # Activations: rows and tokens as in the batch; heads, MLP, vocabulary and the residual stream over
 # tensor
@@ -47,12 +49,11 @@ HEADS_BHh = P(ROW_AXES, "tensor", None)  # one of all heads'
 X_BTD = P(ROW_AXES, TOKEN_AXES, None)  # the stream as a product with a weight reads it
 X_BTF = P(ROW_AXES, TOKEN_AXES, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(ROW_AXES, TOKEN_AXES, "tensor", None)  # queries, keys, values
-X_BTKGh = P(ROW_AXES, TOKEN_AXES, "tensor", None, None)
 CACHE_BKSh = P(ROW_AXES, "tensor", None, None)  # keys and values by slot
 CHOICES_BTk = P(ROW_AXES, TOKEN_AXES, None)  # of each token, by its experts
 SORTED_M = P(AXES)  # the tokens that each device's experts take, one expert's behind the other's
 
-# Weights: one side over fsdp and expert, one over tensor; experts over expert
+# Weights: one side over fsdp, expert and context, one over tensor; experts over expert
 EMBEDDING_VD = P("tensor", SHARD_AXES)
 HEAD_DV = P(SHARD_AXES, "tensor")
 HEADS_IN_DHh = P(SHARD_AXES, "tensor", None)
@@ -61,8 +62,8 @@ HEADS_OUT_HhD = P("tensor", None, SHARD_AXES)
 MLP_IN_DF = P(SHARD_AXES, "tensor")
 MLP_OUT_FD = P("tensor", SHARD_AXES)
 ROUTER_DE = P(SHARD_AXES, None)
-EXPERTS_IN_EDF = P("expert", "fsdp", "tensor")
-EXPERTS_OUT_EFD = P("expert", "tensor", "fsdp")
+EXPERTS_IN_EDF = P("expert", SHARDS_OF_EXPERT, "tensor")
+EXPERTS_OUT_EFD = P("expert", "tensor", SHARDS_OF_EXPERT)
 LAYERS_L = P("stage")  # the layers of a pipeline, each on its stage
 
 
@@ -128,7 +129,8 @@ def merge_spec(spec_BT: P) -> P:
 
 def staged_rows_spec(spec_B: P) -> P:
     """[B] -> [d, S, B]: copies, stages and the rest."""
-    return P(AROUND_STAGES, "stage", WITHIN_STAGES, *spec_B[1:])
+    within = tuple(axis for axis in spec_B[0] if axis not in (*AROUND_STAGES, "stage"))
+    return P(AROUND_STAGES, "stage", within, *spec_B[1:])
 
 
 def staged_layers_spec(spec: P) -> P:

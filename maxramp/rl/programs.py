@@ -23,7 +23,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import join_parts
 from maxramp.parallel.mesh import Jitted, mesh_of
-from maxramp.parallel.sharding import TOKENS_BT
+from maxramp.parallel.sharding import ROWS_BT
 from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
 from maxramp.training import balance
@@ -112,7 +112,7 @@ class PolicyPrograms:
         """The programs for parts of a step, in the order of their use."""
         state, model = self._state, self._state.model
         answers = part.rows * self.policy.num_generations
-        batch = abstract_batch(part.fields, (answers,), NamedSharding(self._mesh, TOKENS_BT))
+        batch = abstract_batch(part.fields, (answers,), NamedSharding(self._mesh, ROWS_BT))
 
         def sums() -> Any:
             return self.zeros.eval_shape(state.trained)

@@ -34,7 +34,7 @@ from maxramp.handover.opening import PromptTokenizer
 from maxramp.job.start import Start
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import mesh_of
-from maxramp.parallel.sharding import TOKENS_BT
+from maxramp.parallel.sharding import ROWS_BT
 from maxramp.processes.agreement import all_gather_json, raise_everywhere
 from maxramp.rampup.schedule import Stage
 from maxramp.rl.programs import PolicyPrograms
@@ -212,7 +212,7 @@ class PolicyTrainer:
         self._prompts, self._held_out = prompts["prompt_file"], prompts.get("eval_prompt_file")
         self._beat, self._stopping = job.watchdog.beat, job.is_asked_to_stop
         self._policy, self.raise_failure = programs.policy, programs.raise_failure
-        self._sharding = NamedSharding(mesh_of(state), TOKENS_BT)
+        self._sharding = NamedSharding(mesh_of(state), ROWS_BT)
 
     @property
     def evaluation_names(self) -> list[str]:

@@ -152,9 +152,9 @@ CASES = {
     "unknown key": keys("learning_rat=3", "learning_rat=3", "did you mean learning_rate?"),
     "unknown key, nothing near": keys("qqq=3", "qqq=3", "--help-keys"),
     "MaxText's keys": keys(
-        "use_random_routing=True ici_context_parallelism=2 dcn_context_parallelism=4",
+        "use_random_routing=True ici_sequence_parallelism=2 dcn_sequence_parallelism=4",
         "use_random_routing=True (MaxText's): not supported",
-        "ici_context_parallelism=2, dcn_context_parallelism=4 (MaxText's): not supported",
+        "ici_sequence_parallelism=2, dcn_sequence_parallelism=4 (MaxText's)",
     ),
     "broken value": keys("mlp_activations=[silu"),
     "text for int": keys("log_period=ten", "log_period=ten", "an integer", "text"),

@@ -228,6 +228,7 @@ def test_open_axis_is_filled_in(devices, axis):
     model = ["base_emb_dim=96", "base_num_query_heads=96", "base_num_kv_heads=96"]
     model += ["base_mlp_dim=96", "vocab_size=288"]
     model += ["base_num_decoder_layers=96"]
+    model += ["max_target_length=96"] if axis == "context" else []
     if axis == "expert":
         model += ["decoder_block=mixtral", "num_experts=96", "num_experts_per_tok=2"]
     config = resolved(*sizes, *model, devices=devices)
@@ -240,12 +241,12 @@ def test_open_axis_is_filled_in(devices, axis):
 @pytest.mark.parametrize(
     "devices, slices, arguments, expected",
     [
-        (8, 1, ["ici_tensor_parallelism=2"], (1, 1, 4, 1, 2)),
-        (8, 1, ["ici_fsdp_parallelism=2", "ici_data_parallelism=-1"], (4, 1, 2, 1, 1)),
-        (8, 2, [], (2, 1, 4, 1, 1)),
-        (16, 4, ["dcn_data_parallelism=2", "dcn_fsdp_parallelism=-1"], (2, 1, 8, 1, 1)),
-        (16, 4, ["ici_tensor_parallelism=2"], (4, 1, 2, 1, 2)),
-        (16, 2, ["dcn_pipeline_parallelism=2", "dcn_data_parallelism=1"], (1, 2, 8, 1, 1)),
+        (8, 1, ["ici_tensor_parallelism=2"], (1, 1, 4, 1, 1, 2)),
+        (8, 1, ["ici_fsdp_parallelism=2", "ici_data_parallelism=-1"], (4, 1, 2, 1, 1, 1)),
+        (8, 2, [], (2, 1, 4, 1, 1, 1)),
+        (16, 4, ["dcn_data_parallelism=2", "dcn_fsdp_parallelism=-1"], (2, 1, 8, 1, 1, 1)),
+        (16, 4, ["ici_tensor_parallelism=2"], (4, 1, 2, 1, 1, 2)),
+        (16, 2, ["dcn_pipeline_parallelism=2", "dcn_data_parallelism=1"], (1, 2, 8, 1, 1, 1)),
     ],
 )
 def test_mesh_sizes(devices, slices, arguments, expected):

@@ -178,15 +178,14 @@ def test_harmless_keys_are_ignored_with_a_line():
         ("rope_use_scale=False", "use rope_type=default"),
         ("model.data.eod_mask_loss=True", "target"),
         ("quantization=int8", "dtype"),
-        ("ici_context_parallelism=2", "data, pipeline, fsdp, expert and tensor"),
-        ("dcn_context_parallelism=-1", "data, pipeline, fsdp, expert and tensor"),
+        ("ici_autoregressive_parallelism=2", "fsdp, expert, context and tensor"),
+        ("dcn_tensor_transpose_parallelism=-1", "fsdp, expert, context and tensor"),
         ("hf_data_files=data", "maxramp.prepare"),
         ("dropout_rate=0.1", "dropped"),
         ("attention_type=local_sliding", "not built here"),
         ("use_qlora=True", "not quantized (QLoRA)"),
         ("reuse_example_batch=1", "dataset_type=synthetic"),
         ("model.optim.sched.min_lr=0", "learning_rate_final_fraction"),
-        ("model.context_parallel_size=4", "data, pipeline, fsdp, expert and tensor"),
     ],
 )
 def test_what_would_train_otherwise_is_refused(argument, says):

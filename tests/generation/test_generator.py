@@ -30,6 +30,7 @@ MESHES = {
     ),
 }
 MESHES["experts"] = (2, ("ici_expert_parallelism=2",))
+MESHES["parts of rows"] = (8, ("ici_context_parallelism=2", "ici_tensor_parallelism=2"))
 MIXTURE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
 MOST = 10  # tokens of an answer
 QUICK = {"xla_backend_optimization_level": 0}

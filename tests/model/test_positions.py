@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
 from maxramp.model.parts.attention import select
-from maxramp.parallel.sharding import TOKENS_BT
+from maxramp.parallel.sharding import ROWS_BT
 from maxramp.training.state import initial_state
 from maxramp.training.step import objective_of
 
@@ -62,7 +62,7 @@ def test_rows_of_permuted_tokens(devices, keys, packed):
 
     with jax.set_mesh(mesh):
         model = initial_state(config.recipe).model
-        place = functools.partial(jax.device_put, device=NamedSharding(mesh, TOKENS_BT))
+        place = functools.partial(jax.device_put, device=NamedSharding(mesh, ROWS_BT))
         loss, expected = gradient(model, place(batch))
         found, actual = gradient(model, place(moved))
         lost, _ = gradient(

@@ -5,7 +5,7 @@ import pytest
 from conftest import make_config, make_mesh
 
 from maxramp.parallel.axes import AXES, BATCH_AXES, COPY_AXES, ROW_AXES, TABLE
-from maxramp.parallel.sharding import BATCH_ABT
+from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.training.state import abstract_state
 
 
@@ -25,11 +25,12 @@ def test_what_an_axis_divides(axis):
     keys += (f"ici_{axis.key}_parallelism=2", "per_device_batch_size=2")
     config = make_config(*keys, devices=2)
     mesh = make_mesh(config)
-    batch = jax.ShapeDtypeStruct((2, 4, 6), "int32", sharding=jax.NamedSharding(mesh, BATCH_ABT))
-    kinds = {1: "rows", 2: "tokens"}
-    assert [kinds[n] for n in divided(batch, mesh)] == [
-        kind for kind in kinds.values() if kind in axis.divides
-    ]
+    for spec, kinds in ((BATCH_ABT, ("", "rows", "")), (TOKENS_BT, ("rows", "tokens"))):
+        shape = (4,) * len(kinds)
+        array = jax.ShapeDtypeStruct(shape, "int32", sharding=jax.NamedSharding(mesh, spec))
+        assert [kinds[n] for n in divided(array, mesh)] == [
+            kind for kind in kinds if kind in axis.divides
+        ]
     assert config.mesh.ranks == (2 if "rows" in axis.divides else 1)
     assert config.mesh.ranks * config.mesh.model_parallel_size == 2
 

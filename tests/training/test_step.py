@@ -200,19 +200,22 @@ UNSHARDED = {"scale_D", "zeros_in_mu", "zeros_in_nu", "consumed_samples", "bad_s
 
 
 # Stages are in tests/model/test_pipeline.py.
-ALL_DATA = pytest.param((8, 1, 1, 1, 1), marks=pytest.mark.slow)
-ALL_TENSOR = pytest.param((1, 1, 1, 1, 8), marks=pytest.mark.slow)
-MESHES = (ALL_DATA, (1, 1, 8, 1, 1), ALL_TENSOR, (2, 1, 2, 1, 2))
+ALL_DATA = pytest.param({"data": 8}, marks=pytest.mark.slow)
+ALL_TENSOR = pytest.param({"tensor": 8}, marks=pytest.mark.slow)
+MESHES = (
+    *(ALL_DATA, {"fsdp": 8}, ALL_TENSOR, {"data": 2, "fsdp": 2, "tensor": 2}),
+    *({"data": 2, "context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}),
+)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_meshes(sizes):
     """Eight devices in any arrangement train as one does, and each holds only its shard of the
     weights and of the optimizer's moments, from the first state on."""
-    axes = dict(zip(AXES, sizes, strict=True))
-    # (1, 1, 8, 1, 1) is what the config fills in by itself.
+    axes = dict.fromkeys(AXES, 1) | sizes
+    # All in fsdp is what the config fills in by itself.
     given = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
-    spread = trained(*ADAM, *(given if sizes != (1, 1, 8, 1, 1) else ()))
+    spread = trained(*ADAM, *(given if sizes != {"fsdp": 8} else ()))
     one = trained(*ADAM, devices=1)
     np.testing.assert_equal(spread.first, one.first)
     assert_same(spread, one)
@@ -222,7 +225,7 @@ def test_meshes(sizes):
         assert name in SHARDED.keys() | UNSHARDED
         shape = list(x.shape)
         for dimension, axis in SHARDED.get(name, {}).items():
-            shape[dimension] //= axes[axis]
+            shape[dimension] //= axes[axis] * (axes["context"] if axis == "fsdp" else 1)
         assert len(x.addressable_shards) == DEVICES
         assert {shard.data.shape for shard in x.addressable_shards} == {tuple(shape)}, path
 

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
-from maxramp.model.keys import ModelKeys
+from maxramp.model.keys import ModelKeys, key_copies
 from maxramp.model.parts.positions import Positions
-from maxramp.parallel.collectives import map_shards
-from maxramp.parallel.sharding import ROWS_B, TOKENS_BT, CACHE_BKSh, X_BTHh, X_BTKGh
+from maxramp.parallel.axes import TOKEN_AXES
+from maxramp.parallel.collectives import all_to_all, map_shards
+from maxramp.parallel.mesh import axis_size
+from maxramp.parallel.sharding import ROWS_B, ROWS_BT, CACHE_BKSh, X_BTHh
 
 LANES = 128  # what a splash block is a multiple of
 _LARGEST_BLOCK = 512
@@ -130,22 +132,31 @@ def attend(
     q_BTHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, rule: Rule, kernel: str = "dot_product"
 ) -> jax.Array:
     """softmax(q k * scale) v over the tokens that the rule lets each see: [B, T, H, h], as X_BTHh.
-    Scores and softmax are float32. Kernels that end in "_interpreted" need no accelerator."""
-    arrays = (q_BTHh, k_BSKh, v_BSKh, rule)
-    if kernel == "dot_product":
-        return _dot_product(*arrays)
+    Scores and softmax are float32. Kernels that end in "_interpreted" need no accelerator.
+
+    Where devices along `context` have parts of a row, each gets the whole rows of some of its
+    heads, and what these attend to goes back (DeepSpeed Ulysses, arXiv 2309.14509): every device
+    has as much to do, whatever tokens see.
+    """
+
+    def local(q_BTHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, rule: Rule) -> jax.Array:
+        copies = key_copies(q_BTHh.shape[2], k_BSKh.shape[2], axis_size(*TOKEN_AXES))
+        k_BSKh, v_BSKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BSKh, v_BSKh))
+        parts = (all_to_all(x, TOKEN_AXES, split=2, join=1) for x in (q_BTHh, k_BSKh, v_BSKh))
+        return all_to_all(_KERNELS[kernel](*parts, rule), TOKEN_AXES, split=1, join=2)
+
     # A kernel sees the rows and heads of one device; attention needs no others.
-    specs = (*(X_BTHh,) * 3, jax.tree.map(lambda _: TOKENS_BT, rule))
+    arrays = (q_BTHh, k_BSKh, v_BSKh, rule)
+    specs = (*(X_BTHh,) * 3, jax.tree.map(lambda _: ROWS_BT, rule))
     arrays = jax.tree.map(jax.reshard, arrays, specs)
-    return map_shards(_KERNELS[kernel], specs, X_BTHh)(*arrays)
+    return map_shards(local, specs, X_BTHh)(*arrays)
 
 
 def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
     B, T, H, h = q_BTHh.shape
     K = k_BSKh.shape[2]
-    q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=X_BTKGh)
-    out_BTKGh = _products(q_BTKGh, k_BSKh, v_BSKh, "BSKh", rule, rule.mask(T))
-    return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
+    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h)
+    return _products(q_BTKGh, k_BSKh, v_BSKh, "BSKh", rule, rule.mask(T)).reshape(B, T, H, h)
 
 
 def _products(q_BTKGh, k, v, axes, rule, seen):
@@ -206,6 +217,7 @@ def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
 
 
 _KERNELS = {
+    "dot_product": _dot_product,
     "cudnn_flash": _gpu_flash,
     "packed_interpreted": functools.partial(_gpu_flash, interpret=True),
     "splash": _splash,

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
+from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
+from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 
 
@@ -103,28 +105,28 @@ def spread(x_BTD: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _spread_backward(kept, dx_MD):
-    plan, shape = kept
+    plan, tokens = kept
 
     def local(dx_MD: jax.Array, plan: Plan) -> jax.Array:
         dx_RD = _send_back(dx_MD, plan)
-        dx_BTD = _add_choices(dx_RD, None, plan).astype(dx_MD.dtype).reshape(-1, *shape[1:])
+        dx_BTD = _cut_rows(_add_choices(dx_RD, None, plan).astype(dx_MD.dtype), tokens)
         return psum(_own_rows(dx_BTD, plan), "tensor")
 
     return map_shards(local, (SORTED_M, SORTED_M), X_BTD)(dx_MD, plan), None
 
 
-spread.defvjp(lambda x_BTD, plan: (spread(x_BTD, plan), (plan, x_BTD.shape)), _spread_backward)
+spread.defvjp(lambda x_BTD, plan: (spread(x_BTD, plan), (plan, x_BTD.shape[1])), _spread_backward)
 
 
 @jax.custom_vjp
 def collect(y_MD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> jax.Array:
     """Of every token the weighted sum of what its experts made, as STREAM_BTD; sums are float32."""
-    B, T, _ = weights_BTk.shape
+    T = weights_BTk.shape[1]
 
     def local(y_MD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> jax.Array:
         y_RD = _send_back(y_MD, plan)
         y_ND = _add_choices(y_RD, _tokens(weights_BTk, plan), plan)
-        y_BTD = _own_rows(y_ND.astype(y_MD.dtype).reshape(-1, T, y_ND.shape[1]), plan)
+        y_BTD = _own_rows(_cut_rows(y_ND.astype(y_MD.dtype), T), plan)
         return psum_scatter(y_BTD, "tensor", dimension=2)
 
     specs = SORTED_M, CHOICES_BTk, SORTED_M
@@ -171,6 +173,11 @@ def _tokens(x_BTD: jax.Array, plan: Plan) -> jax.Array:
     if plan.way == "gather":
         x_BTD = all_gather(x_BTD, "expert")
     return x_BTD.reshape(-1, x_BTD.shape[-1])
+
+
+def _cut_rows(x_ND: jax.Array, T: int) -> jax.Array:
+    """[B, T, D], of rows of T tokens each device's part."""
+    return x_ND.reshape(-1, T // axis_size(*TOKEN_AXES), x_ND.shape[1])
 
 
 def _own_rows(x_BTD: jax.Array, plan: Plan) -> jax.Array:

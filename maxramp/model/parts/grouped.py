@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import choose
 from maxramp.model.parts.weights import STAGE_PRODUCTS, Weight
-from maxramp.parallel.axes import BATCH_AXES
+from maxramp.parallel.axes import BATCH_AXES, SHARDS_OF_EXPERT
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
 from maxramp.parallel.sharding import SORTED_M, Spec, gradient_spec
 
@@ -47,24 +47,26 @@ def _product(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, kernel: str) -> 
 
 
 def _is_turned(spec: Spec) -> bool:
-    """Whether the outputs of the weights lie over fsdp and not their inputs. Their shards are
+    """Whether the outputs of the weights are sharded and not their inputs. Their shards are
     turned, so that they are gathered, and gradients scattered, at the side that is not in a
     device's lanes: XLA for TPUs would copy what it gathers there, and scatter nothing."""
-    return spec.partitions[-1] == "fsdp"
+    return spec.partitions[-1] == SHARDS_OF_EXPERT
 
 
 def _gather(w: jax.Array, spec: Spec) -> jax.Array:
-    """The weights of a device's experts, of a stage's one layer, whole over fsdp: [E, K, N], or
+    """The weights of a device's experts, of a stage's one layer, whole: [E, K, N], or
     turned [E, N, K]."""
     w_EKN = w.reshape(w.shape[-3:])
-    if "fsdp" not in spec.partitions:  # gathered before
+    if SHARDS_OF_EXPERT not in spec.partitions:  # gathered before
         return w_EKN
-    return all_gather(w_EKN.swapaxes(1, 2) if _is_turned(spec) else w_EKN, "fsdp", dimension=1)
+    w_EKN = w_EKN.swapaxes(1, 2) if _is_turned(spec) else w_EKN
+    return all_gather(w_EKN, SHARDS_OF_EXPERT, dimension=1)
 
 
 def _backward(kernel, residuals, dy_MN):
     spec = jax.typeof(residuals[1]).sharding.spec
-    copies = [axis for axis in BATCH_AXES if axis not in (*spec.partitions, *spec.reduced)]
+    divided = {*jax.tree.leaves((*spec.partitions, *spec.reduced))}
+    copies = [axis for axis in BATCH_AXES if axis not in divided]
 
     def local(x_MK, w, sizes_E, dy_MN):
         (multiply, find_gradient), is_turned = load_kernel(kernel), _is_turned(spec)
@@ -72,8 +74,8 @@ def _backward(kernel, residuals, dy_MN):
         # Each device holds the sum of its own shard alone, never that of all.
         sides = (dy_MN, x_MK) if is_turned else (x_MK, dy_MN)
         dw = find_gradient(*sides, sizes_E).astype(w.dtype)
-        if "fsdp" in spec.partitions:
-            dw = psum_scatter(dw, "fsdp", dimension=1)
+        if SHARDS_OF_EXPERT in spec.partitions:
+            dw = psum_scatter(dw, SHARDS_OF_EXPERT, dimension=1)
         dw_EKN = dw.swapaxes(1, 2) if is_turned else dw
         return dx_MK, psum(dw_EKN, copies).reshape(w.shape)
 

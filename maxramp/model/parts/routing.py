@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.aux import Aux, sum_by_stage
 from maxramp.model.parts.weights import Weight, apply_elementwise, dense, normal, zeros
-from maxramp.parallel.sharding import REPLICATED, ROUTER_DE, CHOICES_BTk
+from maxramp.parallel.sharding import REPLICATED, ROUTER_DE, ROWS_BT, CHOICES_BTk
 
 CHOICES = "experts of tokens"  # saved by every remat_policy
 LOAD = "expert_load"  # counts of tokens by expert
@@ -87,7 +87,8 @@ class Router(nnx.Module):
         k, E = is_chosen_BTkE.shape[2:]
         most_B = jnp.ceil(counts_BT.sum(1) * (k * self.capacity_factor / E))
         is_chosen_BTkE &= counts_BT[..., None, None]
-        before_BTE = jnp.cumsum(is_chosen_BTkE.any(2), axis=1, dtype=jnp.int32)  # and this token
+        is_chosen_BTE = jax.reshard(is_chosen_BTkE.any(2), ROWS_BT)
+        before_BTE = jnp.cumsum(is_chosen_BTE, axis=1, dtype=jnp.int32)  # and this token
         is_over_BTE = before_BTE > most_B[:, None, None]
         is_late_BTk = (is_chosen_BTkE & is_over_BTE[:, :, None]).any(-1)
         kept = tuple(jnp.where(is_late_BTk, x, y) for x, y in zip((E, 0), choice, strict=True))
