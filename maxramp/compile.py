@@ -86,9 +86,15 @@ def _cells_of_step(s: dict[str, Any]) -> list[str]:
 
 
 def print_ways(result: dict[str, Any]) -> None:
-    columns = "remat_policy|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
-    rows = ([w["remat_policy"], *_cells_of_batch(w), *_cells_of_step(w)] for w in result["ways"])
-    print_table(columns.split("|"), rows)
+    columns = "remat_policy|context|per device|accum.|peak memory|of it temporary|step|MFU|tokens/s"
+    print_table(
+        columns.split("|"),
+        (
+            [w["remat_policy"], str(w["ici_context_parallelism"])]
+            + [*_cells_of_batch(w), *_cells_of_step(w)]
+            for w in result["ways"]
+        ),
+    )
     print(f"times     {result['times']}")
 
 

@@ -46,7 +46,8 @@ def resolve(
         with phase.name_errors():
             mesh = phase.keys.resolve(num_devices, num_slices)
             _check_divides(config, mesh, num_devices)
-            _check_context(config.model, mesh, phase.keys)
+            keys = phase.keys
+            check_context(config.model, mesh, keys.max_target_length // keys.rows_of_sample)
     return config
 
 
@@ -200,16 +201,16 @@ def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
                 )
 
 
-def _check_context(model: ModelKeys, mesh: MeshKeys, phase: BatchKeys) -> None:
-    """Devices along `context` share out the tokens of a row, and in attention the heads."""
+def check_context(model: ModelKeys, mesh: MeshKeys, row_length: int) -> None:
+    """Makes sure that devices along `context` can share out the tokens of a row, and in attention
+    the heads."""
     size, tensor = mesh.sizes["context"], mesh.sizes["tensor"]
     given = f"{mesh.command_line('context')} = {size}"
-    name = "max_target_length" if phase.row_length == -1 else "row_length"
-    row = phase.max_target_length // phase.rows_of_sample
-    if row % size:
+    if row_length % size:
         raise ConfigError(
-            f"{name}={row} does not divide over {given} parts of a row; use "
-            f"{nearest_multiples(row, size)}, or another size"
+            f"{given} parts of a row: they do not divide its {row_length} tokens "
+            f"(max_target_length or row_length); use {nearest_multiples(row_length, size)} tokens, "
+            "or another size"
         )
     heads, key_heads = (n // tensor for n in (model.base_num_query_heads, model.base_num_kv_heads))
     if not key_copies(heads, key_heads, size):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from maxramp.parallel.axes import AXES
+from maxramp.parallel.axes import AXES, SHARD_AXES
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.sharding import REPLICATED
 
@@ -43,7 +43,13 @@ def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.De
     elif devices[0].platform == "cpu":
         grid = np.asarray(devices).reshape(ici)
     else:
-        grid = mesh_utils.create_device_mesh(ici, devices, **split)
+        try:
+            grid = mesh_utils.create_device_mesh(ici, devices)
+        except NotImplementedError:  # an axis is no product of the torus's
+            # XLA for TPUs gathers over all shards only in the torus's order.
+            first, last = AXES.index(SHARD_AXES[0]), AXES.index(SHARD_AXES[-1]) + 1
+            joined = *ici[:first], math.prod(ici[first:last]), *ici[last:]
+            grid = mesh_utils.create_device_mesh(joined, devices, **split).reshape(ici)
     return Mesh(grid, AXES, axis_types=(AXIS_TYPE,) * len(AXES))
 
 

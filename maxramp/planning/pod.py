@@ -2,13 +2,15 @@
 
 import bisect
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +19,7 @@ from jax.sharding import Mesh
 
 from maxramp.commandline import count
 from maxramp.config.keys import Config
-from maxramp.config.resolve import resolve
+from maxramp.config.resolve import check_context, resolve
 from maxramp.errors import ConfigError, reason_of
 from maxramp.keys.numbers import plain_number
 from maxramp.parallel.compiler import compiler_options
@@ -165,13 +167,35 @@ class Pod:
 
     def fastest_ways(self, spec: StageSpec) -> list[dict[str, Any]]:
         """The ways to run a stage's global batch that fit, the fastest first: under each remat
-        policy the two largest micro batches, as smaller ones are slower but for small models."""
-        found = [
-            {"remat_policy": policy} | entry
-            for policy in POLICIES
-            for entry in self.largest_fits(dataclasses.replace(spec, remat_policy=policy), 2)
-        ]
+        policy the two largest micro batches, as smaller ones are slower but for small models; with
+        rows in as few parts as they can be, and in more as long as that is faster."""
+        found: list[dict[str, Any]] = []
+        for mesh in self._context_meshes(spec):
+            of_mesh = dataclasses.replace(spec, mesh=mesh)
+            ways = [
+                {"remat_policy": policy, "ici_context_parallelism": mesh.ici_context_parallelism}
+                | entry
+                for policy in POLICIES
+                for entry in self.largest_fits(dataclasses.replace(of_mesh, remat_policy=policy), 2)
+            ]
+            fastest = [
+                min((w["step_seconds"] for w in of), default=math.inf) for of in (ways, found)
+            ]
+            found += ways
+            if found and fastest[0] >= fastest[1]:
+                break
         return sorted(found, key=lambda entry: entry["step_seconds"])
+
+    def _context_meshes(self, spec: StageSpec) -> Iterator[MeshKeys]:
+        """Meshes whose devices of `fsdp` and `context` are shared out otherwise."""
+        devices = spec.mesh.ici_fsdp_parallelism * spec.mesh.ici_context_parallelism
+        for size in (n for n in range(1, devices + 1) if devices % n == 0):
+            sizes = {"ici_fsdp_parallelism": devices // size, "ici_context_parallelism": size}
+            mesh = dataclasses.replace(spec.mesh, **sizes)
+            with contextlib.suppress(ConfigError):
+                check_context(self.config.model, mesh, spec.row_length)
+                if spec.samples % (mesh.ranks * spec.rows_multiple) == 0:
+                    yield mesh
 
     def largest_batch(self) -> str:
         """Compiles the last stage's step in growing sizes under each remat policy. Returns lines

@@ -108,7 +108,8 @@ def refusal(
     if not ranks:
         return ConfigError(
             f"stage {index}: {jobs[-1]} devices do not divide into groups of {parallel} "
-            f"(ici_tensor_parallelism={keys.ici_tensor_parallelism}); use another number of devices"
+            f"(ici_context_parallelism={keys.ici_context_parallelism} x ici_tensor_parallelism="
+            f"{keys.ici_tensor_parallelism}); use another number of devices"
         )
     over = f"any number of nodes from {fewest} to num_nodes={keys.nodes}{shares}"
     if fixed:
@@ -125,7 +126,7 @@ def refusal(
             f"{show(size * devices)} rows, which do not divide over {over}; make "
             f"per_device_batch_size, its start and its increment multiples of {show(unit)} (the "
             f"nearest are {nearest_multiples(size, unit)}), or use "
-            f"{other if shares else 'more ici_tensor_parallelism'}"
+            f"{other if shares else 'more ici_context_parallelism or ici_tensor_parallelism'}"
         )
     units = [n * (rows if keys.node_schedule == "nemo" and not fixed else multiple) for n in ranks]
     return ConfigError(
