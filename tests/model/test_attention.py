@@ -78,21 +78,24 @@ def test_equals_the_definition(implementation, T, tensor, documents):
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
 
 
+BITING = {"window": 50, "scale": 0.5, "cap": 2.0}
+
+
 @pytest.mark.parametrize("documents", (False, True))
-@pytest.mark.parametrize("implementation", ("dot_product", "splash_interpreted"))
+@pytest.mark.parametrize(
+    "implementation", ("dot_product", "splash_interpreted", "packed_interpreted")
+)
 def test_windows_scales_and_caps(implementation, documents):
     q, k, v, segments = inputs(256)
     if not documents:
         segments = np.zeros_like(segments)
-    rule = {"window": 50, "scale": 0.5, "cap": 2.0}
 
     def found(q, k, v):
-        return attend(
-            q, k, v, Rule(Positions(segments if documents else None), **rule), implementation
-        )
+        rule = Rule(Positions(segments if documents else None), **BITING)
+        return attend(q, k, v, rule, implementation)
 
     out = on_mesh(found, 2, q, k, v)
-    np.testing.assert_allclose(out, reference(q, k, v, segments, **rule), atol=2e-5)
+    np.testing.assert_allclose(out, reference(q, k, v, segments, **BITING), atol=2e-5)
 
 
 @pytest.mark.parametrize("window", [2, 30, 200])
@@ -118,21 +121,24 @@ def test_windows_of_packed_rows_on_gpus(window):
 
 
 @pytest.mark.parametrize(
-    "implementation, T, documents",
+    "implementation, T, h, documents, rule",
     [
-        ("splash_interpreted", 128, False),
-        ("splash_interpreted", 128, True),
-        ("packed_interpreted", 200, True),
+        ("splash_interpreted", 128, 16, False, {}),
+        ("splash_interpreted", 128, 16, True, {}),
+        ("splash_interpreted", 256, 256, True, BITING | {"scale": 0.1}),
+        ("packed_interpreted", 200, 16, True, {}),
+        ("packed_interpreted", 200, 16, False, BITING),
+        ("packed_interpreted", 200, 256, True, BITING | {"scale": 0.1}),
     ],
 )
-def test_gradients_equal_those_of_plain_products(implementation, T, documents):
-    q, k, v, segments = inputs(T)
+def test_gradients_equal_those_of_plain_products(implementation, T, h, documents, rule):
+    q, k, v, segments = inputs(T, h)
     towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
     def gradients(implementation):
         def objective(q, k, v):
-            out = attend(q, k, v, Rule(Positions(segments if documents else None)), implementation)
-            return (out * towards).sum()
+            seen = Rule(Positions(segments if documents else None), **rule)
+            return (attend(q, k, v, seen, implementation) * towards).sum()
 
         return on_mesh(jax.grad(objective, argnums=(0, 1, 2)), 2, q, k, v)
 

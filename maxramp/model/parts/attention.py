@@ -24,6 +24,7 @@ from maxramp.parallel.sharding import ROWS_B, ROWS_BT, CACHE_BKSh, X_BTHh
 
 LANES = 128  # what a splash block is a multiple of
 _LARGEST_BLOCK = 512
+_NO_TRITON = "this version of jax has no Pallas for Triton; use jax 0.10.2 to 0.12"
 CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's result and sums
 
 
@@ -119,8 +120,7 @@ def cost_of_packing(implementation: str) -> str | None:
     if implementation != "cudnn_flash" or _has_packed_kernel():
         return None
     return (
-        "packed rows take cuDNN a mask of T x T a row: this version of jax has no Pallas for "
-        "Triton; use jax 0.10.2 to 0.12, or separate_documents=False"
+        f"packed rows take cuDNN a mask of T x T a row: {_NO_TRITON}, or separate_documents=False"
     )
 
 
@@ -167,21 +167,29 @@ def _products(q_BTKGh, k, v, axes, rule, seen):
 
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
-    """cuDNN's flash attention, or our own for packed rows, which cost cuDNN a dense mask."""
-    assert not (rule.scale or rule.cap), "no family has them with this kernel"
-    mask = None
-    if rule.positions.segments_BT is not None:
-        if _has_packed_kernel():
-            from maxramp.model.parts.packed_attention import packed_attention  # only where it is
+    """cuDNN's flash attention; our own for packed rows, which cost cuDNN a dense mask, and for
+    scores with a cap, which cuDNN has not."""
+    packed, mask = rule.positions.segments_BT is not None, None
+    if _has_packed_kernel() and (packed or rule.cap):
+        from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
-            first_BT = rule.positions.first_seen(rule.window)
-            return packed_attention(q_BTHh, k_BSKh, v_BSKh, first_BT, interpret)
+        B, T = q_BTHh.shape[:2]
+        first, at = rule.positions.first_seen(T, rule.window), rule.positions.order(T)
+        seen = (jnp.broadcast_to(x, (B, T)) for x in (first, at))
+        scale = rule.scale_of(q_BTHh)
+        return packed_attention(q_BTHh, k_BSKh, v_BSKh, *seen, scale, rule.cap, interpret)
+    if rule.cap:
+        raise ConfigError(
+            f"attention=cudnn_flash has no cap of scores: {_NO_TRITON}, or dot_product"
+        )
+    if packed:
         mask = rule.positions.same_segment[:, None]
     return jax.nn.dot_product_attention(
         q_BTHh,
         k_BSKh,
         v_BSKh,
         mask=mask,
+        scale=rule.scale_of(q_BTHh),
         is_causal=True,
         local_window_size=(rule.window - 1, 0) if rule.window else None,
         implementation="cudnn",

@@ -36,12 +36,11 @@ class Positions:
             return self.order(tokens) - starts(self.segments_BT)
         return self.positions_BT
 
-    def first_seen(self, window: int) -> jax.Array:
-        """The first token that each one sees, in rows in order: int32 [B, T]."""
-        first_BT = starts(self.segments_BT)
-        if window:
-            first_BT = jnp.maximum(first_BT, self.order(first_BT.shape[1]) - window + 1)
-        return first_BT
+    def first_seen(self, tokens: int, window: int) -> jax.Array:
+        """The first token that each sees, in rows in order: int32 [T], or of each row [B, T]."""
+        at = self.order(tokens)
+        first = jnp.zeros_like(at) if self.segments_BT is None else starts(self.segments_BT)
+        return jnp.maximum(first, at - window + 1) if window else first
 
     @property
     def same_segment(self) -> jax.Array:
