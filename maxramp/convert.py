@@ -17,12 +17,14 @@ if __name__ == "__main__":  # before the imports that take a second
 import jax
 
 from maxramp.commandline import Parser, command, print_progress, shell_quote
+from maxramp.errors import ConfigError
 from maxramp.files.place import place, sizes
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface import gguf, writing
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_parameters
+from maxramp.model.families.table import is_of_experts
 from maxramp.processes import backend
 from maxramp.processes.ending import run
 
@@ -35,22 +37,28 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--to", metavar="FOLDER", type=place, required=True, help=text)
     merge = "write the whole model, adapters added to it, where RUN trained adapters"
     parser.add_argument("--merge", action="store_true", help=merge)
+    fused = "write the experts of a layer in one tensor, as transformers 5 holds them"
+    parser.add_argument("--fuse_experts", action="store_true", help=fused)
     of_tensors = "of the tensors; as they came, or weight_dtype"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=of_tensors)
     parser.add_argument("keys", nargs="*", metavar="key=value")
     given = parser.parse_intermixed_args(arguments)
     writing.check_free(given.to)
-    if given.run.endswith(".gguf"):
+    opened = None if given.run.endswith(".gguf") else open_model(given.run, given.keys)
+    keys = opened and opened.config.model
+    has_experts = keys and is_of_experts(keys.decoder_block)
+    if given.fuse_experts and (not has_experts or (keys.lora_rank and not given.merge)):
+        raise ConfigError(f"--fuse_experts: {given.run} has no experts to write; leave it out")
+    if not opened:
         gguf.unpack(given.run, given.to, given.dtype or "float32")
         print(f"wrote {given.to}")
         return 0
-    opened = open_model(given.run, given.keys)
     backend.start(opened.config.backend)
     if jax.process_index() == 0:
         print_progress(f"reading the weights of {given.run}")
     model = opened.load()
     weights = num_parameters(without_adapters(model))
-    export(opened, model, given.to, given.dtype or "", given.merge)
+    export(opened, model, given.to, given.dtype or "", given.merge, given.fuse_experts)
     if jax.process_index() == 0:
         size = sum(sizes(given.to).values())
         of = "adapters of a model" if opened.adapted and not given.merge else "a model"

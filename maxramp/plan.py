@@ -141,7 +141,7 @@ def _print_command(found: dict[str, Any], keys: list[str]) -> None:
     arguments = [*found["arguments"], *(keys or ["num_nodes=N", "devices_per_node=N"])]
     print(f"\npython -m maxramp.plan {shell_quote(arguments)}")
     if found["left_out"]:
-        print(f"left out, without a key here: {', '.join(found['left_out'])}")
+        print(f"left out, without an equal here: {', '.join(found['left_out'])}")
     if keys:
         try:
             config = load(arguments, "plan", note=lambda line: None)

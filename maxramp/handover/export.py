@@ -55,7 +55,7 @@ def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], N
     to = run / "exported" / opened.path.rpartition("/")[2]
     if agreement.decide_on_first(lambda: _is_made(to, opened)):
         return
-    export(opened, opened.load(), to, "", not opened.adapted, pause)
+    export(opened, opened.load(), to, "", not opened.adapted, pause=pause)
     say(f"wrote {to}")
 
 
@@ -98,6 +98,7 @@ def export(
     to: Place,
     dtype: str = "",
     merge: bool = False,
+    fuse_experts: bool = False,
     pause: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes a model as a folder of Hugging Face's, on every process; of adapters these alone, as
@@ -120,7 +121,7 @@ def export(
     if marks:
         name = "generation_config.json"
         beside[name] = _json(storage.parse_json(name, beside.get(name, b"{}")) | marks)
-    form = writing.Format(keys.decoder_block, dtype, vocab_size)
+    form = writing.Format(keys.decoder_block, dtype, vocab_size, fuse_experts=fuse_experts)
     writing.write(to, model, form, beside, _source(opened, model), pause)
 
 

@@ -17,9 +17,8 @@ from maxramp.commandline import print_progress
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, is_near
 from maxramp.files.storage import optional
-from maxramp.huggingface.safetensors import DTYPES, ONE, header_of
+from maxramp.huggingface.safetensors import CODES, DTYPES, ONE, header_of
 
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # A tensor's name in a GGUF -> in a folder; those of a layer begin with blk.N.
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -77,12 +76,12 @@ def unpack(path: str, to: Place, dtype: str) -> None:
             text = content if isinstance(content, str) else json.dumps(content, indent=2)
             (unfinished / name).write_text(text, encoding="utf-8")
         with open(unfinished / ONE, "wb") as file:
-            file.write(header_of({name: (_CODES[dtype], shape) for name, shape in shapes.items()}))
+            file.write(header_of({name: (CODES[dtype], shape) for name, shape in shapes.items()}))
             for name, tensor in sources.items():
                 x = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shapes[name])
                 if name.endswith(("q_proj.weight", "k_proj.weight")):
                     x = _pair_halves(x, config["head_dim"])
-                file.write(np.ascontiguousarray(x, DTYPES[_CODES[dtype]]).view(np.uint8).data)
+                file.write(np.ascontiguousarray(x, DTYPES[CODES[dtype]]).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
         unfinished.rename(to)

@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,10 @@ import numpy as np
 
 from maxramp.errors import ConfigError, TrainingError, reason_of
 from maxramp.files.place import ObjectPath, Place, is_near, is_unfinished, lock, sizes, write_whole
+from maxramp.huggingface.experts import name_fused
 from maxramp.huggingface.folder import MARKS, is_whole
 from maxramp.huggingface.names import Form, Named, name_tensors
-from maxramp.huggingface.safetensors import DTYPES, INDEX, ONE, header_of
+from maxramp.huggingface.safetensors import CODES, DTYPES, INDEX, ONE, header_of
 from maxramp.model.decoder import Decoder
 from maxramp.model.order import order_by_layer
 from maxramp.parallel.collectives import map_shards, own_index, psum
@@ -35,7 +36,6 @@ from maxramp.parallel.sharding import REPLICATED, unstack_spec
 from maxramp.processes import agreement
 
 _SOURCE = ".source.json"  # what the folder is made of
-_CODES = {str(dtype): code for code, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,24 @@ class Format:
     layers: Sequence[int] = ()  # the numbers of those that are written; none = all
     one_file: str = ONE  # the name of the file, where one is enough
     file_bytes: float = 5_000_000_000  # of a file, at most, as transformers writes them
+    fuse_experts: bool = False  # those of a layer in one tensor
+
+
+class _Part(NamedTuple):
+    """A tensor, or what lies in one of all experts of a layer."""
+
+    name: str
+    weight: Named
+    place: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _entry(parts: list[_Part]) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape of a tensor of these parts."""
+    code, (rows, *rest), experts = CODES[parts[0].dtype], parts[0].shape, {x.place for x in parts}
+    of_all = [] if len(parts) == 1 else [len(experts)]
+    return code, (*of_all, len(parts) * rows // len(experts), *rest)
 
 
 def write(
@@ -62,35 +80,29 @@ def write(
     `beside` are other files by name, one of MARKS among them; `source` says what the weights are
     (`made_of`); `pause` is called between two tensors: what it raises ends the export.
     """
-    model, dtype = order_by_layer(model), form.dtype
-    tensors = {
-        name: (weight, place)
-        for weight in name_tensors(model, form.decoder_block, form.layers)
-        for place, name in weight.names.items()
-    }
-    shapes = {
-        name: (form.vocab_size, *weight.form.tensor_shape[1:])
-        if weight.form.groups[0] == "V"
-        else weight.form.tensor_shape
-        for name, (weight, _) in tensors.items()
-    }
-    dtypes = {
-        name: "float32" if weight.weight.role == "balance" else dtype
-        for name, (weight, _) in tensors.items()
-    }
-    sizes_of = {name: math.prod(x) * np.dtype(dtypes[name]).itemsize for name, x in shapes.items()}
+    model = order_by_layer(model)
+    tensors: dict[str, list[_Part]] = {}
+    for weight in name_tensors(model, form.decoder_block, form.layers):
+        shape = weight.form.tensor_shape
+        if weight.form.groups[0] == "V":
+            shape = form.vocab_size, *shape[1:]
+        dtype = "float32" if weight.weight.role == "balance" else form.dtype
+        for place, part in weight.names.items():
+            name = name_fused(weight.path, part) if form.fuse_experts else part
+            tensors.setdefault(name, []).append(_Part(part, weight, place, shape, dtype))
+    for parts in tensors.values():
+        parts.sort(key=lambda part: part.place)  # an expert's gate stays before its up
+    entries = {name: _entry(parts) for name, parts in tensors.items()}
+    sizes_of = {name: math.prod(x) * DTYPES[code].itemsize for name, (code, x) in entries.items()}
     files = _files(sizes_of, form)
-    headers = {
-        file: header_of({name: (_CODES[dtypes[name]], shapes[name]) for name in names})
-        for file, names in files.items()
-    }
+    headers = {file: header_of({n: entries[n] for n in names}) for file, names in files.items()}
     wanted = {file: len(headers[file]) + sum(map(sizes_of.get, files[file])) for file in files}
     if len(files) > 1:
         where = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes_of.values())}, "weight_map": where}
         beside = {INDEX: json.dumps(index, indent=2).encode(), **beside}
     sizes_beside = {name: len(data) for name, data in beside.items()}
-    source = {**source, "dtype": dtype, "files": wanted | sizes_beside}
+    source = {**source, "dtype": form.dtype, "files": wanted | sizes_beside}
     with contextlib.ExitStack() as held, jax.set_mesh(mesh_of(model)):
         done = agreement.raise_everywhere(lambda: _begin(folder, source, held))
         done = agreement.all_gather_json(done)[0]
@@ -98,8 +110,7 @@ def write(
             if done.get(file) == wanted[file]:
                 continue
             is_own = number % jax.process_count() == jax.process_index()
-            wanted_parts = [(n, *tensors[n], shapes[n][0], dtypes[n]) for n in names]
-            parts = _parts(wanted_parts, is_own, pause)
+            parts = _arrays([part for name in names for part in tensors[name]], is_own, pause)
             agreement.raise_everywhere(
                 functools.partial(_write_file, folder / file, headers[file], parts, is_own)
             )
@@ -204,18 +215,15 @@ def _begin(folder: Place, source: Mapping[str, Any], held: contextlib.ExitStack)
     return {}
 
 
-def _parts(
-    tensors: Iterable[tuple[str, Named, tuple[int, ...], int, str]],
-    is_own: bool,
-    pause: Callable[[], None],
+def _arrays(
+    parts: Iterable[_Part], is_own: bool, pause: Callable[[], None]
 ) -> Iterator[np.ndarray]:
-    """The tensors of a file, by name, weight, place, rows and dtype; every process makes them, and
-    the one that writes it reads them."""
+    """What a file holds; every process makes it, and the one that writes it reads it."""
     too_large = ""
-    for name, weight, place, rows, dtype in tensors:
+    for name, weight, place, shape, dtype in parts:
         pause()
         (array,) = jax.tree.leaves(weight.weight)
-        x = _take(array, place, weight.form, rows, dtype)
+        x = _take(array, place, weight.form, shape[0], dtype)
         jax.block_until_ready(x)
         if is_own:
             written = np.asarray(x.addressable_data(0))

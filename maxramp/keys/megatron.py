@@ -60,7 +60,7 @@ def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if not (argument := _argument(flag, values)):
             same = peers.MEGATRON_SAME.get(flag)  # values that change nothing; [] = any
             if same is None or (same and not {*values[:1]} & {*same}):
-                left_out.append(f"--{flag}")
+                left_out.append(f"--{flag} {peers.MEGATRON_NEAR.get(flag, '')}".rstrip())
             continue
         name, _, text = argument.partition("=")
         if text in ("", "[]"):

@@ -17,6 +17,7 @@ _TABLE = read_yaml(pathlib.Path(__file__).with_name("peers.yml"))
 RENAMED: dict[str, str] = _TABLE["renamed"]
 MEGATRON: dict[str, str] = _TABLE["megatron"]
 MEGATRON_SAME: dict[str, list[str]] = _TABLE["megatron_same"]
+MEGATRON_NEAR: dict[str, str] = _TABLE["megatron_near"]
 VALUES: dict[str, dict[str, Any]] = _TABLE["values"]
 _ONLY: dict[str, list[Any]] = _TABLE["only"]
 _DERIVED: dict[str, str] = _TABLE["derived"]

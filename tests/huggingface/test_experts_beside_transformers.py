@@ -8,6 +8,7 @@ from later import Later
 from opened import config_of, load, logits
 from small_models import CONFIGS, TOKENS_BT, fuse_experts, tensors, write_file, write_folder
 from test_beside_transformers import TOLERANCE, assert_near, opened, theirs
+from test_weights import assert_same_tensors, write
 
 from maxramp.huggingface.safetensors import tensors_of
 from maxramp.model.parts.experts import Experts
@@ -71,6 +72,16 @@ def test_both_layouts_of_experts(tmp_path, name):
         assert {*tensors_of(str(folder))} == {*(fuse_experts(held) if is_fused else held)}
         config = config_of(folder)
         assert_near(logits(load(folder, config), config, TOKENS_BT), theirs(model))
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_experts_written_in_one_tensor_a_layer(tmp_path, name):
+    """transformers opens them, with the tensors that it would write itself."""
+    folder = write_folder(tmp_path / "in", name)
+    config = config_of(folder)
+    write(tmp_path / "out", config, load(folder, config), file_bytes=30_000, fuse_experts=True)
+    assert_same_tensors(tmp_path / "out", fuse_experts(tensors(CONFIGS[name])))
+    np.testing.assert_array_equal(theirs(opened(tmp_path / "out")), theirs(opened(folder)))
 
 
 def test_router_and_experts_of_deepseek():

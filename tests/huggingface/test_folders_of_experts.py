@@ -14,8 +14,9 @@ from small_models import (
     write_file,
     write_folder,
 )
-from test_weights import MESHES, on_mesh
+from test_weights import MESHES, assert_same_tensors, on_mesh, write
 
+from maxramp import convert
 from maxramp.checkpoints.weights import open_weights
 from maxramp.errors import ConfigError
 from maxramp.huggingface import config_json
@@ -28,12 +29,25 @@ from maxramp.training.state import abstract_state
     ["mixtral", *(pytest.param(x, marks=pytest.mark.slow) for x in EXPERTS if x != "mixtral")],
 )
 def test_experts_in_one_tensor_a_layer(tmp_path, name):
-    """As transformers 5 has them in memory: the same weights."""
-    folder = write_folder(tmp_path, name)
+    """As transformers 5 has them in memory: the same weights, read and written."""
+    folder = write_folder(tmp_path / "in", name)
     config = config_of(folder)
-    expected = load(folder, config)
-    write_file(folder / "model.safetensors", fuse_experts(tensors(CONFIGS[name])))
+    expected, fused = load(folder, config), fuse_experts(tensors(CONFIGS[name]))
+    write_file(folder / "model.safetensors", fused)
     jax.tree.map(np.testing.assert_array_equal, load(folder, config), expected)
+    write(tmp_path / "out", config, expected, file_bytes=30_000, fuse_experts=True)
+    assert_same_tensors(tmp_path / "out", fused)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "out", config), expected)
+    largest = max(x.nbytes for x in fused.values())
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        assert file.stat().st_size - header <= max(30_000, largest)
+
+
+def test_only_experts_are_fused(tmp_path, capsys):
+    folder = write_folder(tmp_path / "in", "llama2")
+    assert convert.main([str(folder), "--fuse_experts", "--to", str(tmp_path / "out")]) == 2
+    assert "in has no experts to write; leave it out" in capsys.readouterr().err
 
 
 UPCYCLED = {

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from opened import config_of, load, logits
-from small_models import CONFIGS, TOKENS_BT, tensors, write_file, write_folder
+from small_models import CONFIGS, TOKENS_BT, fuse_experts, tensors, write_file, write_folder
 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.huggingface import config_json, writing
@@ -364,10 +364,12 @@ def test_what_config_json_need_not_say():
         assert keys["rope_max_timescale"] == 10_000 and keys["normalization_layer_epsilon"] == 1e-6
 
 
-def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["llama2", "mixtral"])
+def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch, name):
     """What it has written stays as it is; another model's begins anew."""
-    folder = write_folder(tmp_path / "in", "llama2")
+    folder = write_folder(tmp_path / "in", name)
     config, model = on_mesh(folder, "one")
+    form = {"file_bytes": 20_000, "fuse_experts": name == "mixtral"}
     real, written = writing._write_file, []
 
     def stops(path, *arguments):
@@ -378,17 +380,18 @@ def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "_write_file", stops)
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "out", config, model, file_bytes=20_000)
+        write(tmp_path / "out", config, model, **form)
     assert not released.is_whole(tmp_path / "out")
     before = list(written)
     written[:] = []
     monkeypatch.setattr(writing, "_write_file", lambda *a: (written.append(a[0].name), real(*a)))
     order, last = [], writing.write_whole
     monkeypatch.setattr(writing, "write_whole", lambda *a: (order.append(a[0].name), last(*a)))
-    write(tmp_path / "out", config, model, file_bytes=20_000)
+    write(tmp_path / "out", config, model, **form)
     assert order[-1] == "config.json"  # without which the folder is no model
     assert written and not {*written} & {*before}
-    assert_same_tensors(tmp_path / "out", tensors(CONFIGS["llama2"]))
+    expected = tensors(CONFIGS[name])
+    assert_same_tensors(tmp_path / "out", fuse_experts(expected) if name == "mixtral" else expected)
     with pytest.raises(ConfigError, match="is there already"):
         write(tmp_path / "out", config, model)
     assert [p for p in os.listdir(tmp_path) if p.startswith(".")] == []
@@ -397,7 +400,7 @@ def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     with (tmp_path / "out" / before[0]).open("ab") as file:
         file.truncate(100)
     assert writing.made_of(tmp_path / "out") == {}  # no longer what it was made of
-    write(tmp_path / "again", config, model, file_bytes=20_000)
+    write(tmp_path / "again", config, model, **form)
     assert writing.made_of(tmp_path / "again")
     (tmp_path / "again" / "model.safetensors.index.json").unlink()
     assert writing.made_of(tmp_path / "again") == {}

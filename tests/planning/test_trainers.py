@@ -166,7 +166,10 @@ DEEPSEEK = """--num-layers 61 --num-experts 256 --moe-router-topk 8 --moe-ffn-hi
         (
             f"{QWEN3_30B} --moe-router-pre-softmax --moe-expert-capacity-factor 1.0",
             {"decoder_block": "qwen3_moe", "norm_topk_prob": False},
-            ["--moe-expert-capacity-factor"],
+            [
+                "--moe-expert-capacity-factor (capacity_factor counts within a row, and keeps the "
+                "first tokens)"
+            ],
         ),
         (
             DEEPSEEK,
@@ -185,6 +188,11 @@ DEEPSEEK = """--num-layers 61 --num-experts 256 --moe-router-topk 8 --moe-ffn-hi
             + ["--moe-layer-freq", "--moe-shared-expert-intermediate-size"],
         ),
         ("--num-layers 2 --qk-layernorm", {}, ["--qk-layernorm"]),
+        (
+            "--split 99,1 --tokenizer-model a",
+            {},
+            ["--split (eval_fraction)"] + ["--tokenizer-model (tokenizer_path)"],
+        ),
     ],
 )
 def test_megatrons_experts(text, wanted, without):
