@@ -68,6 +68,7 @@ class Shape:
     data: int = 1
     tensor: int = 1
     expert: int = 1  # shards of the experts, where there are some
+    context: int = 1  # parts of a row
     stages: int = 1
     expansion: int = -1  # only processes / expansion of them read
     micro: int = 4  # rows per data-parallel rank in a pass: accumulation follows
@@ -75,7 +76,7 @@ class Shape:
     @property
     def ranks(self) -> int:
         """Groups of devices that each take rows of their own."""
-        return self.processes * self.devices // self.tensor // self.stages
+        return self.processes * self.devices // self.tensor // self.stages // self.context
 
 
 SHAPES = (
@@ -87,10 +88,13 @@ SHAPES = (
     Shape(devices=4, data=2, micro=2),
     Shape(devices=4, tensor=2, micro=2),
     Shape(devices=4, expert=2, micro=2),
+    Shape(devices=4, context=2, micro=2),
+    Shape(devices=4, context=2, stages=2),
     Shape(devices=2, stages=2),
     Shape(processes=2, micro=2),
     Shape(processes=2, devices=2, tensor=2),
     Shape(processes=2, expert=2, micro=2),
+    Shape(processes=2, devices=2, context=4),
     Shape(processes=2, expansion=2),
 )
 
@@ -172,7 +176,7 @@ def _refused(case: Case, shape: Shape) -> bool:
     """What a shape does not take."""
     lora, noise = case.has("start") == "lora_dropout", case.has("step") == "noise"
     least = shape.ranks * (2 // shape.stages * shape.stages if shape.stages > 1 else 1)
-    mesh = case.has("phases") in ("mesh", "expert_mesh")
+    mesh = case.has("phases") in ("mesh", "expert_mesh", "context_mesh")
     return (
         any(rows % least for _, rows in case.thresholds)
         or (shape.stages > 1 and (lora or noise or mesh or case.ramp == "noise"))
@@ -181,6 +185,7 @@ def _refused(case: Case, shape: Shape) -> bool:
             and (
                 shape.tensor > 1
                 or shape.expert > 1
+                or shape.context > 1
                 or shape.processes * shape.devices < 2
                 or shape.data > 1
             )
@@ -282,6 +287,7 @@ def keys_of(case: Case, shape: Shape, notation: str = "") -> dict[str, str]:
         "ici_data_parallelism": shape.data,
         "ici_tensor_parallelism": shape.tensor,
         "ici_pipeline_parallelism": shape.stages,
+        "ici_context_parallelism": shape.context,
         "ici_expert_parallelism": shape.expert if case.has_experts else 1,
         "expansion_factor_real_data": shape.expansion,
     }
@@ -292,7 +298,7 @@ def keys_of(case: Case, shape: Shape, notation: str = "") -> dict[str, str]:
 
 
 _RISES = st.sampled_from([1, 1, 1, 2])  # every stage is a program to compile, the price of a case
-_SHAPES = st.sampled_from([*SHAPES[:9], *SHAPES])  # several processes cost more than devices
+_SHAPES = st.sampled_from([*SHAPES[:11], *SHAPES])  # several processes cost more than devices
 
 
 @st.composite

@@ -212,11 +212,21 @@ def check_context(model: ModelKeys, mesh: MeshKeys, row_length: int) -> None:
             f"(max_target_length or row_length); use {nearest_multiples(row_length, size)} tokens, "
             "or another size"
         )
+    if size > 1 and model.context_strategy(tensor, size) == "all_gather":
+        moved = {"lora_dropout": model.lora_rank and model.lora_dropout}
+        moved["capacity_factor"] = model.num_experts > 1 and max(0, model.capacity_factor)
+        name = next((name for name, value in moved.items() if value), "")
+        if name and model.context_parallel_load_balance:
+            raise ConfigError(
+                f"{name}={moved[name]:g} goes by the places of a row's tokens, which "
+                "context_parallel_load_balance=True moves; use context_parallel_load_balance=False"
+            )
+        return
     heads, key_heads = (n // tensor for n in (model.base_num_query_heads, model.base_num_kv_heads))
     if not key_copies(heads, key_heads, size):
         able = [n for n in range(1, heads + 1) if key_copies(heads, key_heads, n)]
         raise ConfigError(
-            f"{given}: attention shares out the {heads} query and {key_heads} key/value heads of "
-            f"a device (ici_tensor_parallelism={tensor}) over these devices; use "
-            f"{', '.join(map(str, able))}"
+            f"context_parallel_strategy=ulysses shares out the {heads} query and {key_heads} "
+            f"key/value heads of a device (ici_tensor_parallelism={tensor}) over {given} devices; "
+            f"use {', '.join(map(str, able))} of them, or context_parallel_strategy=all_gather"
         )

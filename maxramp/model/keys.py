@@ -68,6 +68,14 @@ def key_copies(query_heads: int, key_heads: int, devices: int) -> int:
     return 0 if query_heads % (key_heads * copies) else copies
 
 
+def select_strategy(asked: str, query_heads: int, key_heads: int, devices: int) -> str:
+    """How tokens attend to those of other devices along `context`: the way that was asked for;
+    under autoselected heads are shared out where they can be."""
+    if asked != "autoselected":
+        return asked
+    return "ulysses" if key_copies(query_heads, key_heads, devices) else "all_gather"
+
+
 @dataclasses.dataclass(frozen=True)
 class Execution(SightKeys):
     """How a pass is computed, and what a token sees in it; independent of the weights."""
@@ -75,6 +83,13 @@ class Execution(SightKeys):
     rope_type: str = one_of("default", "llama3.1")
     dtype: str = dtype_of()
     attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
+    context_parallel_strategy: str = one_of(
+        *("autoselected", "ulysses", "all_gather"),
+        usp="not built: ulysses alone shares out the heads; use KEY=ulysses",
+        ring="sends the bytes of all_gather in as many turns as there are devices, which kernels "
+        "would be cut into; use KEY=all_gather",
+    )
+    context_parallel_load_balance: bool
     scan_layers: bool
     remat_policy: str = one_of("full", "minimal", "minimal_with_context", "none")
     num_pipeline_microbatches: int = positive_or_open()
@@ -146,6 +161,10 @@ class ModelKeys(Execution):
     def moe_mlp_dim(self) -> int:
         """Width of an expert."""
         return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
+
+    def context_strategy(self, tensor: int, devices: int) -> str:
+        heads = self.base_num_query_heads // tensor, self.base_num_kv_heads // tensor
+        return select_strategy(self.context_parallel_strategy, *heads, devices)
 
     @property
     def sharded_widths(self) -> dict[tuple[str, ...], dict[str, int]]:

@@ -1,0 +1,39 @@
+"""Which of a row's tokens each device along `context` has. Shapes: B rows, T tokens."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+
+from maxramp.data.batch import Batch
+from maxramp.model.keys import ModelKeys
+from maxramp.model.parts.balanced_order import balanced_order
+from maxramp.model.pattern import Pattern
+from maxramp.parallel.axes import TOKEN_AXES
+from maxramp.parallel.collectives import map_shards
+from maxramp.parallel.mesh import axis_size
+from maxramp.parallel.sharding import ROWS_BT
+
+
+def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
+    """A micro batch with its tokens in the order in which devices have them: where they attend to
+    gathered keys, each device's see as many."""
+    devices, tensor, T = axis_size(*TOKEN_AXES), axis_size("tensor"), batch.tokens.shape[1]
+    is_gathered = keys.context_strategy(tensor, devices) == "all_gather"
+    if devices == 1 or not is_gathered or not keys.context_parallel_load_balance:
+        return batch
+    positions = batch.token_positions
+    windows = Counter(layer.sight(keys).window for layer in pattern)
+    seen = sum(n * (positions.count_seen(T, window)) for window, n in windows.items())
+    seen_BT = jax.reshard(jnp.broadcast_to(seen, batch.tokens.shape), ROWS_BT)
+    order = map_shards(lambda seen_BT: balanced_order(seen_BT, devices), ROWS_BT, ROWS_BT)
+    places_BT = order(seen_BT)
+    at_BT = positions.segment_positions(T)
+    at_BT = jnp.broadcast_to(positions.order(T), batch.tokens.shape) if at_BT is None else at_BT
+
+    def move(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, places_BT, 1) if x.shape == places_BT.shape else x
+
+    moved = jax.tree.map(move, dataclasses.replace(batch, positions=at_BT))
+    return dataclasses.replace(moved, places=places_BT)
