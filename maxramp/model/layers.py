@@ -13,10 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import Execution
 from maxramp.model.parts import rotary
-from maxramp.model.parts.attention import CONTEXT, Rule
+from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.aux import Aux, join_layers
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.routing import CHOICES
+from maxramp.model.parts.splash_attention import CONTEXT
 from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel
 from maxramp.model.pattern import Layer, Pattern, Rope
 from maxramp.parallel.sharding import X_BTD

@@ -17,13 +17,11 @@ import jax.numpy as jnp
 from maxramp.errors import ConfigError
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.positions import Positions
+from maxramp.model.parts.splash_attention import LANES, splash_attention
 from maxramp.parallel.collectives import map_shards
 from maxramp.parallel.sharding import ROWS_B, TOKENS_BT, CACHE_BKSh, X_BTHh, X_BTKGh
 
-LANES = 128  # what a splash block is a multiple of
-_LARGEST_BLOCK = 512
 _NO_TRITON = "this version of jax has no Pallas for Triton; use jax 0.10.2 to 0.12"
-CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's result and sums
 
 
 @functools.partial(
@@ -50,14 +48,19 @@ class Rule:
             seen_TS &= at_1S > at_T1 - self.window
         return seen_TS
 
-    def mask(self, tokens: int) -> jax.Array:
-        """Whether each token of a row sees each: [T, S], or of each row [B, 1, 1, T, S]."""
-        at = self.positions.order(tokens)
-        seen = self.sees(at, at)
-        if not self.positions.is_ordered:
-            seen = seen[:, None, None]
-        if self.positions.segments_BT is not None:
-            seen = seen & self.positions.same_segment[:, None, None]
+    def mask(self, tokens: int, places_Bt: jax.Array | None = None) -> jax.Array:
+        """Whether each token of a row, or those at places of each row, see each of it: [T, S], or
+        of each row [B, 1, 1, T, S]."""
+
+        def pick(x: jax.Array) -> jax.Array:
+            return x if places_Bt is None else _pick(x, places_Bt)
+
+        at, segments_BS = self.positions.order(tokens), self.positions.segments_BT
+        seen = self.sees(pick(at), at)
+        seen = seen if seen.ndim == 2 else seen[:, None, None]
+        if segments_BS is not None:
+            same_BTS = pick(segments_BS)[:, :, None] == segments_BS[:, None]
+            seen = seen & same_BTS[:, None, None]
         return seen
 
     def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
@@ -140,12 +143,41 @@ def attend(
     return map_shards(_KERNELS[kernel], specs, X_BTHh)(*arrays)
 
 
+def attend_from(
+    q_BtHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    places_Bt: jax.Array,
+    run: int,
+    rule: Rule,
+    kernel: str,
+) -> jax.Array:
+    """`attend` on one device, of some tokens of each row to all of it: those at `places`, int32,
+    that rise along a row in runs of `run` consecutive tokens (a multiple of 128 for splash)."""
+    if kernel == "dot_product":
+        return _plain(q_BtHh, k_BTKh, v_BTKh, "BSKh", rule, rule.mask(k_BTKh.shape[1], places_Bt))
+    return _KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, rule, places_Bt, run)
+
+
+def _pick(x: jax.Array, places_Bt: jax.Array) -> jax.Array:
+    """What rows [T] or [B, T] have at places of each."""
+    return jnp.take_along_axis(jnp.broadcast_to(x, (len(places_Bt), x.shape[-1])), places_Bt, 1)
+
+
 def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
     B, T, H, h = q_BTHh.shape
     K = k_BSKh.shape[2]
     q_BTKGh = jax.lax.reshape(q_BTHh, (B, T, K, H // K, h), out_sharding=X_BTKGh)
     out_BTKGh = _products(q_BTKGh, k_BSKh, v_BSKh, "BSKh", rule, rule.mask(T))
     return jax.lax.reshape(out_BTKGh, (B, T, H, h), out_sharding=X_BTHh)
+
+
+def _plain(q_BTHh, k, v, axes, rule, seen):
+    """On one device."""
+    B, T, H, h = q_BTHh.shape
+    K = k.shape[axes.index("K")]
+    out_BTKGh = _products(q_BTHh.reshape(B, T, K, H // K, h), k, v, axes, rule, seen)
+    return out_BTKGh.reshape(B, T, H, h)
 
 
 def _products(q_BTKGh, k, v, axes, rule, seen):
@@ -155,17 +187,19 @@ def _products(q_BTKGh, k, v, axes, rule, seen):
     return jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
 
 
-def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
-    """cuDNN's flash attention; our own for packed rows, which cost cuDNN a dense mask, and for
-    scores with a cap, which cuDNN has not."""
+def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):
+    """cuDNN's flash attention; our own for packed rows, which cost cuDNN a dense mask, for some
+    tokens of rows, and for scores with a cap, which cuDNN has not."""
     packed, mask = rule.positions.segments_BT is not None, None
-    if _has_packed_kernel() and (packed or rule.cap):
+    only_ours = rule.cap or places_BT is not None
+    if _has_packed_kernel() and (packed or only_ours):
         from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
-        B, T = q_BTHh.shape[:2]
-        first, at = rule.positions.first_seen(T, rule.window), rule.positions.order(T)
-        seen = (jnp.broadcast_to(x, (B, T)) for x in (first, at))
-        scale = rule.scale_of(q_BTHh)
+        B, S = k_BSKh.shape[:2]
+        if places_BT is None:
+            places_BT = jnp.broadcast_to(rule.positions.order(S), (B, S))
+        first_BT = _pick(rule.positions.first_seen(S, rule.window), places_BT)
+        seen, scale = (first_BT, places_BT), rule.scale_of(q_BTHh)
         return packed_attention(q_BTHh, k_BSKh, v_BSKh, *seen, scale, rule.cap, interpret)
     if rule.cap:
         raise ConfigError(
@@ -185,32 +219,10 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
     )
 
 
-def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
-
-    T, H = q_BTHh.shape[1:3]
-    block = next(n for n in range(_LARGEST_BLOCK, 0, -LANES) if T % n == 0)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    mask = splash.CausalMask((T, T))
-    if rule.window:
-        mask = splash.LocalMask((T, T), (rule.window - 1, 0), 0)
-    kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * H),
-        head_shards=1,
-        q_seq_shards=1,
-        block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
-        residual_checkpoint_name=CONTEXT,
-        attn_logits_soft_cap=rule.cap or None,
-        interpret=interpret,
-    )
-
-    def row(q_THh, k_SKh, v_SKh, segments_T=None):
-        segments = None if segments_T is None else splash.SegmentIds(segments_T, segments_T)
-        q_THh = q_THh * rule.scale_of(q_THh)
-        q_HTh, k_KSh, v_KSh = (x.swapaxes(0, 1) for x in (q_THh, k_SKh, v_SKh))
-        return kernel(q_HTh, k_KSh, v_KSh, segment_ids=segments).swapaxes(0, 1)
-
-    return jax.vmap(row)(q_BTHh, k_BSKh, v_BSKh, *jax.tree.leaves(rule))
+def _splash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):
+    q_BTHh = q_BTHh * rule.scale_of(q_BTHh)
+    seen = rule.positions, rule.window, rule.cap
+    return splash_attention(q_BTHh, k_BSKh, v_BSKh, *seen, places_BT, run, interpret)
 
 
 _KERNELS = {
@@ -256,16 +268,13 @@ class Cache:
 
 
 def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B, *, rule):
-    B, T, H, h = q_BTHh.shape
-    K, S = keys_BKSh.shape[1:3]
+    S = keys_BKSh.shape[2]
 
     def write(slots_KSh, new_TKh, position):
         return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), (0, position, 0))
 
     keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, positions_B)
     values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, positions_B)
-    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h)
-    seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(T), jnp.arange(S))
-    seen = seen_BTS[:, None, None]
-    out_BTKGh = _products(q_BTKGh, keys_BKSh, values_BKSh, "BKSh", rule, seen)
-    return out_BTKGh.reshape(B, T, H, h), keys_BKSh, values_BKSh
+    seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(q_BTHh.shape[1]), jnp.arange(S))
+    out_BTHh = _plain(q_BTHh, keys_BKSh, values_BKSh, "BKSh", rule, seen_BTS[:, None, None])
+    return out_BTHh, keys_BKSh, values_BKSh
