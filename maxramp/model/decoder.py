@@ -97,7 +97,7 @@ class Decoder(nnx.Module):
         for layer, block, cache in zip(self.pattern, blocks, caches, strict=True):
             rope, window = layer.sight(execution)
             rule = Rule(window=window)
-            x_BTD, _ = block(x_BTD, angles[rope], rule, execution.attention, cache)
+            x_BTD, _ = block(x_BTD, angles[rope], rule, execution, cache)
             cache.positions_B += tokens
         return jax.reshard(self.norm(x_BTD), X_BTD), caches
 

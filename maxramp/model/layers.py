@@ -13,10 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import Execution
 from maxramp.model.parts import rotary
-from maxramp.model.parts.attention import CONTEXT, Rule
+from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.aux import Aux, join_layers
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.routing import CHOICES
+from maxramp.model.parts.splash_attention import CONTEXT
 from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel
 from maxramp.model.pattern import Layer, Pattern, Rope
 from maxramp.parallel.sharding import X_BTD
@@ -67,7 +68,7 @@ def run(
     def run_layer(layer: Layer, x_BTD: jax.Array, block: Any, in_loop: bool) -> tuple:
         def call(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, Aux]:
             rope, window = layer.sight(execution)
-            given = turned[rope], Rule(attended, window), execution.attention
+            given = turned[rope], Rule(attended, window), execution
             return block(x_BTD, *given, shares_BT=positions.shares_BT)
 
         if execution.remat_policy != "none":

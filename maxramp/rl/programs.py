@@ -28,6 +28,7 @@ from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
 from maxramp.training import balance
 from maxramp.training.ahead import Ahead
+from maxramp.training.context import share_out
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.log_probs import token_log_probs
 from maxramp.training.policy import policy_gradient
@@ -75,7 +76,8 @@ class PolicyPrograms:
         def add(sums: Any, trained: Decoder, frozen: Decoder, buffers: Any, batch: Batch) -> Any:
             def loss(trained: Decoder) -> tuple[jax.Array, Aux]:
                 model = join_parts(frozen.cast(dtype), trained)
-                return objective(balance.with_last_step(model, buffers), batch)
+                own = share_out(batch, model.pattern, recipe.model)
+                return objective(balance.with_last_step(model, buffers), own)
 
             found = jax.grad(loss, has_aux=True)(trained.cast(dtype))
             return jax.tree.map(jnp.add, sums, found)

@@ -1,6 +1,7 @@
 """Which of a row's tokens each device along `context` has. Shapes: B rows, T tokens."""
 
 import dataclasses
+import functools
 from collections import Counter
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.balanced_order import balanced_order
+from maxramp.model.parts.balanced_order import balanced_order, run_length
 from maxramp.model.pattern import Pattern
 from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import map_shards
@@ -25,10 +26,11 @@ def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
         return batch
     positions = batch.token_positions
     windows = Counter(layer.sight(keys).window for layer in pattern)
-    seen = sum(n * (positions.count_seen(T, window)) for window, n in windows.items())
-    seen_BT = jax.reshard(jnp.broadcast_to(seen, batch.tokens.shape), ROWS_BT)
-    order = map_shards(lambda seen_BT: balanced_order(seen_BT, devices), ROWS_BT, ROWS_BT)
-    places_BT = order(seen_BT)
+    run = run_length(T // devices)
+    costs_Bn = sum(n * positions.count_blocks(T, run, window) for window, n in windows.items())
+    costs_Bn = jax.reshard(jnp.broadcast_to(costs_Bn, (len(batch.tokens), T // run)), ROWS_BT)
+    order = functools.partial(balanced_order, run=run, devices=devices)
+    places_BT = map_shards(order, ROWS_BT, ROWS_BT)(costs_Bn)
     at_BT = positions.segment_positions(T)
     at_BT = jnp.broadcast_to(positions.order(T), batch.tokens.shape) if at_BT is None else at_BT
 

@@ -21,6 +21,7 @@ from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.collectives import wait_for
 from maxramp.parallel.sharding import BATCH_ABT, gradient_spec
 from maxramp.training import balance, noise_scale
+from maxramp.training.context import share_out
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Objective, next_token_prediction
@@ -80,6 +81,7 @@ def train_step(
 
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
         micro_batch, places_B2 = micro_batch
+        micro_batch = share_out(micro_batch, trained.pattern, recipe.model)
 
         def minimize(trained: Decoder) -> tuple[jax.Array, Aux]:
             model = join_parts(frozen, trained)

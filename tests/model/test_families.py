@@ -148,7 +148,7 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
         angles = rotary.angles(ROPE, jnp.arange(24), 16)
         for layer, block in zip(pattern, model.one_by_one().layers, strict=True):
             rule = Rule(window=layer.sight(config.model).window)
-            x_BTD, _ = block(x_BTD, angles, rule, "dot_product")
+            x_BTD, _ = block(x_BTD, angles, rule, config.model)
         return model.logits(model.norm(x_BTD))
 
     with jax.set_mesh(make_mesh(config)):

@@ -120,6 +120,7 @@ def _keys_of_shapes(config):
 
     other = {"mlp_activations": ["gelu", "linear"], "base_num_kv_heads": 3}
     other |= {"dtype": "bfloat16", "weight_dtype": "bfloat16", "remat_policy": "full"}
+    other |= {"context_parallel_strategy": "ulysses"}
     other |= {"attention": "dot_product", "rope_type": "llama3.1", "sliding_window_size": 8}
     other |= {"lora_rank": 4, "lora_dropout": 0.5}
     of_softmax = config.model.routed_score_func == "softmax"

@@ -28,13 +28,13 @@ UNIT = topology.Chip(1, 1e-12, 1e-9, 1e-9, 1e-9, 3, 1)
 def pod(name: str, sizes: tuple[int, ...], slices: int = 1) -> Mesh:
     """A mesh of data, fsdp and tensor over a pod's chips; its first axis is over the slices."""
     data, fsdp, tensor = sizes
-    sizes = (data, 1, fsdp, 1, tensor)  # one stage, no shards of experts
+    sizes = (data, 1, fsdp, 1, 1, tensor)  # one stage; whole experts and rows
     devices = machine.describe(topology.parse(name), slices)
     if slices == 1:
         grid = mesh_utils.create_device_mesh(sizes, devices)
     else:
         inner = (sizes[0] // slices, *sizes[1:])
-        grid = mesh_utils.create_hybrid_device_mesh(inner, (slices, 1, 1, 1, 1), devices)
+        grid = mesh_utils.create_hybrid_device_mesh(inner, (slices, 1, 1, 1, 1, 1), devices)
     return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from maxramp.errors import ConfigError
 from maxramp.model.order import order_by_layer
 from maxramp.model.parts.attention import Rule, attend
+from maxramp.model.parts.balanced_order import balanced_order, run_length
 from maxramp.model.parts.positions import Positions
 from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT, TOKENS_BT, X_BTHh
 from maxramp.training.loss import next_token_prediction
@@ -27,6 +28,7 @@ def parallel(**sizes):
 
 EXPERTS = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
 EXPERTS += ("load_balance_loss_weight=0.1", "router_z_loss_weight=0.1")
+GATHERED = "context_parallel_strategy=all_gather"
 # The mesh, other keys that one device has as well, and accumulation.
 CASES = {
     "fsdp, tensor, accumulation": (parallel(context=2, tensor=2), (), 2),
@@ -61,8 +63,24 @@ CASES = {
         (*EXPERTS, "capacity_factor=1.0", "routed_bias_update_rate=0"),
         1,
     ),
+    "gathered": ((*parallel(context=4, data=2), GATHERED), (), 2),
+    "gathered, a window": (
+        (*parallel(context=2, tensor=2), GATHERED),
+        ("decoder_block=mistral", "sliding_window_size=5"),
+        1,
+    ),
+    "gathered, a pipeline": ((*parallel(context=2, pipeline=2), GATHERED), (), 2),
+    "gathered, experts": ((*parallel(context=2, expert=2), GATHERED), EXPERTS, 1),
+    "gathered, parts in order": (
+        (*parallel(context=4), GATHERED, "context_parallel_load_balance=False"),
+        ("capacity_factor=1.0", *EXPERTS),
+        1,
+    ),
     "adapters": (parallel(context=2), ("lora_rank=2", "lora_dropout=0.2"), 2),
 }
+
+
+QUICK = ("fsdp, tensor, accumulation", "gathered")
 
 
 @functools.cache
@@ -92,11 +110,7 @@ def trained(*arguments, devices=8, accumulation=1):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if number == 0 else pytest.mark.slow)
-        for number, name in enumerate(CASES)
-    ],
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 )
 def test_one_update(name):
     mesh, keys, accumulation = CASES[name]
@@ -114,44 +128,81 @@ def test_one_update(name):
         np.testing.assert_allclose(metrics[value], expected[2][value], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("strategy", ["ulysses", "all_gather", "balanced"])
 @pytest.mark.parametrize("kernel", ["dot_product", "splash_interpreted", "packed_interpreted"])
-def test_documents_leak_nothing(kernel):
+def test_documents_leak_nothing(kernel, strategy):
     """Of odd lengths, over four devices: what a document makes of its tokens has exactly no
     gradient to those of another, and values are those of one device."""
     if kernel == "packed_interpreted":
         pytest.importorskip("jax.experimental.pallas.triton")
-    T, lengths = 128, (37, 3, 51, 36, 1)
+    T, lengths = 1024, (301, 27, 403, 292, 1)
     segments_BT = np.repeat(np.arange(5, dtype=np.int32), lengths)[None]
+    in_order = Positions(segments_BT)
+    order_T = np.arange(T)
+    if strategy == "balanced":
+        (order_T,) = np.asarray(balanced_order(in_order.count_blocks(T, 128, 0), 128, 4))
+        assert (order_T != np.arange(T)).any()
+        moved = in_order.segments_BT, in_order.segment_positions(T), np.arange(T)[None]
+        in_order = Positions(*(np.asarray(x, np.int32)[:, order_T] for x in moved))
+    rng = np.random.default_rng(0)
+    qkv = [rng.normal(size=(1, T, n, 8)).astype(np.float32)[:, order_T] for n in (4, 2, 2)]
+    is_third_T = in_order.segments_BT[0] == 2
+
+    @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
+    def of_third(q, k, v, positions, kernel, strategy):
+        rule = Rule(positions, window=130)
+        out_BTHh = attend(q, k, v, rule, kernel, strategy)
+        is_third_BT = jax.reshard(jnp.asarray(is_third_T[None]), TOKENS_BT)
+        return jnp.where(is_third_BT[..., None, None], out_BTHh, 0).sum(), out_BTHh
+
     config = make_config(*parallel(context=4, fsdp=1), f"max_target_length={T}", devices=4)
     with jax.set_mesh(make_mesh(config)):
-        rule = Rule(Positions(jax.device_put(segments_BT, ROWS_BT)), window=30)
-        keys = jax.random.split(jax.random.key(0), 3)
-        heads = zip(keys, (4, 2, 2), strict=True)
-        qkv = [jax.random.normal(k, (1, T, n, 8), "float32", out_sharding=X_BTHh) for k, n in heads]
-
-        @jax.jit
-        def of_third(q, k, v):
-            out_BTHh = attend(q, k, v, rule, kernel)
-            is_third_BT = jax.reshard(jnp.asarray(segments_BT == 2), TOKENS_BT)
-            return jnp.where(is_third_BT[..., None, None], out_BTHh, 0).sum(), out_BTHh
-
-        gradients, out = jax.grad(of_third, argnums=(0, 1, 2), has_aux=True)(*qkv)
-    is_third_T = segments_BT[0] == 2
-    for dx_BTHh in gradients:
-        assert (np.asarray(dx_BTHh)[0, ~is_third_T] == 0).all()
-        assert (np.asarray(dx_BTHh)[0, is_third_T] != 0).any()
+        given = *(jax.device_put(x, X_BTHh) for x in qkv), jax.device_put(in_order, ROWS_BT)
+        way = "all_gather" if strategy == "balanced" else strategy
+        gradients, out = jax.jit(of_third, static_argnums=(4, 5))(*given, kernel, way)
     with jax.set_mesh(make_mesh(make_config(f"max_target_length={T}", devices=1))):
-        q, k, v = map(np.asarray, qkv)
-        rule = Rule(Positions(jnp.asarray(segments_BT)), window=30)
-        expected = attend(*map(jnp.asarray, (q, k, v)), rule)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
+        given = *map(jnp.asarray, qkv), jax.tree.map(jnp.asarray, in_order)
+        expected, out_1 = of_third(*given, "dot_product", "")
+    np.testing.assert_allclose(out, out_1, atol=2e-6)
+    for actual, other in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(actual, other, atol=2e-5)
+        assert (np.asarray(actual)[0, ~is_third_T] == 0).all()
+
+
+@pytest.mark.parametrize("documents", [1, 5, 200])
+@pytest.mark.parametrize(("devices", "window"), [(4, 0), (16, 0), (16, 1024)])
+def test_devices_have_as_much_to_see(devices, window, documents):
+    """Of the blocks of run x run tokens that a mask leaves the most loaded device has at most 1.05
+    times the mean; of parts of the row in order, more."""
+    T = 131072
+    cuts = np.sort(np.random.default_rng(documents).choice(T, documents - 1, replace=False))
+    segments_BT = np.searchsorted(cuts, np.arange(T), side="right").astype(np.int32)[None]
+    positions = Positions(segments_BT)
+    run = run_length(T // devices)
+    costs_Bn = positions.count_blocks(T, run, window)
+    (order_T,) = np.asarray(balanced_order(costs_Bn, run, devices))
+    assert (np.sort(order_T) == np.arange(T)).all()
+    first_T = np.asarray(positions.first_seen(T, window))[0]
+
+    def most_loaded(order_T):
+        blocks_n = order_T[run - 1 :: run] // run - first_T[order_T[::run]] // run + 1
+        loads_C = blocks_n.reshape(devices, -1).sum(1)
+        return loads_C.max() / loads_C.mean()
+
+    assert most_loaded(order_T) < 1.05
+    if not window:
+        assert most_loaded(np.arange(T)) > 1.05
 
 
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
         (("max_target_length=30",), "use 28 or 32 tokens"),
-        (("base_num_query_heads=6", "base_num_kv_heads=2"), "use 1, 2, 3, 6"),
+        (
+            ("base_num_query_heads=6", "base_num_kv_heads=2", "context_parallel_strategy=ulysses"),
+            "use 1, 2, 3, 6 of them, or context_parallel_strategy=all_gather",
+        ),
+        ((*EXPERTS, GATHERED, "capacity_factor=1.0"), "context_parallel_load_balance=False"),
         (("phases={0: {row_length: 8}, 64: {row_length: 2}}",), "its 2 tokens"),
     ],
 )

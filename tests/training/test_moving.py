@@ -72,7 +72,7 @@ def test_no_device_gathers_an_array(sizes):
     devices = mesh_lib.make_mesh(make_config().mesh).devices
     types = (mesh_lib.AXIS_TYPE,) * len(AXES)
     before, after = (
-        jax.sharding.Mesh(devices.reshape(d, 1, f, 1, t), AXES, axis_types=types)
+        jax.sharding.Mesh(devices.reshape(d, 1, f, 1, 1, t), AXES, axis_types=types)
         for d, f, t in sizes
     )
     x = jax.ShapeDtypeStruct((64, 32), np.float32, sharding=NamedSharding(before, EMBEDDING_VD))
@@ -153,7 +153,8 @@ def test_a_mesh_that_fewer_nodes_do_not_have():
         (
             ("phases.320.ici_tensor_parallelism=3",),
             "phases.320: ici_data_parallelism=1 x ici_pipeline_parallelism=1 x "
-            "ici_fsdp_parallelism=-1 x ici_expert_parallelism=1 x ici_tensor_parallelism=3 makes "
+            "ici_fsdp_parallelism=-1 x ici_expert_parallelism=1 x ici_context_parallelism=1 x "
+            "ici_tensor_parallelism=3 makes "
             "no mesh of 8",
         ),
         (

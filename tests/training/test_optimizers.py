@@ -87,7 +87,7 @@ MUON = (
 
 
 def check_muon(sizes, layers, *more, rms=None):
-    axes = dict(zip(AXES, sizes, strict=True))
+    axes = dict.fromkeys(AXES, 1) | sizes
     given = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
     before, after, gradients, roles = moved(
         *MUON, *given, f"base_num_decoder_layers={layers}", f"muon_consistent_rms={rms}", *more
@@ -111,21 +111,26 @@ def check_muon(sizes, layers, *more, rms=None):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 1, 2, 1, 2), pytest.param((1, 2, 4, 1, 1), marks=pytest.mark.slow)], ids=str
+    "sizes",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"stage": 2, "fsdp": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_muon_is_that_of_optax(sizes):
     """Layers do not divide over the devices; heads have axes of their own; some decay, some not."""
-    check_muon(sizes, 4 if sizes[1] > 1 else 3, rms=0.2 if sizes[1] > 1 else None)
+    check_muon(sizes, 4 if "stage" in sizes else 3, rms=0.2 if "stage" in sizes else None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, layers",
     [
-        *(((8, 1, 1, 1, 1), 11), ((1, 1, 2, 1, 4), 3)),
-        pytest.param((1, 1, 8, 1, 1), 5, marks=pytest.mark.long),
-        pytest.param((2, 1, 1, 1, 4), 1, marks=pytest.mark.long),
-        pytest.param((2, 1, 4, 1, 1), 11, marks=pytest.mark.long),
+        *(({"data": 8}, 11), ({"fsdp": 2, "tensor": 4}, 3)),
+        pytest.param({"fsdp": 8}, 5, marks=pytest.mark.long),
+        pytest.param({"data": 2, "tensor": 4}, 1, marks=pytest.mark.long),
+        pytest.param({"data": 2, "fsdp": 4}, 11, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -135,13 +140,18 @@ def test_muon_on_every_mesh(sizes, layers):
 
 @pytest.mark.slow
 def test_muon_in_a_circular_pipeline():
-    check_muon((1, 2, 2, 1, 2), 8, "num_pipeline_repeats=2", "num_layers_per_pipeline_stage=2")
+    check_muon(
+        {"stage": 2, "fsdp": 2, "tensor": 2},
+        8,
+        "num_pipeline_repeats=2",
+        "num_layers_per_pipeline_stage=2",
+    )
 
 
 @pytest.mark.slow
 def test_muon_takes_each_expert_by_itself():
     mixture = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
-    check_muon((1, 1, 2, 2, 2), 3, *mixture, "base_moe_mlp_dim=16")
+    check_muon({"fsdp": 2, "expert": 2, "tensor": 2}, 3, *mixture, "base_moe_mlp_dim=16")
 
 
 def test_momentum_is_that_of_optax():

@@ -15,17 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
-from maxramp.model.keys import ModelKeys, key_copies
+from maxramp.model.keys import ModelKeys, key_copies, select_strategy
+from maxramp.model.parts.balanced_order import run_length
 from maxramp.model.parts.positions import Positions
+from maxramp.model.parts.splash_attention import LANES, splash_attention
 from maxramp.parallel.axes import TOKEN_AXES
-from maxramp.parallel.collectives import all_to_all, map_shards
+from maxramp.parallel.collectives import all_gather, all_to_all, map_shards
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import ROWS_B, ROWS_BT, CACHE_BKSh, X_BTHh
 
-LANES = 128  # what a splash block is a multiple of
-_LARGEST_BLOCK = 512
 _NO_TRITON = "this version of jax has no Pallas for Triton; use jax 0.10.2 to 0.12"
-CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's result and sums
 
 
 @functools.partial(
@@ -52,14 +51,19 @@ class Rule:
             seen_TS &= at_1S > at_T1 - self.window
         return seen_TS
 
-    def mask(self, tokens: int) -> jax.Array:
-        """Whether each token of a row sees each: [T, S], or of each row [B, 1, 1, T, S]."""
-        at = self.positions.order(tokens)
-        seen = self.sees(at, at)
-        if not self.positions.is_ordered:
-            seen = seen[:, None, None]
-        if self.positions.segments_BT is not None:
-            seen = seen & self.positions.same_segment[:, None, None]
+    def mask(self, tokens: int, places_Bt: jax.Array | None = None) -> jax.Array:
+        """Whether each token of a row, or those at places of each row, see each of it: [T, S], or
+        of each row [B, 1, 1, T, S]."""
+
+        def pick(x: jax.Array) -> jax.Array:
+            return x if places_Bt is None else _pick(x, places_Bt)
+
+        at, segments_BS = self.positions.order(tokens), self.positions.segments_BT
+        seen = self.sees(pick(at), at)
+        seen = seen if seen.ndim == 2 else seen[:, None, None]
+        if segments_BS is not None:
+            same_BTS = pick(segments_BS)[:, :, None] == segments_BS[:, None]
+            seen = seen & same_BTS[:, None, None]
         return seen
 
     def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
@@ -129,21 +133,24 @@ def _has_packed_kernel() -> bool:
 
 
 def attend(
-    q_BTHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, rule: Rule, kernel: str = "dot_product"
+    q_BTHh: jax.Array,
+    k_BSKh: jax.Array,
+    v_BSKh: jax.Array,
+    rule: Rule,
+    kernel: str = "dot_product",
+    strategy: str = "autoselected",
 ) -> jax.Array:
     """softmax(q k * scale) v over the tokens that the rule lets each see: [B, T, H, h], as X_BTHh.
     Scores and softmax are float32. Kernels that end in "_interpreted" need no accelerator.
-
-    Where devices along `context` have parts of a row, each gets the whole rows of some of its
-    heads, and what these attend to goes back (DeepSpeed Ulysses, arXiv 2309.14509): every device
-    has as much to do, whatever tokens see.
-    """
+    `strategy` is how tokens attend to those of other devices along `context`."""
 
     def local(q_BTHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, rule: Rule) -> jax.Array:
-        copies = key_copies(q_BTHh.shape[2], k_BSKh.shape[2], axis_size(*TOKEN_AXES))
-        k_BSKh, v_BSKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BSKh, v_BSKh))
-        parts = (all_to_all(x, TOKEN_AXES, split=2, join=1) for x in (q_BTHh, k_BSKh, v_BSKh))
-        return all_to_all(_KERNELS[kernel](*parts, rule), TOKEN_AXES, split=1, join=2)
+        devices, heads = axis_size(*TOKEN_AXES), (q_BTHh.shape[2], k_BSKh.shape[2])
+        if devices == 1:
+            return _KERNELS[kernel](q_BTHh, k_BSKh, v_BSKh, rule)
+        way = select_strategy(strategy, *heads, devices)
+        attend_to = _attend_by_heads if way == "ulysses" else _attend_to_gathered
+        return attend_to(q_BTHh, k_BSKh, v_BSKh, rule, kernel)
 
     # A kernel sees the rows and heads of one device; attention needs no others.
     arrays = (q_BTHh, k_BSKh, v_BSKh, rule)
@@ -152,11 +159,65 @@ def attend(
     return map_shards(local, specs, X_BTHh)(*arrays)
 
 
-def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule):
+def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, rule, kernel):
+    """Each device gets whole rows of some of the heads, and what these attend to goes back
+    (DeepSpeed Ulysses, arXiv 2309.14509): all have as much to do, whatever tokens see."""
+    copies = key_copies(q_BtHh.shape[2], k_BtKh.shape[2], axis_size(*TOKEN_AXES))
+    k_BtKh, v_BtKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BtKh, v_BtKh))
+    whole = (all_to_all(x, TOKEN_AXES, split=2, join=1) for x in (q_BtHh, k_BtKh, v_BtKh))
+    return all_to_all(_KERNELS[kernel](*whole, rule), TOKEN_AXES, split=1, join=2)
+
+
+def _attend_to_gathered(q_BtHh, k_BtKh, v_BtKh, rule, kernel):
+    """Each device gets all keys and values, and its own tokens attend to them."""
+    (B, t), places_BT = q_BtHh.shape[:2], rule.positions.places_BT
+    first = jax.lax.axis_index(TOKEN_AXES) * t
+    k_BTKh, v_BTKh = (all_gather(x, TOKEN_AXES, dimension=1) for x in (k_BtKh, v_BtKh))
+    if places_BT is None:
+        places_Bt = jnp.broadcast_to(first + jnp.arange(t, dtype=jnp.int32), (B, t))
+        return attend_from(q_BtHh, k_BTKh, v_BTKh, places_Bt, t, rule, kernel)
+    order_BT = jnp.argsort(places_BT, axis=1)  # of the row, where its tokens are
+    k_BTKh, v_BTKh = (
+        jnp.take_along_axis(x, order_BT[..., None, None], 1) for x in (k_BTKh, v_BTKh)
+    )
+    segments_BT = rule.positions.segments_BT
+    if segments_BT is not None:
+        segments_BT = jnp.take_along_axis(segments_BT, order_BT, 1)
+    rule = dataclasses.replace(rule, positions=Positions(segments_BT))
+    places_Bt = jax.lax.dynamic_slice_in_dim(places_BT, first, t, 1)
+    return attend_from(q_BtHh, k_BTKh, v_BTKh, places_Bt, run_length(t), rule, kernel)
+
+
+def attend_from(
+    q_BtHh: jax.Array,
+    k_BTKh: jax.Array,
+    v_BTKh: jax.Array,
+    places_Bt: jax.Array,
+    run: int,
+    rule: Rule,
+    kernel: str,
+) -> jax.Array:
+    """`attend` on one device, of some tokens of each row to all of it: those at `places`, int32,
+    that rise along a row in runs of `run` consecutive tokens (a multiple of 128 for splash)."""
+    return _KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, rule, places_Bt, run)
+
+
+def _pick(x: jax.Array, places_Bt: jax.Array) -> jax.Array:
+    """What rows [T] or [B, T] have at places of each."""
+    return jnp.take_along_axis(jnp.broadcast_to(x, (len(places_Bt), x.shape[-1])), places_Bt, 1)
+
+
+def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0):
+    mask = rule.mask(k_BSKh.shape[1], places_BT)
+    return _plain(q_BTHh, k_BSKh, v_BSKh, "BSKh", rule, mask)
+
+
+def _plain(q_BTHh, k, v, axes, rule, seen):
+    """On one device."""
     B, T, H, h = q_BTHh.shape
-    K = k_BSKh.shape[2]
-    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h)
-    return _products(q_BTKGh, k_BSKh, v_BSKh, "BSKh", rule, rule.mask(T)).reshape(B, T, H, h)
+    K = k.shape[axes.index("K")]
+    out_BTKGh = _products(q_BTHh.reshape(B, T, K, H // K, h), k, v, axes, rule, seen)
+    return out_BTKGh.reshape(B, T, H, h)
 
 
 def _products(q_BTKGh, k, v, axes, rule, seen):
@@ -166,17 +227,19 @@ def _products(q_BTKGh, k, v, axes, rule, seen):
     return jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
 
 
-def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
-    """cuDNN's flash attention; our own for packed rows, which cost cuDNN a dense mask, and for
-    scores with a cap, which cuDNN has not."""
+def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):
+    """cuDNN's flash attention; our own for packed rows, which cost cuDNN a dense mask, for some
+    tokens of rows, and for scores with a cap, which cuDNN has not."""
     packed, mask = rule.positions.segments_BT is not None, None
-    if _has_packed_kernel() and (packed or rule.cap):
+    only_ours = rule.cap or places_BT is not None
+    if _has_packed_kernel() and (packed or only_ours):
         from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
-        B, T = q_BTHh.shape[:2]
-        first, at = rule.positions.first_seen(T, rule.window), rule.positions.order(T)
-        seen = (jnp.broadcast_to(x, (B, T)) for x in (first, at))
-        scale = rule.scale_of(q_BTHh)
+        B, S = k_BSKh.shape[:2]
+        if places_BT is None:
+            places_BT = jnp.broadcast_to(rule.positions.order(S), (B, S))
+        first_BT = _pick(rule.positions.first_seen(S, rule.window), places_BT)
+        seen, scale = (first_BT, places_BT), rule.scale_of(q_BTHh)
         return packed_attention(q_BTHh, k_BSKh, v_BSKh, *seen, scale, rule.cap, interpret)
     if rule.cap:
         raise ConfigError(
@@ -196,32 +259,10 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
     )
 
 
-def _splash(q_BTHh, k_BSKh, v_BSKh, rule, interpret=False):
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
-
-    T, H = q_BTHh.shape[1:3]
-    block = next(n for n in range(_LARGEST_BLOCK, 0, -LANES) if T % n == 0)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    mask = splash.CausalMask((T, T))
-    if rule.window:
-        mask = splash.LocalMask((T, T), (rule.window - 1, 0), 0)
-    kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * H),
-        head_shards=1,
-        q_seq_shards=1,
-        block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
-        residual_checkpoint_name=CONTEXT,
-        attn_logits_soft_cap=rule.cap or None,
-        interpret=interpret,
-    )
-
-    def row(q_THh, k_SKh, v_SKh, segments_T=None):
-        segments = None if segments_T is None else splash.SegmentIds(segments_T, segments_T)
-        q_THh = q_THh * rule.scale_of(q_THh)
-        q_HTh, k_KSh, v_KSh = (x.swapaxes(0, 1) for x in (q_THh, k_SKh, v_SKh))
-        return kernel(q_HTh, k_KSh, v_KSh, segment_ids=segments).swapaxes(0, 1)
-
-    return jax.vmap(row)(q_BTHh, k_BSKh, v_BSKh, *jax.tree.leaves(rule))
+def _splash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):
+    q_BTHh = q_BTHh * rule.scale_of(q_BTHh)
+    seen = rule.positions, rule.window, rule.cap
+    return splash_attention(q_BTHh, k_BSKh, v_BSKh, *seen, places_BT, run, interpret)
 
 
 _KERNELS = {
@@ -268,16 +309,13 @@ class Cache:
 
 
 def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B, *, rule):
-    B, T, H, h = q_BTHh.shape
-    K, S = keys_BKSh.shape[1:3]
+    S = keys_BKSh.shape[2]
 
     def write(slots_KSh, new_TKh, position):
         return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), (0, position, 0))
 
     keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, positions_B)
     values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, positions_B)
-    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h)
-    seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(T), jnp.arange(S))
-    seen = seen_BTS[:, None, None]
-    out_BTKGh = _products(q_BTKGh, keys_BKSh, values_BKSh, "BKSh", rule, seen)
-    return out_BTKGh.reshape(B, T, H, h), keys_BKSh, values_BKSh
+    seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(q_BTHh.shape[1]), jnp.arange(S))
+    out_BTHh = _plain(q_BTHh, keys_BKSh, values_BKSh, "BKSh", rule, seen_BTS[:, None, None])
+    return out_BTHh, keys_BKSh, values_BKSh

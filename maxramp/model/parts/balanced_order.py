@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, C devices, m runs of a device, n = C m runs.
 import jax
 import jax.numpy as jnp
 
-_FEWEST_RUNS = 8  # of a device, for runs longer than a kernel's smallest blocks
+_FEWEST_RUNS = 16  # of a device, for runs longer than a kernel's smallest blocks
 
 
 def run_length(tokens: int) -> int:
@@ -19,16 +19,13 @@ def run_length(tokens: int) -> int:
     return next((n for n in (512, 256, 128) if tokens % n == 0 and n <= most), 1)
 
 
-def balanced_order(seen_BT: jax.Array, devices: int) -> jax.Array:
+def balanced_order(costs_Bn: jax.Array, run: int, devices: int) -> jax.Array:
     """int32 [B, T]: the places in its row of the tokens of the first device, of the next, and so
-    on, each rising; of tokens that see as many. Of the dearest runs left each device gets one, the
+    on, each rising; by the costs of runs. Of the dearest runs left each device gets one, the
     dearest that which has least to do."""
-    T = seen_BT.shape[1]
-    run = run_length(T // devices)
-    n = T // run
+    n = costs_Bn.shape[1]
 
-    def order(seen_T: jax.Array) -> jax.Array:
-        costs_n = seen_T.reshape(n, run).sum(1)
+    def order(costs_n: jax.Array) -> jax.Array:
         dearest_mC = jnp.argsort(-costs_n).reshape(n // devices, devices)
 
         def take(loads_C: jax.Array, runs_C: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -38,6 +35,6 @@ def balanced_order(seen_BT: jax.Array, devices: int) -> jax.Array:
         _, takers_mC = jax.lax.scan(take, jnp.zeros(devices), dearest_mC)
         taker_n = jnp.zeros(n, jnp.int32).at[dearest_mC].set(takers_mC)
         runs_n = jnp.argsort(taker_n, stable=True)
-        return (runs_n[:, None] * run + jnp.arange(run)).reshape(T).astype(jnp.int32)
+        return (runs_n[:, None] * run + jnp.arange(run)).reshape(n * run)
 
-    return jax.vmap(order)(seen_BT.astype(jnp.float32))
+    return jax.vmap(order)(costs_Bn.astype(jnp.float32)).astype(jnp.int32)

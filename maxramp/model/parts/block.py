@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxramp.model.keys import ModelKeys
+from maxramp.model.keys import Execution, ModelKeys
 from maxramp.model.parts.attention import LANES, Cache, Rule, attend, select
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.rotary import rotate
@@ -147,7 +147,12 @@ class Attention(nnx.Module):
                 self.query_norm, self.key_norm = (RMSNorm((h,), *form, "h") for _ in "qk")
 
     def __call__(
-        self, x_BTD: jax.Array, angles: Angles, rule: Rule, kernel: str, cache: Cache | None = None
+        self,
+        x_BTD: jax.Array,
+        angles: Angles,
+        rule: Rule,
+        execution: Execution,
+        cache: Cache | None = None,
     ) -> jax.Array:
         """[B, T, D] -> [B, T, D]; with a cache, of tokens behind those in it, which it then has."""
         x_BTD = jax.reshard(x_BTD, X_BTD)
@@ -162,11 +167,15 @@ class Attention(nnx.Module):
             q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
         q_BTHh, k_BTKh = rotate(q_BTHh, angles), rotate(k_BTKh, angles)
         _, T, _, h = q_BTHh.shape
+        kernel = execution.attention
         if cache is not None and T % LANES:  # a prompt's length, which is not that of rows
             kernel = "dot_product"
-        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.positions.is_ordered)
-        attend_to = attend if cache is None else cache.attend
-        a_BTHh = attend_to(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
+        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.positions.has_places)
+        given = q_BTHh, k_BTKh, v_BTKh, rule, kernel
+        if cache is None:
+            a_BTHh = attend(*given, execution.context_parallel_strategy)
+        else:
+            a_BTHh = cache.attend(*given)
         return dense(a_BTHh, self.out_HhD, STREAM_BTD)
 
 

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from maxramp.model.parts.sight import query_blocks
+
 _LOG2E = math.log2(math.e)
 _BLOCK = 128  # what tokens are a multiple of; blocks are powers of two
 _NEVER = -1e30  # the score of what is not seen; finite, so that no difference is NaN
@@ -69,7 +71,7 @@ def _backward(scale, cap, interpret, residuals, dout_BtHh):
     _, t, H, h = q_BtHh.shape
     T, K = k_BTKh.shape[1:3]
     G, static = H // K, (scale, cap, interpret)
-    kept, *_ = blocks = _blocks(q_BtHh, backward=True)
+    kept, moving, _ = blocks = _blocks(q_BtHh, backward=True)
     delta_BHt = jnp.einsum(
         "BtHh,BtHh->BHt", out_BtHh, dout_BtHh, preferred_element_type=jnp.float32
     )
@@ -77,16 +79,11 @@ def _backward(scale, cap, interpret, residuals, dout_BtHh):
     specs = [own, *[_row(T, h, G)] * 2, *[_line(t)] * 2, own, sums, sums]
     call = _call(_dq_kernel, specs, (q_BtHh,), blocks, *static)
     (dq_BtHh,) = call(q_BtHh, k_BTKh, v_BTKh, first_Bt, at_Bt, dout_BtHh, lse_BHt, delta_BHt)
-    # A block of keys is seen from the first query that is not before it, by all up to the last one
-    # that sees back to it.
-    k_k1 = jnp.arange(0, T, kept)[:, None]
-    begin_Bk = (at_Bt[:, None] < k_k1).sum(-1, dtype=jnp.int32)
-    end_Bk = (first_Bt[:, None] < k_k1 + kept).sum(-1, dtype=jnp.int32)
     group = pl.BlockSpec((None, t, G, h), lambda i, n, b: (b, 0, n, 0))
     sums = pl.BlockSpec((None, G, t), lambda i, n, b: (b, n, 0))
     specs = [group, own, own, *[_line(t)] * 2, *[_line(T // kept)] * 2, group, sums, sums]
     call = _call(_dkv_kernel, specs, (k_BTKh, v_BTKh), blocks, *static)
-    lines = first_Bt, at_Bt, begin_Bk, end_Bk
+    lines = first_Bt, at_Bt, *query_blocks(first_Bt, at_Bt, moving, kept, T)
     dk_dv = call(q_BtHh, k_BTKh, v_BTKh, *lines, dout_BtHh, lse_BHt, delta_BHt)
     return dq_BtHh, *dk_dv, None, None
 
@@ -171,9 +168,8 @@ def _dkv_kernel(
         dscores_kq = weights_kq * (triton.dot(v_kh, dout_qh.T) - delta_q[None, :]) * slopes_kq
         return dk_kh + triton.dot(dscores_kq.astype(q_qh.dtype), q_qh), dv_kh
 
-    begin, end = jax.lax.div(begin_ref[j], moving), pl.cdiv(end_ref[j], moving)
-    zeros_kh = jnp.zeros(k_kh.shape, jnp.float32)
-    turns = jnp.maximum(end - begin, 0) * G
+    begin, zeros_kh = begin_ref[j], jnp.zeros(k_kh.shape, jnp.float32)
+    turns = (end_ref[j] - begin) * G
     dk_kh, dv_kh = jax.lax.fori_loop(0, turns, add, (zeros_kh, zeros_kh))
     dk_ref[...] = (dk_kh * scale).astype(dk_ref.dtype)
     dv_ref[...] = dv_kh.astype(dv_ref.dtype)

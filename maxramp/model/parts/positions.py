@@ -18,6 +18,8 @@ class Positions:
     segments_BT: jax.Array | None = None
     # int32, of each token in its segment. None where tokens lie in order: segments rise along a row
     positions_BT: jax.Array | None = None
+    # int32, of each in its row. None where tokens lie in order, or in one that is unknown
+    places_BT: jax.Array | None = None
     # float32, what each counts in the sums of layers, 0 of padding: those of a row add up to what
     # the row adds to the divisor of the step's sums. None where nothing is summed.
     shares_BT: jax.Array | None = None
@@ -25,6 +27,11 @@ class Positions:
     @property
     def is_ordered(self) -> bool:
         return self.positions_BT is None
+
+    @property
+    def has_places(self) -> bool:
+        """Whether the order of tokens in their row is known."""
+        return self.is_ordered or self.places_BT is not None
 
     def order(self, tokens: int) -> jax.Array:
         """Numbers that order the tokens of a segment: [T], or [B, T]."""
@@ -41,6 +48,12 @@ class Positions:
         at = self.order(tokens)
         first = jnp.zeros_like(at) if self.segments_BT is None else starts(self.segments_BT)
         return jnp.maximum(first, at - window + 1) if window else first
+
+    def count_blocks(self, tokens: int, run: int, window: int) -> jax.Array:
+        """In how many runs of tokens each run sees some, in rows in order: int32 [n], or of each
+        row [B, n]."""
+        first = self.first_seen(tokens, window)[..., ::run] // run
+        return jnp.arange(tokens // run, dtype=jnp.int32) - first + 1
 
     @property
     def same_segment(self) -> jax.Array:

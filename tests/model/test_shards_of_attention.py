@@ -1,0 +1,80 @@
+"""Tokens that lie on several devices, each of which has all keys, attend as those of whole rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxramp.model.parts.attention import Rule, attend_from
+from maxramp.model.parts.positions import Positions
+
+BITING = {"window": 50, "scale": 0.5, "cap": 2.0}
+# Of 5 runs of each row those that a device has.
+CUTS = ([[0, 4], [1, 2]], [[1, 3], [0, 4]], [[2], [3]])
+
+
+def inputs(T, h=16, B=2, H=4, K=2):
+    random = np.random.default_rng(0)
+    arrays = (random.normal(size=(B, T, n, h)).astype(np.float32) for n in (H, K, K, H))
+    return *arrays, np.cumsum(random.random((B, T)) < 6 / T, axis=1, dtype=np.int32)
+
+
+def shards(T):
+    """Places of each device's tokens, [B, t]; a run has a fifth of the row."""
+    runs = np.arange(T).reshape(5, T // 5)
+    return [np.stack([runs[row].reshape(-1) for row in cut]).astype(np.int32) for cut in CUTS]
+
+
+def outputs(kernel, q, k, v, rule, places):
+    """What all devices find, in the order of the rows."""
+    out = jnp.zeros(q.shape, q.dtype)
+    rows, run = np.arange(len(q))[:, None], q.shape[1] // 5
+    for places_Bt in places:
+        own = attend_from(q[rows, places_Bt], k, v, jnp.asarray(places_Bt), run, rule, kernel)
+        out = out.at[rows, places_Bt].set(own)
+    return out
+
+
+@pytest.mark.parametrize(
+    "kernel, T, documents, rule",
+    [
+        ("dot_product", 45, True, BITING | {"window": 7}),
+        ("packed_interpreted", 205, True, BITING),
+        ("packed_interpreted", 640, False, {}),
+        ("splash_interpreted", 640, True, {}),
+        ("splash_interpreted", 640, True, BITING),
+        ("splash_interpreted", 640, False, {"window": 150}),
+    ],
+)
+def test_together_they_find_what_whole_rows_do(kernel, T, documents, rule):
+    q, k, v, towards, segments = inputs(T)
+    rule = Rule(Positions(segments if documents else None), **rule)
+    whole = [np.tile(np.arange(T, dtype=np.int32), (2, 1))]
+
+    def found(kernel, places):
+        out, pull = jax.vjp(lambda *qkv: outputs(kernel, *qkv, rule, places), q, k, v)
+        return out, *pull(towards)
+
+    cut = jax.jit(lambda: found(kernel, shards(T)))()
+    for one, other in zip(cut, jax.jit(lambda: found("dot_product", whole))(), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("kernel", ("dot_product", "packed_interpreted", "splash_interpreted"))
+def test_documents_of_odd_lengths_keep_to_themselves(kernel):
+    """The gradient of a document's outputs with respect to others' keys and values is 0."""
+    T = 640
+    q, k, v, towards, _ = inputs(T)
+    ends = np.array([[101, 333, 334, 517], [1, 127, 129, 600]])
+    segments = (np.arange(T) >= ends[..., None]).sum(1, dtype=np.int32)
+    rule = Rule(Positions(segments))
+
+    def objective(k, v, chosen):
+        out = outputs(kernel, q, k, v, rule, shards(T)) * towards
+        return jnp.where((segments == chosen)[..., None, None], out, 0.0).sum()
+
+    gradients = jax.jit(jax.grad(objective, argnums=(0, 1)))
+    for chosen in (1, 4):
+        for gradient in gradients(k, v, chosen):
+            assert not np.asarray(gradient)[segments != chosen].any()
+            assert np.asarray(gradient)[segments == chosen].any()
