@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
-from maxramp.keys.section import Keys, above_zero, minimum
+from maxramp.keys.section import Keys, above_zero, above_zero_or_open, minimum
 from maxramp.parallel.keys import MeshKeys
 
 
@@ -44,6 +44,10 @@ class SightKeys(Keys):
     rope_low_freq_factor: float = above_zero()
     rope_high_freq_factor: float = above_zero()
     original_max_position_embeddings: int = minimum(1)
+    beta_fast: float = above_zero()
+    beta_slow: float = above_zero()
+    rope_linear_scaling_factor: float = minimum(1)
+    local_rope_max_timescale: float = above_zero_or_open()
     sliding_window_size: int = minimum(0)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.block import PreNormBlock
+from maxramp.model.parts.block import Block
 from maxramp.model.pattern import Layer, Pattern, Rope, Sight
 
 ROPE = Rope(10_000.0)
@@ -28,7 +28,7 @@ def sums_of(x_BTD: jax.Array) -> Aux:
     return Aux({"square": square_B}, {"size": size_B}, {"signs": signs_B2})
 
 
-class Counting(PreNormBlock):
+class Counting(Block):
     """Llama's layer, and sums of what it returns."""
 
     def __call__(self, x_BTD: jax.Array, *given, **named) -> tuple[jax.Array, Aux]:

@@ -58,6 +58,13 @@ def _check_model(keys: ModelKeys) -> Relations:
         f"rope_high_freq_factor={keys.rope_high_freq_factor} must be above "
         f"rope_low_freq_factor={keys.rope_low_freq_factor}: between them scaling sets in",
     )
+    yield (
+        keys.rope_type == "dynamic"
+        and keys.max_target_length > keys.original_max_position_embeddings,
+        f"rope_type=dynamic with max_target_length={keys.max_target_length} above "
+        f"original_max_position_embeddings={keys.original_max_position_embeddings}: longer "
+        "rows would turn by their length; use shorter ones, or rope_type=yarn",
+    )
     yield from check_family(keys)
     yield (
         keys.base_num_query_heads % keys.base_num_kv_heads,

@@ -209,7 +209,8 @@ class Scorer:
     def _scores(self, model: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array):
         model, dtype = model.cast(self.keys.dtype), self.keys.dtype
         x_BTD, _ = model.hidden(tokens_BT, self.keys)
-        found = scores(x_BTD, model.head(dtype), targets_BT, self._block_tokens)
+        how = self._block_tokens, model.logits_cap
+        found = scores(x_BTD, model.head(dtype), targets_BT, *how)
         return tuple(jax.reshard(x_BT, REPLICATED) for x_BT in found)
 
     def _announce(self, key: Hashable, name: str, trace: Callable[[], Any]) -> None:

@@ -5,13 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.keys import base
+from maxramp.huggingface import rope_json
+from maxramp.huggingface.rope_json import cast_key
 from maxramp.keys.section import refuse
+from maxramp.model.families.family import Released
 from maxramp.model.families.table import FAMILIES, unify_keys
 from maxramp.model.keys import ModelKeys
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
 _DEFAULTS |= {"use_sliding_window": False}
+_NULL_FOR_0 = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 _SIZES = {
     "base_emb_dim": "hidden_size",
@@ -24,12 +27,6 @@ _SIZES = {
     "logits_via_embedding": "tie_word_embeddings",
     "normalization_layer_epsilon": "rms_norm_eps",
 }
-_SCALING = {
-    "rope_factor": "factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-}
 _ACTIVATIONS = {"silu": "silu", "relu": "relu", "gelu": "gelu_pytorch_tanh"}
 # What these families can have in transformers and not here, with the value that means nothing.
 _NOTHING = {
@@ -40,6 +37,9 @@ _NOTHING = {
     "quantization_config": None,
     "partial_rotary_factor": 1,
     "clip_qkv": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
     "router_jitter_noise": 0,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
@@ -63,49 +63,56 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     given, others = values, family.released.other_names
     values = {others.get(name, name): value for name, value in values.items()}
     values = {**_DEFAULTS, **family.released.defaults, **values}
-    rope = _rope_keys(values, where)
+    rope = rope_json.keys_of(values, family.released, where)
     refuse(
         (value not in (None, _NOTHING[name]), f"{where}: {name}={value} is not supported")
         for name, value in given.items()
-        if name in _NOTHING
+        if name in _NOTHING and name not in family.released.names.values()
     )
-    values["sliding_window"] = values.get("sliding_window") or 0
-    _refuse_windows(values, where)
-    heads = _key("base_num_query_heads", "num_attention_heads", values, where)
+    values |= {name: values.get(name) or 0 for name in _NULL_FOR_0}
+    _refuse_windows(values, family.released, where)
+    heads = cast_key("base_num_query_heads", "num_attention_heads", values, where)
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
     if values.get("head_dim") is None:
-        values["head_dim"] = _key("base_emb_dim", "hidden_size", values, where) // max(heads, 1)
+        values["head_dim"] = cast_key("base_emb_dim", "hidden_size", values, where) // max(heads, 1)
     if values.get("max_position_embeddings") is not None:  # no key of the model, and not trusted
-        _key("max_target_length", "max_position_embeddings", values, where)
+        cast_key("max_target_length", "max_position_embeddings", values, where)
     activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
-    activation = str(values["hidden_act"])
+    activation = str(values[family.released.activation])
     if activation not in activations:
         raise ConfigError(
-            f"{where}: hidden_act={activation} is not supported; there are {', '.join(activations)}"
+            f"{where}: {family.released.activation}={activation} is not supported; there are "
+            f"{', '.join(activations)}"
         )
     names = {**_SIZES, **family.released.names}
     return unify_keys(
         {
             "decoder_block": families[kind],
             **family.fixed,
-            **{ours: _key(ours, theirs, values, where) for ours, theirs in names.items()},
+            **{ours: cast_key(ours, theirs, values, where) for ours, theirs in names.items()},
             "mlp_activations": [activations[activation], "linear"],
             **rope,
         }
     )
 
 
-def _refuse_windows(values: Mapping[str, Any], where: str) -> None:
-    """Refuses windows of some layers alone: in a list, or from a number of layers on."""
+def _layer_types(layers: int, period: int) -> list[str]:
+    return [f"{'sliding' if i % period else 'full'}_attention" for i in range(1, layers + 1)]
+
+
+def _refuse_windows(values: Mapping[str, Any], released: Released, where: str) -> None:
+    """Refuses windows of other layers than the family's: in a list, or from a number of layers."""
     kinds, first = values.get("layer_types") or (), values.get("max_window_layers")
     windowed = not kinds and values["use_sliding_window"] and values["sliding_window"]
-    layers = _key("base_num_decoder_layers", "num_hidden_layers", values, where)
+    layers = cast_key("base_num_decoder_layers", "num_hidden_layers", values, where)
+    period, every = values.get("sliding_window_pattern", released.period), released.period
     refuse(
         [
             (
-                {*kinds} - {"full_attention"},
-                f"{where}: layer_types={kinds} is not supported, but full_attention in all layers",
+                period != every or (kinds and kinds != _layer_types(layers, every)),
+                f"{where}: layer_types={kinds or f'one of {period}'} is not supported, but "
+                f"full_attention in {'all layers' if every == 1 else f'every {every}th layer'}",
             ),
             (
                 windowed and first is not None and first < layers,
@@ -114,36 +121,6 @@ def _refuse_windows(values: Mapping[str, Any], where: str) -> None:
             ),
         ]
     )
-
-
-def _key(ours: str, theirs: str, values: Mapping[str, Any], where: str) -> Any:
-    value = values.get(theirs)
-    return base.cast_value(f"{where}: {theirs}={value}", value, ours)
-
-
-def _rope_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    said = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(said, dict) or any(isinstance(value, dict) for value in said.values()):
-        raise ConfigError(
-            f"{where}: rope_parameters={said} is not supported, but one for all layers"
-        )
-    rope = {"rope_theta": values.get("rope_theta", 10_000.0), **said}
-    base_key = {"rope_max_timescale": _key("rope_max_timescale", "rope_theta", rope, where)}
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError(
-            f"{where}: partial_rotary_factor={rope['partial_rotary_factor']} is not supported"
-        )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return {**base_key, "rope_type": "default"}
-    missing = [theirs for theirs in _SCALING.values() if theirs not in rope]
-    if kind != "llama3" or missing:
-        raise ConfigError(
-            f"{where}: rope_type={kind}{f' without {missing[0]}' if kind == 'llama3' else ''} is "
-            "not supported; there are default and llama3"
-        )
-    scaling = {ours: _key(ours, theirs, rope, where) for ours, theirs in _SCALING.items()}
-    return {**base_key, "rope_type": "llama3.1", **scaling}
 
 
 def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -178,15 +155,10 @@ def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[s
         values["architectures"] = [released.architecture]
     values.pop("dtype", None)  # as transformers 5 calls it; both read the other
     if not came_in:
-        values |= {"hidden_act": _ACTIVATIONS[gate], "use_cache": True}
-    said = _rope_keys(came_in, "") if came_in else {}
-    if not said or any(getattr(keys, name) != value for name, value in said.items()):
-        values.pop("rope_parameters", None)
-        values |= {"rope_theta": keys.rope_max_timescale, "rope_scaling": None}
-        if keys.rope_type == "llama3.1":
-            scaling = {theirs: getattr(keys, ours) for ours, theirs in _SCALING.items()}
-            values["rope_scaling"] = {"rope_type": "llama3", **scaling}
+        values |= {released.activation: _ACTIVATIONS[gate], "use_cache": True}
+    if rope := rope_json.config_of(keys, released, values if came_in else {}):
+        values = {name: value for name, value in values.items() if name != "rope_parameters"} | rope
+    if released.period > 1:
+        values["layer_types"] = _layer_types(keys.base_num_decoder_layers, released.period)
     own = {theirs: getattr(keys, ours) for ours, theirs in released.names.items()}
-    if own.get("sliding_window") == 0:
-        own["sliding_window"] = None
-    return values | own
+    return values | own | {name: None for name in _NULL_FOR_0 if own.get(name) == 0}

@@ -16,6 +16,7 @@ from maxramp.model.keys import Execution, ModelKeys
 from maxramp.model.parts.attention import Cache, Rule
 from maxramp.model.parts.aux import Aux, await_sums, sum_rows
 from maxramp.model.parts.block import RMSNorm
+from maxramp.model.parts.caps import soft_cap
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import map_products, normal, relabel, weights_of
@@ -36,6 +37,8 @@ class Decoder(nnx.Module):
         self.pattern = family.pattern(keys)  # the layers, in the order in which a row meets them
         self.head_dim = keys.head_dim
         self.tied = keys.logits_via_embedding
+        self.logits_cap = keys.final_logits_soft_cap
+        self.embedding_scale = D**0.5 if family.scales_embedding else 1.0
         self.embedding_VD = normal(
             "embedding", "V D", embedding, (V, D), EMBEDDING_VD, D**-0.5, dtype
         )
@@ -48,7 +51,8 @@ class Decoder(nnx.Module):
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
             stacks[kind] = _stack(born, keys_l, keys.num_pipeline_repeats)
         self.layers = nnx.data(stacks)  # their weights, by kind: a stack in that order
-        self.norm = RMSNorm((D,), keys.normalization_layer_epsilon, dtype)
+        form = keys.normalization_layer_epsilon, dtype
+        self.norm = RMSNorm((D,), *form, offset=family.norm_offset)
         if not self.tied:
             self.head_DV = normal("head", "D V", head, (D, V), HEAD_DV, D**-0.5, dtype)
 
@@ -60,13 +64,14 @@ class Decoder(nnx.Module):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """float32 logits [B, T, V] of what `hidden` or `read` returned."""
-        return jnp.einsum(
+        logits_BTV = jnp.einsum(
             "BTD,DV->BTV",
             x_BTD,
             self.head(x_BTD.dtype),
             out_sharding=X_BTF,
             preferred_element_type=jnp.float32,
         )
+        return soft_cap(logits_BTV, self.logits_cap)
 
     def hidden(
         self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
@@ -127,7 +132,8 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BT: jax.Array, dtype: str) -> jax.Array:
         with jax.named_scope("embedding"):
             table_VD = self.embedding_VD[...].astype(dtype)
-            return look_up(table_VD, jnp.maximum(tokens_BT, 0))
+            x_BTD = look_up(table_VD, jnp.maximum(tokens_BT, 0))
+            return x_BTD * jnp.asarray(self.embedding_scale, dtype)
 
 
 def _stack(born, keys_L: jax.Array, repeats: int):

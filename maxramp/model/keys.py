@@ -40,6 +40,7 @@ LORA_KEYS = ("lora_rank", "lora_alpha", "use_rslora", "lora_targets")
 # Keys that decide what weights mean.
 MODEL_KEYS = (
     *(*SHAPE_KEYS, "mlp_activations", "normalization_layer_epsilon"),
+    *("query_pre_attn_scalar", "attn_logits_soft_cap", "final_logits_soft_cap"),
     *(*_ROUTING_KEYS, *SIGHT_KEYS),
 )
 
@@ -80,7 +81,7 @@ def select_strategy(asked: str, query_heads: int, key_heads: int, devices: int) 
 class Execution(SightKeys):
     """How a pass is computed, and what a token sees in it; independent of the weights."""
 
-    rope_type: str = one_of("default", "llama3.1")
+    rope_type: str = one_of("default", "llama3.1", "yarn", "dynamic")
     dtype: str = dtype_of()
     attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
     context_parallel_strategy: str = one_of(
@@ -123,6 +124,9 @@ class ModelKeys(Execution):
     logits_via_embedding: bool
     attention_bias: bool
     use_qk_norm: bool
+    query_pre_attn_scalar: int = positive_or_open()
+    attn_logits_soft_cap: float = minimum(0)
+    final_logits_soft_cap: float = minimum(0)
     normalization_layer_epsilon: float = minimum(0)
     num_experts: int = minimum(1)
     num_experts_per_tok: int = minimum(1)
@@ -156,6 +160,11 @@ class ModelKeys(Execution):
     def lora_modules(self) -> tuple[str, ...]:
         every = "matrix" in self.lora_targets
         return tuple(name for name in LORA_MODULES if every or name in self.lora_targets)
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention's products; 0 = 1 / sqrt(head_dim)."""
+        return 0.0 if self.query_pre_attn_scalar == -1 else self.query_pre_attn_scalar**-0.5
 
     @property
     def moe_mlp_dim(self) -> int:

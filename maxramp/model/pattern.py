@@ -11,21 +11,34 @@ from maxramp.stage import SightKeys
 class Rope:
     """How fast the pairs of a head's numbers turn with the position (`parts.rotary`)."""
 
-    # pair i turns by position / max_timescale^(2i/h) (Su et al., arXiv 2104.09864)
+    # pair i turns by position / (factor * max_timescale^(2i/h)) (Su et al., arXiv 2104.09864)
     max_timescale: float
-    factor: float = 1.0  # how much slower the slowest pairs turn; 1 = as above
-    # turns in `length` tokens; pairs with fewer than `low` are `factor` times slower, those with
-    # more than `high` as fast as ever, and in between it goes from one to the other
+    factor: float = 1.0
+    # But for "default" pairs that turn more than `high` times in `length` tokens are as fast as
+    # with a factor of 1, those that turn fewer than `low` times have the factor, and in between it
+    # goes from one to the other (`parts.rotary`).
+    kind: str = "default"
     low: float = 1.0
     high: float = 4.0
     length: int = 1  # tokens of the texts that a model read before it was given longer ones
 
     @classmethod
     def from_keys(cls, keys: SightKeys) -> "Rope":
+        base, length = keys.rope_max_timescale, keys.original_max_position_embeddings
+        if keys.rope_type == "dynamic":  # up to `length` tokens, and rows are no longer
+            return cls(base)
         if keys.rope_type == "default":
-            return cls(keys.rope_max_timescale)
-        scaling = keys.rope_factor, keys.rope_low_freq_factor, keys.rope_high_freq_factor
-        return cls(keys.rope_max_timescale, *scaling, keys.original_max_position_embeddings)
+            return cls(base, keys.rope_linear_scaling_factor)
+        turns = keys.rope_low_freq_factor, keys.rope_high_freq_factor
+        if keys.rope_type == "yarn":
+            turns = keys.beta_slow, keys.beta_fast
+        return cls(base, keys.rope_factor, keys.rope_type, *turns, length)
+
+    @classmethod
+    def from_local_keys(cls, keys: SightKeys) -> "Rope":
+        """Of layers that see a window: without scaling."""
+        local = keys.local_rope_max_timescale
+        return cls(keys.rope_max_timescale if local == -1 else local)
 
 
 class Sight(NamedTuple):

@@ -14,6 +14,7 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.caps import pull_back, soft_cap
 from maxramp.parallel.axes import SHARD_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
 from maxramp.parallel.sharding import TOKENS_BT, X_BTD, gradient_spec, summed_at_once
@@ -38,23 +39,25 @@ def token_log_probs(
     x_BTD, aux = model.hidden(batch.tokens, execution, positions)
     head_DV = model.head(execution.dtype)
     x_BTD, targets_BT = jax.reshard(x_BTD, X_BTD), jax.reshard(batch.targets, TOKENS_BT)
-    return *_log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens), aux
+    how = temperature, block_tokens, model.logits_cap
+    return *_log_probs(x_BTD, head_DV, targets_BT, *how), aux
 
 
 def scores(
-    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, block_tokens: int
+    x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, block_tokens: int, cap: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities, and whether no token is likelier, bool: two [B, T], without gradients."""
+    """Log-probabilities, and whether no token is likelier, bool: two [B, T], without gradients;
+    `cap` is of the logits."""
 
     def find(below_NV, chosen_NV, _):
         sums = jnp.stack([jnp.exp(below_NV).sum(-1), chosen_NV.sum(-1)])
         z_N, chosen_N = psum(sums, "tensor")
         return chosen_N - jnp.log(z_N), chosen_N == 0
 
-    return _find_by_token(find, 2, (x_BTD, head_DV, targets_BT), 1.0, block_tokens)
+    return _find_by_token(find, 2, (x_BTD, head_DV, targets_BT), 1.0, block_tokens, cap)
 
 
-def _find_by_token(find, count, arrays, temperature, block_tokens):
+def _find_by_token(find, count, arrays, temperature, block_tokens, cap):
     """What `find` makes of logits less each token's largest, of the target's where a device has it,
     and of the largest: `count` arrays [B, T]."""
 
@@ -63,7 +66,7 @@ def _find_by_token(find, count, arrays, temperature, block_tokens):
 
         def block(_, arrays):
             x_ND, targets_N = arrays
-            logits_NV = _logits(x_ND, head_DV, temperature)
+            logits_NV = _logits(x_ND, head_DV, cap) / temperature
             top_N = pmax(logits_NV.max(-1), "tensor")
             below_NV = logits_NV - top_N[:, None]
             return None, find(below_NV, jnp.where(is_target(targets_N), below_NV, 0), top_N)
@@ -76,12 +79,12 @@ def _find_by_token(find, count, arrays, temperature, block_tokens):
     return map_shards(local, specs, (TOKENS_BT,) * count)(*map(jax.reshard, arrays, specs))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _log_probs(x_BTD, head_DV, targets_BT, temperature, block_tokens):
-    return _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _log_probs(x_BTD, head_DV, targets_BT, *how):
+    return _forward(x_BTD, head_DV, targets_BT, *how)[0]
 
 
-def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
+def _forward(x_BTD, head_DV, targets_BT, *how):
     def find(below_NV, chosen_NV, top_N):
         exp_NV = jnp.exp(below_NV)
         sums = jnp.stack([x.sum(-1) for x in (exp_NV, exp_NV * below_NV, chosen_NV)])
@@ -90,11 +93,11 @@ def _forward(x_BTD, head_DV, targets_BT, temperature, block_tokens):
         return chosen_N - log_z_N, log_z_N - product_N / z_N, top_N + log_z_N
 
     arrays = x_BTD, head_DV, targets_BT
-    log_p_BT, entropy_BT, log_z_BT = _find_by_token(find, 3, arrays, temperature, block_tokens)
+    log_p_BT, entropy_BT, log_z_BT = _find_by_token(find, 3, arrays, *how)
     return (log_p_BT, entropy_BT), (*arrays, log_z_BT)
 
 
-def _backward(temperature, block_tokens, kept, cotangents):
+def _backward(temperature, block_tokens, cap, kept, cotangents):
     head_spec = jax.typeof(kept[1]).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT, log_z_BT, dlog_p_BT):
@@ -103,8 +106,10 @@ def _backward(temperature, block_tokens, kept, cotangents):
 
         def block(dhead_DV, arrays):
             x_ND, targets_N, log_z_N, dlog_p_N = arrays
-            p_NV = jnp.exp(_logits(x_ND, head_DV, temperature) - log_z_N[:, None])
+            logits_NV = _logits(x_ND, head_DV, cap)
+            p_NV = jnp.exp(logits_NV / temperature - log_z_N[:, None])
             dlogits_NV = (is_target(targets_N) - p_NV) * (dlog_p_N / temperature)[:, None]
+            dlogits_NV = pull_back(dlogits_NV, logits_NV, cap)
             dhead_DV += jnp.einsum("ND,NV->DV", x_ND.astype(jnp.float32), dlogits_NV)
             return dhead_DV, jnp.einsum("NV,DV->ND", dlogits_NV, head_DV)
 
@@ -136,8 +141,8 @@ def _device_head(first_BTD, head_DV):
     return head_DV, lambda targets_N: ids_V == jnp.maximum(targets_N, 0)[:, None]
 
 
-def _logits(x_ND, head_DV, temperature):
-    return jnp.einsum("ND,DV->NV", x_ND.astype(jnp.float32), head_DV) / temperature
+def _logits(x_ND, head_DV, cap):
+    return soft_cap(jnp.einsum("ND,DV->NV", x_ND.astype(jnp.float32), head_DV), cap)
 
 
 def _cut_blocks(block_tokens, *arrays):

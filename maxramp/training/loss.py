@@ -16,6 +16,7 @@ from maxramp.data.row import PADDING
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.caps import pull_back, soft_cap
 from maxramp.model.size import loss_blocks
 from maxramp.parallel.axes import BATCH_AXES, SHARD_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
@@ -33,7 +34,7 @@ from maxramp.training.keys import ObjectiveKeys
 _Sums = tuple[jax.Array, ...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def cross_entropy_sums(
     x_BTD: jax.Array,
     head_DV: jax.Array,
@@ -41,13 +42,14 @@ def cross_entropy_sums(
     z_loss_multiplier: float,
     block_tokens: int,
     statistics: bool = False,
+    cap: float = 0.0,
 ) -> _Sums:
     """Float32 sums over target tokens: objective, cross_entropy, both in nats, and tokens; with
-    `statistics` also targets that no token is likelier than, and the entropy in nats. The
-    head is sharded as HEAD_DV, and its gradient may stay apart; `block_tokens` is of a device, 0 =
-    all. Only the objective, with the z-loss log(Z)^2 (PaLM, arXiv 2204.02311, section 5), has a
-    gradient."""
-    keys = z_loss_multiplier, block_tokens, statistics
+    `statistics` also targets that no token is likelier than, and the entropy in nats. The head
+    is sharded as HEAD_DV, and its gradient may stay apart; `block_tokens` is of a device, 0 = all;
+    `cap` is of the logits. Only the objective, with the z-loss log(Z)^2 (PaLM, arXiv 2204.02311,
+    section 5), has a gradient."""
+    keys = z_loss_multiplier, block_tokens, statistics, cap
     return _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients=False)[0]
 
 
@@ -55,7 +57,7 @@ def _forward(x_BTD, head_DV, targets_BT, *keys):
     return _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients=True)
 
 
-def _backward(z_loss_multiplier, block_tokens, statistics, gradients, cotangents):
+def _backward(z_loss_multiplier, block_tokens, statistics, cap, gradients, cotangents):
     def scale(gradient):
         factor = cotangents[0].astype(gradient.dtype)
         return gradient * jax.reshard(factor, factor_spec(jax.typeof(gradient).sharding.spec))
@@ -89,7 +91,7 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
     specs = (X_BTD, head_spec, TOKENS_BT)
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
     of_gradients = (X_BTD, gradient_spec(head_spec)) if with_gradients else ()
-    of_sums = (REPLICATED,) * _count(keys[-1])
+    of_sums = (REPLICATED,) * _count(keys[2])
     return map_shards(local, specs, (of_sums, of_gradients))(*arrays)
 
 
@@ -98,7 +100,7 @@ def _count(statistics):
 
 
 def _blocks(
-    x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, statistics, with_gradients
+    x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, statistics, cap, with_gradients
 ):
     """One device's sums, and the gradients of its objective to x and head; () without."""
     D, V = head_DV.shape
@@ -113,6 +115,7 @@ def _blocks(
         x_ND, targets_N = arrays
         counts_N = targets_N >= 0
         logits_NV = jnp.einsum("ND,DV->NV", x_ND, head_DV, preferred_element_type=jnp.float32)
+        logits_NV = soft_cap(logits_NV, cap)
         top_N = pmax(logits_NV.max(-1), "tensor")
         exp_NV = jnp.exp(logits_NV - top_N[:, None])
         z_N = psum(exp_NV.sum(-1), "tensor")
@@ -132,7 +135,7 @@ def _blocks(
             return sums, ()
         scale_N = jnp.where(counts_N, (1 + 2 * z_loss_multiplier * log_z_N) / z_N, 0)
         dlogits_NV = exp_NV * scale_N[:, None] - (is_target_NV & counts_N[:, None])
-        return sums, dlogits_NV.astype(x_ND.dtype)
+        return sums, pull_back(dlogits_NV, logits_NV, cap).astype(x_ND.dtype)
 
     def group(carry, arrays):
         sums, dhead_DV = carry
@@ -186,7 +189,8 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
         x_BTD, aux = model.hidden(batch.tokens, execution, positions)
         with jax.named_scope("loss"):
             head_DV = model.head(execution.dtype)
-            minimized, *found = cross_entropy_sums(x_BTD, head_DV, batch.targets, *how)
+            arrays = x_BTD, head_DV, batch.targets
+            minimized, *found = cross_entropy_sums(*arrays, *how, model.logits_cap)
         return with_layers(minimized, dict(zip(shown, found, strict=True)), aux)
 
     return Objective(sums, shown)

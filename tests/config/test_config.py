@@ -286,6 +286,8 @@ def test_nothing_is_left_open():
         "total_samples",
         "total_tokens",
         "base_moe_mlp_dim",
+        "query_pre_attn_scalar",
+        "local_rope_max_timescale",
         "capacity_factor",
         "n_routing_groups",
         "topk_routing_group",

@@ -23,6 +23,11 @@ _SIZES = {
 }
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3["original_max_position_embeddings"] = 16
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+_YARN |= {"beta_fast": 2.0, "beta_slow": 0.5}
+_GEMMA = {"rope_theta": 100.0, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
+_GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_GEMMA |= {"pad_token_id": None}  # whose embedding torch does not train
 
 
 def _model(kind: str, architecture: str, **others) -> dict:
@@ -45,6 +50,32 @@ CONFIGS = {
     "qwen2.5": _model("qwen2", "Qwen2ForCausalLM", rope_theta=100.0, use_sliding_window=False),
     "qwen3": _model(
         *("qwen3", "Qwen3ForCausalLM"), rope_theta=100.0, head_dim=16, tie_word_embeddings=True
+    ),
+    "gemma2": _model(
+        *("gemma2", "Gemma2ForCausalLM"),
+        **_GEMMA,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": _model(
+        *("gemma3_text", "Gemma3ForCausalLM"),
+        **_GEMMA,
+        num_hidden_layers=8,  # a period of 6, and 2 layers behind it
+        rope_local_base_freq=20.0,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+    ),
+    "olmo2": _model(
+        *("olmo2", "Olmo2ForCausalLM"), rope_theta=100.0, pad_token_id=None, attention_bias=False
+    ),
+    "olmo3": _model(
+        *("olmo3", "Olmo3ForCausalLM"),
+        num_hidden_layers=5,
+        pad_token_id=None,
+        sliding_window=5,
+        rope_parameters={
+            "full_attention": {**_YARN, "rope_theta": 100.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        },
     ),
     "mixtral": _model(
         *("mixtral", "MixtralForCausalLM"),
@@ -127,9 +158,15 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
                 f"{layer}self_attn.{n}_proj.bias": (w * h,)
                 for n, w in zip("qkv", (H, K, K), strict=True)
             }
-        if kind in ("qwen3", "qwen3_moe", "dots1"):
+        if kind.startswith("gemma"):
+            found |= {f"{layer}pre_feedforward_layernorm.weight": (D,)}
+        if kind.startswith(("gemma", "olmo2", "olmo3")):
+            found |= {f"{layer}post_feedforward_layernorm.weight": (D,)}
+        if kind in ("olmo2", "olmo3"):
+            del found[f"{layer}input_layernorm.weight"]
+        if kind in ("qwen3", "qwen3_moe", "dots1", "gemma3_text"):
             found |= {f"{layer}self_attn.{n}_norm.weight": (h,) for n in "qk"}
-        if kind == "olmoe":
+        if kind.startswith("olmo"):
             found |= {
                 f"{layer}self_attn.{n}_norm.weight": (w * h,) for n, w in (("q", H), ("k", K))
             }
@@ -182,11 +219,12 @@ def fuse_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def tensors(config: dict) -> dict[str, np.ndarray]:
-    """Of a model, float32: matrices of 0.2, norms about 1, biases of 0.5."""
+    """Of a model, float32: matrices of 0.2, norms about 1 (Gemma's 0), biases of 0.5."""
     random, found = np.random.default_rng(0), {}
+    mean = 0 if config["model_type"].startswith("gemma") else 1
     for name, shape in shapes(config).items():
         x = random.standard_normal(shape)
-        x = 1 + 0.3 * x if "norm" in name else x * (0.5 if name.endswith("bias") else 0.2)
+        x = mean + 0.3 * x if "norm" in name else x * (0.5 if name.endswith("bias") else 0.2)
         found[name] = x.astype(np.float32)
     return found
 

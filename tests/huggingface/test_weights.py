@@ -49,6 +49,26 @@ LOGITS = {
         [1.24458, -0.06032722, -2.119161, 0.5722437],
         [0.5307152, 0.263553, -1.938719, -0.01671704],
     ],
+    "gemma2": [
+        [-0.8575592, -0.1690985, -0.4872977, -0.8726888],
+        [-1.181804, -0.3024779, 0.5585453, -0.4803221],
+        [0.4451374, 1.180771, 0.4085184, -0.7411908],
+    ],
+    "gemma3": [
+        [0.5388523, -0.9908735, -1.518101, 1.188951],
+        [0.3861486, -0.4325376, -0.3321219, 0.4919771],
+        [-0.1697695, 2.968156, 0.7088717, -1.276586],
+    ],
+    "olmo2": [
+        [-1.596765, 0.7569362, 2.10156, 1.971143],
+        [-0.4550795, 0.09644065, -1.398622, 1.77952],
+        [-1.060326, 0.0128716, -0.7635879, 1.41282],
+    ],
+    "olmo3": [
+        [-1.643339, -0.670045, 0.6053938, -0.3752511],
+        [0.4873968, 1.424446, 2.545388, 0.7174111],
+        [-1.210828, -1.368718, 0.08731948, 0.6316202],
+    ],
     "mixtral": [
         [-0.4062086, -0.01362763, -0.06279502, 2.420189],
         [-1.325076, 1.398255, -1.539723, 0.9336224],
@@ -113,6 +133,7 @@ def test_logits(tmp_path, name):
             for name, mesh in (
                 *(("qwen2.5", "all axes"), ("qwen2.5", "pipeline")),
                 *(("qwen2.5", "circular pipeline"), ("qwen3", "circular pipeline")),
+                *(("gemma2", "pipeline"), ("gemma3", "all axes"), ("olmo3", "all axes")),
                 *(("mixtral", "experts"), ("dots1", "experts"), ("olmoe", "expert pipeline")),
             )
         ),
@@ -339,7 +360,17 @@ def test_end_marks_that_are_no_ids(tmp_path, ids):
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type=longrope is not"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
+            "attention_factor=1.0 of rope_type=yarn is not supported, but 1.13",
+        ),
+        (
+            CONFIGS["gemma3"] | {"layer_types": ["full_attention"] * 8},
+            "layer_types=.* but full_attention in every 6th layer",
+        ),
+        (CONFIGS["gemma3"] | {"sliding_window_pattern": 4}, "layer_types=one of 4 is not"),
+        (CONFIGS["gemma3"] | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type=llama3 without factor"),
     ],
 )

@@ -60,7 +60,7 @@ LOGITS = {
 @pytest.mark.parametrize(("factor", "head_dim"), FREQUENCIES)
 def test_scaled_rotary_frequencies(factor, head_dim):
     """The angles at position 1, by Llama 3.1's and 3.2's factors."""
-    rope = Rope(500_000.0, factor, low=1.0, high=4.0, length=8192)
+    rope = Rope(500_000.0, factor, "llama3.1", low=1.0, high=4.0, length=8192)
     cos, sin = rotary.angles(rope, jnp.array([1]), head_dim)
     found = np.arctan2(sin[0], cos[0])
     for pair, frequency in FREQUENCIES[factor, head_dim].items():
@@ -73,8 +73,9 @@ def test_models_have_the_scaling_that_their_cards_say():
             make_config(f"model_name={name}", "enable_rampup_batch_size=False").model
         )
 
-    assert rope("llama3.1-8b") == Rope(500_000.0, 8.0, 1.0, 4.0, 8192)
-    assert rope("llama3.2-1b") == rope("llama3.2-3b") == Rope(500_000.0, 32.0, 1.0, 4.0, 8192)
+    assert rope("llama3.1-8b") == Rope(500_000.0, 8.0, "llama3.1", 1.0, 4.0, 8192)
+    expected = Rope(500_000.0, 32.0, "llama3.1", 1.0, 4.0, 8192)
+    assert rope("llama3.2-1b") == rope("llama3.2-3b") == expected
     assert rope("llama3-8b") == Rope(500_000.0)
 
 

@@ -169,16 +169,21 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
         (("phases.10K.rope_factor=0.5",), "phases.10K: rope_factor=0.5 must be 1 or more"),
         (
             ("phases.10K.rope_factor=4",),
-            "phases.10K: rope_factor=4.0 is read only with rope_type=llama3.1, and "
-            "rope_type=default here",
+            "phases.10K: rope_factor=4.0 is read only with rope_type=llama3.1 or yarn or dynamic, "
+            "and rope_type=default here",
         ),
         (
-            ("phases.10K.rope_type=yarn",),
-            "phases.10K: rope_type=yarn is not one of default, llama3.1",
+            ("phases.10K.rope_type=longrope",),
+            "phases.10K: rope_type=longrope is not one of default, llama3.1, yarn, dynamic",
         ),
         (
             ("phases.10K={rope_type: llama3.1, rope_low_freq_factor: 4}",),
             "phases.10K: rope_high_freq_factor=4.0 must be above rope_low_freq_factor=4.0",
+        ),
+        (
+            ("phases.10K={rope_type: dynamic, original_max_position_embeddings: 8}",),
+            "phases.10K: rope_type=dynamic with max_target_length=128 above "
+            "original_max_position_embeddings=8: ",
         ),
         (
             ("phases.10K.sliding_window_size=64",),

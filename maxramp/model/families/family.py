@@ -28,6 +28,8 @@ class Released(NamedTuple):
     defaults: Mapping[str, Any]  # what transformers takes where config.json does not say
     names: Mapping[str, str] = {}  # of keys of ours
     other_names: Mapping[str, str] = {}  # that it may have in place of some of these
+    activation: str = "hidden_act"
+    period: int = 1  # in layer_types: the last of these layers sees all, those before it a window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +46,5 @@ class Family:
     released: Released
     keys: tuple[str, ...] = ()  # of what not all families have; the others have base.yml's values
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # such keys with one value
+    norm_offset: float = 0.0  # what norms multiply by is this + their weights
+    scales_embedding: bool = False  # by the root of the width

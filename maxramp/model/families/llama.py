@@ -19,9 +19,9 @@ def _pattern(keys: ModelKeys) -> Pattern:
 
 
 def _blocks() -> Mapping[str, Callable[..., Any]]:
-    from maxramp.model.parts.block import PreNormBlock
+    from maxramp.model.parts.block import Block
 
-    return {"dense": PreNormBlock}
+    return {"dense": Block}
 
 
 def _sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:

@@ -35,10 +35,10 @@ def blocks(
     change: Callable[[ModelKeys], ModelKeys] = lambda keys: keys, **attention: Any
 ) -> Mapping[str, Callable[..., Any]]:
     """Layers whose experts see `change(keys)`, and `attention` with these arguments."""
-    from maxramp.model.parts.block import Attention, PreNormBlock
+    from maxramp.model.parts.block import Attention, Block
     from maxramp.model.parts.experts import Experts
 
-    block = functools.partial(PreNormBlock, attention=functools.partial(Attention, **attention))
+    block = functools.partial(Block, attention=functools.partial(Attention, **attention))
     experts = functools.partial(block, mlp=lambda keys, key: Experts(change(keys), key))
     return {"dense": block, "sparse": experts}
 

@@ -6,9 +6,13 @@ from typing import Any
 from maxramp.keys.section import Relations
 from maxramp.model.families.dots1 import DOTS1
 from maxramp.model.families.family import Family
+from maxramp.model.families.gemma2 import GEMMA2
+from maxramp.model.families.gemma3 import GEMMA3
 from maxramp.model.families.llama import LLAMA
 from maxramp.model.families.mistral import MISTRAL
 from maxramp.model.families.mixtral import MIXTRAL
+from maxramp.model.families.olmo2 import OLMO2
+from maxramp.model.families.olmo3 import OLMO3
 from maxramp.model.families.olmoe import OLMOE
 from maxramp.model.families.qwen2 import QWEN2
 from maxramp.model.families.qwen3 import QWEN3
@@ -20,6 +24,10 @@ FAMILIES: dict[str, Family] = {
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
     "olmoe": OLMOE,
@@ -48,6 +56,11 @@ def check_family(keys: ModelKeys) -> Relations:
         has = "has it" if value is True else f"has {value}"
         others = "" if is_of_experts(block) else ", or decoder_block=llama2"
         yield given != value, f"{name}={given}: decoder_block={block} {has}; use {value}{others}"
+    yield (
+        FAMILIES[block].released.period > 1 and not keys.sliding_window_size,
+        f"sliding_window_size=0: most layers of decoder_block={block} see a window; give one, such "
+        "as 4096",
+    )
     heads = keys.base_num_query_heads * keys.head_dim
     yield (
         block == "olmoe" and heads != keys.base_emb_dim,

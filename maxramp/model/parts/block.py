@@ -1,4 +1,4 @@
-"""What layers are made of: norms, attention, the MLP; and a pre-norm layer of them.
+"""What layers are made of: norms, attention, the MLP; and a layer of them.
 
 Shapes: B rows, T tokens, D model width, F MLP width, H query heads, K key/value heads, h head
 width.
@@ -46,18 +46,21 @@ class RMSNorm(nnx.Module):
         dtype: str,
         axes: str = "D",
         spec: Spec = REPLICATED,
+        offset: float = 0.0,
     ):
         """`axes` are the letters of what is normalized: the model's width, a head's, or all heads
-        together."""
+        together. What is multiplied by is `offset` + the weight, at first 1."""
         self.epsilon, self.normalized = epsilon, tuple(range(-len(shape), 0))
-        self.scale_D = new_weight(jnp.ones(shape, dtype, out_sharding=spec), "scale", axes)
+        self.offset = offset
+        first = jnp.full(shape, 1 - offset, dtype, out_sharding=spec)
+        self.scale_D = new_weight(first, "scale", axes)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, ..., D], dtype kept."""
         x = x_BTD.astype(jnp.float32)
         mean = jnp.mean(x * x, axis=self.normalized, keepdims=True)
         x = x * jax.lax.rsqrt(mean + self.epsilon)
-        y = apply_elementwise(jnp.multiply, x, self.scale_D)
+        y = apply_elementwise(lambda x, scale: x * (scale + self.offset), x, self.scale_D)
         if isinstance(self.scale_D, RowScale):
             y = _give_row_gradients(y, x, self.scale_D.rows_BD, len(self.normalized))
         return y.astype(x_BTD.dtype)
@@ -124,7 +127,13 @@ class Attention(nnx.Module):
     2412.15115) or with norms of queries and keys: of each head's (Qwen3, arXiv 2505.09388), or of
     all heads' together (OLMoE, arXiv 2409.02060)."""
 
-    def __init__(self, keys: ModelKeys, key: jax.Array, heads_together: bool = False):
+    def __init__(
+        self,
+        keys: ModelKeys,
+        key: jax.Array,
+        heads_together: bool = False,
+        norm: Callable[..., Any] = RMSNorm,
+    ):
         D, h, dtype = keys.base_emb_dim, keys.head_dim, keys.weight_dtype
         H, K = keys.base_num_query_heads, keys.base_num_kv_heads
         q, k, v, o = jax.random.split(key, 4)
@@ -134,6 +143,7 @@ class Attention(nnx.Module):
         self.value_DKh = matrix("D Kh", v, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
         self.out_HhD = matrix("Hh D", o, (H, h, D), HEADS_OUT_HhD, (H * h) ** -0.5, dtype)
         self.has_biases, self.has_norms = keys.attention_bias, keys.use_qk_norm
+        self.scale, self.cap = keys.score_scale, keys.attn_logits_soft_cap
         if self.has_biases:
             self.query_bias_Hh = zeros("bias", "Hh", (H, h), HEADS_Hh, dtype)
             self.key_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
@@ -141,10 +151,10 @@ class Attention(nnx.Module):
         if self.has_norms:
             form = (keys.normalization_layer_epsilon, dtype)
             if heads_together:
-                self.query_norm = RMSNorm((H, h), *form, "Hh", HEADS_Hh)
-                self.key_norm = RMSNorm((K, h), *form, "Kh", HEADS_Hh)
+                self.query_norm = norm((H, h), *form, "Hh", HEADS_Hh)
+                self.key_norm = norm((K, h), *form, "Kh", HEADS_Hh)
             else:
-                self.query_norm, self.key_norm = (RMSNorm((h,), *form, "h") for _ in "qk")
+                self.query_norm, self.key_norm = (norm((h,), *form, "h") for _ in "qk")
 
     def __call__(
         self,
@@ -170,6 +180,7 @@ class Attention(nnx.Module):
         kernel = execution.attention
         if cache is not None and T % LANES:  # a prompt's length, which is not that of rows
             kernel = "dot_product"
+        rule = dataclasses.replace(rule, scale=self.scale, cap=self.cap)
         kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.positions.has_places)
         given = q_BTHh, k_BTKh, v_BTKh, rule, kernel
         if cache is None:
@@ -183,8 +194,9 @@ def _plus(x: jax.Array, bias: Weight) -> jax.Array:
     return apply_elementwise(jnp.add, x.astype(jnp.float32), bias).astype(x.dtype)
 
 
-class PreNormBlock(nnx.Module):
-    """Attention, then an MLP, each of a norm and added to the residual stream."""
+class Block(nnx.Module):
+    """Attention, then an MLP, each added to the residual stream: with a norm before each, behind
+    each (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118)."""
 
     def __init__(
         self,
@@ -192,14 +204,20 @@ class PreNormBlock(nnx.Module):
         key: jax.Array,
         mlp: Callable[..., Any] = MLP,
         attention: Callable[..., Any] = Attention,
+        norm: Callable[..., Any] = RMSNorm,
+        places: str = "before",
     ):
+        """`places` of the norms are "before", "behind" or "both"."""
         attention_key, mlp_key = jax.random.split(key)
         norm = functools.partial(
-            RMSNorm, (keys.base_emb_dim,), keys.normalization_layer_epsilon, keys.weight_dtype
+            norm, (keys.base_emb_dim,), keys.normalization_layer_epsilon, keys.weight_dtype
         )
-        self.attention_norm = norm()
+        self.places = places
+        if places != "behind":
+            self.attention_norm, self.mlp_norm = norm(), norm()
+        if places != "before":
+            self.attention_post_norm, self.mlp_post_norm = norm(), norm()
         self.attention = attention(keys, attention_key)
-        self.mlp_norm = norm()
         self.mlp = mlp(keys, mlp_key)
 
     def empty_cache(self, rows: int, slots: int, keys: ModelKeys) -> Cache:
@@ -212,8 +230,12 @@ class PreNormBlock(nnx.Module):
     ) -> tuple[jax.Array, Aux]:
         """The stream [B, T, D] behind the layer, and the MLP's sums, in which tokens have these
         shares; other arguments as in `Attention`."""
+        before, behind = self.places != "behind", self.places != "before"
         with jax.named_scope("attention"):
-            x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), *given)
+            y_BTD = self.attention_norm(x_BTD) if before else x_BTD
+            y_BTD = self.attention(y_BTD, *given)
+            x_BTD = x_BTD + (self.attention_post_norm(y_BTD) if behind else y_BTD)
         with jax.named_scope("mlp"):
-            y_BTD, aux = self.mlp(self.mlp_norm(x_BTD), shares_BT)
-            return x_BTD + y_BTD, aux
+            y_BTD = self.mlp_norm(x_BTD) if before else x_BTD
+            y_BTD, aux = self.mlp(y_BTD, shares_BT)
+            return x_BTD + (self.mlp_post_norm(y_BTD) if behind else y_BTD), aux

@@ -1,0 +1,34 @@
+"""OLMo 2: norms behind attention and MLP, and of the queries and keys of all heads together (arXiv
+2501.00656)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxramp.model.families.family import Released
+from maxramp.model.families.llama import LAYER
+from maxramp.model.families.qwen3 import QWEN3
+
+_BEFORE = ("layers.dense.attention_norm.scale_D", "layers.dense.mlp_norm.scale_D")
+
+
+def _blocks() -> Mapping[str, Callable[..., Any]]:
+    from maxramp.model.parts.block import Attention, Block
+
+    attention = functools.partial(Attention, heads_together=True)
+    return {"dense": functools.partial(Block, attention=attention, places="behind")}
+
+
+OLMO2 = dataclasses.replace(
+    QWEN3,
+    blocks=_blocks,
+    tensors={
+        **{path: tensor for path, tensor in QWEN3.tensors.items() if path not in _BEFORE},
+        "layers.dense.attention_post_norm.scale_D": f"{LAYER}.post_attention_layernorm.weight",
+        "layers.dense.mlp_post_norm.scale_D": f"{LAYER}.post_feedforward_layernorm.weight",
+    },
+    released=Released(
+        "olmo2", "Olmo2ForCausalLM", {"num_key_value_heads": None, "rms_norm_eps": 1e-5}
+    ),
+)

@@ -1,0 +1,23 @@
+"""OLMo 3: an OLMo 2 in which three of four layers see a window (arXiv 2512.13961). `rope_type=yarn`
+is of those that see all."""
+
+import dataclasses
+import functools
+
+from maxramp.model.families import local
+from maxramp.model.families.family import Released
+from maxramp.model.families.olmo2 import OLMO2
+
+OLMO3 = dataclasses.replace(
+    OLMO2,
+    pattern=functools.partial(local.pattern, 4, True),
+    released=Released(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        {**OLMO2.released.defaults, "sliding_window": 4096}
+        | {"rope_theta": 5e5, "rope_local_base_freq": 5e5},
+        {"sliding_window_size": "sliding_window"},
+        period=4,
+    ),
+    keys=("sliding_window_size", "local_rope_max_timescale"),
+)
