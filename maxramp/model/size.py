@@ -55,11 +55,17 @@ def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
 def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
     """Groups, blocks of a group, and tokens of a block (the last one padded) in a device's loss. A
     group is as many blocks as keep the gradients of their logits, of `itemsize` bytes, no larger
-    than their product's sum in float32."""
+    than their product's sum in float32; or all, if that needs no more than two such sums."""
     count = math.ceil(tokens / (block_tokens or tokens))
+    size = math.ceil(tokens / count)
+
+    def needed(blocks: int) -> int:
+        return blocks * size * itemsize + 4 * width * (1 if blocks == count else 2)
+
     most = max(1, 4 * width // itemsize * count // tokens)
     blocks = max(n for n in range(1, min(most, count) + 1) if count % n == 0)
-    return count // blocks, blocks, math.ceil(tokens / count)
+    blocks = count if needed(count) <= needed(blocks) else blocks
+    return count // blocks, blocks, size
 
 
 def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> float:
