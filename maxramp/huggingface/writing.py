@@ -54,7 +54,6 @@ class Format:
 class _Part(NamedTuple):
     """A tensor, or what lies in one of all experts of a layer."""
 
-    name: str
     weight: Named
     place: tuple[int, ...]
     shape: tuple[int, ...]
@@ -89,7 +88,7 @@ def write(
         dtype = "float32" if weight.weight.role == "balance" else form.dtype
         for place, part in weight.names.items():
             name = name_fused(weight.path, part) if form.fuse_experts else part
-            tensors.setdefault(name, []).append(_Part(part, weight, place, shape, dtype))
+            tensors.setdefault(name, []).append(_Part(weight, place, shape, dtype))
     for parts in tensors.values():
         parts.sort(key=lambda part: part.place)  # an expert's gate stays before its up
     entries = {name: _entry(parts) for name, parts in tensors.items()}
@@ -173,8 +172,7 @@ def _refusing(folder: Place) -> Iterator[None]:
 
 def _files(sizes_of: Mapping[str, int], form: Format) -> dict[str, list[str]]:
     """The tensors of each file, by their bytes."""
-    files: list[list[str]] = [[]]
-    size = 0
+    files, size = [[]], 0
     for name, own in sizes_of.items():
         if size and size + own > form.file_bytes:
             files.append([])
@@ -220,7 +218,7 @@ def _arrays(
 ) -> Iterator[np.ndarray]:
     """What a file holds; every process makes it, and the one that writes it reads it."""
     too_large = ""
-    for name, weight, place, shape, dtype in parts:
+    for weight, place, shape, dtype in parts:
         pause()
         (array,) = jax.tree.leaves(weight.weight)
         x = _take(array, place, weight.form, shape[0], dtype)
@@ -228,7 +226,7 @@ def _arrays(
         if is_own:
             written = np.asarray(x.addressable_data(0))
             if dtype == "float16" and not np.isfinite(written).all():
-                too_large = too_large or name
+                too_large = too_large or weight.names[place]
             yield written
     if too_large:
         raise ConfigError(

@@ -76,10 +76,11 @@ def test_every_way_to_the_experts_is_that_of_a_plain_product(mesh, monkeypatch):
     def mix(x_BTD, weights_BTk, in_EDF, out_EFD, chosen_BTk, way):
         def total(x_BTD, weights_BTk, in_EDF, out_EFD):
             plan = dispatch.plan(chosen_BTk, EXPERTS, way)
-            y = dispatch.spread(x_BTD, plan)
+            y, weights_M = dispatch.spread(x_BTD, weights_BTk, plan)
             for w, axes in ((in_EDF, "D F"), (out_EFD, "F D")):
                 y = grouped.product(y, new_weight(w, "matrix", axes, "E"), plan.sizes_E, "blocks")
-            y_BTD = dispatch.collect(y, weights_BTk, plan)
+                y = y * weights_M[:, None] if w is in_EDF else y
+            y_BTD = dispatch.collect(y, plan)
             return (y_BTD * jax.reshard(weigh_BTD, STREAM_BTD)).sum(), y_BTD
 
         given = x_BTD, weights_BTk, in_EDF, out_EFD

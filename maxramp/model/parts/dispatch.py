@@ -3,8 +3,8 @@
 Either the devices along `expert` send each other the rows that are to be computed there, or each
 gathers all tokens and takes its own: then the results travel as sums.
 
-Shapes: B rows, T tokens, D model width, k experts of a token, E experts of a device; of a device N
-tokens, M rows for its experts, R rows that it sends.
+Shapes: B rows, T tokens, D model width, k experts of a token, E experts of a device; of a device M
+rows for its experts, R rows that it sends.
 """
 
 import dataclasses
@@ -14,23 +14,21 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
-from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
-from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("order_R", "places_Nk", "sizes_E", "counts_PE"),
+    data_fields=("order_R", "places_BTk", "sizes_E", "counts_PE"),
     meta_fields=("rows", "equal_rows", "way"),
 )
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Which rows the experts of each device compute; every array is a device's own."""
 
-    order_R: jax.Array  # of the choices of tokens, [N * k] in a line, those to be computed or sent
-    places_Nk: jax.Array  # where in that order each choice is; R or more: nowhere
+    order_R: jax.Array  # of the [B * T * k] choices those to be computed or sent
+    places_BTk: jax.Array  # where in that order each choice is; R or more: nowhere
     sizes_E: jax.Array  # rows of each expert
     # how many rows each device along `expert` has for each expert of all, where they are sent
     counts_PE: jax.Array | None
@@ -63,121 +61,94 @@ def plan(experts_BTk: jax.Array, num_experts: int, way: str) -> Plan:
     """`experts_BTk` are the choices of every token; `num_experts` or above: none."""
 
     def local(experts_BTk: jax.Array) -> Plan:
-        own = num_experts // jax.lax.axis_size("expert")
-        k = experts_BTk.shape[-1]
+        own, k = num_experts // jax.lax.axis_size("expert"), experts_BTk.shape[-1]
+        first, seen = jax.lax.axis_index("expert") * own, num_experts
         if way == "gather":
-            experts_BTk = all_gather(experts_BTk, "expert")
-            first = jax.lax.axis_index("expert") * own
-            experts_BTk = experts_BTk - first
-            experts_BTk = jnp.where(
-                (experts_BTk < 0) | (experts_BTk >= own), num_experts, experts_BTk
-            )
+            experts_BTk, seen = all_gather(experts_BTk, "expert") - first, own
+            is_own_BTk = (experts_BTk >= 0) & (experts_BTk < own)
+            experts_BTk = jnp.where(is_own_BTk, experts_BTk, num_experts)
         experts_R = experts_BTk.reshape(-1)
         order_R = jnp.argsort(experts_R, stable=True)
         places_R = jnp.where(experts_R < num_experts, jnp.argsort(order_R), len(order_R))
-        places_Nk = places_R.reshape(-1, k)
-        rows = len(places_Nk) * min(k, own)  # a token takes an expert once
-        equal_rows = places_Nk.size * own // num_experts
+        places_BTk = places_R.reshape(experts_BTk.shape)
+        rows = len(order_R) // k * min(k, own)  # a token takes an expert once
+        equal_rows = len(order_R) * own // num_experts
+        sizes_E = (experts_R[:, None] == jnp.arange(seen)).sum(0, dtype=jnp.int32)
         if way == "gather":
-            sizes_E = (experts_R[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)
-            return Plan(order_R[:rows], places_Nk, sizes_E, None, rows, equal_rows, way)
-        counts_E = (experts_R[:, None] == jnp.arange(num_experts)).sum(0, dtype=jnp.int32)
-        counts_PE = all_gather(counts_E[None], "expert")
-        first = jax.lax.axis_index("expert") * own
+            return Plan(order_R[:rows], places_BTk, sizes_E, None, rows, equal_rows, way)
+        counts_PE = all_gather(sizes_E[None], "expert")
         sizes_E = jax.lax.dynamic_slice_in_dim(counts_PE.sum(0), first, own)
-        devices = len(counts_PE)
-        sizes = rows * devices, equal_rows * devices
-        return Plan(order_R, places_Nk, sizes_E, counts_PE, *sizes, way)
+        sizes = rows * len(counts_PE), equal_rows * len(counts_PE)
+        return Plan(order_R, places_BTk, sizes_E, counts_PE, *sizes, way)
 
     return map_shards(local, CHOICES_BTk, SORTED_M)(jax.reshard(experts_BTk, CHOICES_BTk))
 
 
 @jax.custom_vjp
-def spread(x_BTD: jax.Array, plan: Plan) -> jax.Array:
-    """Every token to its experts: [M, D] of each device."""
+def spread(x_BTD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """Every token to its experts, and what each is weighed by: [M, D] and [M] of each device."""
 
-    def local(x_BTD: jax.Array, plan: Plan) -> jax.Array:
-        x_ND = _tokens(x_BTD, plan)
-        x_RD = x_ND[plan.order_R // plan.places_Nk.shape[1]]
-        return _send(x_RD, plan)
+    def local(x_BTD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+        weights_R = _tokens(weights_BTk, plan).reshape(-1)[plan.order_R]
+        return _to_experts(x_BTD, plan), _send(weights_R, plan)
 
-    return map_shards(local, (X_BTD, SORTED_M), SORTED_M)(jax.reshard(x_BTD, X_BTD), plan)
-
-
-def _spread_backward(kept, dx_MD):
-    plan, tokens = kept
-
-    def local(dx_MD: jax.Array, plan: Plan) -> jax.Array:
-        dx_RD = _send_back(dx_MD, plan)
-        dx_BTD = _cut_rows(_add_choices(dx_RD, None, plan).astype(dx_MD.dtype), tokens)
-        return psum(_own_rows(dx_BTD, plan), "tensor")
-
-    return map_shards(local, (SORTED_M, SORTED_M), X_BTD)(dx_MD, plan), None
+    given = jax.reshard(x_BTD, X_BTD), jax.reshard(weights_BTk, CHOICES_BTk)
+    return map_shards(local, (X_BTD, CHOICES_BTk, SORTED_M), SORTED_M)(*given, plan)
 
 
-spread.defvjp(lambda x_BTD, plan: (spread(x_BTD, plan), (plan, x_BTD.shape[1])), _spread_backward)
+def _spread_backward(plan, gradients):
+    def local(dx_MD: jax.Array, dweights_M: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
+        dweights_R = _send_back(dweights_M, plan)
+        dweights_BTk = dweights_R.at[plan.places_BTk].get(mode="fill", fill_value=0)
+        found = _from_experts(dx_MD, plan), _own_rows(dweights_BTk, plan)
+        return tuple(psum(x, "tensor") for x in found)
+
+    specs = (SORTED_M, SORTED_M, SORTED_M), (X_BTD, CHOICES_BTk)
+    return *map_shards(local, *specs)(*gradients, plan), None
+
+
+spread.defvjp(lambda x_BTD, w_BTk, plan: (spread(x_BTD, w_BTk, plan), plan), _spread_backward)
 
 
 @jax.custom_vjp
-def collect(y_MD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> jax.Array:
-    """Of every token the weighted sum of what its experts made, as STREAM_BTD; sums are float32."""
-    T = weights_BTk.shape[1]
+def collect(y_MD: jax.Array, plan: Plan) -> jax.Array:
+    """Of every token the sum of what its experts made, as STREAM_BTD; sums are float32."""
 
-    def local(y_MD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> jax.Array:
-        y_RD = _send_back(y_MD, plan)
-        y_ND = _add_choices(y_RD, _tokens(weights_BTk, plan), plan)
-        y_BTD = _own_rows(_cut_rows(y_ND.astype(y_MD.dtype), T), plan)
-        return psum_scatter(y_BTD, "tensor", dimension=2)
+    def local(y_MD: jax.Array, plan: Plan) -> jax.Array:
+        return psum_scatter(_from_experts(y_MD, plan), "tensor", dimension=2)
 
-    specs = SORTED_M, CHOICES_BTk, SORTED_M
-    return map_shards(local, specs, STREAM_BTD)(y_MD, jax.reshard(weights_BTk, CHOICES_BTk), plan)
+    return map_shards(local, (SORTED_M, SORTED_M), STREAM_BTD)(y_MD, plan)
 
 
-def _collect_backward(kept, dy_BTD):
-    def local(y_MD, weights_BTk, plan, dy_BTD):
-        dy_ND = _tokens(all_gather(dy_BTD, "tensor", dimension=2), plan)
-        weights_Nk = _tokens(weights_BTk, plan)
-        dy_RD = dy_ND[plan.order_R // weights_Nk.shape[1]]
-        weights_R = weights_Nk.reshape(-1)[plan.order_R]
-        dy_MD = _send((dy_RD * weights_R[:, None]).astype(y_MD.dtype), plan)
-        products_RD = _send_back(y_MD, plan).astype(jnp.float32) * dy_RD
-        dweights_Nk = products_RD.sum(-1).at[plan.places_Nk].get(mode="fill", fill_value=0)
-        dweights_BTk = _own_rows(dweights_Nk.reshape(-1, *weights_BTk.shape[1:]), plan)
-        return dy_MD, psum(dweights_BTk, "tensor")
+def _collect_backward(plan, dy_BTD):
+    def local(dy_BTD: jax.Array, plan: Plan) -> jax.Array:
+        return _to_experts(all_gather(dy_BTD, "tensor", dimension=2), plan)
 
-    specs = SORTED_M, CHOICES_BTk, SORTED_M, STREAM_BTD
-    local = map_shards(local, specs, (SORTED_M, CHOICES_BTk))
-    return *local(*kept, jax.reshard(dy_BTD, STREAM_BTD)), None
+    local = map_shards(local, (STREAM_BTD, SORTED_M), SORTED_M)
+    return local(jax.reshard(dy_BTD, STREAM_BTD), plan), None
 
 
-collect.defvjp(
-    lambda y_MD, weights_BTk, plan: (
-        collect(y_MD, weights_BTk, plan),
-        (y_MD, jax.reshard(weights_BTk, CHOICES_BTk), plan),
-    ),
-    _collect_backward,
-)
+collect.defvjp(lambda y_MD, plan: (collect(y_MD, plan), plan), _collect_backward)
 
 
-def _add_choices(x_RD: jax.Array, weights_Nk: jax.Array | None, plan: Plan) -> jax.Array:
-    """float32 [N, D]: of every token the sum over its choices, one after the other."""
-    total = jnp.zeros((len(plan.places_Nk), x_RD.shape[1]), jnp.float32)
-    for j in range(plan.places_Nk.shape[1]):
-        x_ND = x_RD.at[plan.places_Nk[:, j]].get(mode="fill", fill_value=0).astype(jnp.float32)
-        total += x_ND if weights_Nk is None else x_ND * weights_Nk[:, j, None]
-    return total
+def _to_experts(x_BTD: jax.Array, plan: Plan) -> jax.Array:
+    """[M, D]: every token to each of its experts."""
+    return _send(_tokens(x_BTD, plan)[plan.order_R // plan.places_BTk.shape[2]], plan)
+
+
+def _from_experts(y_MD: jax.Array, plan: Plan) -> jax.Array:
+    """[B, T, D]: of every token the float32 sum over its choices, one after the other."""
+    y_RD = _send_back(y_MD, plan)
+    y_BTD = jnp.zeros((*plan.places_BTk.shape[:2], y_RD.shape[1]), jnp.float32)
+    for places_BT in jnp.unstack(plan.places_BTk, axis=2):
+        y_BTD += y_RD.at[places_BT].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return _own_rows(y_BTD.astype(y_MD.dtype), plan)
 
 
 def _tokens(x_BTD: jax.Array, plan: Plan) -> jax.Array:
-    """[N, ...] of the tokens that the device's plan is about."""
-    if plan.way == "gather":
-        x_BTD = all_gather(x_BTD, "expert")
+    """[B * T, ...] of the tokens that the device's plan is about."""
+    x_BTD = all_gather(x_BTD, "expert") if plan.way == "gather" else x_BTD
     return x_BTD.reshape(-1, x_BTD.shape[-1])
-
-
-def _cut_rows(x_ND: jax.Array, T: int) -> jax.Array:
-    """[B, T, D], of rows of T tokens each device's part."""
-    return x_ND.reshape(-1, T // axis_size(*TOKEN_AXES), x_ND.shape[1])
 
 
 def _own_rows(x_BTD: jax.Array, plan: Plan) -> jax.Array:
@@ -216,5 +187,5 @@ def _offsets(counts_PE: jax.Array) -> tuple:
 def _exchange(x: jax.Array, rows: int, sent: tuple, got: tuple) -> jax.Array:
     """This many rows, of which those that nobody sends hold anything."""
     begins, sizes, lands = sent
-    out = jax.lax.empty((rows, x.shape[1]), x.dtype)
+    out = jax.lax.empty((rows, *x.shape[1:]), x.dtype)
     return jax.lax.ragged_all_to_all(x, out, begins, sizes, lands, got[1], axis_name="expert")

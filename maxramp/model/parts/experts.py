@@ -45,13 +45,13 @@ class Experts(nnx.Module):
         (experts_BTk, weights_BTk), aux = self.router(x_BTD, shares_BT)
         way = dispatch.select(self.dispatch, platform(), experts_BTk.shape[2])
         plan = dispatch.plan(experts_BTk, self.num_experts, way)
-        y_MD = self._compute(dispatch.spread(x_BTD, plan), plan)
-        y_BTD = dispatch.collect(y_MD, weights_BTk, plan)
+        y_MD = self._compute(*dispatch.spread(x_BTD, weights_BTk, plan), plan)
+        y_BTD = dispatch.collect(y_MD, plan)
         if self.has_shared:
             y_BTD = y_BTD + self.shared(x_BTD)[0]
         return y_BTD, aux
 
-    def _compute(self, x_MD: jax.Array, plan: dispatch.Plan) -> jax.Array:
+    def _compute(self, x_MD: jax.Array, weights_M: jax.Array, plan: dispatch.Plan) -> jax.Array:
         f, g = (ACTIVATIONS[name] for name in self.activations)
         kernel = grouped.select(self.kernel, platform())
         own = self.num_experts // dispatch.expert_devices()
@@ -59,4 +59,6 @@ class Experts(nnx.Module):
         with jax.named_scope(grouped.describe(kernel, plan.equal_rows, plan.rows, own)):
             gate_MF = f(grouped.product(x_MD, self.gate_EDF, plan.sizes_E, kernel))
             up_MF = g(grouped.product(x_MD, self.up_EDF, plan.sizes_E, kernel))
-            return grouped.product(gate_MF * up_MF, self.out_EFD, plan.sizes_E, kernel)
+            # Weighed before the last product, whose result no gradient then needs.
+            hidden_MF = (gate_MF * up_MF * weights_M[:, None]).astype(x_MD.dtype)
+            return grouped.product(hidden_MF, self.out_EFD, plan.sizes_E, kernel)
