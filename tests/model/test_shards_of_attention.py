@@ -10,10 +10,10 @@ from maxramp.model.parts.positions import Positions
 
 BITING = {"window": 50, "scale": 0.5, "cap": 2.0}
 # Of 5 runs of each row those that a device has.
-CUTS = ([[0, 4], [1, 2]], [[1, 3], [0, 4]], [[2], [3]])
+CUTS = ([[0, 3, 4], [1, 2, 3]], [[1, 2], [0, 4]])
 
 
-def inputs(T, h=16, B=2, H=4, K=2):
+def inputs(T, h=16, B=2, H=2, K=1):
     random = np.random.default_rng(0)
     arrays = (random.normal(size=(B, T, n, h)).astype(np.float32) for n in (H, K, K, H))
     return *arrays, np.cumsum(random.random((B, T)) < 6 / T, axis=1, dtype=np.int32)
@@ -40,10 +40,9 @@ def outputs(kernel, q, k, v, rule, places):
     [
         ("dot_product", 45, True, BITING | {"window": 7}),
         ("packed_interpreted", 205, True, BITING),
-        ("packed_interpreted", 640, False, {}),
-        ("splash_interpreted", 640, True, {}),
         ("splash_interpreted", 640, True, BITING),
-        ("splash_interpreted", 640, False, {"window": 150}),
+        pytest.param("packed_interpreted", 640, False, {}, marks=pytest.mark.slow),
+        pytest.param("splash_interpreted", 640, False, {"window": 150}, marks=pytest.mark.slow),
     ],
 )
 def test_together_they_find_what_whole_rows_do(kernel, T, documents, rule):

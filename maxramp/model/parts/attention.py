@@ -229,10 +229,11 @@ def _products(q_BTKGh, k, v, axes, rule, seen):
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):
     """cuDNN's flash attention; our own for packed rows, which cost cuDNN a dense mask, for some
-    tokens of rows, and for scores with a cap, which cuDNN has not."""
+    tokens of rows, for scores with a cap, which cuDNN has not, and for heads over 128, whose
+    gradients cuDNN has on some GPUs only."""
     packed, mask = rule.positions.segments_BT is not None, None
     only_ours = rule.cap or places_BT is not None
-    if _has_packed_kernel() and (packed or only_ours):
+    if _has_packed_kernel() and (packed or only_ours or q_BTHh.shape[-1] > 128):
         from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
         B, S = k_BSKh.shape[:2]
@@ -241,10 +242,9 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=Fa
         first_BT = _pick(rule.positions.first_seen(S, rule.window), places_BT)
         seen, scale = (first_BT, places_BT), rule.scale_of(q_BTHh)
         return packed_attention(q_BTHh, k_BSKh, v_BSKh, *seen, scale, rule.cap, interpret)
-    if rule.cap:
-        raise ConfigError(
-            f"attention=cudnn_flash has no cap of scores: {_NO_TRITON}, or dot_product"
-        )
+    if only_ours:
+        what = "cap of scores" if rule.cap else "part of a row"
+        raise ConfigError(f"attention=cudnn_flash takes no {what}: {_NO_TRITON}, or dot_product")
     if packed:
         mask = rule.positions.same_segment[:, None]
     return jax.nn.dot_product_attention(
