@@ -10,6 +10,7 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.keys.numbers import exact, nearest_multiples, show
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys, key_copies
 from maxramp.parallel.axes import NAME_IN_KEYS, ROW_AXES
 from maxramp.parallel.keys import MeshKeys
@@ -122,6 +123,8 @@ def _pipeline(config: Config) -> dict[str, int]:
         per_stage, repeats = layers, 1
     elif repeats == -1:
         repeats = 1 if per_stage == -1 else layers // (stages * per_stage)
+    if stages > 1:
+        _check_alike(model, stages * repeats, batch.command_line("stage"))
     if per_stage == -1:
         per_stage = layers // (stages * repeats)
     if stages * per_stage * repeats != layers:
@@ -137,6 +140,19 @@ def _pipeline(config: Config) -> dict[str, int]:
         "num_layers_per_pipeline_stage": per_stage,
         "num_pipeline_repeats": repeats,
     }
+
+
+def _check_alike(model: ModelKeys, parts: int, stages: str) -> None:
+    """Makes sure that a pipeline can cut layers that differ into parts that are alike."""
+    pattern = FAMILIES[model.decoder_block].pattern(model)
+    period, is_whole = len(pattern.period), not (pattern.prefix or pattern.remainder)
+    if period > 1 and (not is_whole or pattern.repeats % parts):
+        fits = [n for n in range(2, pattern.repeats + 1) if is_whole and pattern.repeats % n == 0]
+        raise ConfigError(
+            f"{stages}: layers of decoder_block={model.decoder_block} repeat after {period}, so "
+            f"the base_num_decoder_layers={model.base_num_decoder_layers} make no {parts} parts "
+            f"that are alike; use {' or '.join(map(str, fits)) or 'no'} of them"
+        )
 
 
 def _phases(

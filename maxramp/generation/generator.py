@@ -236,11 +236,15 @@ class Generator:
         return NamedSharding(self._mesh, ROWS_BT if x.ndim == 2 else ROWS_B)
 
     def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
-        """Caches of `slots` slots, with the first `length` tokens of every row in them."""
+        """Caches with the first `length` tokens of every row, of `slots` slots or of a window."""
         model, keys = self._structure.unflatten(weights), self._keys
         empty = [block.empty_cache(len(rows.lengths_B), length, keys) for block in model.layers]
         _, caches = model.read(rows.tokens_BS[:, :length], empty, keys)
-        return tuple(cache.grown(slots) for cache in caches)
+        windows = (layer.sight(keys).window or slots for layer in model.pattern)
+        return tuple(
+            cache.resized(min(window, slots), rows.lengths_B)
+            for cache, window in zip(caches, windows, strict=True)
+        )
 
     def _write(
         self,

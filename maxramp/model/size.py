@@ -59,12 +59,12 @@ def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tu
     count = math.ceil(tokens / (block_tokens or tokens))
     size = math.ceil(tokens / count)
 
-    def needed(blocks: int) -> int:
+    def room(blocks: int) -> int:
         return blocks * size * itemsize + 4 * width * (1 if blocks == count else 2)
 
     most = max(1, 4 * width // itemsize * count // tokens)
     blocks = max(n for n in range(1, min(most, count) + 1) if count % n == 0)
-    blocks = count if needed(count) <= needed(blocks) else blocks
+    blocks = count if room(count) <= room(blocks) else blocks
     return count // blocks, blocks, size
 
 

