@@ -74,13 +74,15 @@ def _masks(positions, window, places_Bt, T, queries, keys):
     seen = jnp.take_along_axis(first_BT, places_Bt, 1), places_Bt
 
     def turns(own: int, others: int, number: int, begin: jax.Array, end: jax.Array):
-        """With a window a block of consecutive tokens meets few others."""
+        """With a window, a block of consecutive tokens meets few others. The integers are small
+        because they lie in a TPU's scalar memory: 1 MiB, which rows of 1,048,576 tokens fill."""
         most = min(number, (own + window - 3) // others + 2) if window else number
         at = begin[..., None] + jnp.arange(most, dtype=jnp.int32)
-        return jnp.clip(at, 0, jnp.maximum(end - 1, 0)[..., None]), at < end[..., None]
+        there = (at < end[..., None]).astype(jnp.int8)
+        return jnp.clip(at, 0, jnp.maximum(end - 1, 0)[..., None]).astype(jnp.int16), there
 
-    def mask_info(block, is_seen):
-        return info.MaskInfo(block, None, is_seen.astype(jnp.int32), None, places_Bt)
+    def mask_info(block: jax.Array, there: jax.Array):
+        return info.MaskInfo(block, None, there, None, places_Bt)
 
     of_queries = turns(queries, keys, T // keys, *key_blocks(*seen, queries, keys))
     of_keys = turns(keys, queries, t // queries, *query_blocks(*seen, queries, keys, T))
