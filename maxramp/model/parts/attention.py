@@ -153,7 +153,8 @@ def attend_from(
     kernel: str,
 ) -> jax.Array:
     """`attend` on one device, of some tokens of each row to all of it: those at `places`, int32,
-    that rise along a row in runs of `run` consecutive tokens (a multiple of 128 for splash)."""
+    that rise along a row in runs of `run` consecutive tokens, from multiples of it on (for splash
+    a multiple of 128)."""
     if kernel == "dot_product":
         return _plain(q_BtHh, k_BTKh, v_BTKh, "BSKh", rule, rule.mask(k_BTKh.shape[1], places_Bt))
     return _KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, rule, places_Bt, run)

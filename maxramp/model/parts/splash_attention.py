@@ -27,7 +27,7 @@ def splash_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(q k) v of all tokens of rows in order, or of those at places that rise along a row in
-    runs of `run` consecutive tokens: [B, t, H, h]."""
+    runs of `run` consecutive tokens, from multiples of it on: [B, t, H, h]."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
 
     (t, H), T = q_BtHh.shape[1:3], k_BTKh.shape[1]
@@ -67,6 +67,7 @@ def splash_attention(
 def _masks(positions, window, places_Bt, T, queries, keys):
     """Of every row the MaskInfos of queries and of keys: the number of the block that each turn of
     the kernel's loops reads, and whether there is one, [1, q, turns] and [1, turns, k]."""
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
     B, t = places_Bt.shape
@@ -76,7 +77,8 @@ def _masks(positions, window, places_Bt, T, queries, keys):
     def turns(own: int, others: int, number: int, begin: jax.Array, end: jax.Array):
         """With a window, a block of consecutive tokens meets few others. The integers are small
         because they lie in a TPU's scalar memory: 1 MiB, which rows of 1,048,576 tokens fill."""
-        most = min(number, (own + window - 3) // others + 2) if window else number
+        near = pl.cdiv(own, others) + pl.cdiv(window - 1, others) + (own % others > 0)
+        most = min(number, near) if window else number
         at = begin[..., None] + jnp.arange(most, dtype=jnp.int32)
         there = (at < end[..., None]).astype(jnp.int8)
         return jnp.clip(at, 0, jnp.maximum(end - 1, 0)[..., None]).astype(jnp.int16), there
