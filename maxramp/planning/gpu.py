@@ -130,6 +130,8 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 # Products of cuDNN's flash attention, each of [T, h] with [h, T] or [T, T] with [T, h]: scores and
 # result; scores again, dP, dV, dK, dQ.
 _ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
+# Those of our own kernels: scores and result; scores, dP, dQ; scores, dP, dV, dK.
+_OURS = {"forward": 2, "dq": 3, "dkv": 4}
 
 
 def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, float]) -> hlo.Work:
@@ -191,14 +193,24 @@ def _flops(i: hlo.Instruction) -> float:
         return 2.0 * math.prod(i.shape) * math.prod(lhs[d] for d in hlo.numbers(dims))
     if target in _ATTENTION:
         (B, T, H, h), (_, S, _, _) = (operand.shape for operand in i.operands[:2])
-        seen = T * S * (0.5 if '"mask_type": "CAUSAL"' in i.rest else 1.0)  # half is never made
-        if window := re.search(r'"sliding_window_length":\s*([1-9]\d*)', i.rest):
-            W = min(int(window[1]), T)
-            seen = W * (2 * T - W) / 2
+        window = re.search(r'"sliding_window_length":\s*([1-9]\d*)', i.rest)
+        causal = window or '"mask_type": "CAUSAL"' in i.rest
+        seen = _count_pairs(int(window[1]) if window else T, T) if causal else T * S
         return _ATTENTION[target] * 2.0 * B * H * h * seen
+    if scope := re.search(r"attention_window_(\d+)\b.*?(forward|dq|dkv)_kernel", i.rest):
+        (B, T, H, h), (_, S, _, _) = (operand.shape for operand in i.operands[:2])
+        # Some tokens see as all do; what documents leave out is not known.
+        seen = _count_pairs(int(scope[1]) or S, S) * T / S
+        return _OURS[scope[2]] * 2.0 * B * H * h * seen
     if scope := re.search(r"grouped_rows_(\d+)_.*/grouped_", i.rest):  # buffers have room for more
         return 2.0 * int(scope[1]) * i.operands[-2].shape[1] * i.shape[-1]
     return 0.0
+
+
+def _count_pairs(window: int, tokens: int) -> float:
+    """Pairs of a row's tokens, of which half is never made."""
+    W = min(window, tokens)
+    return W * (2 * tokens - W) / 2
 
 
 def _memory_bytes(i: hlo.Instruction) -> float:

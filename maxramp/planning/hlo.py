@@ -274,18 +274,25 @@ _KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 def _kernel_flops(i: Instruction) -> float:
     """FLOPs of an attention kernel, from its queries [..., H, T, h] and its mask's blocks.
 
-    The mask's first operand, integers [.., rows of blocks, most blocks of a row] or the other way
-    round, says how many square blocks of a row the kernel goes through: up to the diagonal, with a
-    window the last few of them.
+    The first operand has integers [.., blocks of queries, turns] of the forward pass and dQ, and
+    [.., turns, blocks of keys] of dK and dV: how many blocks each goes through, at most. A row's
+    square blocks are up to the diagonal, with a window the last few of them; of some queries of
+    each row, as where a row lies on several devices, a fair share.
     """
     products = next((n for name, n in _KERNELS.items() if i.name.startswith(name)), 0)
     if not products:
         return 0.0
     shapes = _SHAPE.findall(i.rest.partition("constraints=")[2])
-    *heads, length, width = next(numbers(dims) for kind, dims in shapes if "f" in kind)
-    most, rows = sorted(numbers(shapes[0][1])[-2:])
-    blocks = sum(min(row + 1, most) for row in range(rows))
-    return products * 2.0 * math.prod(heads) * blocks * (length / rows) ** 2 * width
+    (*heads, t, width), (*_, T, _) = [numbers(dims) for kind, dims in shapes if "f" in kind][:2]
+    blocks, turns = numbers(shapes[0][1])[-2:]
+    own, others = t, T
+    if "dkv" in i.name:
+        blocks, turns, own, others = turns, blocks, T, t
+    block = own // blocks
+    rows = T // block
+    most = rows if turns * block >= others else turns
+    seen = sum(min(row + 1, most) for row in range(rows)) * t / T
+    return products * 2.0 * math.prod(heads) * seen * block**2 * width
 
 
 def _grouped_flops(i: Instruction) -> tuple[float, float]:

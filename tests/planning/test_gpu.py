@@ -49,12 +49,12 @@ def compiled(*more: str):
     return result["stages"][0], result, config
 
 
-def expected_flops(config, tokens_per_device: float) -> float:
+def expected_flops(config, tokens_per_device: float, again: int = 1) -> float:
     """The analytic count; cuDNN's kernel makes the scores once more in the backward pass."""
     m, T = config.model, config.model.max_target_length
     W = min(m.sliding_window_size or T, T)
     seen = W * (2 * T - W) / T  # twice the keys that a token sees on average
-    extra = m.base_num_decoder_layers * m.base_num_query_heads * m.head_dim * seen
+    extra = again * m.base_num_decoder_layers * m.base_num_query_heads * m.head_dim * seen
     return tokens_per_device * (training_flops_per_token(m, T) + extra)
 
 
@@ -98,6 +98,15 @@ def test_experts_compute_their_own_rows_alone():
     )
     assert result["grouped_matmul"] == "triton"
     assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 512), rel=0.02)
+
+
+@pytest.mark.slow
+@needs_cuda
+@pytest.mark.parametrize("window", ((), ("decoder_block=mistral", "sliding_window_size=128")))
+def test_our_attention_kernel_is_counted(window):
+    """Its two backward kernels make the scores twice more, and once more what they follow from."""
+    s, _, config = compiled("compile_topology=h200:1x4", "head_dim=256", *window)
+    assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 512, 3), rel=0.005)
 
 
 @pytest.mark.slow

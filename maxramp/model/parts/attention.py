@@ -199,7 +199,8 @@ def attend_from(
     kernel: str,
 ) -> jax.Array:
     """`attend` on one device, of some tokens of each row to all of it: those at `places`, int32,
-    that rise along a row in runs of `run` consecutive tokens (a multiple of 128 for splash)."""
+    that rise along a row in runs of `run` consecutive tokens, from multiples of it on (for splash
+    a multiple of 128)."""
     return _KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, rule, places_Bt, run)
 
 
@@ -242,7 +243,8 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=Fa
             places_BT = jnp.broadcast_to(rule.positions.order(S), (B, S))
         first_BT = _pick(rule.positions.first_seen(S, rule.window), places_BT)
         seen, scale = (first_BT, places_BT), rule.scale_of(q_BTHh)
-        return packed_attention(q_BTHh, k_BSKh, v_BSKh, *seen, scale, rule.cap, interpret)
+        with jax.named_scope(f"attention_window_{rule.window}"):  # planning/gpu.py reads it
+            return packed_attention(q_BTHh, k_BSKh, v_BSKh, *seen, scale, rule.cap, interpret)
     if only_ours:
         what = "cap of scores" if rule.cap else "part of a row"
         raise ConfigError(f"attention=cudnn_flash takes no {what}: {_NO_TRITON}, or dot_product")

@@ -27,7 +27,7 @@ def splash_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(q k) v of all tokens of rows in order, or of those at places that rise along a row in
-    runs of `run` consecutive tokens: [B, t, H, h]."""
+    runs of `run` consecutive tokens, from multiples of it on: [B, t, H, h]."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
 
     (t, H), T = q_BtHh.shape[1:3], k_BTKh.shape[1]
@@ -67,6 +67,7 @@ def splash_attention(
 def _masks(positions, window, places_Bt, T, queries, keys):
     """Of every row the MaskInfos of queries and of keys: the number of the block that each turn of
     the kernel's loops reads, and whether there is one, [1, q, turns] and [1, turns, k]."""
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
     B, t = places_Bt.shape
@@ -74,13 +75,16 @@ def _masks(positions, window, places_Bt, T, queries, keys):
     seen = jnp.take_along_axis(first_BT, places_Bt, 1), places_Bt
 
     def turns(own: int, others: int, number: int, begin: jax.Array, end: jax.Array):
-        """With a window a block of consecutive tokens meets few others."""
-        most = min(number, (own + window - 3) // others + 2) if window else number
+        """With a window, a block of consecutive tokens meets few others. The integers are small
+        because they lie in a TPU's scalar memory: 1 MiB, which rows of 1,048,576 tokens fill."""
+        near = pl.cdiv(own, others) + pl.cdiv(window - 1, others) + (own % others > 0)
+        most = min(number, near) if window else number
         at = begin[..., None] + jnp.arange(most, dtype=jnp.int32)
-        return jnp.clip(at, 0, jnp.maximum(end - 1, 0)[..., None]), at < end[..., None]
+        there = (at < end[..., None]).astype(jnp.int8)
+        return jnp.clip(at, 0, jnp.maximum(end - 1, 0)[..., None]).astype(jnp.int16), there
 
-    def mask_info(block, is_seen):
-        return info.MaskInfo(block, None, is_seen.astype(jnp.int32), None, places_Bt)
+    def mask_info(block: jax.Array, there: jax.Array):
+        return info.MaskInfo(block, None, there, None, places_Bt)
 
     of_queries = turns(queries, keys, T // keys, *key_blocks(*seen, queries, keys))
     of_keys = turns(keys, queries, t // queries, *query_blocks(*seen, queries, keys, T))
