@@ -231,11 +231,11 @@ def _products(q_BTKGh, k, v, axes, rule, seen):
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):
     """cuDNN's flash attention; our own for packed rows, which cost cuDNN a dense mask, for some
-    tokens of rows, for scores with a cap, which cuDNN has not, and for heads over 128, whose
-    gradients cuDNN has on some GPUs only."""
+    tokens of rows, for scores with a cap, which cuDNN has not, and for heads that it refuses."""
     packed, mask = rule.positions.segments_BT is not None, None
-    only_ours = rule.cap or places_BT is not None
-    if _has_packed_kernel() and (packed or only_ours or q_BTHh.shape[-1] > 128):
+    only_ours = bool(rule.cap) or places_BT is not None
+    only_ours |= not _takes_heads(q_BTHh.shape[-1])
+    if _has_packed_kernel() and (packed or only_ours):
         from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
         B, S = k_BSKh.shape[:2]
@@ -246,7 +246,7 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=Fa
         with jax.named_scope(f"attention_window_{rule.window}"):  # planning/gpu.py reads it
             return packed_attention(q_BTHh, k_BSKh, v_BSKh, *seen, scale, rule.cap, interpret)
     if only_ours:
-        what = "cap of scores" if rule.cap else "part of a row"
+        what = "cap of scores" if rule.cap else "part of a row, nor heads over 128 here"
         raise ConfigError(f"attention=cudnn_flash takes no {what}: {_NO_TRITON}, or dot_product")
     if packed:
         mask = rule.positions.same_segment[:, None]
@@ -260,6 +260,15 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=Fa
         local_window_size=(rule.window - 1, 0) if rule.window else None,
         implementation="cudnn",
     )
+
+
+def _takes_heads(width: int) -> bool:
+    """Gradients of heads over 128 need a Hopper or newer, and JAX asks the devices here which they
+    are, also where it compiles for others."""
+    if width <= 128:
+        return True
+    on_gpus = jax.default_backend() == "gpu"
+    return on_gpus and all(float(x.compute_capability) >= 9 for x in jax.local_devices())
 
 
 def _splash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):
