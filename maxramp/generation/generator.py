@@ -235,7 +235,7 @@ class Generator:
         _, caches = model.read(rows.tokens_BS[:, :length], empty, keys)
         windows = (layer.sight(keys).window or slots for layer in model.pattern)
         return tuple(
-            cache.resized(min(window, slots), rows.lengths_B)
+            cache.resize(min(window, slots), rows.lengths_B)
             for cache, window in zip(caches, windows, strict=True)
         )
 

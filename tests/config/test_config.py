@@ -393,6 +393,10 @@ def test_model_file(name):
     open_to_families |= {"num_experts_per_tok", "norm_topk_prob", "first_num_dense_layers"}
     open_to_families |= {"routed_bias", "routed_score_func", "routed_scaling_factor"}
     open_to_families |= {"n_routing_groups", "topk_routing_group"}
+    open_to_families |= {"mlp_activations", "query_pre_attn_scalar", "attn_logits_soft_cap"}
+    open_to_families |= {"final_logits_soft_cap", "local_rope_max_timescale", "beta_fast"}
+    open_to_families |= {"beta_slow", "rope_linear_scaling_factor"}
+    open_to_families |= {"original_max_position_embeddings"}
     found = {key for key in values if not key.startswith("base_")}
     assert found - open_to_families == allowed
 

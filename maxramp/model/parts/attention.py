@@ -241,7 +241,7 @@ class Cache:
         )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, self.positions_B)
         return a_BTHh
 
-    def resized(self, slots: int, lengths_B: jax.Array) -> "Cache":
+    def resize(self, slots: int, lengths_B: jax.Array) -> "Cache":
         """The cache with other slots, of rows that have these lengths."""
 
         def move(x_BKSh: jax.Array, lengths_B: jax.Array) -> jax.Array:
