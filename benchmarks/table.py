@@ -145,7 +145,7 @@ def gpu(figures: dict) -> list[tuple[str, str]]:
 def main() -> None:
     lines = ["| benchmark | figures |", "|---|---|"]
     parts = (step, noise_scale, stage_switch, loop, startup, memory, saving, loader, scaling)
-    for make in (*parts, compile, gpu):
+    for make in (*parts, compile, gpu, attention):
         path = RESULTS / f"{make.__name__}.json"
         if path.exists():
             read = json.loads(path.read_text())

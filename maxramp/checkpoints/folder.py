@@ -87,7 +87,7 @@ class Checkpoint:
     def sight(self) -> SightKeys:
         """What tokens saw in the stage of the last step; before the first, of that."""
         trained = [stage for stage in self.stages[1:] if stage["first_step"] < self.step]
-        stage = [self.stages[0], *trained][-1]
+        stage = base.base() | [self.stages[0], *trained][-1]
         return SightKeys(**{name: stage[name] for name in SIGHT_KEYS})
 
     def differences(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

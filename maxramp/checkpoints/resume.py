@@ -317,7 +317,8 @@ def _trained_stages(stages: list[dict], step: int) -> list[dict]:
 
 
 def _shapes(stages: list[dict]) -> list[list]:
-    return [[stage[name] for name in _SHAPE] for stage in stages]
+    every = (base.base() | stage for stage in stages)  # older checkpoints know fewer keys
+    return [[stage[name] for name in _SHAPE] for stage in every]
 
 
 def _json(ramp: RampupBatchManager) -> list[dict]:

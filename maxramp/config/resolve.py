@@ -148,10 +148,11 @@ def _check_alike(model: ModelKeys, parts: int, stages: str) -> None:
     period, is_whole = len(pattern.period), not (pattern.prefix or pattern.remainder)
     if period > 1 and (not is_whole or pattern.repeats % parts):
         fits = [n for n in range(2, pattern.repeats + 1) if is_whole and pattern.repeats % n == 0]
+        remedy = f"use {' or '.join(map(str, fits))} parts" if fits else "use no pipeline"
         raise ConfigError(
             f"{stages}: layers of decoder_block={model.decoder_block} repeat after {period}, so "
             f"the base_num_decoder_layers={model.base_num_decoder_layers} make no {parts} parts "
-            f"that are alike; use {' or '.join(map(str, fits)) or 'no'} of them"
+            f"that are alike; {remedy}"
         )
 
 

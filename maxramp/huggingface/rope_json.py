@@ -69,7 +69,7 @@ def _scaling(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str, Any
     if part != 1:
         raise ConfigError(f"{where}: partial_rotary_factor={part} is not supported")
     if kind == "default":
-        return {"rope_type": "default"}
+        return {"rope_type": "default", "rope_linear_scaling_factor": 1.0}
     # As transformers does where they are not given.
     usual = {"beta_fast": 32.0, "beta_slow": 1.0, _LENGTH: longest}
     rope = usual | {name: x for name, x in rope.items() if x is not None}
@@ -85,16 +85,16 @@ def _scaling(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str, Any
         found[_LENGTH] = cast_key(_LENGTH, _LENGTH, {_LENGTH: longest}, where)
     if kind == "yarn":
         amplitude = 0.1 * math.log(max(1, found["rope_factor"])) + 1
+        rope = {"attention_factor": amplitude} | rope
+        given = cast_key("rope_factor", "attention_factor", rope, where)
+        usual = {"attention_factor": amplitude if abs(given - amplitude) > 1e-6 else given}
+        usual |= {"truncate": True, "mscale": None, "mscale_all_dim": None}
         refuse(
             (
-                name in rope and not usual - 1e-6 < float(rope[name]) < usual + 1e-6,
-                f"{where}: {name}={rope.get(name)} of rope_type=yarn is not supported, but {usual}",
+                rope.get(name, value) != value,
+                f"{where}: {name}={rope.get(name)} of rope_type=yarn is not supported, but {value}",
             )
-            for name, usual in {"attention_factor": amplitude, "truncate": 1}.items()
-        )
-        refuse(
-            (name in rope, f"{where}: {name} of rope_type=yarn is not supported")
-            for name in ("mscale", "mscale_all_dim")
+            for name, value in usual.items()
         )
     return {"rope_type": ours, **found}
 

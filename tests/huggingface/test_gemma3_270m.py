@@ -44,6 +44,7 @@ def gemma3(file, tmp_path_factory):
     model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **given)
     plain = transformers.Gemma3ForCausalLM(model.config)  # it was never quantized
     plain.load_state_dict(model.state_dict())
+    plain.config.quantization_config = None
     plain.save_pretrained(path)
     return path
 

@@ -21,10 +21,8 @@ def pattern(period: int, own_rope: bool, keys: ModelKeys) -> Pattern:
     """The last of every `period` layers sees all before it, the others a window, with an `own_rope`
     or the same."""
     near = Layer("dense", _see_near if own_rope else _see_near_alike)
-    layers, count = (
-        (*(near,) * (period - 1), Layer("dense", _see_all)),
-        keys.base_num_decoder_layers,
-    )
+    layers = (*(near,) * (period - 1), Layer("dense", _see_all))
+    count = keys.base_num_decoder_layers
     if count < period:
         return Pattern(layers[:count], 1)
     return Pattern(layers, count // period, remainder=layers[: count % period])

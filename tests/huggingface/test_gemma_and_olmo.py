@@ -1,0 +1,153 @@
+"""Gemma 2, Gemma 3, OLMo 2 and OLMo 3: what sets them apart from a Llama."""
+
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_config
+from flax import nnx
+from later import Later
+from opened import config_of, load, logits
+from small_models import CONFIGS, TOKENS_BT, tensors, write_file, write_folder
+
+from maxramp.huggingface import config_json
+from maxramp.model.parts import rotary
+from maxramp.model.parts.block import RMSNorm
+from maxramp.model.pattern import Rope
+
+modeling_rope_utils = Later("transformers.modeling_rope_utils")
+transformers = Later("transformers")
+pytestmark = pytest.mark.slow
+
+
+def with_places(model, places):
+    model.layers["dense"].places = places
+
+
+def with_offset(model, offset):
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, RMSNorm):
+            module.offset = offset
+
+
+def without_norms_of_heads(model):
+    model.layers["dense"].attention.has_norms = False
+
+
+def without_norms_behind(model):
+    for name in ("attention_post_norm", "mlp_post_norm"):
+        delattr(model.layers["dense"], name)
+        setattr(model.layers["dense"], name, lambda x: x)
+
+
+def without_scaled_embedding(model):
+    model.embedding_scale = 1.0
+
+
+_FULL = {"full_attention": {"rope_theta": 100.0}}
+_LOCAL = {"sliding_attention": CONFIGS["olmo3"]["rope_parameters"]["sliding_attention"]}
+_GEMMA = {
+    "windows": {"sliding_window": 64},
+    "scale of scores": {"query_pre_attn_scalar": 16},
+    "gelu": {"hidden_activation": "silu"},
+    "norms behind": functools.partial(with_places, places="before"),
+    "norms before": functools.partial(with_places, places="behind"),
+    "1 + w": functools.partial(with_offset, offset=0.0),
+    "embedding": without_scaled_embedding,
+}
+_OLMO = {"norms behind": without_norms_behind}
+_OLMO |= {"norms of heads": without_norms_of_heads}
+# What takes each feature away: other values of config.json, or a change of our model, which with
+# all of them is that of transformers (test_beside_transformers.py).
+WITHOUT = {
+    "gemma2": _GEMMA
+    | {"cap of scores": {"attn_logit_softcapping": None}}
+    | {"cap of logits": {"final_logit_softcapping": None}},
+    "gemma3": _GEMMA
+    | {"norms of heads": without_norms_of_heads}
+    | {"own base": {"rope_local_base_freq": 100.0}, "linear factor": {"rope_scaling": None}},
+    "olmo2": _OLMO,
+    "olmo3": _OLMO
+    | {"windows": {"sliding_window": 64}, "yarn": {"rope_parameters": _FULL | _LOCAL}}
+    | {"yarn in layers of a window": {"rope_parameters": {"full_attention": None}}},
+}
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    @functools.cache
+    def find(name):
+        folder = write_folder(tmp_path_factory.mktemp(name), name)
+        return logits(load(folder, config_of(folder)), config_of(folder), TOKENS_BT)
+
+    return find
+
+
+@pytest.mark.parametrize(
+    "name, feature", [(name, feature) for name, found in WITHOUT.items() for feature in found]
+)
+def test_every_feature_bites(tmp_path, before, name, feature):
+    """Without it logits move by 100 times the tolerance."""
+    change = WITHOUT[name][feature]
+    values = change if isinstance(change, dict) else {}
+    folder = write_folder(tmp_path, name, **values)
+    config = config_of(folder)
+    model = load(folder, config)
+    if not values:
+        change(model)
+    moved = np.abs(logits(model, config, TOKENS_BT) - before(name)).max()
+    assert moved > 1e-3 * np.ptp(before(name))
+
+
+SCALINGS = (
+    {"rope_type": "linear", "factor": 8.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+)
+
+
+@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scaled_positions_are_those_of_transformers(scaling, head_dim):
+    """At position 1, their amplitude too; and config.json says them as it did."""
+    said = {**CONFIGS["qwen3"], "head_dim": head_dim, "rope_theta": 5e5, "rope_scaling": scaling}
+    theirs = transformers.AutoConfig.for_model(**said)
+    inverse, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
+    keys = config_json.keys_of(said, "FILE")
+    given = [f"{name}={str(value).replace(' ', '')}" for name, value in keys.items()]
+    given += ["enable_rampup_batch_size=False", "dataset_type=synthetic"]
+    config = make_config(*given).model
+    cos, sin = rotary.angles(Rope.from_keys(config), jnp.array([1]), head_dim)
+    np.testing.assert_allclose(cos[0], np.cos(inverse.numpy()) * amplitude, atol=1e-6)
+    np.testing.assert_allclose(sin[0], np.sin(inverse.numpy()) * amplitude, rtol=2e-6)
+    for came_in in (said, {}, said | {"rope_scaling": None}):  # the last one has to change
+        written = config_json.config_of(config, came_in, "float32")
+        assert config_json.keys_of(written, "FILE") == keys
+
+
+def test_the_text_model_of_a_gemma_that_sees(tmp_path, before):
+    """What is left out is named; what is written is the text model alone."""
+    folder = write_folder(tmp_path, "gemma3")
+    held = tensors(CONFIGS["gemma3"])
+    renamed = {f"language_model.{name}": x for name, x in held.items()}
+    vision = ("vision_tower.vision_model.post_layernorm.weight",)
+    vision += ("multi_modal_projector.mm_soft_emb_norm.weight",)
+    write_file(
+        folder / "model.safetensors", renamed | dict.fromkeys(vision, np.zeros(2, np.float32))
+    )
+    said = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    text = {k: x for k, x in CONFIGS["gemma3"].items() if k not in ("architectures", "head_dim")}
+    said |= {"text_config": text | {"head_dim": 16}, "vision_config": {"hidden_size": 8}}
+    (folder / "config.json").write_text(json.dumps(said))
+    config, notes = config_of(folder), []
+    found = logits(load(folder, config, notes.append), config, TOKENS_BT)
+    np.testing.assert_array_equal(found, before("gemma3"))
+    (note,) = notes
+    assert "2 tensors are left out, of no text model" in note and all(x in note for x in vision)
+    written = config_json.config_of(config.model, text, "float32")
+    assert written["model_type"] == "gemma3_text"
+    assert written["architectures"] == ["Gemma3ForCausalLM"]
