@@ -79,7 +79,8 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
         # Added in one order, as the norm of the gradients (`norm.add_up`).
         sums = all_gather(jnp.stack(sums)[None], BATCH_AXES).sum(0)
         if with_gradients:
-            dx_BTD, dhead_DV = gradients
+            # XLA for TPUs would keep logits' gradients until the layers' backward pass is done.
+            dx_BTD, dhead_DV = jax.lax.optimization_barrier(gradients)
             # Rounded once and then sent, as the gradients of all products are.
             dhead_DV = dhead_DV.astype(head_DV.dtype)
             dhead_DV = psum_scatter(dhead_DV, SHARD_AXES, dimension=0)

@@ -17,8 +17,8 @@ from maxramp.model.parts import rotary
 from maxramp.model.parts.block import RMSNorm
 from maxramp.model.pattern import Rope
 
-modeling_rope_utils = Later("transformers.modeling_rope_utils")
 transformers = Later("transformers")
+modeling_rope_utils = Later("transformers.modeling_rope_utils")
 pytestmark = pytest.mark.slow
 
 
