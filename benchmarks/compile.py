@@ -2,7 +2,8 @@
 
 python benchmarks/compile.py [--json FILE] [key=value ...]  (needs libtpu: pip install -e '.[tpu]')
 
-Rows of 4,096 tokens, 2 a chip, weights in float32, arithmetic in bfloat16, AdamW, splash attention.
+Rows of 4,096 tokens, 2 a chip, where nothing else is said; weights in float32, arithmetic in
+bfloat16, AdamW, splash attention.
 Both programs' texts are counted alike: the compiler's cycles at 1.75 GHz, and 600 GB/s for the
 bytes that nothing runs beside. The compiler does not look into kernels: for Qwen3 8B both sides
 count those of attention by the blocks that their masks leave, at the chip's peak, and elsewhere
@@ -27,6 +28,7 @@ _LLAMA = ("model_name=llama3-8b",)
 _MIXTRAL = ("model_name=mixtral-8x7b", "load_balance_loss_weight=0.01")
 _QWEN3_MOE = ("model_name=qwen3-30b-a3b", "load_balance_loss_weight=0.01")
 _EXPERT = "ici_expert_parallelism=4"
+_LONG = ("max_target_length=131072", "per_device_batch_size=0.25")
 # MaxText with its defaults otherwise, compiled by jax 0.12 and libtpu 0.0.50.1: seconds of a step
 # without attention kernels, GiB that it waits for, GiB that it allocates, seconds to compile. The
 # memory is that of MaxText 0.2.5, the rest that of commit e591f30; the two take the same time.
@@ -49,6 +51,11 @@ CONFIGURATIONS = {
     "Mixtral 8x7B, expert 4 x fsdp 16, full": ((*_MIXTRAL, _EXPERT), (1.798, 72.2, 23.6, 143)),
     "Qwen3 30B-A3B, fsdp 64, full": (_QWEN3_MOE, (1.204, 222.8, 13.0, 84)),
     "Qwen3 30B-A3B, expert 4 x fsdp 16, full": ((*_QWEN3_MOE, _EXPERT), (2.586, 52.4, 17.0, 147)),
+    "Gemma 3 12B, fsdp 64, full": (("model_name=gemma3-12b",), (2.973, 101.5, 12.8, 125)),
+    "Llama 3 8B, 16 rows of 131,072, context 4 x fsdp 16": (
+        (*_LLAMA, *_LONG, "ici_context_parallelism=4"),
+        (6.143, 105.0, 26.5, 98),
+    ),
 }
 COMMON = (
     *("compile_topology=v5p:4x4x4", "max_target_length=4096", "steps=100"),

@@ -4,7 +4,10 @@ Shapes: B rows, T tokens, D model width, L layers of a stack, l layers that run 
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +68,7 @@ def run(
 
     attended = dataclasses.replace(positions, shares_BT=None)
 
-    def run_layer(layer: Layer, x_BTD: jax.Array, block: Any, in_loop: bool) -> tuple:
+    def run_layer(layer: Layer, in_loop: bool, x_BTD: jax.Array, block: Any) -> tuple:
         def call(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, Aux]:
             rope, window = layer.sight(execution)
             given = turned[rope], Rule(attended, window), execution
@@ -80,18 +83,32 @@ def run(
         x_BTD, aux = call(checkpoint_name(x_BTD, _LAYER_INPUT), block)
         return x_BTD, dataclasses.replace(aux, counts=jax.tree.map(lambda x: x[None], aux.counts))
 
+    def loop(turn: Callable, x_BTD: jax.Array, blocks: Any, turns: int) -> tuple[jax.Array, Aux]:
+        unroll = 1 if execution.scan_layers else turns
+        x_BTD, aux = jax.lax.scan(turn, x_BTD, blocks, unroll=unroll)
+        minimized, shown = jax.tree.map(lambda x: x.sum(0), (aux.minimized, aux.shown))
+        counts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux.counts)
+        return x_BTD, Aux(minimized, shown, counts)
+
     def turn(x_BTD: jax.Array, blocks: Stacks) -> tuple[jax.Array, Aux]:
         found = []
-        for layer, place in period.stack_indices():
-            block, is_stack = blocks[layer.kind], period.count(layer.kind) > 1
-            block = _layer_at(block, place) if is_stack else relabel(block, "L", "")
-            x_BTD, aux = run_layer(layer, x_BTD, block, in_loop)
+        for layer, alike in itertools.groupby(period.stack_indices(), operator.itemgetter(0)):
+            places, block = [place for _, place in alike], relabel(blocks[layer.kind], "L", "")
+            if period.count(layer.kind) > 1:
+                block = _cut(block, places)
+            if len(places) > 1:
+                # Their backward pass is a loop too, or its products for weights would come last,
+                # and what they need of every layer would be there together.
+                run_one = functools.partial(run_layer, layer, execution.scan_layers)
+                x_BTD, aux = loop(run_one, x_BTD, block, len(places))
+            else:
+                x_BTD, aux = run_layer(layer, in_loop, x_BTD, block)
             found.append(aux)
         return x_BTD, join_layers(found)
 
     def run_alone(placed: Sequence[tuple[Layer, int]], x_BTD: jax.Array) -> jax.Array:
         for layer, place in placed:
-            x_BTD, aux = run_layer(layer, x_BTD, _layer_at(stacks[layer.kind], place), False)
+            x_BTD, aux = run_layer(layer, False, x_BTD, _layer_at(stacks[layer.kind], place))
             found.append(aux)
         return x_BTD
 
@@ -104,11 +121,8 @@ def run(
         kind: _turns(stacks[kind], before.count(kind), pattern.repeats, period.count(kind))
         for kind in period.kinds
     }
-    unroll = 1 if execution.scan_layers else pattern.repeats
-    x_BTD, aux = jax.lax.scan(turn, x_BTD, blocks, unroll=unroll)
-    minimized, shown = jax.tree.map(lambda x: x.sum(0), (aux.minimized, aux.shown))
-    counts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux.counts)
-    found.append(Aux(minimized, shown, counts))
+    x_BTD, aux = loop(turn, x_BTD, blocks, pattern.repeats)
+    found.append(aux)
     x_BTD = run_alone(placed[len(placed) - len(pattern.remainder) :], x_BTD)
     return x_BTD, join_layers(found)
 
@@ -126,6 +140,12 @@ def one_by_one(pattern: Pattern, stacks: Stacks) -> tuple[Any, ...]:
 
 def _layer_at(stack: Any, place: int) -> Any:
     return relabel(jax.tree.map(lambda w_L: w_L[place], stack), "L", "")
+
+
+def _cut(stack: Any, places: Sequence[int]) -> Any:
+    """Layers behind each other: [l, ...], or the one."""
+    first, end = places[0], places[-1] + 1
+    return jax.tree.map(lambda w_L: w_L[first:end] if end - first > 1 else w_L[first], stack)
 
 
 def _turns(stack: Any, first: int, turns: int, count: int) -> Any:
