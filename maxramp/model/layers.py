@@ -83,13 +83,6 @@ def run(
         x_BTD, aux = call(checkpoint_name(x_BTD, _LAYER_INPUT), block)
         return x_BTD, dataclasses.replace(aux, counts=jax.tree.map(lambda x: x[None], aux.counts))
 
-    def loop(turn: Callable, x_BTD: jax.Array, blocks: Any, turns: int) -> tuple[jax.Array, Aux]:
-        unroll = 1 if execution.scan_layers else turns
-        x_BTD, aux = jax.lax.scan(turn, x_BTD, blocks, unroll=unroll)
-        minimized, shown = jax.tree.map(lambda x: x.sum(0), (aux.minimized, aux.shown))
-        counts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux.counts)
-        return x_BTD, Aux(minimized, shown, counts)
-
     def turn(x_BTD: jax.Array, blocks: Stacks) -> tuple[jax.Array, Aux]:
         found = []
         for layer, alike in itertools.groupby(period.stack_indices(), operator.itemgetter(0)):
@@ -100,7 +93,7 @@ def run(
                 # Their backward pass is a loop too, or its products for weights would come last,
                 # and what they need of every layer would be there together.
                 run_one = functools.partial(run_layer, layer, execution.scan_layers)
-                x_BTD, aux = loop(run_one, x_BTD, block, len(places))
+                x_BTD, aux = _loop(run_one, x_BTD, block, execution.scan_layers)
             else:
                 x_BTD, aux = run_layer(layer, in_loop, x_BTD, block)
             found.append(aux)
@@ -121,10 +114,17 @@ def run(
         kind: _turns(stacks[kind], before.count(kind), pattern.repeats, period.count(kind))
         for kind in period.kinds
     }
-    x_BTD, aux = loop(turn, x_BTD, blocks, pattern.repeats)
+    x_BTD, aux = _loop(turn, x_BTD, blocks, execution.scan_layers)
     found.append(aux)
     x_BTD = run_alone(placed[len(placed) - len(pattern.remainder) :], x_BTD)
     return x_BTD, join_layers(found)
+
+
+def _loop(turn: Callable, x_BTD: jax.Array, blocks: Any, is_compiled_once: bool) -> tuple:
+    x_BTD, aux = jax.lax.scan(turn, x_BTD, blocks, unroll=not is_compiled_once)
+    minimized, shown = jax.tree.map(lambda x: x.sum(0), (aux.minimized, aux.shown))
+    counts = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), aux.counts)
+    return x_BTD, Aux(minimized, shown, counts)
 
 
 def angles(
