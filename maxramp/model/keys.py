@@ -87,8 +87,7 @@ class Execution(SightKeys):
     context_parallel_strategy: str = one_of(
         *("autoselected", "ulysses", "all_gather"),
         usp="not built: ulysses alone shares out the heads; use KEY=ulysses",
-        ring="sends the bytes of all_gather in as many turns as there are devices, which kernels "
-        "would be cut into; use KEY=all_gather",
+        ring="sends what all_gather sends, one device after the other; use KEY=all_gather",
     )
     context_parallel_load_balance: bool
     scan_layers: bool

@@ -136,7 +136,8 @@ def _blocks(
             return sums, ()
         scale_N = jnp.where(counts_N, (1 + 2 * z_loss_multiplier * log_z_N) / z_N, 0)
         dlogits_NV = exp_NV * scale_N[:, None] - (is_target_NV & counts_N[:, None])
-        return sums, pull_back(dlogits_NV, logits_NV, cap).astype(x_ND.dtype)
+        # Turned as XLA for TPUs has them, or it would copy all of them.
+        return sums, pull_back(dlogits_NV, logits_NV, cap).astype(x_ND.dtype).T
 
     def group(carry, arrays):
         sums, dhead_DV = carry
@@ -145,10 +146,10 @@ def _blocks(
         if not with_gradients:
             return (sums, dhead_DV), ()
         # Two products read them: XLA for TPUs would compute them in both, anew for every tile.
-        dlogits = jax.lax.optimization_barrier(dlogits.reshape(-1, V))
-        x = x_GND.reshape(-1, D)
-        dhead_DV += jnp.einsum("ND,NV->DV", x, dlogits, preferred_element_type=jnp.float32)
-        return (sums, dhead_DV), jnp.einsum("NV,DV->ND", dlogits, head_DV)
+        dlogits_GVN = jax.lax.optimization_barrier(dlogits)
+        in_float32 = {"preferred_element_type": jnp.float32}
+        dhead_DV += jnp.einsum("GND,GVN->DV", x_GND, dlogits_GVN, **in_float32)
+        return (sums, dhead_DV), jnp.einsum("GVN,DV->GND", dlogits_GVN, head_DV)
 
     sums = (jnp.float32(0),) * _count(statistics)
     dhead_DV = jnp.zeros((D, V), jnp.float32) if with_gradients else ()
