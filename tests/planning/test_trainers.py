@@ -187,7 +187,11 @@ DEEPSEEK = """--num-layers 61 --num-experts 256 --moe-router-topk 8 --moe-ffn-hi
             ["--moe-router-load-balancing-type sinkhorn", "--moe-router-pre-softmax"]
             + ["--moe-layer-freq", "--moe-shared-expert-intermediate-size"],
         ),
-        ("--num-layers 2 --qk-layernorm", {}, ["--qk-layernorm"]),
+        (
+            "--num-layers 2 --qk-layernorm",
+            {},
+            ["--qk-layernorm (decoder_block=qwen3 use_qk_norm=True)"],
+        ),
         (
             "--split 99,1 --tokenizer-model a",
             {},
