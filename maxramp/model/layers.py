@@ -23,7 +23,7 @@ from maxramp.model.parts.routing import CHOICES
 from maxramp.model.parts.splash_attention import CONTEXT
 from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel
 from maxramp.model.pattern import Layer, Pattern, Rope
-from maxramp.parallel.sharding import X_BTD
+from maxramp.parallel.sharding import X_BTD, stack_spec
 from maxramp.stage import SightKeys
 
 Stacks = dict[str, Any]  # by kind, blocks whose weights have an axis of layers in front
@@ -154,6 +154,9 @@ def _turns(stack: Any, first: int, turns: int, count: int) -> Any:
     def cut(w_L: jax.Array) -> jax.Array:
         if turns * count != w_L.shape[0]:
             w_L = w_L[first : first + turns * count]
-        return w_L if count == 1 else w_L.reshape(turns, count, *w_L.shape[1:])
+        if count == 1:
+            return w_L
+        spec = stack_spec(jax.typeof(w_L).sharding.spec)
+        return jax.lax.reshape(w_L, (turns, count, *w_L.shape[1:]), out_sharding=spec)
 
     return jax.tree.map(cut, stack)

@@ -28,6 +28,11 @@ def parallel(**sizes):
 
 EXPERTS = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
 EXPERTS += ("load_balance_loss_weight=0.1", "router_z_loss_weight=0.1")
+GEMMA = ("logits_via_embedding=True", "mlp_activations=[gelu,linear]", "sliding_window_size=5")
+GEMMA += ("query_pre_attn_scalar=8",)
+GEMMA2 = (*GEMMA, "decoder_block=gemma2", "attn_logits_soft_cap=5", "final_logits_soft_cap=3")
+GEMMA3 = (*GEMMA, "decoder_block=gemma3", "use_qk_norm=True", "base_num_decoder_layers=8")
+OLMO3 = ("decoder_block=olmo3", "use_qk_norm=True", "sliding_window_size=5")
 GATHERED = "context_parallel_strategy=all_gather"
 # The mesh, other keys that one device has as well, and accumulation.
 CASES = {
@@ -63,6 +68,10 @@ CASES = {
         (*EXPERTS, "capacity_factor=1.0", "routed_bias_update_rate=0"),
         1,
     ),
+    "caps": (parallel(context=2, tensor=2), GEMMA2, 1),
+    "two kinds of layers, copies": (parallel(context=2, data=2), GEMMA3, 2),
+    "two kinds of layers, gathered": ((*parallel(context=4), GATHERED), GEMMA3, 2),
+    "norms behind": (parallel(context=2, tensor=2), OLMO3, 1),
     "gathered": ((*parallel(context=4, data=2), GATHERED), (), 2),
     "gathered, a window": (
         (*parallel(context=2, tensor=2), GATHERED),
