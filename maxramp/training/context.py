@@ -35,7 +35,9 @@ def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
     at_BT = jnp.broadcast_to(positions.order(T), batch.tokens.shape) if at_BT is None else at_BT
 
     def move(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, places_BT, 1) if x.shape == places_BT.shape else x
+        if x.shape != places_BT.shape:
+            return x
+        return jnp.take_along_axis(jax.reshard(x, ROWS_BT), places_BT, 1)
 
     moved = jax.tree.map(move, dataclasses.replace(batch, positions=at_BT))
     return dataclasses.replace(moved, places=places_BT)

@@ -129,6 +129,10 @@ MIXTURE += ("load_balance_loss_weight=0.1", "load_balance_loss_scope=step", "lea
             marks=pytest.mark.slow,
         ),
         pytest.param(1, MIXTURE, ("ici_expert_parallelism=2",), 2, marks=pytest.mark.slow),
+        pytest.param(
+            *(2, (), ("ici_context_parallelism=2", "context_parallel_strategy=all_gather"), 2),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_update_depends_on_no_cutting(rewards, micro, model, keys, devices):
