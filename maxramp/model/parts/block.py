@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxramp.model.keys import Execution, ModelKeys
+from maxramp.model.keys import Execution, ModelKeys, select_strategy
 from maxramp.model.parts.attention import LANES, Cache, Rule, attend, select
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.rotary import rotate
 from maxramp.model.parts.weights import Weight, apply_elementwise, dense, new_weight, normal, zeros
-from maxramp.parallel.mesh import platform
+from maxramp.parallel.axes import TOKEN_AXES
+from maxramp.parallel.mesh import axis_size, platform
 from maxramp.parallel.sharding import (
     MLP_IN_DF,
     MLP_OUT_FD,
@@ -181,12 +182,14 @@ class Attention(nnx.Module):
         if cache is not None and T % LANES:  # a prompt's length, which is not that of rows
             kernel = "dot_product"
         rule = dataclasses.replace(rule, scale=self.scale, cap=self.cap)
-        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, T, rule.positions.has_places)
+        devices, tensor = axis_size(*TOKEN_AXES), axis_size("tensor")
+        heads = q_BTHh.shape[2] // tensor, k_BTKh.shape[2] // tensor
+        strategy = select_strategy(execution.context_parallel_strategy, *heads, devices)
+        seen_at_once = T // devices if strategy == "all_gather" else T
+        given = q_BTHh.dtype.name, h, seen_at_once, rule.positions.has_places
+        kernel = select(kernel, platform(), *given)
         given = q_BTHh, k_BTKh, v_BTKh, rule, kernel
-        if cache is None:
-            a_BTHh = attend(*given, execution.context_parallel_strategy)
-        else:
-            a_BTHh = cache.attend(*given)
+        a_BTHh = attend(*given, strategy) if cache is None else cache.attend(*given)
         return dense(a_BTHh, self.out_HhD, STREAM_BTD)
 
 
