@@ -59,6 +59,16 @@ def _check_model(keys: ModelKeys) -> Relations:
         f"rope_low_freq_factor={keys.rope_low_freq_factor}: between them scaling sets in",
     )
     yield (
+        keys.rope_type == "yarn" and keys.beta_fast <= keys.beta_slow,
+        f"beta_fast={keys.beta_fast} must be above beta_slow={keys.beta_slow}: between them "
+        "scaling sets in",
+    )
+    yield (
+        keys.rope_type == "yarn" and keys.rope_max_timescale <= 1,
+        f"rope_type=yarn with rope_max_timescale={keys.rope_max_timescale:g}: it scales by how "
+        "often pairs turn, which then slow down by it; give more than 1",
+    )
+    yield (
         keys.rope_type == "dynamic"
         and keys.max_target_length > keys.original_max_position_embeddings,
         f"rope_type=dynamic with max_target_length={keys.max_target_length} above "

@@ -86,7 +86,7 @@ class Execution(SightKeys):
     attention: str = one_of("autoselected", "dot_product", "cudnn_flash", "splash")
     context_parallel_strategy: str = one_of(
         *("autoselected", "ulysses", "all_gather"),
-        usp="not built: ulysses alone shares out the heads; use KEY=ulysses",
+        usp="is not built: ulysses alone shares out the heads; use KEY=ulysses",
         ring="sends what all_gather sends, one device after the other; use KEY=all_gather",
     )
     context_parallel_load_balance: bool

@@ -167,6 +167,12 @@ CASES = {
     "bool for float": keys("learning_rate=true", "learning_rate=True", "a number", "bool"),
     "int for bool": keys("scan_layers=1", "scan_layers=1", "True or False", "an integer"),
     "text for bool": keys("scan_layers=yes", "scan_layers=yes", "True or False", "text"),
+    "yarn, no betas between": keys(
+        "rope_type=yarn beta_fast=0.5", "beta_fast=0.5", "above beta_slow=1.0"
+    ),
+    "yarn, turns of one speed": keys(
+        "rope_type=yarn rope_max_timescale=1", "rope_max_timescale=1", "more than 1"
+    ),
     "nan": keys("learning_rate=.nan", "learning_rate=nan", "a finite number"),
     "inf": keys("adam_eps=.inf", "adam_eps=inf", "a finite number"),
     "nan as Python writes it": keys("learning_rate=nan", "learning_rate=nan", "a number", "text"),
