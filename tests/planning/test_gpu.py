@@ -68,7 +68,7 @@ def test_a_cluster_that_shards_over_all_of_its_gpus():
         "GPU",
         8,
     )
-    sizes = {"data": 1, "stage": 1, "fsdp": 8, "expert": 1, "tensor": 1}
+    sizes = {"data": 1, "stage": 1, "fsdp": 8, "expert": 1, "context": 1, "tensor": 1}
     assert result["mesh"] == sizes
     assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 2 * 512), rel=0.02)
     # Each of 8 GPUs receives from 7, of which 6 parts come over NVLink and one from the other node.

@@ -266,7 +266,7 @@ def test_hosts_are_no_slices(tmp_path):
         assert status == 0, err[-2000:]
         indices, shape, order = json.loads(out.splitlines()[-1])
         assert indices == [0, 1]  # what JAX calls slices: the hosts
-        assert shape == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 1}
+        assert shape == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "context": 1, "tensor": 1}
         assert order == sorted(order)
 
 

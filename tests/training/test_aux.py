@@ -63,7 +63,7 @@ def plain():
         x_BTD, found = look_up(model.embedding_VD[...], rows_BS[:, :-1]), []
         for block in model.one_by_one().layers:
             angles = rotary.angles(ROPE, jnp.arange(16), config.model.head_dim)
-            x_BTD, _ = Block.__call__(block, x_BTD, angles, Rule(), "dot_product")
+            x_BTD, _ = Block.__call__(block, x_BTD, angles, Rule(), config.model)
             found.append(jax.tree.map(lambda x_B: x_B.sum(0), sums_of(x_BTD)))
         log_p_BTV = jax.nn.log_softmax(model.logits(model.norm(x_BTD)))
         is_next_BTV = rows_BS[:, 1:, None] == jnp.arange(log_p_BTV.shape[-1])
