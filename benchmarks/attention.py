@@ -24,7 +24,7 @@ from maxramp.model.parts.attention import Rule, attend
 from maxramp.model.parts.positions import Positions
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.collectives import map_shards
-from maxramp.parallel.sharding import TOKENS_BT, X_BTHh
+from maxramp.parallel.sharding import ROWS_BT, X_BTHh
 from maxramp.planning import gpu, machine, topology
 
 # Heads and their width; the rule; tokens of a document (0: no packing, so cuDNN without a cap).
@@ -89,7 +89,7 @@ def numbers(heads: int, tokens: int, rows: int, h: int) -> jax.Array:
 def measure(case: str) -> dict[str, float]:
     tokens, rows, ((H, K, h), _, document) = 8192, 2, CASES[case]
     ends = np.random.default_rng(0).random((rows, tokens)) < 1 / max(document, 1)
-    segments = jax.device_put(np.cumsum(ends, axis=1, dtype=np.int32), TOKENS_BT)
+    segments = jax.device_put(np.cumsum(ends, axis=1, dtype=np.int32), ROWS_BT)
     q, k = numbers(H, tokens, rows, h), numbers(K, tokens, rows, h)
     ways = functions(case, "cudnn_flash").items()
     return {name: milliseconds(function, (q, k, k, segments)) for name, function in ways}
@@ -97,7 +97,7 @@ def measure(case: str) -> dict[str, float]:
 
 def preflight(case: str, platform: str, mesh: jax.sharding.Mesh) -> dict[str, float]:
     function = functions(case, "cudnn_flash" if platform == "cuda" else "splash")["both"]
-    found, specs = {}, (*(X_BTHh,) * 3, TOKENS_BT)
+    found, specs = {}, (*(X_BTHh,) * 3, ROWS_BT)
     for tokens in (8192, 32768):
         arrays = [
             jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, spec))

@@ -71,7 +71,7 @@ from maxramp.config.resolve import resolve
 from maxramp.model.parts.attention import Rule, attend
 from maxramp.model.parts.positions import Positions
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.sharding import TOKENS_BT, X_BTHh
+from maxramp.parallel.sharding import ROWS_BT, X_BTHh
 keys = ["dtype=bfloat16", "enable_rampup_batch_size=False", "per_device_batch_size=1"]
 config = resolve(load(["configs/base.yml", *keys]), 1, 1, 1)
 random = np.random.default_rng(0)
@@ -80,7 +80,7 @@ segments = jnp.asarray(np.cumsum(random.random((2, 1024)) < 0.005, axis=1), jnp.
 found = {}
 with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
     q, k, v = (jax.device_put(x, X_BTHh) for x in (q, k, v))
-    segments = jax.device_put(segments, TOKENS_BT)
+    segments = jax.device_put(segments, ROWS_BT)
     for name, s in (("", None), (", documents", segments)):
         def run(which, q=q, k=k, v=v):
             def f(q, k, v):

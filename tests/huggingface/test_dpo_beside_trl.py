@@ -15,7 +15,7 @@ from maxramp.data.batch import stack
 from maxramp.data.keys import ReadingKeys
 from maxramp.data.opening import open_rows
 from maxramp.huggingface.names import name_tensors
-from maxramp.parallel.sharding import TOKENS_BT
+from maxramp.parallel.sharding import ROWS_BT
 from maxramp.training.preferences import answer_log_probs, preference
 
 torch = Later("torch")
@@ -104,7 +104,7 @@ def test_losses_and_gradients(folders, tmp_path, name):
         return total / aux.shown["pairs"], aux.shown
 
     with jax.set_mesh(make_mesh(config)):
-        batch = jax.device_put(batch, TOKENS_BT)
+        batch = jax.device_put(batch, ROWS_BT)
         known, _ = jax.jit(
             lambda model: answer_log_probs(config.objective, config.model, model, batch)
         )(load(reference, config))

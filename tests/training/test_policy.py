@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from maxramp.data.row import PADDING
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import new_weight, part_of
-from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
+from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
@@ -135,7 +135,7 @@ def test_it_is_the_formula(grpo_normalization):
         model = jax.jit(
             functools.partial(init_state, config.recipe), compiler_options=QUICK
         )().model
-        placed = jax.device_put(batch, NamedSharding(mesh, TOKENS_BT))
+        placed = jax.device_put(batch, NamedSharding(mesh, ROWS_BT))
         execution = config.model
         forward = jax.jit(functools.partial(type(model).__call__, execution=execution))
         logits = np.asarray(forward(model, placed.tokens), np.float64)

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.parallel.sharding import TOKENS_BT
+from maxramp.parallel.sharding import ROWS_BT
 from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import abstract_state
 
@@ -55,7 +55,7 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
     with jax.set_mesh(mesh):
         model = jax.tree_util.tree_map_with_path(weight, abstract_state(config.recipe, mesh).model)
         for rows_RS in np.split(rows(), ROWS // rows_a_pass):
-            placed = jax.device_put(batch_of(rows_RS), NamedSharding(mesh, TOKENS_BT))
+            placed = jax.device_put(batch_of(rows_RS), NamedSharding(mesh, ROWS_BT))
             found, aux = gradient(model, placed)
             shown = aux.shown
             assert shown["tokens"] == rows_RS[:, 1:].size
