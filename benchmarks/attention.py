@@ -61,11 +61,11 @@ def functions(case: str, kernel: str) -> dict:
             return map_shards(cudnn, (X_BTHh,) * 3, X_BTHh)(q, k, v)
         return attend(q, k, v, Rule(Positions(segments if document else None), **rule), kernel)
 
-    def both(q, k, v, segments):
+    def forward_and_backward(q, k, v, segments):
         out, pull = jax.vjp(lambda *qkv: forward(*qkv, segments), q, k, v)
         return pull(out)
 
-    return {"forward": forward, "both": both}
+    return {"forward": forward, "both": forward_and_backward}
 
 
 def milliseconds(function, arrays) -> float:

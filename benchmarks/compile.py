@@ -2,8 +2,8 @@
 
 python benchmarks/compile.py [--json FILE] [key=value ...]  (needs libtpu: pip install -e '.[tpu]')
 
-Rows of 4,096 tokens, 2 a chip, where nothing else is said; weights in float32, arithmetic in
-bfloat16, AdamW, splash attention.
+Each chip has 2 rows of 4,096 tokens unless a row of the table says otherwise. Weights are in
+float32, arithmetic is in bfloat16, with AdamW and splash attention.
 Both programs' texts are counted alike: the compiler's cycles at 1.75 GHz, and 600 GB/s for the
 bytes that nothing runs beside. The compiler does not look into kernels: for Qwen3 8B both sides
 count those of attention by the blocks that their masks leave, at the chip's peak, and elsewhere

@@ -45,7 +45,7 @@ def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.De
     else:
         try:
             grid = mesh_utils.create_device_mesh(ici, devices)
-        except NotImplementedError:  # an axis is no product of the torus's
+        except NotImplementedError:  # the sides of the torus do not make these sizes
             # XLA for TPUs gathers over all shards only in the torus's order.
             first, last = AXES.index(SHARD_AXES[0]), AXES.index(SHARD_AXES[-1]) + 1
             joined = *ici[:first], math.prod(ici[first:last]), *ici[last:]

@@ -65,7 +65,7 @@ def test_output_and_gradients_equal_plain_products(
 
 
 def test_what_a_token_does_not_see_does_not_reach_it():
-    """Not even where it is no number, and its gradient is 0."""
+    """Also where it is NaN; its gradient is 0."""
     q, k, v, towards, _, at = inputs(128, 16, 2, 1, "float32", 1)
     first = starts(jnp.arange(128)[None].repeat(2, 0) >= 70)
 

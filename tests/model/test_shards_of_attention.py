@@ -50,12 +50,12 @@ def test_together_they_find_what_whole_rows_do(kernel, T, documents, rule):
     rule = Rule(Positions(segments if documents else None), **rule)
     whole = [np.tile(np.arange(T, dtype=np.int32), (2, 1))]
 
-    def found(kernel, places):
+    def run(kernel, places):
         out, pull = jax.vjp(lambda *qkv: outputs(kernel, *qkv, rule, places), q, k, v)
         return out, *pull(towards)
 
-    cut = jax.jit(lambda: found(kernel, shards(T)))()
-    for one, other in zip(cut, jax.jit(lambda: found("dot_product", whole))(), strict=True):
+    cut = jax.jit(lambda: run(kernel, shards(T)))()
+    for one, other in zip(cut, jax.jit(lambda: run("dot_product", whole))(), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max())
 
 

@@ -32,7 +32,7 @@ def test_caps_of_logits_are_in_all_that_is_made_of_them(mesh):
     )
     objective = next_token_prediction(config.recipe.objective, execution)
 
-    def ours(model):
+    def minimize(model):
         log_p_BT, _, _ = token_log_probs(model, execution, batch, 6, temperature=0.5)
         return log_p_BT.sum() + objective(model, batch)[0], log_p_BT
 
@@ -46,7 +46,7 @@ def test_caps_of_logits_are_in_all_that_is_made_of_them(mesh):
 
     with jax.set_mesh(make_mesh(config)):
         model = jax.jit(lambda: Decoder(execution, jax.random.key(0)))()
-        gradient, log_p_BT = jax.jit(jax.grad(ours, has_aux=True))(model)
+        gradient, log_p_BT = jax.jit(jax.grad(minimize, has_aux=True))(model)
         expected, (cold, warm) = jax.jit(jax.grad(plain, has_aux=True))(model)
 
         @jax.jit

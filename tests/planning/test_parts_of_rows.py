@@ -1,0 +1,45 @@
+"""Steps whose rows lie in parts on several devices, through the compilers of TPUs and GPUs."""
+
+import importlib.util
+
+import pytest
+from conftest import BASE
+
+from maxramp.config.load import load
+from maxramp.planning.compiled import compile_stages
+
+# T tokens of a row, H and K heads of width h, L layers, C devices of a row, B rows of a rank.
+T, H, K, h, L, C, B = 2048, 8, 4, 128, 3, 4, 2
+MODEL = [
+    *(f"max_target_length={T}", f"base_num_query_heads={H}", f"base_num_kv_heads={K}"),
+    *(f"head_dim={h}", f"base_num_decoder_layers={L}", "base_emb_dim=256", "base_mlp_dim=512"),
+    *("vocab_size=512", "dtype=bfloat16", "remat_policy=full", "steps=1", "eval_interval=-1"),
+    *("enable_rampup_batch_size=False", f"per_device_batch_size={B / C}"),
+    f"ici_context_parallelism={C}",
+]
+MACHINES = {"v5p:2x2x2": "libtpu", "h200:1x8": "jax_plugins.xla_cuda13"}
+
+
+def is_missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # of the package around it
+        return True
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "all_gather"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_compilers_take_parts_of_rows(machine, strategy):
+    """By heads, queries, keys, values and results travel once forward, once where the layer is
+    computed again and once back. No product makes scores of all tokens."""
+    if is_missing(MACHINES[machine]):
+        pytest.skip("pip install -e '.[test,tpu]', or '.[test,cuda13-compiler]'")
+    keys = (f"compile_topology={machine}", f"context_parallel_strategy={strategy}")
+    (stage,) = compile_stages(load([BASE, *MODEL, *keys]))["stages"]
+    moved = stage["collective_gib"].get("all-to-all", 0) * 2**30
+    if strategy == "ulysses":
+        assert moved == pytest.approx(3 * L * 2 * (H + K) * h * B * T / C * 2 * (C - 1) / C)
+    else:
+        assert moved == 0
+    scores = B * H * T / C * T * 4  # of one layer on a device, in float32
+    assert stage["memory_gib"]["temporaries"] * 2**30 < scores
