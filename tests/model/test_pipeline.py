@@ -15,6 +15,7 @@ import pytest
 from conftest import BASE, ROOT, TINY, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from one_step import take_step
 
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
@@ -28,9 +29,7 @@ from maxramp.parallel.sharding import BATCH_ABT, X_BTD
 from maxramp.planning import hlo, topology
 from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import init_state
-from maxramp.training.step import eval_step, make_train_step
 
 ROWS = 32
 # The largest difference of an array, in units of its largest element.
@@ -52,9 +51,13 @@ def random_rows(packed, length=16):
     return rows_RS, rng.random(rows_RS.shape) < 0.15 if packed else None
 
 
-def place(config, mesh, accumulation, packed):
+def batch_for(config, accumulation, packed):
     rows = random_rows(packed, config.model.max_target_length)
-    batch = batch_of(*(x if x is None else x.reshape(accumulation, -1, x.shape[-1]) for x in rows))
+    return batch_of(*(x if x is None else x.reshape(accumulation, -1, x.shape[-1]) for x in rows))
+
+
+def place(config, mesh, accumulation, packed):
+    batch = batch_for(config, accumulation, packed)
     return jax.device_put(batch, NamedSharding(mesh, BATCH_ABT))
 
 
@@ -64,7 +67,6 @@ def first_state(config):
 
 
 def by_name(model):
-    model = order.order_by_layer(model)
     return {
         jax.tree_util.keystr(path): np.asarray(x, np.float32)
         for path, x in jax.tree.leaves_with_path(model)
@@ -83,21 +85,8 @@ def first(weights_LSDF):
 def trained(*arguments, devices=8, accumulation=1, packed=False):
     """The weights before and after a step, its metrics, and the held-out sums of its rows."""
     config = config_of(*arguments, devices=devices)
-    mesh = make_mesh(config)
-    step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(1))
-    objective = next_token_prediction(config.recipe.objective, config.model)
-
-    def evaluate(model, batch):
-        return eval_step(model, (jnp.float32(0),) * 2, batch, objective=objective)
-
-    with jax.set_mesh(mesh):
-        state = first_state(config)
-        batch = place(config, mesh, accumulation, packed)
-        # One program after the other: in one, collectives of both would wait for each other.
-        sums = jax.device_get(jax.jit(evaluate)(state.model, batch))
-        after, metrics = jax.jit(step)(state, batch)
-        metrics = jax.device_get(metrics)
-        return by_name(state.model), by_name(after.model), (metrics, sums)
+    first, last, metrics, sums = take_step(config, batch_for(config, accumulation, packed))
+    return by_name(first), by_name(last), (metrics, sums)
 
 
 def assert_same(actual, expected):

@@ -7,17 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import batch_of, make_config, make_mesh
-from jax.sharding import NamedSharding
+from one_step import take_step
 
 from maxramp.errors import ConfigError
-from maxramp.model.order import order_by_layer
 from maxramp.model.parts.attention import Rule, attend
 from maxramp.model.parts.balanced_order import balanced_order, run_length
 from maxramp.model.parts.positions import Positions
-from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT, TOKENS_BT, X_BTHh
-from maxramp.training.loss import next_token_prediction
-from maxramp.training.state import init_state
-from maxramp.training.step import eval_step, make_train_step
+from maxramp.parallel.sharding import ROWS_BT, TOKENS_BT, X_BTHh
 
 ROWS = 16
 
@@ -102,20 +98,8 @@ def trained(*arguments, devices=8, accumulation=1):
     rows_RS = rng.integers(0, 264, (ROWS, config.model.max_target_length + 1), dtype=np.int32)
     arrays = rows_RS, rng.random(rows_RS.shape) < 0.15
     batch = batch_of(*(x.reshape(accumulation, -1, x.shape[-1]) for x in arrays))
-    mesh = make_mesh(config)
-    step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(1))
-    objective = next_token_prediction(config.recipe.objective, config.model)
-
-    def evaluate(model, batch):
-        return eval_step(model, (jnp.float32(0),) * 2, batch, objective=objective)
-
-    with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(init_state, config.recipe))()
-        batch = jax.device_put(batch, NamedSharding(mesh, BATCH_ABT))
-        sums = jax.device_get(jax.jit(evaluate)(state.model, batch))
-        after, metrics = jax.jit(step)(state, batch)
-        models = (order_by_layer(x.model) for x in (state, after))
-        return *map(jax.device_get, (*map(jax.tree.leaves, models), metrics)), sums
+    first, last, metrics, sums = take_step(config, batch)
+    return jax.tree.leaves(first), jax.tree.leaves(last), metrics, sums
 
 
 @pytest.mark.parametrize(
