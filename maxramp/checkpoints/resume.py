@@ -139,6 +139,7 @@ class Span:
     change: str  # what changed in the batch sizes since the checkpoint, in one line; "" if nothing
     keys: CheckpointKeys  # where a job ends before its run does
     num_devices: int  # of this job
+    nodes_there: int | None = None  # for a job; None: as many as are planned
     # the end of this job: of the run, or of a stage under `stop_at_stage_end` or
     # `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its stage
     # ends where it starts.
@@ -164,6 +165,24 @@ class Span:
         self._find_end()
         return stage
 
+    def _place(self, stage: Stage) -> Stage:
+        """A planned stage on the nodes that are there."""
+        there = self.nodes_there
+        return stage if there is None else self.planned.fit(stage, there)
+
+    @property
+    def following(self) -> Stage:
+        """The stage that the next job begins with, on the nodes that it takes."""
+        return self._place(self.planned.stage_at_step(self.last_step))
+
+    def end_for_nodes(self, step: int, nodes_there: int) -> bool:
+        """Ends the job before a step whose stage takes more nodes now; whether it does."""
+        self.nodes_there = nodes_there
+        stage = self._place(self.planned.stage_at_step(step))
+        if stage.devices > self.num_devices:
+            self.last_step = step
+        return self.last_step == step
+
     def steps(self) -> Iterator[int]:
         """While it runs, the last of them may change."""
         step = self.first_step
@@ -177,7 +196,7 @@ class Span:
         if step >= self.last_step:
             return
         here = ramp.stages.index(ramp.stage_at_step(step))
-        planned = self.planned.stages + self.planned.rungs
+        planned = [self._place(stage) for stage in self.planned.stages + self.planned.rungs]
         of_nodes, nodes = keys.stop_at_node_change, planned[here].nodes
         ends = (
             index
@@ -185,8 +204,9 @@ class Span:
             if keys.stop_at_stage_end or (of_nodes and planned[index].nodes != nodes)
         )
         end = next(ends, len(planned))
-        if of_nodes and self.num_devices < planned[here].devices:
-            end = here  # the stage may not fit into this job; a larger one takes it
+        missing = planned[here].devices - self.num_devices
+        if of_nodes and (missing > 0 or (missing and self.nodes_there)):
+            end = here  # the stage may not fit into this job; another one takes it
         self._end = end
         ramp.check((ramp.stages + ramp.rungs)[here:end])
         self.planned.check(planned[end:])
@@ -203,16 +223,18 @@ def take_up(
     position: Checkpoint | None = None,
     recorded: Sequence[dict[str, Any]] = (),
     fields: Fields = text_fields,
+    nodes_there: int | None = None,
 ) -> Span:
     """The schedule of a job, from where its run stands at `position`. `meshes` are those of later
-    jobs by devices, `restart_passes` are `PassCost.restart`, `recorded` is from `decisions.read`.
+    jobs by devices, `restart_passes` are `PassCost.restart`, `recorded` is from `decisions.read`,
+    `nodes_there` as in `Span`.
     """
     start, change = start_of(batch, num_devices, position, recorded)
     ramp = RampupBatchManager(batch, num_devices, start, fields=fields)
     planned = RampupBatchManager(
         batch, start=start, meshes=meshes, fields=fields, restart_passes=restart_passes
     )
-    span = Span(position, ramp, planned, change, keys, num_devices)
+    span = Span(position, ramp, planned, change, keys, num_devices, nodes_there)
     if ramp.rungs:  # what the first decision of this job cannot change
         ramp.settle(span.first_step + ladder.DELAY - 1)
     return span

@@ -13,7 +13,9 @@ _CHATS = "use_sft=True or use_dpo=True"
 CHOICES: Choices = {
     **RAMPS,
     **TRAINING,
-    "node_schedule=best": ("min_nodes", "node_time_tolerance"),
+    "node_schedule=best": ("node_time_tolerance",),
+    "node_schedule=best or elastic=True": ("min_nodes",),
+    "elastic=True": ("node_rest_seconds", "max_node_failures"),
     "profiler": ("skip_first_n_steps_for_profiler", "profiler_steps"),
     # data
     "without program=grpo": ("grain_train_files",),

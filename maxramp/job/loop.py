@@ -198,5 +198,5 @@ def train(job: Job, trainer: Trainer) -> int:
             after.save(done, last=True, owes=due)
             return stop(done)
         if (due and after.is_best(step)) or checkpoints.is_due(done, ramp):
-            after.save(done, last=False)
+            after.save(done, last=job.grows(done))
     return job.end()

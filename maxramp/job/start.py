@@ -32,6 +32,7 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend
 from maxramp.processes.ending import Preemption, Watchdog
+from maxramp.processes.nodes import count_nodes
 from maxramp.rampup.shape import Meshes
 from maxramp.run.output import Output
 from maxramp.stage import Fields
@@ -138,9 +139,10 @@ class Start:
             )
         recorded = agreement.decide_on_first(lambda: decisions.read(output.here) if goes_on else [])
         batch, restart = config.batch, PassCost(config).restart
-        span = take_up(
-            batch, config.checkpoints, devices, self.meshes, restart, position, recorded, fields
-        )
+        given = batch, config.checkpoints, devices, self.meshes, restart, position, recorded
+        # Whatever nodes come while the job starts, it grows at a save.
+        own = None if count_nodes() is None else devices // batch.devices_per_node
+        span = take_up(*given, fields, own)
         checkpoints.history = span.ramp.history
         jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
         lines = {"keys": changed, "rate": jump, "rows": left_over}
@@ -225,6 +227,14 @@ class Job(Start):
             )
         return weights
 
+    def grows(self, done: int) -> bool:
+        """Whether the job ends after `done` steps because nodes came for which its stage is
+        planned; the same answer on every process.
+        """
+        if self.span.nodes_there is None:
+            return False
+        return self.span.end_for_nodes(done, count_nodes())
+
     def check(self) -> bool:
         """Whether to save and end after a step; the same answer on every process. A TrainingError
         where the run's folder is lost, or a save failed that cannot be made up for.
@@ -240,6 +250,7 @@ class Job(Start):
         if best := str(self.checkpoints.best):
             self.output.say(f"best     {best}")
         if span.last_step < span.ramp.total_steps:
+            span.nodes_there = count_nodes()
             self.output.write_next_stage(span)
             return EXIT_STAGE_END
         if span.first_step >= span.ramp.total_steps:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.resume import start_of
-from maxramp.commandline import print_note
+from maxramp.commandline import count, print_note
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.errors import ConfigError
@@ -40,10 +40,17 @@ class Run:
     next_nodes: int  # the nodes of the stage that the run's next step is in
 
     @classmethod
-    def from_config(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
+    def from_config(
+        cls,
+        config: Config,
+        arguments: Sequence[str],
+        dry_run: bool = False,
+        nodes_there: int | None = None,
+    ) -> "Run":
         """The run of a config that was loaded from a command line's arguments.
 
-        For a dry run, an object storage is not asked where the run stands.
+        For a dry run, an object storage is not asked where the run stands. Of an elastic run,
+        `nodes_there` are those that the next job may take; None: all.
         """
         config = config.replace(run_name=config.run.run_name or config.run.model_name)
         processes, devices = config.launch.processes_per_node, config.batch.devices_per_node
@@ -74,17 +81,26 @@ class Run:
             meshes_of(config),
             lambda batch: start_of(batch, config.batch.num_devices, position, decided)[0],
         )
-        for count in {stage.nodes for stage in planned.stages}:
-            resolve(config, count * devices)
+        for nodes in {stage.nodes for stage in planned.stages}:
+            resolve(config, nodes * devices)
+        if config.launch.elastic:
+            _check_elastic(planned)
         given = [a for a in arguments if a.partition("=")[0] not in ours]
+        following = planned.ramp.stage_at_step(position.step if position else 0)
+        if nodes_there is not None:
+            following = planned.ramp.fit(following, nodes_there)
         return cls(
             config=config,
             module=f"maxramp.{config.run.program or 'train'}",
             arguments=(*given, *(f"{name}={value}" for name, value in ours.items())),
             folder=folder,
             stages=planned.stages,
-            next_nodes=planned.ramp.stage_at_step(position.step if position else 0).nodes,
+            next_nodes=following.nodes,
         )
+
+    def again(self, nodes_there: int | None) -> "Run":
+        """The run as it stands now."""
+        return Run.from_config(self.config, self.arguments, nodes_there=nodes_there)
 
     def steps_done(self) -> int:
         """In the newest whole checkpoint; 0 before the first."""
@@ -104,6 +120,24 @@ class Run:
 
     def command(self, python: str = sys.executable) -> list[str]:
         return [python, "-m", self.module, *self.arguments]
+
+
+def _check_elastic(planned: PlannedRun) -> None:
+    """Refuses a run of which no stage can lose a node."""
+    batch, fit = planned.config.batch, planned.ramp.fit
+    fixed = [stage for stage in planned.stages if fit(stage, stage.nodes - 1).nodes == stage.nodes]
+    if len(fixed) < len(planned.stages):
+        return
+    nodes, size = fixed[0].nodes, fixed[0].global_batch_size
+    why = f"its batch of {size} rows divides over no fewer, on a mesh that its keys make there"
+    if nodes <= batch.min_nodes:
+        why = f"and min_nodes={batch.min_nodes} allows no fewer"
+    raise ConfigError(
+        f"elastic=True: stage {fixed[0].index} takes {count(nodes, 'node')} of "
+        f"{count(batch.devices_per_node, 'device')}, {why}; use a smaller min_nodes, batches that "
+        "divide over fewer nodes, and axes of the mesh inside a node but for one that is -1 (such "
+        "as ici_fsdp_parallelism=-1)"
+    )
 
 
 def write_private(folder: pathlib.Path, files: Mapping[str, str], mode: int = 0o600) -> None:

@@ -24,6 +24,9 @@ class LaunchKeys(Keys):
     processes_per_node: int = minimum(1)
     grace_seconds: int = minimum(1)
     max_restarts: int = minimum(0)
+    elastic: bool
+    node_rest_seconds: float = minimum(0)
+    max_node_failures: int = minimum(1)
     setup_lines: Sequence[str] = form(r"(?s:.*)", "must be lines of shell; quote each")
     container_image: str
     container_runtime: str = one_of("pyxis", "apptainer")

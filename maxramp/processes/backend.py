@@ -11,9 +11,12 @@ import os
 import select
 import socket
 import time
+import types
 
 import jax
-from jax._src import clusters  # which JAX knows, without joining one; no public name does
+
+# Clusters that JAX knows, without joining one; what keeps compiled programs. No public name does.
+from jax._src import clusters, compiler
 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.storage import allow_many_files
@@ -70,6 +73,11 @@ def start(keys: BackendKeys) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     join(keys.join_timeout_seconds)
     start_devices(keys.hardware)
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        # JAX lets process 0 alone keep compiled programs. On CPUs its key for a program names the
+        # process, so that the others would find none.
+        alone = types.SimpleNamespace(process_id=0, client=None)
+        compiler.distributed = types.SimpleNamespace(global_state=alone)
 
 
 # What process 0 answers: all are there, or another process came with the same number.

@@ -174,6 +174,17 @@ def _layouts(
             yield layout
 
 
+def fit(
+    keys: BatchKeys, threshold: Threshold, planned: int, there: int, meshes: Meshes
+) -> Layout | None:
+    """On as many nodes as are `there`, up to those planned; where the batch divides over none of
+    these numbers, the fewest nodes that it can wait for. None where it divides over none at all.
+    """
+    fewest = min(keys.min_nodes, planned)
+    found = list(_layouts(keys, threshold, range(fewest, planned + 1), meshes))
+    return next((one for one in reversed(found) if one.nodes <= there), next(iter(found), None))
+
+
 def _cheapest(
     keys: BatchKeys, options: Sequence[list[Layout]], steps: Sequence[int], restart_passes: float
 ) -> Layouts:

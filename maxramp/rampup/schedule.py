@@ -187,7 +187,7 @@ class RampupBatchManager:
         stretches = walked + [Stretch(Threshold(-1, n), -1, -1, None) for n in undecided]
         meshes = functools.cache(meshes or keys.mesh_at)
         found = layouts(keys, stretches, num_devices, meshes, restart_passes)
-        self.keys, self.thresholds = keys, thresholds
+        self.keys, self.thresholds, self._meshes = keys, thresholds, meshes
         self._refusals: dict[int, ConfigError] = {}
         stages: list[Stage] = []
         pairs = zip(stretches, found, strict=True)
@@ -214,6 +214,16 @@ class RampupBatchManager:
             )
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
         self._settled = 0 if self.rungs else None  # all is decided
+
+    def fit(self, stage: Stage, there: int) -> Stage:
+        """A stage on as many nodes as are `there`, of those that are planned for it."""
+        begins = operator.attrgetter("first_sample")
+        last = bisect.bisect_right(self.thresholds, stage.first_sample, key=begins) - 1
+        threshold = self.thresholds[max(0, last)]
+        if stage.first_sample < 0:  # a rung that is still to be decided
+            threshold = Threshold(-1, stage.global_batch_size)
+        placed = layout.fit(self.keys, threshold, stage.nodes, there, self._meshes)
+        return dataclasses.replace(stage, **vars(placed)) if placed else stage
 
     def settle(self, step: int) -> None:
         """Fixes the stages of steps 0 .. step-1, so that their batches may be read. Call it, like

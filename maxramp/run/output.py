@@ -228,9 +228,8 @@ class Output:
         """For whoever starts the next job."""
         if not self._is_first:
             return
-        planned, step = span.planned, span.last_step
-        stage = planned.stage_at_step(step)
-        following = batch_record(stage, planned.samples_before(step))
+        stage = span.following
+        following = batch_record(stage, span.planned.samples_before(span.last_step))
         following |= {"nodes": stage.nodes}
         try:
             _write_json(self.here / "next_stage.json", following)
