@@ -5,10 +5,13 @@ rows per pass) and comes to a random end: kill -9, SIGTERM or SIGINT, to all pro
 them, in a step, in a save, in a compile, in the start-up, or while a signal is being obeyed. Then
 it is compared with the same run without a disturbance: every step exactly once and in order in
 metrics.jsonl and TensorBoard, the same rows (batch_fingerprint), the batch sizes of the plan, the
-same loss curve, and where the shape never changed the same bits.
+same loss curve, and where the shape never changed the same bits. With --elastic one launch runs all
+the time, and nodes of it are killed: in a step, a save, an evaluation, a compile, and while it
+starts again after another loss.
 
 python benchmarks/chaos.py [--kills N] [--seed N] [--same-shape] [--pipelines] [--adaptive] [--grpo]
-                           [--storage gs|s3] [--folder DIR] [--json FILE] [key=value ...]
+                           [--elastic] [--storage gs|s3] [--folder DIR] [--json FILE]
+                           [key=value ...]
 """
 
 import argparse
@@ -31,6 +34,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import elastic_storm
 import events
 import object_stores
 
@@ -381,6 +385,7 @@ def main() -> int:
         action="store_true",
         help="reinforcement learning, every start alike: other sums would draw other answers",
     )
+    parser.add_argument("--elastic", action="store_true", help="an elastic launch that loses nodes")
     parser.add_argument(
         "--storage", choices=("gs", "s3"), help="the run's folder is in an object storage"
     )
@@ -423,7 +428,11 @@ def main() -> int:
         shapes = tuple(shape for shape in shapes if shape.stages == 1)
     running = object_stores.running(given.storage) if given.storage else contextlib.nullcontext()
     with running as storage:
-        done = storm(folder / "storm", given.kills, given.seed, shapes, keys, storage)
+        given_of_all = folder / "storm", given.kills, given.seed
+        if given.elastic:
+            done = elastic_storm.storm(*given_of_all, keys)
+        else:
+            done = storm(*given_of_all, shapes, keys, storage)
     report = done | compare(folder / "storm", folder / "calm", given.same_shape)
     print(json.dumps(report, indent=2))
     if given.json:

@@ -26,6 +26,7 @@ if __name__ == "__main__":  # before the imports that take a second
         sys.exit(report(error))
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ from maxramp.handover.first_weights import check_first_weights
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.reference import add_reference
+from maxramp.job.smaller import smaller_job
 from maxramp.job.start import Job, Start
 from maxramp.model.decoder import Decoder
 from maxramp.model.size import training_flops_per_token
@@ -127,6 +129,9 @@ def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
     return found
 
 
+_SMALLER_AFTER = 20.0  # seconds of training, that the first steps have the processor
+
+
 class Pretrainer:
     """Takes the steps of next-token prediction on rows of text."""
 
@@ -147,7 +152,8 @@ class Pretrainer:
         self._ahead = Ahead(limit, say, job.preemption.ask)
         job.closing.callback(self._ahead.close)
         self.raise_failure = self._ahead.raise_failure
-        rate = LearningRate.from_keys(config.learning_rate, span.ramp)
+        self._rate_keys = config.learning_rate
+        rate = LearningRate.from_keys(self._rate_keys, span.ramp)
         rows, recipe = config.evaluation.rows(job.mesh.size), config.recipe
         self._programs = Programs(recipe, loader.expansion, rate, abstract, self._ahead, rows)
         for stage in span.stages:
@@ -155,6 +161,7 @@ class Pretrainer:
             if tasks:
                 tasks.announce(self._ahead, stage)
         self._ahead.lower()
+        self._smaller, self._begin = smaller_job(job), time.monotonic()
         job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
         for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
@@ -182,6 +189,8 @@ class Pretrainer:
         train_step, compile_seconds = self._programs.train_step(stage)
         compile_seconds += self._programs.follow(self._arrays, stage)
         self._arrays, shown = train_step(self._arrays, batch)
+        if self._smaller and time.monotonic() > self._begin + _SMALLER_AFTER:
+            self._announce_smaller()
         self._ahead.lower()
 
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:
@@ -204,6 +213,12 @@ class Pretrainer:
             }
 
         return Dispatched(shown, measure)
+
+    def _announce_smaller(self) -> None:
+        smaller, self._smaller = self._smaller, None
+        rate = LearningRate.from_keys(self._rate_keys, smaller.ramp)
+        expansion = Expansion(smaller.mesh, self._loader.expansion.factor)
+        Programs(smaller.recipe, expansion, rate, smaller.state, self._ahead).add(smaller.stage)
 
     def evaluate(self, stage: Stage) -> Dispatched:
         """Adds up what the objective shows of held-out sets, or of each batch of them."""

@@ -78,13 +78,14 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
         config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
         config, first = pin_first_weights(config)
         mesh = mesh_lib.make_mesh(config.mesh)
-        yield Start(config, mesh, meshes_of(loaded), preemption, watchdog, closing, first)
+        yield Start(loaded, config, mesh, meshes_of(loaded), preemption, watchdog, closing, first)
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
     """A job that has its devices."""
 
+    loaded: Config
     config: Config  # resolved
     mesh: Mesh  # of the job's devices; a phase may have another one of these
     meshes: Meshes  # for later jobs

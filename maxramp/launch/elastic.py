@@ -44,7 +44,7 @@ class Nodes:
             return f"left out for good after max_node_failures={most}"
         rest = self._keys.node_rest_seconds * 2 ** (losses - 1)
         self._back[number] = time.monotonic() + rest
-        return f"rests for {rest:g} s"
+        return f"rests for {rest} s"
 
 
 def find_lost(

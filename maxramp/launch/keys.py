@@ -25,7 +25,7 @@ class LaunchKeys(Keys):
     grace_seconds: int = minimum(1)
     max_restarts: int = minimum(0)
     elastic: bool
-    node_rest_seconds: float = minimum(0)
+    node_rest_seconds: int = minimum(0)
     max_node_failures: int = minimum(1)
     setup_lines: Sequence[str] = form(r"(?s:.*)", "must be lines of shell; quote each")
     container_image: str

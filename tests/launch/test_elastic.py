@@ -1,0 +1,169 @@
+"""Elastic launches on this machine: real nodes are lost and come back; the training is the same."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import BASE, run
+from test_launch import Launched, arguments, gone, rows_of, steps_of
+
+from maxramp.config.load import load
+from maxramp.config.resolve import meshes_of
+from maxramp.errors import ConfigError
+from maxramp.launch.elastic import Nodes, find_lost
+from maxramp.launch.jobs import Run
+from maxramp.rampup.schedule import RampupBatchManager
+
+# 12 rows a step divide over 1, 2, 3 and 4 nodes; then 8 over 1, 2 and 4, and 16.
+ELASTIC = (
+    "elastic=True",
+    "per_device_batch_size=4",
+    "step_batch_size_schedule=0:12 480:8 640:16",
+    "steps=70",
+    "node_schedule=fixed",
+    "checkpoint_period=5",
+    "node_rest_seconds=5",
+    "ici_data_parallelism=-1",
+    "ici_fsdp_parallelism=1",
+)
+
+
+def same_training(folder, alone) -> None:
+    assert rows_of(folder) == rows_of(alone)
+    ours, theirs = steps_of(folder), steps_of(alone)
+    assert [r["learning_rate"] for r in ours] == [r["learning_rate"] for r in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=2e-5), mine["step"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, cache_dir):
+    folder = tmp_path_factory.mktemp("alone")
+    given = [x for x in ELASTIC if not x.startswith(("elastic", "node_rest"))]
+    line = arguments(folder, cache_dir, *given, "num_nodes=1", "run_name=alone")
+    done = run(*line)
+    assert done.returncode == 0, done.stderr
+    return folder / "alone"
+
+
+@pytest.mark.slow
+def test_nodes_are_lost_and_come_back(alone, tmp_path, cache_dir):
+    """One is killed; then process 0; then one while the job starts again: the run goes on where its
+    batch divides, and grows at a save. Each is there again after its rest."""
+    line = arguments(tmp_path, cache_dir, *ELASTIC, "run_name=x")
+    launched = Launched(line, tmp_path / "x")
+    os.kill(by_place(launched, launched.wait_for(7, trainers=4))[1], signal.SIGKILL)
+    os.kill(by_place(launched, launched.wait_for(12, trainers=3))[0], signal.SIGKILL)
+    deadline = time.monotonic() + 100
+    while (there := launched.trainers()) == [] or len(there) > 2:  # the job that follows begins
+        assert time.monotonic() < deadline, launched.text()
+        time.sleep(0.01)
+    os.kill(there[-1], signal.SIGKILL)
+    assert launched.end() == 0, launched.text()
+    same_training(tmp_path / "x", alone)
+    text = launched.text()
+    assert len(re.findall(r"node \d was lost, and rests for (5|10|20) s", text)) == 3, text
+    assert text.count("planned for 4 nodes of 1: start again") >= 1, text
+    devices = {record["devices"] for record in steps_of(tmp_path / "x")}
+    assert 4 in devices and len(devices) > 1
+    assert gone(launched)
+
+
+@pytest.mark.slow
+def test_a_node_that_keeps_failing_is_left_out(alone, tmp_path, cache_dir):
+    """Three nodes are left; 8 rows divide over two of them, 12 over all: the run takes two in
+    between. It is never fewer than min_nodes."""
+    more = ("max_node_failures=1", "min_nodes=2", "run_name=x")
+    launched = Launched(arguments(tmp_path, cache_dir, *ELASTIC, *more), tmp_path / "x")
+    os.kill(by_place(launched, launched.wait_for(7, trainers=4))[3], signal.SIGKILL)
+    assert launched.end() == 0, launched.text()
+    same_training(tmp_path / "x", alone)
+    assert "node 3 was lost, and left out for good after max_node_failures=1" in launched.text()
+    nodes = {}
+    for record in steps_of(tmp_path / "x"):
+        nodes.setdefault(record["global_batch_size"], set()).add(record["devices"])
+    assert nodes == {12: {3, 4}, 8: {2}, 16: {2}}, launched.text()
+
+
+def by_place(launched: Launched, found: list[int]) -> dict[int, int]:
+    places = {}
+    for pid in found:
+        words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        at = next(word for word in words if word.startswith(b"MAXRAMP_PROCESS_ID="))
+        places[int(at.partition(b"=")[2])] = pid
+    return places
+
+
+def planned(*arguments: str) -> RampupBatchManager:
+    config = load([BASE, "num_nodes=8", "devices_per_node=2", "restart_minutes=0", *arguments])
+    return RampupBatchManager(config.batch, meshes=meshes_of(config))
+
+
+def test_a_stage_takes_the_most_nodes_that_its_batch_divides_over():
+    """Ranks of 2 a node: 24 rows over 2, 4, 6, 8, 12 ranks; 16 over 2, 4, 8, 16."""
+    ramp = planned(
+        *("step_batch_size_schedule=0:24 2400:16", "step_batch_size_unit=samples"),
+        *("node_schedule=nemo", "per_device_batch_size=1", "ici_data_parallelism=-1"),
+        "ici_fsdp_parallelism=1",
+    )
+    stage, later = ramp.stages
+    assert (stage.nodes, later.nodes) == (6, 8) or (stage.nodes, later.nodes) == (8, 8)
+    for there in range(1, 9):
+        divides = [n for n in range(1, min(there, stage.nodes) + 1) if 24 % (2 * n) == 0]
+        fitted = ramp.fit(stage, there)
+        assert fitted.nodes == max(divides), there
+        assert (
+            fitted.per_device_batch_size * fitted.devices * (fitted.gradient_accumulation_steps)
+            == 24
+        )
+    assert [ramp.fit(later, n).nodes for n in range(1, 9)] == [1, 2, 2, 4, 4, 4, 4, 8]
+
+
+def test_lost_nodes_rest_longer_each_time(tmp_path):
+    keys = load([BASE, "elastic=True", "node_rest_seconds=1", "max_node_failures=3"]).launch
+    nodes = Nodes(keys, 3, tmp_path / "nodes")
+    assert (tmp_path / "nodes").read_text() == "3"
+    assert nodes.lose(1) == "rests for 1 s"
+    nodes.publish()
+    assert nodes.there() == [0, 2] and (tmp_path / "nodes").read_text() == "2"
+    time.sleep(1.01)
+    assert nodes.there() == [0, 1, 2]
+    assert nodes.lose(1) == "rests for 2 s"
+    assert "left out for good" in nodes.lose(1) and nodes.left == 2
+    assert nodes.there() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "codes, ended, lost",
+    [
+        ([77, -9, 77], [1, 0, 2], [1]),
+        ([-9, -6, -6], [1, 0, 2], [0]),  # JAX aborts those whose process 0 is gone
+        ([77, -6, 77], [1, 0, 2], [1]),
+        ([-9, -9, 77], [0, 1, 2], [0, 1]),
+        ([77, None, 77], [0, 2], [1]),  # it hung until the others gave up
+    ],
+)
+def test_which_nodes_were_lost(codes, ended, lost):
+    processes = [subprocess.Popen.__new__(subprocess.Popen) for _ in codes]
+    for process, code in zip(processes, codes, strict=True):
+        process.returncode, process._child_created = code, False
+    assert find_lost([processes[i] for i in ended], processes) == lost
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["ici_data_parallelism=4", "ici_fsdp_parallelism=1"], ("stage 0 takes 4 nodes", "-1")),
+        (["min_nodes=4"], ("min_nodes=4 allows no fewer",)),
+    ],
+)
+def test_what_cannot_lose_a_node(more, words, tmp_path):
+    merged = dict(x.split("=", 1) for x in [*ELASTIC, *more])
+    line = arguments(tmp_path, "", *(f"{k}={v}" for k, v in merged.items()), "run_name=x")
+    with pytest.raises(ConfigError, match="elastic=True: ") as refused:
+        Run.from_config(load(line), line)
+    assert all(word in str(refused.value) for word in words), refused.value
