@@ -120,7 +120,7 @@ def _remedy(config: Config, meshes: Meshes, ramp: RampupBatchManager) -> str:
         sizes.append(size)
     for place in sorted({0, *own, *map(begin, sizes)}):
         most = ramp.stage_at_sample(place).global_batch_size
-        fits = (n for n in sizes if n <= most and begin(n) <= max(place, early))
+        fits = (n for n in sizes if n <= most and begin(n) <= place)
         size = max(fits, default=min(sizes))
         if place < ramp.total_samples and (not batches or batches[-1][1] != size):
             batches.append((place, size))

@@ -39,10 +39,6 @@ def test_the_laws_give_their_papers_numbers():
     assert laws.SCION.batch(10.8e9) / laws.SCION.batch(1.3e9) == pytest.approx(
         4.37 / 1.07, rel=0.01
     )
-    # 2410.21676: 22.91 (D / 1M)^0.47 rows of 512 at a loss of a fifth, not of twice the tokens.
-    for tokens in (1e9, 1e10, 1e11):
-        a_fifth = 512 * 22.91 * (tokens / 1e6) ** 0.47
-        assert laws.CRITICAL.batch(tokens) / 5 == pytest.approx(a_fifth, rel=0.15)
     # A nanochat of 26 layers took 8.25 / 7.25 times the tokens with 2^20 of them a batch, not 2^19.
     tokens = 12_700 * 2**19
     twice, once = (1 + n / laws.CRITICAL.batch(tokens) for n in (2**20, 2**19))
