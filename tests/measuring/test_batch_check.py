@@ -170,10 +170,7 @@ def test_the_start_of_a_run_shows_it(tmp_path):
     keys += ["per_device_batch_size=1", "gradient_accumulation_steps=2048", "eval_interval=-1"]
     keys += [f"base_output_directory={tmp_path}", "run_name=large"]
     line = command(BASE, *TINY, *keys)
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment())
-    try:
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         shown = next(line for line in process.stdout if line.startswith(("batch ", "step ")))
-    finally:
         process.kill()
-        process.wait()
     assert shown.startswith("batch    stage 0 has batches of 8.39M tokens up to 1.01B tokens")
