@@ -20,13 +20,12 @@ _FAR = 4.0
 # It is at half of that where it is this many times the noise scale, as batches that cost nothing
 # are above it, too (arXiv 2505.23971).
 _FAR_AS_MEASURED, _ABOVE_NOISE = 2.0, 10.0
-_BLOCKS = 12  # shares of a run in which its noise scale is read
 _LEAST_TOKENS = 10**9  # of a run: the laws were measured on longer ones
 _EARLY = 0.01  # of a run, in which a batch costs little, however large it is
 
 
 class _Steps(NamedTuple):
-    """The steps of a stage."""
+    """Of a stage."""
 
     index: int
     first: int  # samples before them
@@ -49,23 +48,23 @@ class _Steps(NamedTuple):
 
 
 def check_batches(config: Config, meshes: Meshes, run: Place, consumed: int = 0) -> list[str]:
-    """A line if a batch is far too large, with a ramp in its place. `config` is resolved; `run` is
-    a folder that may have a measured noise scale; `consumed` samples are trained already.
-    """
+    """A line if a batch is far too large, with a ramp in its place. `config` is resolved, `run` may
+    have measured its noise scale, `consumed` samples are trained."""
     if _is_outside(config):
         return []
     ramp = RampupBatchManager(config.batch, meshes=meshes)
-    left = [steps for steps in _late_steps(ramp) if steps.last > consumed]
+    left = sorted(_late_steps(ramp), key=lambda steps: -steps.excess)
+    left = [steps for steps in left if steps.last > consumed]
     above, noise = [steps for steps in left if steps.excess > _FAR], ""
     if not above and (above := [steps for steps in left if steps.excess > _FAR_AS_MEASURED]):
         there, row = (run / "metrics.jsonl").is_file(), ramp.keys.max_target_length
-        curve = noise_blocks(run_records(run), "norms_", _BLOCKS) if there else []
+        curve = noise_blocks(run_records(run), "norms_", 12) if there else []
         ends = {steps: steps.largest_noise(curve) * row for steps in above}
         above = [steps for steps in above if steps.batch > _ABOVE_NOISE * ends[steps]]
         noise = "".join(f" (noise scale at most {short(ends[steps])})" for steps in above[:1])
     if not above:
         return []
-    worst = above[0] if noise else max(above, key=lambda steps: steps.excess)
+    worst = above[0]
     best, most = laws.BEST.batch(worst.tokens), laws.largest_batch(worst.tokens)
     return [
         f"stage {worst.index} has batches of {short(worst.batch)} tokens{noise} up to "
