@@ -3,11 +3,12 @@
 import argparse
 import functools
 import itertools
+import json
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import maxramp
@@ -107,6 +108,12 @@ class Throttle:
 
 def shell_quote(words: Iterable[Any]) -> str:
     return shlex.join(map(str, words))
+
+
+def show_keys(keys: Mapping[str, Any]) -> str:
+    """Keys as arguments of a command line."""
+    texts = (x if isinstance(x, str) else json.dumps(x) for x in keys.values())
+    return shell_quote(map("=".join, zip(keys, texts, strict=True)))
 
 
 def count(number: int, noun: str) -> str:

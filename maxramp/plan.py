@@ -30,12 +30,13 @@ from maxramp.commandline import (
 )
 from maxramp.config.keys import Config
 from maxramp.config.load import find_sources, load
-from maxramp.config.resolve import resolve
+from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.opening import open_rows
 from maxramp.data.order import RunRows
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.keys.numbers import parse_count, show
+from maxramp.measuring.batch_check import check_batches
 from maxramp.model.size import describe_weights
 from maxramp.parallel.axes import SHARD_AXES
 from maxramp.parallel.mesh import format_sizes
@@ -81,6 +82,9 @@ def main(arguments: list[str]) -> int:
         print(Pod.from_config(config, print_progress).largest_batch())
         return 0
     plan = make_plan(config, find_sources(given.arguments))
+    planned = with_nodes(config)
+    resolved = resolve(planned, planned.batch.num_devices)
+    plan["warnings"] += check_batches(resolved, meshes_of(planned), config.run.folder)
     if given.beside is not None:
         plan["beside"] = find_published(given.beside)
     if given.compiled:

@@ -15,7 +15,7 @@ import json
 import sys
 from typing import Any
 
-from maxramp.commandline import command, config_parser, print_table, shell_quote
+from maxramp.commandline import command, config_parser, print_table, show_keys
 from maxramp.config.load import load
 from maxramp.measuring.suggestion import suggest
 
@@ -70,8 +70,7 @@ def print_suggestion(found: dict[str, Any]) -> None:
     else:
         print("suggested a ramp; its learning rate is that of its first batch, at the peak")
     print(f"steps     {found['saves']}")
-    texts = (x if isinstance(x, str) else json.dumps(x) for x in found["keys"].values())
-    print(shell_quote(map("=".join, zip(found["keys"], texts, strict=True))))
+    print(show_keys(found["keys"]))
 
 
 if __name__ == "__main__":

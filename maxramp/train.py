@@ -48,6 +48,7 @@ from maxramp.job.loop import train
 from maxramp.job.reference import add_reference
 from maxramp.job.smaller import smaller_job
 from maxramp.job.start import Job, Start
+from maxramp.measuring.batch_check import check_batches
 from maxramp.model.decoder import Decoder
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.mesh import Jitted
@@ -163,6 +164,10 @@ class Pretrainer:
         self._ahead.lower()
         self._smaller, self._begin = smaller_job(job), time.monotonic()
         job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
+        if jax.process_index() == 0:
+            first = span.ramp.samples_before(span.first_step)
+            for line in check_batches(config, job.meshes, job.output.here, first):
+                say(f"batch    {line}")
         for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
         for line in _describe_rows(loader.corpus, config):

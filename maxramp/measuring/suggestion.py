@@ -9,22 +9,21 @@ run with other batches.
 import contextlib
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from maxramp.commandline import short
 from maxramp.config.keys import Config
-from maxramp.config.load import no_batch
 from maxramp.config.resolve import meshes_of
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys.yamlfile import read_yaml
+from maxramp.measuring.batch_check import check_batches
 from maxramp.measuring.noise import KINDS, Block, noise_blocks, run_records
+from maxramp.measuring.rebatching import Batches, Rebatching, ramp_keys
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.planning.stages import PlannedRun, with_nodes
-from maxramp.training.learning_rate import LearningRate
 
 _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is not worth its trouble
 _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
@@ -34,10 +33,6 @@ _SAME = (
     *("max_target_length", "packing", "dataset_type", "text_files", "grain_train_files"),
     *("learning_rate", "opt_type"),
 )
-_OF_RAMPS = ("global_batch_size", "global_batch_tokens", "gradient_accumulation_steps")  # in phases
-
-# (sample from which on, rows) of batches.
-_Batches = Sequence[tuple[int, float]]
 
 
 class Measurement(NamedTuple):
@@ -222,62 +217,29 @@ def _result_line(result: dict[str, Any]) -> str:
     )
 
 
-class _Planned:
+class _Planned(Rebatching):
     """The run that is planned, with other batches on as many samples."""
 
     def __init__(self, config: Config):
-        self._config = with_nodes(config)
-        self._meshes = meshes_of(self._config)
-        self.configured = PlannedRun.from_config(self._config, self._meshes)
-        self.total_samples = self.configured.ramp.total_samples
+        config = with_nodes(config)
+        self.meshes = meshes_of(config)
+        self.configured = PlannedRun.from_config(config, self.meshes)
+        super().__init__(config, self.configured.config, self.configured.ramp)
         self.first_batch = self.configured.stages[0].global_batch_size
 
-    def keys(self, own: dict[str, Any], rates: dict[str, float] | None = None) -> dict[str, Any]:
-        """The keys that give the run the batches of `own` keys, in place of the config's.
-
-        They unset what gives batches or length now, and keep what else phases change, but for the
-        learning rates of the phases in `rates`.
-        """
-        phases = {}
-        for name, given in self._config.batch.phases.items():
-            if rest := {key: x for key, x in given.items() if key not in _OF_RAMPS}:
-                rate = {"learning_rate": rates[name]} if rates and name in rates else {}
-                phases[name] = rest | rate
-        own = own | {"total_samples": self.total_samples}
-        keys, before = no_batch() | {"phases": phases} | own, self._config.values
-        return {name: x for name, x in keys.items() if name in own or before[name] != x}
-
-    def phase_rates(self, first: int) -> dict[str, float]:
-        """Learning rates of phases, which are for the batches there, for a batch of `first`."""
-        found = {}
-        for phase in self._config.batch.changing("learning_rate"):
-            configured = phase.given["learning_rate"]
-            rate = self.rate(configured, phase.first_sample, first)
-            if phase.first_sample and not math.isclose(rate, configured, rel_tol=5e-3):
-                found[phase.name] = rate
-        return found
-
-    def rate(self, configured: float, sample: int, batch: int) -> float:
-        """The learning rate for a batch of this many samples in place of the one at `sample`, by
-        the square-root rule (`LearningRate`)."""
-        ramp, keys = self.configured.ramp, self.configured.config.learning_rate
-        there = ramp.stage_at_sample(sample).global_batch_size
-        scaled = configured * LearningRate.from_keys(keys, ramp).pace(there).rate
-        return float(f"{scaled * (batch / there) ** 0.5:.3g}")
-
     def plan(self, own: dict[str, Any]) -> PlannedRun:
-        return PlannedRun.from_config(self._config.replace(**self.keys(own)), self._meshes)
+        return PlannedRun.from_config(self.config.replace(**self.keys(own)), self.meshes)
 
     def divides(self, size: int) -> bool:
         with contextlib.suppress(ConfigError):
             return bool(self.plan({"global_batch_size": size}))
         return False
 
-    def rows(self, batches: _Batches | None) -> list[dict[str, Any]]:
+    def rows(self, batches: Batches | None) -> list[dict[str, Any]]:
         """The run as it is, as suggested, at its largest batch throughout, and under Seesaw."""
         rows = [_row("as configured", self.configured)]
         if batches:
-            rows.append(_row("suggested", self.plan(_ramp_keys(batches))))
+            rows.append(_row("suggested", self.plan(ramp_keys(batches))))
         sizes = [size for _, size in rows[-1]["pairs"]]
         least, most, others = min(sizes), max(sizes), {}
         if batches and least < most:
@@ -299,25 +261,16 @@ def _row(name: str, run: PlannedRun) -> dict[str, Any]:
     return found | {"batches": _batches_text(pairs), "pairs": pairs}
 
 
-def _ramp_keys(batches: _Batches) -> dict[str, Any]:
-    if len(batches) == 1:
-        return {"global_batch_size": batches[0][1]}
-    return {
-        "step_batch_size_schedule": " ".join(f"{sample}:{size}" for sample, size in batches),
-        "step_batch_size_unit": "samples",
-    }
-
-
-def _batches_text(batches: _Batches) -> str:
+def _batches_text(batches: Batches) -> str:
     parts = [f"{short(sample)}:{size}" for sample, size in batches]
     return " ".join(parts if len(parts) <= 6 else [*parts[:3], "...", parts[-1]])
 
 
-def _batch_at(batches: _Batches, sample: int) -> float:
+def _batch_at(batches: Batches, sample: int) -> float:
     return max((pair for pair in batches if pair[0] <= sample), default=(0, 0.0))[1]
 
 
-def _largest_batches(fitted: _Batches, measured: Sequence[Measurement], row: int) -> _Batches:
+def _largest_batches(fitted: Batches, measured: Sequence[Measurement], row: int) -> Batches:
     """The batches that cost nothing at their places, or are suggested there."""
     bounds = [(int(one.first // row), one.batch / row) for one in measured]
     bounds.append((int(measured[-1].last // row), 0.0))
@@ -363,7 +316,7 @@ def _possible_sizes(evidence: Evidence, planned: _Planned, row: int) -> list[int
     return found
 
 
-def _fit(evidence: Evidence, planned: _Planned, row: int) -> _Batches:
+def _fit(evidence: Evidence, planned: _Planned, row: int) -> Batches:
     """The ramp by what was measured; the evidence gets what limits it."""
     measured, limits = evidence.measured, evidence.limits
     sizes = [size * row for size in _possible_sizes(evidence, planned, row)]
@@ -404,29 +357,28 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     """
     planned, evidence = _Planned(config), Evidence(config, noise, branch)
     limits, measured, row = evidence.limits, evidence.measured, config.batch.max_target_length
+    run = place(noise) if noise else config.run.folder
+    limits += check_batches(planned.configured.config, planned.meshes, run)
     if not measured:
         found = {"batches": None, "keys": {}, "saves": "", "rows": planned.rows(None)}
         return found | {"evidence": evidence.lines, "limits": limits}
     batches = fitted = _fit(evidence, planned, row)
     (_, first), rate = batches[0], config.learning_rate.learning_rate
-    rates, own = {}, planned.rate(rate, 0, first) if rate else rate
-    if rate and not math.isclose(own, rate, rel_tol=5e-3):
-        rates["learning_rate"] = own
+    keys = planned.rated_keys(batches)
+    if "learning_rate" in keys:
         limits.append(
             f"learning_rate={rate:g} is that of a first batch of {planned.first_batch}; for "
-            f"{first} use {own:g}, or tune it"
+            f"{first} use {keys['learning_rate']:g}, or tune it"
         )
-    phase_rates = planned.phase_rates(first) if rate else {}
-    for name, phase_rate in phase_rates.items():
+    for name, phase_rate in planned.phase_rates(first).items() if rate else ():
         limits.append(f"phases.{name}.learning_rate={phase_rate:g} is for a batch of {first}, too")
     if (steps := config.learning_rate.learning_rate_schedule_steps) != -1:
         limits.append(
             f"learning_rate_schedule_steps={steps} counts steps, which have other batches now; "
             "use -1 for all, or count anew"
         )
-    scaling = {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": "initial"}
     if len(batches) > 1:
-        steps = planned.plan(_ramp_keys(batches)).ramp.total_steps
+        steps = planned.plan(ramp_keys(batches)).ramp.total_steps
         saved = 1 - steps / -(-planned.total_samples // first)
         if saved < _LEAST_SAVING:
             limits.append(
@@ -438,10 +390,9 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     for one in rows:
         places = [sample for sample, _ in (*one["pairs"], *allowed)]
         one["within"] = all(_batch_at(one["pairs"], n) <= _batch_at(allowed, n) for n in places)
-    keys = planned.keys(_ramp_keys(batches), phase_rates)
     return {
         "batches": batches,
-        "keys": keys | (scaling if len(batches) > 1 else {}) | rates,
+        "keys": planned.rated_keys(batches),
         "saves": _saving(*rows[:2]),
         "evidence": evidence.lines,
         "limits": limits,
