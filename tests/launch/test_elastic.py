@@ -52,17 +52,16 @@ def alone(tmp_path_factory, cache_dir):
 
 @pytest.mark.slow
 def test_nodes_are_lost_and_come_back(alone, tmp_path, cache_dir):
-    """One is killed; then process 0; then one while the job starts again: the run goes on where its
-    batch divides, and grows at a save. Each is there again after its rest."""
+    """One is killed; then process 0, while the job starts again; then one while that one starts.
+    The run goes on where its batch divides, and grows at a save when nodes have rested."""
     line = arguments(tmp_path, cache_dir, *ELASTIC, "run_name=x")
     launched = Launched(line, tmp_path / "x")
-    os.kill(by_place(launched, launched.wait_for(7, trainers=4))[1], signal.SIGKILL)
-    os.kill(by_place(launched, launched.wait_for(12, trainers=3))[0], signal.SIGKILL)
-    deadline = time.monotonic() + 100
-    while (there := launched.trainers()) == [] or len(there) > 2:  # the job that follows begins
-        assert time.monotonic() < deadline, launched.text()
-        time.sleep(0.01)
-    os.kill(there[-1], signal.SIGKILL)
+    victims = launched.wait_for(7, trainers=4)
+    os.kill(by_place(launched, victims)[1], signal.SIGKILL)
+    second = following(launched, victims)
+    os.kill(second[0], signal.SIGKILL)
+    third = following(launched, [*victims, *second.values()])
+    os.kill(max(third.values()), signal.SIGKILL)
     assert launched.end() == 0, launched.text()
     same_training(tmp_path / "x", alone)
     text = launched.text()
@@ -87,6 +86,18 @@ def test_a_node_that_keeps_failing_is_left_out(alone, tmp_path, cache_dir):
     for record in steps_of(tmp_path / "x"):
         nodes.setdefault(record["global_batch_size"], set()).add(record["devices"])
     assert nodes == {12: {3, 4}, 8: {2}, 16: {2}}, launched.text()
+
+
+def following(launched: Launched, before: list[int]) -> dict[int, int]:
+    """The trainers of the job that comes after these, once they are all there."""
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        jobs = re.findall(r"^launch   (\d) process", launched.text(), re.MULTILINE)
+        new = [pid for pid in launched.trainers() if pid not in before]
+        if len(new) == int(jobs[-1]) < 4:
+            return by_place(launched, new)
+        time.sleep(0.01)
+    raise AssertionError(launched.text())
 
 
 def by_place(launched: Launched, found: list[int]) -> dict[int, int]:
