@@ -87,11 +87,10 @@ def _draw_restarts(panels: list["Axes"], starts: list[int], steps: list[Record])
 
 
 def _draw_skipped(axes: "Axes", records: list[Record]) -> None:
-    """Marks at the upper edge, as what was skipped may have no finite loss."""
+    """Marks below the upper edge, as what was skipped may have no finite loss."""
     if skipped := [r["consumed_samples"] for r in records if r.get("bad_steps")]:
-        style = {"color": RED, "linestyle": "none", "marker": "v", "clip_on": False}
-        edge = {"transform": axes.get_xaxis_transform(), "label": "skipped step"}
-        axes.plot(skipped, [1.0] * len(skipped), **style | edge)
+        style = {"color": RED, "linestyle": "none", "marker": "v", "label": "skipped step"}
+        axes.plot(skipped, [0.97] * len(skipped), transform=axes.get_xaxis_transform(), **style)
 
 
 def _draw_result(axes: "Axes", records: list[Record], steps: list[Record], result: str) -> None:
