@@ -82,6 +82,7 @@ def arguments(folder, *more):
         "skip_step_interval": INTERVAL,
         "skip_step_scaling_factor": FACTOR,
         "checkpoint_period": 66,
+        "async_checkpointing": False,
     }
     return [BASE, *TINY, *(f"{name}={value}" for name, value in given.items()), *more]
 
