@@ -95,13 +95,18 @@ _ARRAY_KEYS = (
 )
 
 
+# What spikes are compared with: a start may turn it on or off, or take another interval.
+_RECENT = "recent"
+
+
 def items_of(state: TrainState) -> dict[str, Any]:
     """A state as it is stored: the weights can be read alone, of adapted ones the adapters."""
     names = ("consumed_samples", "buffers", "opt_state", "bad_steps")
-    return {
+    items = {
         "model": stored_part(state.model),
         "optimizer": {name: getattr(state, name) for name in names},
     }
+    return items | ({_RECENT: state.recent} if state.recent else {})
 
 
 def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, str]:
@@ -115,6 +120,11 @@ def _path(path: Any) -> str:
     return ".".join(name for name in names if name != "value")
 
 
+def _metadata(path: Place) -> dict[str, Any]:
+    with _reading(path):
+        return ocp.checkpointables_metadata(os.fspath(path)).metadata
+
+
 def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`, a train state
     or parts of one by name; names the first parameter that differs, and the keys that make it so.
@@ -126,9 +136,8 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
             f"lora_rank={rank}; give that, or another run_name"
         )
     items = order_by_layer(abstract if isinstance(abstract, dict) else items_of(abstract))
-    with _reading(checkpoint.path):
-        stored = ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata
-    there, wanted = _leaves(stored, items), _leaves(items, items)
+    items.pop(_RECENT, None)
+    there, wanted = _leaves(_metadata(checkpoint.path), items), _leaves(items, items)
     changed = [k for k in _ARRAY_KEYS if checkpoint.config.get(k) != values[k]]
     keys = ", ".join(f"{k}={values[k]} (there {checkpoint.config.get(k)})" for k in changed)
     for path in sorted(there.keys() | wanted.keys()):
@@ -147,9 +156,20 @@ def restore(
     """The state of a checkpoint, which holds no `base` of adapted weights, with the shapes,
     dtypes and shardings of `abstract`.
     """
-    loaded = load(checkpoint.path, items_of(abstract))
+    items = items_of(abstract)
+    if recent := items.pop(_RECENT, None):
+        recent = {_RECENT: recent}
+        is_there = _leaves(_metadata(checkpoint.path), recent) == _leaves(recent, recent)
+        items |= recent if is_there else {}
+    loaded = load(checkpoint.path, items)
     model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
-    return dataclasses.replace(abstract.with_model(model), **loaded["optimizer"])
+    recent = loaded.get(_RECENT) or jax.tree.map(_zeros, abstract.recent)
+    return dataclasses.replace(abstract.with_model(model), **loaded["optimizer"], recent=recent)
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    made = np.zeros(like.shape, like.dtype)
+    return jax.make_array_from_callback(like.shape, like.sharding, made.__getitem__)
 
 
 def reason_of(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 checkpoints/
   100/                100 steps done
-    model/ optimizer/ _CHECKPOINT_METADATA   the arrays, as Orbax writes them
+    model/ optimizer/ recent/ _CHECKPOINT_METADATA   the arrays, as Orbax writes them
     checkpoint.json   where the run stood, and the size of every other file
   120.torn/           what a restart found damaged and moved aside
 
@@ -28,7 +28,8 @@ FILE = "checkpoint.json"
 TORN = ".torn"
 BEST = "best"  # in the place of a number, the best checkpoint
 _FORMAT = 1  # of the file: a later version can tell
-_ARRAYS = ("model", "optimizer", "_CHECKPOINT_METADATA", "commit_success.txt", "orbax.checkpoint")
+_ARRAYS = ("model", "optimizer", "recent", "_CHECKPOINT_METADATA")
+_ARRAYS += ("commit_success.txt", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
 
 

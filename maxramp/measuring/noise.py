@@ -77,7 +77,7 @@ def noise_blocks(records: Sequence[Record], kind: str, count: int) -> list[Block
     """The noise scale over `count` equal shares of the samples whose steps have an estimate of a
     kind of KINDS. A share in which the length of rows changes is cut there: an estimate holds for
     the length that it was taken at. Those in which fewer than 8 steps have an estimate are left
-    out.
+    out, and so are skipped steps.
     """
     names = f"{kind}noise_signal", f"{kind}noise_variance"
     steps = [r for r in records if _is_of_step(r, names)]
@@ -98,6 +98,7 @@ def noise_blocks(records: Sequence[Record], kind: str, count: int) -> list[Block
 def _is_of_step(record: Record, estimates: Sequence[str]) -> bool:
     counts = [record.get(n) for n in ("global_batch_size", "consumed_samples", "target_tokens")]
     known = all(isinstance(record.get(name), float) for name in estimates)
+    known = known and not record.get("bad_steps")
     return known and all(type(n) is int for n in counts) and 0 < counts[0] <= counts[1]
 
 

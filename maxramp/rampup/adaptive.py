@@ -103,9 +103,9 @@ def period_of(record: dict[str, Any], length: int) -> int:
 
 
 def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
-    """In rows; 0 where the period's steps say too little."""
+    """In rows; 0 where the period's steps say too little. Skipped steps say nothing."""
     rows, pairs, targets = [], [], 0
-    for record in records:
+    for record in (r for r in records if not r.get("bad_steps")):
         values = [record[name] for name in _NAMES]
         if all(isinstance(value, float) and math.isfinite(value) for value in values):
             rows.append(record["global_batch_size"])

@@ -92,7 +92,8 @@ class Display:
             self.say(f"{step}  {self._describe_evaluation(record, seconds)}")
             return
         if bad := record.get("bad_steps"):
-            self.say(f"{step}  skipped: its gradient is not finite ({bad} in a row)")
+            loss, norm = record["loss"], record["grad_norm"]
+            self.say(f"{step}  skipped: loss {loss:.4f}, gradient norm {norm:.4g} ({bad} in a row)")
         stage = self._ramp.stage_at_step(record["step"])
         if stage.index != self._stage_index:
             self._stage_index = stage.index

@@ -244,11 +244,12 @@ def tag_of(name: str) -> str:
 def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
     """Raises a TrainingError where a step's loss or gradient norm ends the run."""
     if bad_steps := int(read.get("bad_steps", 0)):
-        if bad_steps >= keys.skip_bad_steps:
+        if 0 < keys.skip_bad_steps <= bad_steps:
+            loss, norm = float(read["loss"]), float(read["grad_norm"])
             raise TrainingError(
-                f"the gradients of steps {step - bad_steps + 1} to {step} were not finite; "
-                f"skip_bad_steps={bad_steps} in a row end the run; lower "
-                "learning_rate, or look at the data of these steps"
+                f"steps {step - bad_steps + 1} to {step} were skipped, the last with loss="
+                f"{loss:.4g} and grad_norm={norm:.4g}; skip_bad_steps={keys.skip_bad_steps} in a "
+                "row end the run; lower learning_rate, or look at the data of these steps"
             )
         return
     for name in ("loss", "grad_norm"):

@@ -57,6 +57,7 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
         label = "global batch\n(samples)" if name != "row_length" else "row length\n(tokens)"
         draw_steps(axes, ends, [r[name] for r in steps], color, label)
     _draw_result(large[-1], records, steps, result)
+    _draw_skipped(large[-1], records)
     handles = [*large[-1].lines, *_draw_restarts(large, starts, steps)]
     figure.legend(handles=handles, loc="outside lower right", ncols=4, frameon=False)
     for name, axes in zip(small, below, strict=True):
@@ -83,6 +84,13 @@ def _draw_restarts(panels: list["Axes"], starts: list[int], steps: list[Record])
             panels[0].annotate(count(now, "device"), va="top", **place)
             before = now
     return lines
+
+
+def _draw_skipped(axes: "Axes", records: list[Record]) -> None:
+    """Marks below the upper edge, as what was skipped may have no finite loss."""
+    if skipped := [r["consumed_samples"] for r in records if r.get("bad_steps")]:
+        style = {"color": RED, "linestyle": "none", "marker": "v", "label": "skipped step"}
+        axes.plot(skipped, [0.97] * len(skipped), transform=axes.get_xaxis_transform(), **style)
 
 
 def _draw_result(axes: "Axes", records: list[Record], steps: list[Record], result: str) -> None:

@@ -127,6 +127,9 @@ class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys):
     half_lives_in_samples: Sequence[str]
     gradient_clipping_threshold: float = minimum(0)
     skip_bad_steps: int = minimum(0)
+    skip_step_on_spikes: bool
+    skip_step_interval: int = minimum(6)
+    skip_step_scaling_factor: float = above_zero()
     log_gradient_noise_scale: bool
     routed_bias_update_rate: float = minimum(0)
 
@@ -153,6 +156,7 @@ def _optimizer_choices() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 CHOICES: Choices = {
     **dict(_optimizer_choices()),
+    "skip_step_on_spikes=True": ("skip_step_interval", "skip_step_scaling_factor"),
     "use_dpo=True": PreferenceKeys.names(),
     "dpo_loss_type=sigmoid|robust": ("dpo_label_smoothing",),
     "without use_dpo": NextTokenKeys.names(),

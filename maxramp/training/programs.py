@@ -28,8 +28,8 @@ from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.state import TrainState, abstract_state
-from maxramp.training.step import Metrics, eval_step, make_train_step, objective_of
+from maxramp.training.state import Metrics, TrainState, abstract_state
+from maxramp.training.step import eval_step, make_train_step, objective_of
 
 
 def lower_step(

@@ -19,6 +19,8 @@ from maxramp.parallel.mesh import attach_mesh, platform
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.optimizers import table
 
+Metrics = dict[str, jax.Array]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,9 @@ class TrainState:
     buffers: dict[str, jax.Array]
     opt_state: dict[str, Any]  # of the optimizers, by name (`optimizers.table`)
     bad_steps: jax.Array  # uint32, how many of the last steps in a row were skipped
+    # under skip_step_on_spikes loss, grad_norm and targets of the last steps, the newest last:
+    # float32 [skip_step_interval + 1]; 0 targets where a step is missing
+    recent: dict[str, jax.Array]
 
     @property
     def model(self) -> Decoder:
@@ -60,7 +65,9 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     trained, frozen = _parts(model, recipe.optimizer)
     opt_state = table.init(recipe.optimizer, trained)
     clock = jnp.zeros((2,), jnp.uint32)
-    return TrainState(clock, trained, frozen, no_counts(model), opt_state, jnp.uint32(0))
+    numbers = ("loss", "grad_norm", "targets") if recipe.optimizer.skip_step_on_spikes else ()
+    recent = {x: jnp.zeros(recipe.optimizer.skip_step_interval + 1) for x in numbers}
+    return TrainState(clock, trained, frozen, no_counts(model), opt_state, jnp.uint32(0), recent)
 
 
 def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:

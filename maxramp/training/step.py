@@ -29,9 +29,8 @@ from maxramp.training.norm import add_up, squares
 from maxramp.training.optimizers import table
 from maxramp.training.optimizers.half_lives import STEADY
 from maxramp.training.preferences import preference
-from maxramp.training.state import TrainState, mask_layers, no_counts
-
-Metrics = dict[str, jax.Array]
+from maxramp.training.skipping import skip_bad_step
+from maxramp.training.state import Metrics, TrainState, mask_layers, no_counts
 
 
 def objective_of(recipe: Recipe) -> Objective:
@@ -76,7 +75,7 @@ def train_step(
 
     Metrics are scalars: `loss` (nats per token or pair), `grad_norm` (before clipping),
     `learning_rate`, `target_tokens` (neither padding nor a document's first), `batch_fingerprint`
-    (uint32[2]), under `skip_bad_steps` `bad_steps` (uint32, in a row), those of `noise_scale`.
+    (uint32[2]), those of `noise_scale` and `skipping`.
     """
 
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
@@ -207,18 +206,10 @@ def update(
     }
     buffers = sums[1].counts
     frozen = balance.move_biases(state.frozen, buffers, optimizer.routed_bias_update_rate)
-    bad_steps = state.bad_steps
-    if optimizer.skip_bad_steps:
-        good = jnp.isfinite(grad_norm)
-        before = state.trained, state.frozen, state.buffers, state.opt_state
-        trained, frozen, buffers, opt_state = jax.tree.map(
-            functools.partial(jnp.where, good), (trained, frozen, buffers, opt_state), before
-        )
-        # A step of several updates counts once.
-        bad = jnp.maximum(bad_steps, 1) if again else bad_steps + jnp.uint32(1)
-        bad_steps = jnp.where(good, jnp.uint32(0), bad)
-        metrics["bad_steps"] = bad_steps
-    return TrainState(consumed, trained, frozen, buffers, opt_state, bad_steps), metrics
+    after = TrainState(
+        *(consumed, trained, frozen, buffers, opt_state, state.bad_steps, state.recent)
+    )
+    return skip_bad_step(optimizer, state, after, metrics, count, again)
 
 
 def eval_step(

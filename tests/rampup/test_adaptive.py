@@ -53,6 +53,8 @@ def test_what_says_nothing_allows_nothing():
     for record, wrong in zip(records, (None, float("nan"), float("inf")), strict=False):
         record["norms_noise_signal"] = wrong
     assert adaptive.lower_bound(records, 1.0) == pytest.approx(20, 0.2)
+    records[4] |= {"norms_noise_signal": 700.0, "bad_steps": 1}  # skipped
+    assert adaptive.lower_bound(records, 1.0) == pytest.approx(20, 0.2)
     for record in records:
         record["norms_noise_signal"] = -1.0
     assert adaptive.lower_bound(records, 1.0) == 0

@@ -22,6 +22,7 @@ from maxramp.training.state import abstract_state
 
 KEYS = (
     *("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "dtype=bfloat16", "grpo_beta=0.1"),
+    "skip_step_on_spikes=True",
     *("num_generations=4", "max_completion_length=6", "global_batch_size=4", "num_iterations=2"),
 )
 NO_TPU = importlib.util.find_spec("libtpu") is None
@@ -38,6 +39,7 @@ PAIRS = (
     *("base_emb_dim=256", "head_dim=128", "base_num_query_heads=4", "base_num_kv_heads=2"),
     *("gradient_accumulation_steps=2", "per_device_batch_size=2", "dtype=bfloat16"),
     *("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=full"),
+    "skip_step_on_spikes=True",
 )
 
 

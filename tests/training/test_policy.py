@@ -195,6 +195,7 @@ def test_updates_on_one_batch_are_one_step():
             {"seen": jnp.uint32([7])},
             table.init(optimizer, model),
             jnp.uint32(5),
+            {},
         )
 
         def rates_and_bad_steps(*sizes):
