@@ -23,7 +23,7 @@ class Nodes:
         self.publish()
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Those that were not left out for good."""
         return len(self._back)
 

@@ -97,13 +97,13 @@ def _wait_for(nodes: Nodes, take: int, asked: list[int]) -> list[int]:
     somebody asks for the end.
     """
     told = False
-    while len(there := nodes.there()) < take <= nodes.left and not asked:
+    while len(there := nodes.there()) < take <= nodes.remaining and not asked:
         if not told:
             _say(f"waits for {count(take, 'node')}: {len(there)} are there")
         told = True
         time.sleep(0.05)
     if len(there) < take and not asked:
-        _say(f"gave up: the run needs {count(take, 'node')}, and {nodes.left} are left")
+        _say(f"gave up: the run needs {count(take, 'node')}, and {nodes.remaining} are left")
     return there
 
 

@@ -144,7 +144,7 @@ def test_lost_nodes_rest_longer_each_time(tmp_path):
     time.sleep(1.01)
     assert nodes.there() == [0, 1, 2]
     assert nodes.lose(1) == "rests for 2 s"
-    assert "left out for good" in nodes.lose(1) and nodes.left == 2
+    assert "left out for good" in nodes.lose(1) and nodes.remaining == 2
     assert nodes.there() == [0, 2]
 
 
