@@ -43,9 +43,10 @@ def splash_attention(
         "attn_logits_soft_cap": cap or None,
         "interpret": interpret,
     }
-    if places_Bt is None:
+    segments_BT, first = positions.segments_BT, positions.first_seen(T, window)
+    if places_Bt is None:  # rows share masks of what any sees, and the kernel takes them together
         places_Bt = jnp.arange(T, dtype=jnp.int32)
-    segments_BT = positions.segments_BT
+        first = first if first.ndim == 1 else first.min(0)
 
     def attend_row(q_tHh, k_TKh, v_TKh, first_T, places_t, segments_T):
         k_KTh, v_KTh = (x.swapaxes(0, 1) for x in (k_TKh, v_TKh))
@@ -64,8 +65,7 @@ def splash_attention(
         parts = q_tHh.reshape(t // p, p, *q_tHh.shape[1:]), places_t.reshape(t // p, p)
         return jax.lax.map(lambda part: attend_some(*part), parts).reshape(t, H, -1)
 
-    rows = q_BtHh, k_BTKh, v_BTKh, positions.first_seen(T, window), places_Bt, segments_BT
-    # What all rows share stays one array, so that the kernel takes rows together.
+    rows = q_BtHh, k_BTKh, v_BTKh, first, places_Bt, segments_BT
     axes = (0, 0, 0, *(None if x is None or x.ndim == 1 else 0 for x in rows[3:]))
     return jax.vmap(attend_row, axes)(*rows)
 
