@@ -177,7 +177,7 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
         ),
         (
             "decoder_block=gemma3",
-            "use_qk_norm=False, sliding_window_size=0: .* needs use_qk_norm=True sliding_window_size",
+            "use_qk_norm=False, sliding_window_size=0: .* needs use_qk_norm=True sliding_w",
         ),
         (
             "decoder_block=qwen3 use_qk_norm=true attention_bias=true",
