@@ -22,6 +22,7 @@ from maxramp.files.place import place, sizes
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface import gguf, writing
+from maxramp.huggingface.folder import TOKENIZER
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_parameters
 from maxramp.model.families.table import is_of_experts
@@ -63,7 +64,9 @@ def main(arguments: list[str]) -> int:
         size = sum(sizes(given.to).values())
         of = "adapters of a model" if opened.adapted and not given.merge else "a model"
         print(f"wrote    {given.to}: {of} of {weights:,} weights, {size / 1e6:,.1f} MB")
-        print(f"next     python -m maxramp.generate {shell_quote([given.to])} --prompt TEXT")
+        has_tokenizer = any((given.to / name).exists() for name in TOKENIZER)
+        reads = shell_quote([given.to if has_tokenizer else given.run])
+        print(f"next     python -m maxramp.generate {reads} --prompt TEXT")
     return 0
 
 

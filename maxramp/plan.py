@@ -251,6 +251,8 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
     most = max(stage["nodes"] for stage in stages)
     hours, price = _cost(totals, size if ramp else "")
     and_so = ": " if totals["hours"] else "; "
+    is_more = totals["node_time"] > 1.005 * final["node_time"]
+    why = ", as smaller passes lose more (planned_pass_overhead)" if is_more else ""
 
     def ramp_text(bound: dict[str, Any]) -> str:
         sizes = " ".join(f"{short(sample)}:{size}" for sample, size in bound["batches"])
@@ -287,7 +289,7 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
             ramp,
             "node-time" if nodes > 1 else "time",
             f"{_change(totals['node_time'], final['node_time'], 'less')} than a constant batch of "
-            f"{size} {'on all nodes ' * (nodes > 1)}takes{and_so}{hours}",
+            f"{size} {'on all nodes ' * (nodes > 1)}takes{why}{and_so}{hours}",
         ),
         (
             totals["node_changes"],

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import itertools
 import os
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import yaml
@@ -34,6 +34,8 @@ class Given:
     where: str  # the beginning of an error about it: "FILE: ", "" for the command line
     values: dict[str, Any]  # by key of base.yml, each of the type of its default
     is_foreign: bool = False  # a file of another trainer, which lists all that it has
+    # Keys of others that have to agree with the model's family, as given and with their values.
+    of_family: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 Note = Callable[[str], None]  # takes a line about what became of another trainer's keys
@@ -105,6 +107,12 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
     # A batch that is given without a ramp is constant: base.yml's ramp is the demo's alone.
     if "per_device_batch_size" in names and not {_RAMP, *MAXTEXT_RAMP} & names:
         merged[_RAMP] = False
+    # A model's file decides over others, the command line over it.
+    decide = (command_line,) if merged["model_name"] != "default" else (*files, command_line)
+    for one in decide:
+        peers.check_family(merged["decoder_block"], one.of_family)
+    for one in files:
+        _note_layers(one, merged, note)
     unread = Config.unread_by(merged["program"], merged)
     if unread:
         shown = ", ".join(base.shorten([f"{name}={merged[name]}" for name in unread]))
@@ -117,6 +125,17 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
     config.batch.refuse_unread(CHOICES, names & own, config.values)
     config.check()
     return config
+
+
+def _note_layers(given: Given, values: Mapping[str, Any], note: Note) -> None:
+    """MaxText's files of Gemma 2 count pairs of layers."""
+    name = "base_num_decoder_layers"
+    layers = given.values.get(name)
+    if given.is_foreign and layers == values[name] and values["decoder_block"] == "gemma2":
+        note(
+            f"{given.where}{name}={layers}: MaxText counts pairs of layers of gemma2, maxramp "
+            f"layers; if this is MaxText's number, give {name}={2 * layers}"
+        )
 
 
 def find_sources(arguments: Sequence[str]) -> dict[str, str]:
@@ -220,14 +239,15 @@ def read(path: str, arguments: Sequence[str], note: Note) -> list[Given]:
             taken[key] = given, value
         values = {key: base.cast_value(*given, key) for key, given in taken.items()}
         is_foreign = bool(where) and any(name in foreign for name, _ in pairs)
-        found.append(Given(where, values, is_foreign))
+        of_family = {name: foreign[name] for name, _ in pairs if name in peers.OF_FAMILY}
+        found.append(Given(where, values, is_foreign, of_family))
         in_phases = values.get("phases", in_phases)
     ignored = peers.check(foreign, [dict(pairs) for _, pairs in layers])
     if ignored:
         notes.append(f"ignored, as nothing here depends on them: {', '.join(ignored)}")
     for line in notes:
         note(line)
-    return [given for given in found[:-1] if given.values != base.base()] + found[-1:]
+    return [one for one in found[:-1] if one.of_family or one.values != base.base()] + found[-1:]
 
 
 def flatten(pairs: Any) -> Iterator[tuple[str, Any]]:

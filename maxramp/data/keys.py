@@ -1,6 +1,7 @@
 """The sections of the data: what to read, how far ahead, and what to evaluate on."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 
@@ -60,8 +61,10 @@ class DataKeys(ChatKeys):
 
     @property
     def fields(self) -> Fields:
-        """The arrays of a batch, where rows are not several documents apart."""
-        return pair_fields if self.use_dpo else text_fields
+        """The arrays of a batch, as far as the keys say: prepared sets decide about documents."""
+        reads_documents = self.dataset_type in ("grain", "hf")
+        apart = reads_documents and self.packing and self.separate_documents
+        return pair_fields if self.use_dpo else functools.partial(text_fields, separate=apart)
 
     @property
     def mark_keys(self) -> dict[str, bool]:

@@ -21,6 +21,7 @@ MEGATRON_NEAR: dict[str, str] = _TABLE["megatron_near"]
 VALUES: dict[str, dict[str, Any]] = _TABLE["values"]
 _ONLY: dict[str, list[Any]] = _TABLE["only"]
 _DERIVED: dict[str, str] = _TABLE["derived"]
+OF_FAMILY: dict[str, list[str]] = _TABLE["of_family"]
 _IGNORED = " ".join(_TABLE["ignored"].values())
 _NOT_GIVEN = (None, "", "none", "None")
 
@@ -47,7 +48,8 @@ def refusal(name: str, value: Any) -> str | None:
             if _matches(name, names):
                 nothing = value in (*_NOT_GIVEN, *asks_for_nothing)
                 return "" if nothing else f"({refused.get('owner', owner)}'s): {refused['because']}"
-    return "" if name in RENAMED or _matches(name, _IGNORED) else None
+    is_idle = name in RENAMED or name in OF_FAMILY or _matches(name, _IGNORED)
+    return "" if is_idle else None
 
 
 def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -60,7 +62,7 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
             refused[why].append(given)
         elif why is None:
             unknown.append((given, name))
-        else:
+        elif name not in OF_FAMILY:
             ignored.append(name)
     for together, why in _refused_together(layers):
         refused[why].append(together)
@@ -70,6 +72,18 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
     if wrong:
         raise ConfigError(". ".join(wrong))
     return ignored
+
+
+def check_family(block: str, given: Mapping[str, tuple[str, Any]]) -> None:
+    """Refuses keys that do not agree with the family of models; `given` as in `check`."""
+    for name, (shown, value) in given.items():
+        switched, always = (block in blocks.split() for blocks in OF_FAMILY[name])
+        if value not in _NOT_GIVEN and value != switched and not always:
+            has = "has" if switched else "does not have"
+            raise ConfigError(
+                f"{shown} (MaxText's): decoder_block={block} {has} these norms; use {switched}, or "
+                "leave it out"
+            )
 
 
 def _refused_together(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

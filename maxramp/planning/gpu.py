@@ -12,9 +12,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from maxramp.errors import ConfigError
 from maxramp.keys.section import refuse
 from maxramp.keys.yamlfile import read_yaml
+from maxramp.model.parts.balanced_order import run_length
 from maxramp.planning import hlo
 
 
@@ -199,8 +202,10 @@ def _flops(i: hlo.Instruction) -> float:
         return _ATTENTION[target] * 2.0 * B * H * h * seen
     if scope := re.search(r"attention_window_(\d+)\b.*?(forward|dq|dkv)_kernel", i.rest):
         (B, T, H, h), (_, S, _, _) = (operand.shape for operand in i.operands[:2])
-        # Some tokens see as all do; what documents leave out is not known.
-        seen = _count_pairs(int(scope[1]) or S, S) * T / S
+        # What documents leave out is not known.
+        length = run_length(T)
+        pairs_n = np.minimum(np.arange(S) + 0.5, int(scope[1]) or S).reshape(-1, length).sum(1)
+        seen = hlo.share_of_row(i.rest, pairs_n, T / S)
         return _OURS[scope[2]] * 2.0 * B * H * h * seen
     if scope := re.search(r"grouped_rows_(\d+)_.*/grouped_", i.rest):  # buffers have room for more
         return 2.0 * int(scope[1]) * i.operands[-2].shape[1] * i.shape[-1]

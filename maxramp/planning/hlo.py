@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from maxramp.model.parts.balanced_order import balanced_order
 from maxramp.planning.topology import Chip
 from maxramp.training.device_memory import GIB
 
@@ -184,6 +185,8 @@ def parse(text: str) -> Computation:
             current[name] = Instruction(program, current, name, types, opcode, rest)
             if root:
                 current.root = current[name]
+        elif line.startswith(('"', "}}")):  # of the instruction before, in what its maker says
+            current[name].rest += line
     return entry
 
 
@@ -268,31 +271,40 @@ def _convolution_flops(i: Instruction) -> float:
 
 # Products of an attention kernel, each of [T, h] with [h, T] or [T, T] with [T, h]: scores and
 # result; scores, dP, dV, dK; scores, dP, dQ.
-_KERNELS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+_KERNELS = {"fwd": 2, "dkv": 4, "dq": 3}
 
 
 def _kernel_flops(i: Instruction) -> float:
-    """FLOPs of an attention kernel, from its queries [..., H, T, h] and its mask's blocks.
+    """FLOPs of an attention kernel on the most loaded device, from its queries [..., H, t, h] and
+    the blocks of its mask, in rows of one text.
 
     The first operand has integers [.., blocks of queries, turns] of the forward pass and dQ, and
-    [.., turns, blocks of keys] of dK and dV: how many blocks each goes through, at most. A row's
-    square blocks are up to the diagonal, with a window the last few of them; of some queries of
-    each row, as where a row lies on several devices, a fair share.
+    [.., turns, blocks of keys] of dK and dV: how many blocks each goes through, at most. A block of
+    queries sees the blocks of keys up to its own, with a window the last few of them.
     """
-    products = next((n for name, n in _KERNELS.items() if i.name.startswith(name)), 0)
-    if not products:
+    if not (kernel := re.search(r"tpu_custom_call.*splash_mha_(fwd|dkv|dq)", i.rest)):
         return 0.0
     shapes = _SHAPE.findall(i.rest.partition("constraints=")[2])
     (*heads, t, width), (*_, T, _) = [numbers(dims) for kind, dims in shapes if "f" in kind][:2]
-    blocks, turns = numbers(shapes[0][1])[-2:]
-    own, others = t, T
-    if "dkv" in i.name:
-        blocks, turns, own, others = turns, blocks, T, t
-    block = own // blocks
-    rows = T // block
-    most = rows if turns * block >= others else turns
-    seen = sum(min(row + 1, most) for row in range(rows)) * t / T
-    return products * 2.0 * math.prod(heads) * seen * block**2 * width
+    queries, keys = (int(re.search(rf"block_{x}\w*\W+(\d+)", i.rest)[1]) for x in ("q", "kv"))
+    *_, first, second = numbers(shapes[0][1])
+    of_keys = kernel[1] == "dkv"
+    near = -(-first * queries // keys) if of_keys else second
+    is_windowed = first * queries < t if of_keys else second * keys < T
+    seen_n = np.arange(queries - 1, T, queries) // keys + 1
+    seen = share_of_row(i.rest, np.minimum(seen_n, near) if is_windowed else seen_n, t / T)
+    return _KERNELS[kernel[1]] * 2.0 * math.prod(heads) * seen * queries * keys * width
+
+
+def share_of_row(rest: str, costs_n: np.ndarray, part: float) -> float:
+    """What a kernel that takes a part of a row's queries does on the most loaded device, of the
+    costs of n equal parts of the row. The scope around it says how tokens lie on devices
+    (`attention.attend`); without one it is a fair share."""
+    scope = re.search(r"attention_of_(\d+)_devices_(balanced|in_order)", rest)
+    devices, order = int(scope[1]) if scope else 1, slice(None)
+    if scope and scope[2] == "balanced":
+        order = np.asarray(balanced_order(costs_n[None], 1, devices))[0]
+    return float(costs_n[order].reshape(devices, -1).sum(1).max()) * part * devices
 
 
 def _grouped_flops(i: Instruction) -> tuple[float, float]:

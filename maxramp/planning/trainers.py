@@ -117,7 +117,9 @@ def _run_maxtext(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]
     """In floats, as there."""
     final, start, increment, samples, accumulation, has_ramp = keys.values()
     if not has_ramp:
-        raise ConfigError("holds no ramp; MaxText's has enable_rampup_batch_size=True")
+        raise ConfigError(
+            "holds no ramp; a file of MaxText is a config here: python -m maxramp.plan FILE"
+        )
     if devices is None:
         raise ConfigError(
             "MaxText's batches follow from the devices: give num_nodes=N devices_per_node=N"
@@ -198,8 +200,10 @@ def _run_megatron(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]
     schedule, row = keys.get("step_batch_size_schedule"), keys.get("max_target_length")
     if schedule is None:
         size = _constant(keys)
-        why = "since 0.18 nothing reads --rampup-batch-size, and no warning is given"
-        lines = [f"trains with a constant batch of {size:,}: {why}"]
+        lines = [f"trains with a constant batch of {size:,}"]
+        if "rampup_batch_size" not in keys:
+            return [(0, size)], lines
+        lines[0] += ": since 0.18 nothing reads --rampup-batch-size, and no warning is given"
         if row:
             lines.append(f'--step-batch-size-schedule "{_schedule_text(keys, row)}" ramps there')
         return [(0, size)], lines
@@ -231,18 +235,18 @@ def _run_bridge(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]:
     has_ramp, size = "rampup_batch_size" in keys, _constant(keys)
     if has_ramp and "total_samples" in keys:
         return [], ["stops with an AssertionError: no rampup_batch_size beside train_samples"]
+    line = f"trains with a constant batch of {size:,}"
+    if not (has_ramp or "step_batch_size_schedule" in keys):
+        return [(0, size)], [line]
     why = "megatron-core since 0.18 warns and ignores rampup_batch_size"
     why = why if has_ramp else "step_batch_size_schedule is not passed on"
-    lines = [f"trains with a constant batch of {size:,}: {why}"]
-    return [(0, size)], [*lines, "has no other key that makes a ramp"]
+    return [(0, size)], [f"{line}: {why}", "has no other key that makes a ramp"]
 
 
 def _constant(keys: _Keys) -> int:
-    """The batch that is left of a ramp that nothing reads."""
-    if not {"rampup_batch_size", "step_batch_size_schedule"} & {*keys}:
-        raise ConfigError("holds no ramp: no rampup_batch_size, no thresholds")
+    """The batch without a ramp, or that is left of one that nothing reads."""
     if "global_batch_size" not in keys:
-        raise ConfigError("holds no global_batch_size, where the ramp ends")
+        raise ConfigError("holds no global_batch_size, with which it trains or where a ramp ends")
     if keys["global_batch_size"] < 1:
         raise ConfigError(f"global_batch_size={keys['global_batch_size']} must be above 0")
     return keys["global_batch_size"]

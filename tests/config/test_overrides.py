@@ -284,6 +284,49 @@ def test_batches_of_an_evaluation_are_refused():
     assert refusal("train.eval_iters=8").startswith("train.eval_iters=8 (NeMo's): counts batches")
 
 
+GEMMA3 = ("decoder_block=gemma3", "use_qk_norm=True", "sliding_window_size=8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((*GEMMA3, "use_post_attn_norm=True"), ""),
+        ((*GEMMA3, "use_post_ffw_norm=False"), "gemma3 has these norms; use True"),
+        (("model_name=gemma3-1b", "use_post_attn_norm=False"), "gemma3 has these norms; use True"),
+        (("model_name=olmo2-7b", "use_post_attn_norm=False"), ""),
+        (("use_post_attn_norm=False",), ""),
+        (("use_post_attn_norm=True",), "llama2 does not have these norms; use False"),
+        (("context_sharding=context",), ""),
+        (("context_sharding=expert",), "give ici_context_parallelism=N"),
+    ],
+)
+def test_what_follows_from_the_family_may_agree(arguments, says):
+    if says:
+        assert says in refusal(*arguments)
+    else:
+        load(*arguments)
+
+
+def test_a_models_file_decides_over_norms_in_another(tmp_path):
+    """As in MaxText, whose base.yml switches off what the files of Gemma switch on."""
+    path = tmp_path / "maxtext.yml"
+    path.write_text(MAXTEXTS + "use_post_attn_norm: false\n")
+    load("model_name=gemma3-1b", config=path)
+    with pytest.raises(ConfigError, match="gemma3 has these norms"):
+        load(*GEMMA3, config=path)
+
+
+def test_maxtext_counts_pairs_of_layers_of_gemma2(tmp_path):
+    path = tmp_path / "gemma2.yml"
+    layers = "decoder_block: gemma2\nsliding_window_size: 8\nbase_num_decoder_layers: 13\n"
+    path.write_text(layers)
+    assert not load(config=path)[1]
+    path.write_text(layers + "use_post_attn_norm: true\n")
+    (note,) = load(config=path)[1]
+    assert note.endswith("if this is MaxText's number, give base_num_decoder_layers=26")
+    assert not load("base_num_decoder_layers=26", config=path)[1]
+
+
 def test_the_table_fits_the_keys():
     """A new key of base.yml must not be one that the table takes for another's."""
     for name in BASE_VALUES:

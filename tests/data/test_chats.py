@@ -173,7 +173,7 @@ FAILS = "{{ raise_exception('only one system message') }}"
 @pytest.mark.parametrize(
     "records, arguments, template, parts",
     [
-        ([GOOD, {"text": "x"}], (), "", ["line 2", "is not a chat: it has text"]),
+        ([GOOD, {"text": "x"}], (), "", ["line 2", "is not a chat: it has text", "use_sft=false"]),
         ([{"messages": "x"}], (), "", ["line 1", "is not a list of messages"]),
         ([{"messages": [{"role": "user"}]}], (), "", ["role user has no content"]),
         ([{"conversations": [{"from": "bot", "value": "x"}]}], (), "", ['from "bot"']),

@@ -10,7 +10,7 @@ from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
-from maxramp.model.parts import attention
+from maxramp.model.parts import attention, splash_attention
 from maxramp.model.parts.attention import Rule, attend, select_for
 from maxramp.model.parts.positions import Positions
 from maxramp.parallel.sharding import X_BTHh
@@ -96,6 +96,28 @@ def test_windows_scales_and_caps(implementation, documents):
 
     out = on_mesh(found, 2, q, k, v)
     np.testing.assert_allclose(out, reference(q, k, v, segments, **BITING), atol=2e-5)
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 150}])
+def test_rows_whose_masks_do_not_fit_are_taken_in_parts(monkeypatch, rule):
+    """Gradients too, of documents; as rows of 1,048,576 tokens are on TPUs."""
+    q, k, v, segments = inputs(512)
+    towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+    masks, taken = splash_attention._masks, []
+    monkeypatch.setattr(splash_attention, "_LARGEST_BLOCK", 128)
+    monkeypatch.setattr(splash_attention, "_MOST_TURNS", 8)
+    monkeypatch.setattr(splash_attention, "_masks", lambda *x: taken.append(len(x[1])) or masks(*x))
+
+    def run(kernel, *qkv):
+        seen = Rule(Positions(segments), **rule)
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, seen, kernel), *qkv)
+        return out, *pull(towards)
+
+    kernels = ("splash_interpreted", "dot_product")
+    found = (on_mesh(functools.partial(run, kernel), 1, q, k, v) for kernel in kernels)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4 * np.abs(other).max())
+    assert {*taken} == {256}
 
 
 @pytest.mark.parametrize("window", [2, 30, 200])

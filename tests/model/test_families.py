@@ -167,8 +167,18 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
             "decoder_block=mixtral num_experts=4 lora_rank=4",
             r"lora_targets=\['matrix'\]: experts have no adapters; use lora_targets=\[q_proj,",
         ),
-        ("decoder_block=dots1 num_experts=4", "use_qk_norm=False: decoder_block=dots1 has it"),
-        ("decoder_block=qwen2", "attention_bias=False: decoder_block=qwen2 has it; use True"),
+        (
+            "decoder_block=dots1 num_experts=4",
+            "use_qk_norm=False, .*: decoder_block=dots1 needs use_qk_norm=True",
+        ),
+        (
+            "decoder_block=qwen2",
+            "attention_bias=False: decoder_block=qwen2 needs attention_bias=True",
+        ),
+        (
+            "decoder_block=gemma3",
+            "use_qk_norm=False, sliding_window_size=0: .* needs use_qk_norm=True sliding_w",
+        ),
         (
             "decoder_block=qwen3 use_qk_norm=true attention_bias=true",
             "attention_bias=True is read only with decoder_block=qwen2",

@@ -25,10 +25,10 @@ needs_libtpu = pytest.mark.skipif(
 UNIT = topology.Chip(1, 1e-12, 1e-9, 1e-9, 1e-9, 3, 1)
 
 
-def pod(name: str, sizes: tuple[int, ...], slices: int = 1) -> Mesh:
+def pod(name: str, sizes: tuple[int, ...], slices: int = 1, context: int = 1) -> Mesh:
     """A mesh of data, fsdp and tensor over a pod's chips; its first axis is over the slices."""
     data, fsdp, tensor = sizes
-    sizes = (data, 1, fsdp, 1, 1, tensor)  # one stage; whole experts and rows
+    sizes = (data, 1, fsdp, 1, context, tensor)  # one stage; whole experts
     devices = machine.describe(topology.parse(name), slices)
     if slices == 1:
         grid = mesh_utils.create_device_mesh(sizes, devices)
@@ -141,6 +141,30 @@ def test_attention_kernels(rows, window):
     blocks = seen.reshape(4, 512, 4, 512).any((1, 3)).sum()
     assert work.flops == (2 + 4 + 3) * 2 * rows * H * blocks * 512 * 512 * h
     assert work.attention_seconds == pytest.approx(work.flops)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("rows", [1, 2])
+def test_attention_to_gathered_keys_is_that_of_the_last_part(rows):
+    """Of 4 parts of a row, in order, the last sees 4 blocks. Several rows are a loop over them."""
+    mesh, T, H, K, h = pod("v5p:2x2x1", (1, 1, 1), context=4), 2048, 4, 2, 128
+    q, k = (on(mesh, (rows, T, heads, h), "bfloat16", X_BTHh) for heads in (H, K))
+
+    def loss(q, k, v):
+        return attend(q, k, v, Rule(), "splash", "all_gather").astype(jnp.float32).sum()
+
+    work = count(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
+    assert work.flops == (2 + 4 + 3) * 2 * rows * H * 4 * 512 * 512 * h
+
+
+def test_the_most_loaded_device():
+    costs_n = np.arange(1.0, 17.0)
+    assert hlo.share_of_row("", costs_n, 1 / 4) == costs_n.mean() * 4
+    last = costs_n[12:].sum()
+    assert hlo.share_of_row("/attention_of_4_devices_in_order/", costs_n, 1 / 4) == last
+    balanced = hlo.share_of_row("/attention_of_4_devices_balanced/", costs_n, 1 / 4)
+    assert costs_n.mean() * 4 <= balanced < 1.05 * costs_n.mean() * 4
+    assert hlo.share_of_row("/attention_of_4_devices_in_order/", costs_n, 1 / 8) == last / 2
 
 
 PROGRAM = """

@@ -238,6 +238,19 @@ def test_nemo(compared):
 
 
 @pytest.mark.parametrize(
+    ("trainer", "text"),
+    [
+        ("megatron", "--global-batch-size 32 --micro-batch-size 2 --train-iters 9"),
+        ("nemo", "model: {global_batch_size: 32}\n"),
+    ],
+)
+def test_a_constant_batch_is_one_here(trainer, text, compared):
+    found = compared(trainer, text)
+    assert found["theirs"] == found["ours"] == [[0, 32]] and not found["refused"]
+    assert "trains with a constant batch of 32\n" in found["printed"]
+
+
+@pytest.mark.parametrize(
     ("trainer", "text", "said"),
     [
         ("maxtext", MAXTEXT, "num_nodes=N devices_per_node=N"),
@@ -245,7 +258,7 @@ def test_nemo(compared):
         ("maxtext", MAXTEXT.replace("base.yml", "other.yml"), "is not read here"),
         ("maxtext", MAXTEXT.replace("samples: 60", "samples: many"), "must be an integer"),
         ("megatron", MEGATRON.replace("16 16 96", "$RAMP"), "must be three integers"),
-        ("megatron", "--global-batch-size 32", "holds no ramp"),
+        ("megatron", "--micro-batch-size 4", "holds no global_batch_size"),
         ("megatron", "--train-iters 5 --decrease-batch-size-if-needed", "leave it out"),
         ("megatron", '--step-batch-size-schedule "0:3 5:4"', "give --seq-length"),
         ("nemo", "model:\n  rampup_batch_size: [16, 16]\n", "holds no global_batch_size"),
@@ -254,7 +267,7 @@ def test_nemo(compared):
             "rampup_batch_size: [1, 1, 2]\nglobal_batch_size: ${GBS}\n",
             "{GBS} must be an integer",
         ),
-        ("nemo", "trainer: {}\n", "holds no ramp"),
+        ("nemo", "trainer: {}\n", "holds no global_batch_size"),
         ("nemo", "decrease_batch_size_if_needed: true\n", "changes batches by the devices"),
         (
             "nemo",

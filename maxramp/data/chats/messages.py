@@ -129,7 +129,8 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
         return [*_prompt_messages(record, "\n\n".join(parts.values())), answer]
     there = ", ".join(list(record)[:8]) or "nothing"
     pairs = "; use_dpo=true reads pairs" if record.keys() >= set(PAIR) else ""
-    raise BadRecord(f"is not a chat: it has {there}, and chats have {_FORMS}{pairs}")
+    text = "; use_sft=false trains on text" if "text" in record else ""
+    raise BadRecord(f"is not a chat: it has {there}, and chats have {_FORMS}{pairs}{text}")
 
 
 def _prompt_messages(record: Mapping[str, Any], prompt: Any) -> list[Any]:

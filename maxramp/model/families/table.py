@@ -51,15 +51,18 @@ def unify_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 def check_family(keys: ModelKeys) -> Relations:
     block = keys.decoder_block
     yield block not in FAMILIES, f"decoder_block={block} is not one of {', '.join(FAMILIES)}"
-    for name, value in FAMILIES[block].fixed.items():
-        given = getattr(keys, name)
-        has = "has it" if value is True else f"has {value}"
-        others = "" if is_of_experts(block) else ", or decoder_block=llama2"
-        yield given != value, f"{name}={given}: decoder_block={block} {has}; use {value}{others}"
+    family = FAMILIES[block]
+    needs = dict(family.fixed)
+    if family.released.period > 1 and not keys.sliding_window_size:
+        needs["sliding_window_size"] = 4096
+    needs = {name: value for name, value in needs.items() if getattr(keys, name) != value}
+    here = ", ".join(f"{name}={getattr(keys, name)}" for name in needs)
+    such = ", or as many tokens as most layers see" if "sliding_window_size" in needs else ""
+    others = "" if is_of_experts(block) else ", decoder_block=llama2,"
     yield (
-        FAMILIES[block].released.period > 1 and not keys.sliding_window_size,
-        f"sliding_window_size=0: most layers of decoder_block={block} see a window; give one, such "
-        "as 4096",
+        needs,
+        f"{here}: decoder_block={block} needs {' '.join(f'{n}={x}' for n, x in needs.items())}"
+        f"{such}; give that{others} or the model_name of a file in configs/models",
     )
     heads = keys.base_num_query_heads * keys.head_dim
     yield (

@@ -150,8 +150,11 @@ def attend(
         if devices == 1:
             return _KERNELS[kernel](q_BTHh, k_BSKh, v_BSKh, rule)
         way = select_strategy(strategy, *heads, devices)
-        attend_to = _attend_by_heads if way == "ulysses" else _attend_to_gathered
-        return attend_to(q_BTHh, k_BSKh, v_BSKh, rule, kernel)
+        if way == "ulysses":
+            return _attend_by_heads(q_BTHh, k_BSKh, v_BSKh, rule, kernel)
+        order = "in_order" if rule.positions.places_BT is None else "balanced"
+        with jax.named_scope(f"attention_of_{devices}_devices_{order}"):  # planning/hlo.py reads it
+            return _attend_to_gathered(q_BTHh, k_BSKh, v_BSKh, rule, kernel)
 
     # A kernel sees the rows and heads of one device; attention needs no others.
     arrays = (q_BTHh, k_BSKh, v_BSKh, rule)

@@ -12,6 +12,8 @@ from maxramp.model.parts.sight import key_blocks, query_blocks
 
 LANES = 128  # what a block is a multiple of
 _LARGEST_BLOCK = 512
+# Of a kernel's loops at once: each has an int16 and an int8 in a TPU's scalar memory of 1 MiB.
+_MOST_TURNS = 2**18
 CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's result and sums
 
 
@@ -41,57 +43,69 @@ def splash_attention(
         "attn_logits_soft_cap": cap or None,
         "interpret": interpret,
     }
-    segments_BT, segments, masks = positions.segments_BT, None, None
-    own_Bt = segments_BT
-    if places_Bt is None:
-        mask = splash.CausalMask((T, T))
-        if window:
-            mask = splash.LocalMask((T, T), (window - 1, 0), 0)
-        heads = splash.MultiHeadMask([mask] * H)
-        whole = splash.make_splash_mha(heads, head_shards=1, q_seq_shards=1, **options)
-    else:
-        masks = _masks(positions, window, places_Bt, T, queries, keys)
-        if segments_BT is not None:
-            own_Bt = jnp.take_along_axis(segments_BT, places_Bt, 1)
-    if segments_BT is not None:
-        segments = splash.SegmentIds(own_Bt, segments_BT)
+    segments_BT, first = positions.segments_BT, positions.first_seen(T, window)
+    if places_Bt is None:  # rows share masks of what any sees, and the kernel takes them together
+        places_Bt = jnp.arange(T, dtype=jnp.int32)
+        first = first if first.ndim == 1 else first.min(0)
 
-    def attend_row(q_tHh, k_TKh, v_TKh, segments, masks):
-        kernel = _kernel(*masks, window, options) if masks else whole
-        q_HTh, k_KTh, v_KTh = (x.swapaxes(0, 1) for x in (q_tHh, k_TKh, v_TKh))
-        return kernel(q_HTh, k_KTh, v_KTh, segment_ids=segments).swapaxes(0, 1)
+    def attend_row(q_tHh, k_TKh, v_TKh, first_T, places_t, segments_T):
+        k_KTh, v_KTh = (x.swapaxes(0, 1) for x in (k_TKh, v_TKh))
 
-    return jax.vmap(attend_row)(q_BtHh, k_BTKh, v_BTKh, segments, masks)
+        def attend_some(q_pHh: jax.Array, places_p: jax.Array) -> jax.Array:
+            masks = _masks(first_T[places_p], places_p, window, T, queries, keys)
+            segments = None
+            if segments_T is not None:
+                segments = splash.SegmentIds(segments_T[places_p], segments_T)
+            kernel = _kernel(*masks, window, options)
+            return kernel(q_pHh.swapaxes(0, 1), k_KTh, v_KTh, segment_ids=segments).swapaxes(0, 1)
+
+        p = _most_queries(t, T, window, queries, keys)
+        if p == t:
+            return attend_some(q_tHh, places_t)
+        parts = q_tHh.reshape(t // p, p, *q_tHh.shape[1:]), places_t.reshape(t // p, p)
+        return jax.lax.map(lambda part: attend_some(*part), parts).reshape(t, H, -1)
+
+    rows = q_BtHh, k_BTKh, v_BTKh, first, places_Bt, segments_BT
+    axes = (0, 0, 0, *(None if x is None or x.ndim == 1 else 0 for x in rows[3:]))
+    return jax.vmap(attend_row, axes)(*rows)
 
 
-def _masks(positions, window, places_Bt, T, queries, keys):
-    """Of every row the MaskInfos of queries and of keys: the number of the block that each turn of
-    the kernel's loops reads, and whether there is one, [1, q, turns] and [1, turns, k]."""
-    from jax.experimental import pallas as pl
+def _turns(own: int, others: int, number: int, window: int) -> int:
+    """How many of `number` blocks of others a block of consecutive tokens may meet."""
+    if not window:
+        return number
+    near = -(-own // others) + -(-(window - 1) // others) + (own % others > 0)
+    return min(number, near)
+
+
+def _most_queries(t: int, T: int, window: int, queries: int, keys: int) -> int:
+    """How many of t queries the kernel takes at once, so that its masks fit."""
+    turns = _turns(queries, keys, T // keys, window)
+    n = t // queries
+    return queries * next(m for m in range(n, 0, -1) if n % m == 0 and m * turns <= _MOST_TURNS)
+
+
+def _masks(first_t, places_t, window, T, queries, keys):
+    """The MaskInfos of queries and of keys: the number of the block that each turn of the kernel's
+    loops reads, and whether there is one, [1, q, turns] and [1, turns, k]."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
-    B, t = places_Bt.shape
-    first_BT = jnp.broadcast_to(positions.first_seen(T, window), (B, T))
-    seen = jnp.take_along_axis(first_BT, places_Bt, 1), places_Bt
+    seen = first_t[None], places_t[None]
 
-    def turns(own: int, others: int, number: int, begin: jax.Array, end: jax.Array):
-        """With a window, a block of consecutive tokens meets few others. The integers are small
-        because they lie in a TPU's scalar memory: 1 MiB, which rows of 1,048,576 tokens fill."""
-        near = pl.cdiv(own, others) + pl.cdiv(window - 1, others) + (own % others > 0)
-        most = min(number, near) if window else number
-        at = begin[..., None] + jnp.arange(most, dtype=jnp.int32)
-        there = (at < end[..., None]).astype(jnp.int8)
-        return jnp.clip(at, 0, jnp.maximum(end - 1, 0)[..., None]).astype(jnp.int16), there
+    def turns(own: int, others: int, number: int, begin_1n: jax.Array, end_1n: jax.Array):
+        most = _turns(own, others, number, window)
+        at = begin_1n[..., None] + jnp.arange(most, dtype=jnp.int32)
+        end = end_1n[..., None]
+        there = (at < end).astype(jnp.int8)
+        return jnp.clip(at, 0, jnp.maximum(end - 1, 0)).astype(jnp.int16), there
 
     def mask_info(block: jax.Array, there: jax.Array):
-        return info.MaskInfo(block, None, there, None, places_Bt)
+        return info.MaskInfo(block, None, there, None, places_t)
 
     of_queries = turns(queries, keys, T // keys, *key_blocks(*seen, queries, keys))
-    of_keys = turns(keys, queries, t // queries, *query_blocks(*seen, queries, keys, T))
-    return (
-        mask_info(*(x[:, None] for x in of_queries)),
-        mask_info(*(x.swapaxes(1, 2)[:, None] for x in of_keys)),
-    )
+    number = len(places_t) // queries
+    of_keys = turns(keys, queries, number, *query_blocks(*seen, queries, keys, T))
+    return mask_info(*of_queries), mask_info(*(x.swapaxes(1, 2) for x in of_keys))
 
 
 def _kernel(of_queries, of_keys, window, options):
