@@ -215,6 +215,9 @@ class RampupBatchManager:
         self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
         self._settled = 0 if self.rungs else None  # all is decided
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_meshes": None}  # for readers in other processes, which ask for none
+
     def fit(self, stage: Stage, there: int) -> Stage:
         """A stage on as many nodes as are `there`, of those that are planned for it."""
         begins = operator.attrgetter("first_sample")

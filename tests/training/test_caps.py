@@ -85,7 +85,7 @@ def test_twenty_steps_in_bfloat16(block):
     [
         (("base_num_decoder_layers=26",), "repeat after 6, .* no 2 parts .*; use no pipeline"),
         (("base_num_decoder_layers=18",), "make no 2 parts that are alike; use 3 parts"),
-        (("sliding_window_size=0",), "most layers of decoder_block=gemma3 see a window; give one"),
+        (("sliding_window_size=0",), "decoder_block=gemma3 needs sliding_window_size=4096"),
     ],
 )
 def test_what_layers_that_differ_ask_for(keys, says):
