@@ -1,0 +1,136 @@
+"""What a lost node costs: seconds from a kill to the next step, steps that are trained again, and
+the share of the wall time that counts (steps kept x undisturbed seconds of a step / wall time).
+
+Four processes on this machine are the nodes of a launch. One is killed every so many seconds, under
+a launch that restarts whole, an elastic one, and an elastic one with snapshots in memory.
+
+python benchmarks/elastic.py [--every 20 60] [--kills N] [--modes ...] [--folder DIR] [--json FILE]
+                             [key=value ...]
+"""
+
+import argparse
+import json
+import pathlib
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import elastic_storm
+
+from maxramp.run.metrics import read_records
+
+RUN = [
+    "global_batch_size=12",
+    "per_device_batch_size=4",
+    "micro_batch_size=-1",
+    "steps=100000",
+    "checkpoint_period=20",
+    "max_num_checkpoints_to_keep=3",
+    "eval_interval=-1",
+    "log_period=1000",
+    "enable_tensorboard=False",
+    "node_rest_seconds=10",
+    "max_node_failures=6",
+    "max_restarts=100",
+]
+ELASTIC = ("node_rest_seconds", "max_node_failures")  # keys of an elastic launch alone
+SNAPSHOTS = ["enable_emergency_checkpoint=True", "local_checkpoint_period=4"]
+MODES = {"whole": ["elastic=False"], "elastic": [], "elastic, snapshots": SNAPSHOTS}
+_PARTS = {  # of a restart: what ends each, as the log says it
+    "the job ends": r"launch   \d process",
+    "imports, meeting, data": r"\[0\] run      ",
+}
+
+
+def start(folder: pathlib.Path, keys: list[str]) -> elastic_storm.Launch:
+    merged = dict(key.split("=", 1) for key in [*RUN, *keys])
+    if merged.get("elastic") == "False":
+        merged = {k: v for k, v in merged.items() if k not in ELASTIC}
+    return elastic_storm.Launch(folder, [f"{k}={v}" for k, v in merged.items()])
+
+
+def measure(folder: pathlib.Path, mode: str, every: float, kills: int, keys: list[str]) -> dict:
+    given = dict(key.split("=", 1) for key in [*RUN, *MODES[mode], *keys])
+    if mode == "whole":
+        given = {
+            k: v for k, v in given.items() if k not in ("node_rest_seconds", "max_node_failures")
+        }
+    launch = elastic_storm.Launch(folder, [f"{k}={v}" for k, v in given.items()])
+    launch.wait_for(lambda: launch.step() >= 20, 300)
+    random_, began, first = random.Random(7), time.time(), launch.step()
+    waits, again, parts = [], 0, {name: [] for name in _PARTS}
+    for kill in range(1, kills + 1):
+        launch.wait_for(lambda kill=kill: time.time() >= began + kill * every, 2 * every + 60)
+        there = launch.trainers()
+        done, said = launch.step(), len(launch.printed())
+        struck = time.time()
+        if not there or not launch.kill(random_.choice(sorted(there))):
+            continue
+        for name, pattern in _PARTS.items():
+            launch.wait_for(lambda: re.search(pattern, launch.printed()[said:]), 60)  # noqa: B023
+            parts[name].append(time.time() - struck)
+        # A step that was done when the kill came may be written down a moment later.
+        launch.wait_for(lambda: launch.step() < done or steps_since(folder, struck), 120)  # noqa: B023
+        launch.wait_for(lambda: steps_since(folder, struck), 120)  # noqa: B023
+        if records := steps_since(folder, struck):
+            waits.append(records[0]["time"] - struck)
+            again += done + 1 - records[0]["step"]
+    launch.wait_for(lambda: time.time() >= began + (kills + 1) * every, 2 * every + 60)
+    end, last = time.time(), launch.step()
+    launch.process.terminate()
+    launch.process.wait(120)
+    return {
+        "mode": mode,
+        "every": every,
+        "kills": len(waits),
+        "seconds_to_next_step": statistics.median(waits),
+        "of_it_until": {name: statistics.median(x) for name, x in parts.items()},
+        "steps_lost": again / max(1, len(waits)),
+        "steps": last - first,
+        "wall_seconds": end - began,
+    }
+
+
+def steps_since(folder: pathlib.Path, struck: float) -> list[dict]:
+    records = read_records(folder / "metrics.jsonl")
+    return [record for record in records if record["time"] > struck + 0.5]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--every", type=float, nargs="+", default=[20, 60])
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("keys", nargs="*")
+    given = parser.parse_args()
+    folder = given.folder or pathlib.Path(tempfile.mkdtemp(prefix="elastic"))
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = [f"jax_cache_dir={folder / 'cache'}", *given.keys]
+    # Undisturbed, on all nodes; and each smaller number once, so that its programs are kept.
+    for nodes in (1, 2, 3, 4):
+        calm = ["elastic=False", f"num_nodes={nodes}", "steps=60", *keys]
+        launch = start(folder / f"calm{nodes}", calm)
+        launch.wait_for(lambda: False, 300)
+    records = read_records(folder / "calm4" / "metrics.jsonl")
+    step = statistics.median(r["step_seconds"] for r in records[10:])
+    rows = []
+    for every in given.every:
+        for number, mode in enumerate(given.modes):
+            row = measure(folder / f"{every:g}-{number}", mode, every, given.kills, keys)
+            row["goodput"] = row["steps"] * step / row["wall_seconds"]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if given.json:
+        given.json.write_text(json.dumps({"step_seconds": step, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
