@@ -26,6 +26,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from maxramp import errors
 from maxramp.checkpoints.folder import FILE, Checkpoint, TornError
+from maxramp.checkpoints.pieces import Snapshot
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.files.place import ObjectPath, Place, is_near
 from maxramp.model.adapters import attach_adapters, stored_part
@@ -106,8 +107,13 @@ def items_of(state: TrainState) -> dict[str, Any]:
 
 def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, str]:
     """What is written of each, as float32[2, 3]."""
-    leaves = jax.tree_util.tree_leaves_with_path({name: tree.get(name) for name in names})
-    return {_path(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    leaves = named_leaves({name: tree.get(name) for name in names})
+    return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()}
+
+
+def named_leaves(items: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a tree by their names, as model.embedding."""
+    return {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(items)}
 
 
 def _path(path: Any) -> str:
@@ -126,9 +132,13 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
             f"lora_rank={rank}; give that, or another run_name"
         )
     items = order_by_layer(abstract if isinstance(abstract, dict) else items_of(abstract))
-    with _reading(checkpoint.path):
-        stored = ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata
-    there, wanted = _leaves(stored, items), _leaves(items, items)
+    if isinstance(checkpoint, Snapshot):
+        there = {name: f"{dtype}{shape}" for name, (dtype, shape) in checkpoint.arrays.items()}
+    else:
+        with _reading(checkpoint.path):
+            stored = ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata
+        there = _leaves(stored, items)
+    wanted = _leaves(items, items)
     changed = [k for k in _ARRAY_KEYS if checkpoint.config.get(k) != values[k]]
     keys = ", ".join(f"{k}={values[k]} (there {checkpoint.config.get(k)})" for k in changed)
     for path in sorted(there.keys() | wanted.keys()):
@@ -147,9 +157,26 @@ def restore(
     """The state of a checkpoint, which holds no `base` of adapted weights, with the shapes,
     dtypes and shardings of `abstract`.
     """
-    loaded = load(checkpoint.path, items_of(abstract))
+    items = items_of(abstract)
+    is_snapshot = isinstance(checkpoint, Snapshot)
+    loaded = _collect(checkpoint, items) if is_snapshot else load(checkpoint.path, items)
     model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
     return dataclasses.replace(abstract.with_model(model), **loaded["optimizer"])
+
+
+def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:
+    """`load` of a snapshot, from the nodes."""
+
+    def collect(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            bounds = [s.indices(size) for s, size in zip(index, leaf.shape, strict=True)]
+            start, shape = [low for low, _, _ in bounds], [high - low for low, high, _ in bounds]
+            return snapshot.read(_path(path), start, shape)
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read, dtype=leaf.dtype)
+
+    loaded = jax.tree_util.tree_map_with_path(collect, order_by_layer(abstract))
+    return order_by_stage(loaded, abstract)
 
 
 def reason_of(error: Exception) -> str:
