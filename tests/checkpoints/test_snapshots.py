@@ -1,7 +1,6 @@
 """Snapshots in the memory of the nodes: processes on this machine that play nodes, each with a
 folder of its own, which are killed and lose it."""
 
-import json
 import re
 import shutil
 import signal
@@ -27,7 +26,7 @@ from maxramp.checkpoints.pieces import (
 from maxramp.errors import EXIT_LOST
 from maxramp.run.metrics import read_records
 
-# Trains, and kills its process where a function is called for the nth time.
+# Trains, and kills its process where a function is called for the nth time, or fills its memory.
 PROGRAM = """
 import importlib, os, signal, sys
 from maxramp import train
@@ -40,6 +39,8 @@ whole = getattr(module, name, None)
 def function(*given):
     global calls
     calls += 1
+    if last == "full":
+        raise OSError(28, "No space left on device")
     if calls == int(last):
         os.kill(os.getpid(), signal.SIGKILL)
     return whole(*given)
@@ -48,16 +49,18 @@ if whole:
 end_process(train.main(sys.argv[4:]))
 """
 NEVER = ("snapshots", "nothing", "0")
-# Eight devices in the whole, 13 steps on batches of 8 and 16 rows.
+# 13 steps on batches of 12 and 24 rows, and sizes that 2, 3 and 4 nodes divide.
 KEYS = [
     *TINY,
-    "step_batch_size_schedule=0:8, 40:16",
+    "base_emb_dim=48",
+    "base_mlp_dim=96",
+    "step_batch_size_schedule=0:12, 60:24",
     "step_batch_size_unit=samples",
     "steps=13",
-    "micro_batch_size=4",
+    "micro_batch_size=6",
     "eval_interval=5",
-    "eval_samples=8",
-    "eval_per_device_batch_size=8",
+    "eval_samples=12",
+    "eval_per_device_batch_size=12",
     "log_period=1",
     "checkpoint_period=1000",
     "checkpoint_stage_ends=False",
@@ -126,24 +129,137 @@ def check(cluster, calm, same_devices):
 
 
 PHASES = {
-    "copy": (("snapshots", "_on_host", "40"), {4}),
-    "write": (("pieces", "os.fsync", "5"), {4}),
-    "rename": (("pieces", "os.replace", "5"), {4}),
-    "pull": (("peers", "Peer.read", "5"), {4, 6}),
-    "copied": (("pieces", "os.replace", "6"), {4, 6}),
+    "copy": (("snapshots", "_on_host", "40"), {4}, "abcd"),
+    "write": (("pieces", "os.fsync", "5"), {4}, "acd"),
+    "rename": (("pieces", "os.replace", "5"), {4}, "ac"),
+    "pull": (("peers", "Peer.read", "5"), {4, 6}, "acd"),
+    "copied": (("pieces", "os.replace", "6"), {4, 6}, "abcd"),
 }
 
 
-@pytest.mark.parametrize("after", ["abcd", "acd", "ac"])
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_node_is_lost(tmp_path, cache_dir, calm, phase, after):
-    """In any phase of a snapshot: the others hold a whole one, on which fewer nodes can go on."""
-    at, steps = PHASES[phase]
-    cluster = Cluster(tmp_path, cache_dir)
-    done = cluster.train("abcd", "b", at)
-    assert [status for *_, status in done] == [EXIT_LOST, -signal.SIGKILL, EXIT_LOST, EXIT_LOST]
-    cluster.lose("b")
-    done = cluster.train(after)
+def lose_one(cluster, node, phase="write"):
+    done = cluster.train("abcd", node, PHASES[phase][0])
+    assert -signal.SIGKILL in [status for *_, status in done]
+    assert {status for *_, status in done} <= {EXIT_LOST, -signal.SIGKILL, 1}, done
+    cluster.lose(node)
+
+
+def finish_run(cluster, nodes):
+    done = cluster.train(nodes)
     assert {status for *_, status in done} == {0}, done
-    assert resumed_from(done[0][0]) in steps
+    return done[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_node_is_lost(tmp_path, cache_dir, calm, phase):
+    """In any phase of a snapshot: the others hold a whole one, on which fewer nodes continue."""
+    _, steps, after = PHASES[phase]
+    cluster = Cluster(tmp_path, cache_dir)
+    lose_one(cluster, "b", phase)
+    out, *_ = finish_run(cluster, after)
+    assert resumed_from(out) in steps
     check(cluster, calm, same_devices=after == "abcd")
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_while_its_job_restores(tmp_path, cache_dir, calm):
+    """It is another one than the first, and not its neighbour: what it had is with a third."""
+    cluster = Cluster(tmp_path, cache_dir)
+    lose_one(cluster, "d")
+    done = cluster.train("abc", "b", ("snapshots", "read_part", "9"))
+    assert done[1][2] == -signal.SIGKILL
+    cluster.lose("b")
+    out, *_ = finish_run(cluster, "ac")
+    assert resumed_from(out) == 4
+    check(cluster, calm, same_devices=False)
+
+
+@pytest.mark.slow
+def test_two_neighbours_are_lost(tmp_path, cache_dir, calm):
+    """Then the run continues from its checkpoint, says so, and nothing of the snapshot is left."""
+    cluster = Cluster(tmp_path, cache_dir, "checkpoint_period=3")
+    lose_one(cluster, "b")
+    cluster.lose("c")
+    out, err, _ = finish_run(cluster, "ad")
+    assert resumed_from(out) is None and "resume   from step 3," in out
+    assert "warning: no snapshot is whole, the newest is after step 4: more than one node" in err
+    assert "continuing from checkpoint 3" in err
+    check(cluster, calm, same_devices=False)
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_left_out(tmp_path, cache_dir, calm):
+    """The copy on the next node takes its place; and where the run's folder is another one under
+    the same name, nothing of the first is taken."""
+    cluster = Cluster(tmp_path, cache_dir)
+    lose_one(cluster, "d")
+    path = next((tmp_path / "b").glob("*/*/4.*.1.4"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    out, *_ = finish_run(cluster, "abc")
+    assert resumed_from(out) == 4
+    check(cluster, calm, same_devices=False)
+    shutil.rmtree(cluster.run)
+    lose_one(cluster, "d")
+    shutil.rmtree(cluster.run)
+    out, *_ = finish_run(cluster, "abc")
+    assert "resume" not in out
+    check(cluster, calm, same_devices=False)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    record = Checkpoint(
+        tmp_path / "4", 4, 48, [{"index": 0}], "corpus", {"steps": 9}, {}, saved="x"
+    )
+    name = FileName(4, "x", 0, 1)
+    values = np.arange(12, dtype="float32").reshape(3, 4), np.array(7, "uint32")
+    kinds = {"a": ("float32", [6, 4]), "b": ("uint32", [])}
+    pieces = [("a", [3, 0], values[0]), ("b", [], values[1])]
+    write_pieces(tmp_path / str(name), record, kinds, pieces)
+    assert list_files(tmp_path) == [name]
+    index = verify(tmp_path / str(name))
+    assert Checkpoint(record.path, **index["checkpoint"]) == record
+    for listed, (array, start, x) in zip(index["pieces"], pieces, strict=True):
+        piece = Piece(*listed)
+        data = read_part(tmp_path / str(name), piece.offset, piece.size)
+        assert (piece.array, piece.start) == (array, start)
+        np.testing.assert_array_equal(np.frombuffer(data, x.dtype).reshape(piece.shape), x)
+    own, other = Piece(*index["pieces"][0]).overlap([4, 1], [2, 2])
+    np.testing.assert_array_equal(values[0][own], [[5, 6], [9, 10]])
+    assert other == (slice(0, 2), slice(0, 2))
+    assert Piece(*index["pieces"][0]).overlap([0, 0], [3, 4]) is None
+
+
+def test_nothing_half_written_counts(tmp_path):
+    """A file that was cut, changed in one bit or not renamed; what was given up leaves nothing."""
+    record = Checkpoint(tmp_path / "4", 4, 48, [], "", {}, {}, saved="x")
+    path = tmp_path / str(FileName(4, "x", 0, 1))
+    write_pieces(path, record, {"a": ("uint8", [40])}, [("a", [0], np.arange(40, dtype="uint8"))])
+    whole = path.read_bytes()
+    for size in (0, 5, 40, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert verify(path) is None
+    for at in (0, 39, len(whole) - 1):
+        path.write_bytes(bytes(b ^ (i == at) for i, b in enumerate(whole)))
+        assert verify(path) is None
+
+    def parts():
+        yield b"half"
+        assert [p.name for p in tmp_path.iterdir() if p != path] == [".5.x.0.1.tmp"]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_parts(tmp_path / "5.x.0.1", parts())
+    assert list(tmp_path.iterdir()) == [path] and len(list_files(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_memory_that_is_full_costs_a_line(tmp_path, cache_dir, calm):
+    cluster = Cluster(tmp_path, cache_dir)
+    done = cluster.train("ab", "b", ("pieces", "os.fsync", "full"))
+    assert [status for *_, status in done] == [0, 0], done
+    line = "the snapshot after step 2 was not kept: process 1: No space left on device; the run"
+    assert done[0][1].count("was not kept") == 1 and line in done[0][1]
+    check(cluster, calm, same_devices=False)
