@@ -275,10 +275,10 @@ def _copy(state: TrainState) -> tuple[Arrays, list[Values]]:
                 shard.data.copy_to_host_async()
                 chosen.append((name, [s.start or 0 for s in shard.index], shard.data))
     kinds = {name: (str(x.dtype), list(x.shape)) for name, x in leaves.items()}
-    return kinds, [(name, start, _on_host(x)) for name, start, x in chosen]
+    return kinds, [(name, start, _copy_piece(x)) for name, start, x in chosen]
 
 
-def _on_host(x: jax.Array) -> np.ndarray:
+def _copy_piece(x: jax.Array) -> np.ndarray:
     """A copy, where `np.asarray` is a view of what the next step takes too."""
     (device,) = x.devices()
     return np.array(x) if device.platform == "cpu" else np.asarray(x)

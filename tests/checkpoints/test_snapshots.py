@@ -98,6 +98,13 @@ class Cluster:
     def files(self, node):
         return [name for path in (self.folder / node).glob("*/*") for name in list_files(path)]
 
+    def newest_whole(self, nodes):
+        """The last step of which these nodes have the files of all four processes."""
+        there = {name for node in nodes for name in self.files(node)}
+        return max(
+            n.step for n in there if {(n.saved, p) for p in range(4)} <= {x[1:3] for x in there}
+        )
+
     def records(self):
         return [r for r in read_records(self.run / "metrics.jsonl") if "loss" in r]
 
@@ -109,12 +116,13 @@ def resumed_from(output):
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory, cache_dir):
-    """The records of an undisturbed run on three nodes."""
+    """The records of an undisturbed run on four nodes."""
     cluster = Cluster(tmp_path_factory.mktemp("calm"), cache_dir)
     for _, err, status in (done := cluster.train("abcd")):
         assert status == 0, err
     assert re.search(r"snapshot .* MB of this process, copied in .*: .*% of the time", done[0][0])
-    assert all("snapshot_seconds" in r for r in cluster.records()[2:12:2])
+    taken = {r["step"] for r in cluster.records() if "snapshot_seconds" in r}
+    assert {2} <= taken <= {2, 4, 6, 8, 10, 12}  # a slow machine leaves some out
     assert not any(cluster.files(node) for node in "abcd")  # the end is saved
     return cluster.records()
 
@@ -129,11 +137,11 @@ def check(cluster, calm, same_devices):
 
 
 PHASES = {
-    "copy": (("snapshots", "_on_host", "40"), {4}, "abcd"),
-    "write": (("pieces", "os.fsync", "5"), {4}, "acd"),
-    "rename": (("pieces", "os.replace", "5"), {4}, "ac"),
-    "pull": (("peers", "Peer.read", "5"), {4, 6}, "acd"),
-    "copied": (("pieces", "os.replace", "6"), {4, 6}, "abcd"),
+    "copy": (("snapshots", "_copy_piece", "40"), "abcd"),
+    "write": (("pieces", "os.fsync", "5"), "acd"),
+    "rename": (("pieces", "os.replace", "5"), "ac"),
+    "pull": (("peers", "Peer.read", "5"), "acd"),
+    "copied": (("pieces", "os.replace", "6"), "abcd"),
 }
 
 
@@ -154,11 +162,12 @@ def finish_run(cluster, nodes):
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_node_is_lost(tmp_path, cache_dir, calm, phase):
     """In any phase of a snapshot: the others hold a whole one, on which fewer nodes continue."""
-    _, steps, after = PHASES[phase]
+    after = PHASES[phase][1]
     cluster = Cluster(tmp_path, cache_dir)
     lose_one(cluster, "b", phase)
+    expected = cluster.newest_whole("acd")
     out, *_ = finish_run(cluster, after)
-    assert resumed_from(out) in steps
+    assert resumed_from(out) == expected >= 2
     check(cluster, calm, same_devices=after == "abcd")
 
 
@@ -167,24 +176,26 @@ def test_a_node_is_lost_while_its_job_restores(tmp_path, cache_dir, calm):
     """It is another one than the first, and not its neighbour: what it had is with a third."""
     cluster = Cluster(tmp_path, cache_dir)
     lose_one(cluster, "d")
+    expected = cluster.newest_whole("abc")
     done = cluster.train("abc", "b", ("snapshots", "read_part", "9"))
     assert done[1][2] == -signal.SIGKILL
     cluster.lose("b")
     out, *_ = finish_run(cluster, "ac")
-    assert resumed_from(out) == 4
+    assert resumed_from(out) == expected
     check(cluster, calm, same_devices=False)
 
 
 @pytest.mark.slow
 def test_two_neighbours_are_lost(tmp_path, cache_dir, calm):
-    """Then the run continues from its checkpoint, says so, and nothing of the snapshot is left."""
-    cluster = Cluster(tmp_path, cache_dir, "checkpoint_period=3")
+    """Then no snapshot is taken up, and a line says so."""
+    cluster = Cluster(tmp_path, cache_dir)
     lose_one(cluster, "b")
     cluster.lose("c")
     out, err, _ = finish_run(cluster, "ad")
-    assert resumed_from(out) is None and "resume   from step 3," in out
-    assert "warning: no snapshot is whole, the newest is after step 4: more than one node" in err
-    assert "continuing from checkpoint 3" in err
+    assert "resume" not in out
+    assert re.search(
+        "warning: no snapshot is whole, .*one node was lost; continuing from the start", err
+    )
     check(cluster, calm, same_devices=False)
 
 
@@ -194,12 +205,13 @@ def test_a_damaged_file_is_left_out(tmp_path, cache_dir, calm):
     the same name, nothing of the first is taken."""
     cluster = Cluster(tmp_path, cache_dir)
     lose_one(cluster, "d")
-    path = next((tmp_path / "b").glob("*/*/4.*.1.4"))
+    expected = cluster.newest_whole("abc")
+    path = next((tmp_path / "b").glob(f"*/*/{expected}.*.1.4"))
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 1
     path.write_bytes(data)
     out, *_ = finish_run(cluster, "abc")
-    assert resumed_from(out) == 4
+    assert resumed_from(out) == expected
     check(cluster, calm, same_devices=False)
     shutil.rmtree(cluster.run)
     lose_one(cluster, "d")
