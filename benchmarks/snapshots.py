@@ -2,7 +2,7 @@
 
 A run of two nodes, each with a folder of its own in /dev/shm, trains a model of about 8 M weights
 (100 MB of state) three times: without snapshots, with one every other step, and at the period that
-the log recommends after the second one. The stall is `snapshot_seconds`. The writing shares the
+the log recommends after the first ones. The stall is `snapshot_seconds`. The writing shares the
 processor with the steps here, as it does not where devices compute: so does `others`, the median
 step of the run with snapshots over that of the run without.
 
@@ -11,6 +11,7 @@ python benchmarks/snapshots.py [--json FILE] [--steps N]
 
 import os
 import re
+import shutil
 import socket
 import statistics
 import subprocess
@@ -98,7 +99,7 @@ def main() -> None:
                 "{0}: every {1} steps, a copy {copy:.4f} s, {stall:.2%} of the time; a step "
                 "{others:.2f} times that without".format(name, every, **figures[name])
             )
-    os.rmdir(memory) if not os.listdir(memory) else print(f"left: {memory}")
+    shutil.rmtree(memory)
     print("{megabytes:.0f} MB a process, a step {step:.3f} s, period {period}".format(**figures))
     save(arguments.json, figures)
 

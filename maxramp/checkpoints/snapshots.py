@@ -9,6 +9,7 @@ The folder is LOCAL/maxramp-RUN-HASH/ID: HASH is of the run's path, and ID from 
 run's folder tells the run from one that was there before.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -49,6 +50,7 @@ from maxramp.training.state import TrainState
 
 _ID = ".snapshots"
 _MEMORY = "/dev/shm"
+_FIRST = 4  # copies, by which their cost is told
 _SHARE = 0.01  # of the time, that copies should take the loop
 _LAST = 60.0  # seconds that the end of a job waits for the thread
 
@@ -93,7 +95,8 @@ class Snapshots:
         before = of_nodes[at - 1] if len(of_nodes) > 1 else []
         self._pulled = before[self._place :: len(self._on_node)]
         self._poll, self._thread = Poll(), threading.Thread()
-        self._copied: list[tuple[int, float]] = []  # after which steps, and when: the first ones
+        # The first copies: after which step, when, and their seconds.
+        self._copied: list[tuple[int, float, float]] = []
         self._is_warned = False
 
     def _make_folder(self) -> None:
@@ -141,17 +144,19 @@ class Snapshots:
         return FileName(record.step, record.saved, process, jax.process_count())
 
     def _advise(self, step: int, begin: float, seconds: float, size: int) -> None:
-        """Says once, after the second copy, what they cost."""
-        if len(self._copied) == 2:
+        """Says once, after the first copies, what the slowest of them costs."""
+        if len(self._copied) == _FIRST:
             return
-        self._copied.append((step, begin + seconds))
-        if len(self._copied) == 2 and self._is_first:
-            (before, end), _ = self._copied
-            of_step = (begin - end) / (step - before)
+        self._copied.append((step, begin, seconds))
+        if len(self._copied) == _FIRST and self._is_first:
+            before, since, _ = self._copied[0]
+            copies = [seconds for *_, seconds in self._copied]
+            of_step = (begin - since - sum(copies[:-1])) / (step - before)
+            share = max(copies) / of_step
             self._say(
-                f"snapshot {size / 1e6:,.1f} MB of this process, copied in {seconds:.2g} s: "
-                f"{seconds / of_step / self._period:.1%} of the time, and {_SHARE:.0%} at "
-                f"local_checkpoint_period={math.ceil(seconds / of_step / _SHARE)}"
+                f"snapshot {size / 1e6:,.1f} MB of this process, copied in {max(copies):.2g} s: "
+                f"{share / self._period:.1%} of the time, and {_SHARE:.0%} at "
+                f"local_checkpoint_period={math.ceil(share / _SHARE)}"
             )
 
     def _keep(self, record: Checkpoint, write: Callable[[], None]) -> None:
@@ -187,6 +192,9 @@ class Snapshots:
         if self._thread.ident:
             self._thread.join(_LAST)
         self._clean(lambda name: name.step > saved)
+        for folder in (self._folder, self._folder.parent):
+            with contextlib.suppress(OSError):  # something is left in it, or it is gone
+                folder.rmdir()
 
     def find(self, checkpoints: Place, after: int, first: Mapping[str, str]) -> Snapshot | None:
         """The newest whole snapshot after a step, of a run that began with the checkpoints `first`;

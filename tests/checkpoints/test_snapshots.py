@@ -120,9 +120,10 @@ def calm(tmp_path_factory, cache_dir):
     cluster = Cluster(tmp_path_factory.mktemp("calm"), cache_dir)
     for _, err, status in (done := cluster.train("abcd")):
         assert status == 0, err
-    assert re.search(r"snapshot .* MB of this process, copied in .*: .*% of the time", done[0][0])
     taken = {r["step"] for r in cluster.records() if "snapshot_seconds" in r}
     assert {2} <= taken <= {2, 4, 6, 8, 10, 12}  # a slow machine leaves some out
+    line = r"snapshot .* MB of this process, copied in .*: .*% of the time"
+    assert bool(re.search(line, done[0][0])) == (len(taken) >= 4)
     assert not any(cluster.files(node) for node in "abcd")  # the end is saved
     return cluster.records()
 
