@@ -26,6 +26,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from maxramp import errors
 from maxramp.checkpoints.folder import FILE, Checkpoint, TornError
+from maxramp.checkpoints.pieces import Snapshot
 from maxramp.errors import ConfigError, is_out_of_memory
 from maxramp.files.place import ObjectPath, Place, is_near
 from maxramp.model.adapters import attach_adapters, stored_part
@@ -111,8 +112,13 @@ def items_of(state: TrainState) -> dict[str, Any]:
 
 def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, str]:
     """What is written of each, as float32[2, 3]."""
-    leaves = jax.tree_util.tree_leaves_with_path({name: tree.get(name) for name in names})
-    return {_path(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    leaves = named_leaves({name: tree.get(name) for name in names})
+    return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()}
+
+
+def named_leaves(items: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a tree by their names, as model.embedding."""
+    return {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(items)}
 
 
 def _path(path: Any) -> str:
@@ -120,9 +126,13 @@ def _path(path: Any) -> str:
     return ".".join(name for name in names if name != "value")
 
 
-def _metadata(path: Place) -> dict[str, Any]:
-    with _reading(path):
-        return ocp.checkpointables_metadata(os.fspath(path)).metadata
+def _stored_leaves(checkpoint: Checkpoint, items: dict[str, Any]) -> dict[str, str]:
+    """`_leaves` of what a checkpoint has of some items."""
+    if isinstance(checkpoint, Snapshot):
+        leaves = checkpoint.arrays.items()
+        return {name: f"{x}{shape}" for name, (x, shape) in leaves if name.split(".")[0] in items}
+    with _reading(checkpoint.path):
+        return _leaves(ocp.checkpointables_metadata(os.fspath(checkpoint.path)).metadata, items)
 
 
 def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) -> None:
@@ -137,7 +147,7 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
         )
     items = order_by_layer(abstract if isinstance(abstract, dict) else items_of(abstract))
     items.pop(_RECENT, None)
-    there, wanted = _leaves(_metadata(checkpoint.path), items), _leaves(items, items)
+    there, wanted = _stored_leaves(checkpoint, items), _leaves(items, items)
     changed = [k for k in _ARRAY_KEYS if checkpoint.config.get(k) != values[k]]
     keys = ", ".join(f"{k}={values[k]} (there {checkpoint.config.get(k)})" for k in changed)
     for path in sorted(there.keys() | wanted.keys()):
@@ -159,9 +169,10 @@ def restore(
     items = items_of(abstract)
     if recent := items.pop(_RECENT, None):
         recent = {_RECENT: recent}
-        is_there = _leaves(_metadata(checkpoint.path), recent) == _leaves(recent, recent)
+        is_there = _stored_leaves(checkpoint, recent) == _leaves(recent, recent)
         items |= recent if is_there else {}
-    loaded = load(checkpoint.path, items)
+    is_snapshot = isinstance(checkpoint, Snapshot)
+    loaded = _collect(checkpoint, items) if is_snapshot else load(checkpoint.path, items)
     model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
     recent = loaded.get(_RECENT) or jax.tree.map(_zeros, abstract.recent)
     return dataclasses.replace(abstract.with_model(model), **loaded["optimizer"], recent=recent)
@@ -170,6 +181,21 @@ def restore(
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     made = np.zeros(like.shape, like.dtype)
     return jax.make_array_from_callback(like.shape, like.sharding, made.__getitem__)
+
+
+def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:
+    """`load` of a snapshot, from the nodes."""
+
+    def collect(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            bounds = [s.indices(size) for s, size in zip(index, leaf.shape, strict=True)]
+            start, shape = [low for low, _, _ in bounds], [high - low for low, high, _ in bounds]
+            return snapshot.read(_path(path), start, shape)
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read, dtype=leaf.dtype)
+
+    loaded = jax.tree_util.tree_map_with_path(collect, order_by_layer(abstract))
+    return order_by_stage(loaded, abstract)
 
 
 def reason_of(error: Exception) -> str:

@@ -48,6 +48,8 @@ class TornError(ConfigError):
 class Checkpoint:
     """Where a checkpoint stands and what it was trained with."""
 
+    kind = "checkpoint"
+
     path: Place
     step: int  # steps done = the next step
     consumed_samples: int

@@ -30,6 +30,9 @@ class CheckpointKeys(Keys):
         "must be lowest or highest and a number of evaluations, such as lowest eval_loss",
     )
     max_failed_saves: int = minimum(1)
+    enable_emergency_checkpoint: bool
+    local_checkpoint_directory: str
+    local_checkpoint_period: int = minimum(1)
     load_parameters_path: str = path_or_storage()
     load_full_state_path: str = path_or_storage()
     allow_changed: Sequence[str]

@@ -20,6 +20,25 @@ from maxramp.parallel.sharding import BY_DEVICE
 from maxramp.processes import agreement
 
 
+class Poll:
+    """Whether some process says yes, without waiting: what is asked behind one step travels through
+    the devices and is answered behind the next. Every process asks at the same steps.
+    """
+
+    def __init__(self):
+        self._any, self._answer = jax.jit(jnp.max), None
+
+    def ask(self, mine: bool) -> None:
+        by_device = NamedSharding(line(), BY_DEVICE)
+        said = np.full(jax.local_device_count(), mine)
+        self._answer = self._any(jax.make_array_from_process_local_data(by_device, said))
+
+    def answer(self) -> bool:
+        """To the last question, once; no without one."""
+        answer, self._answer = self._answer, None
+        return answer is not None and bool(answer)
+
+
 class Saves:
     """Writes checkpoints in the background."""
 
@@ -29,8 +48,7 @@ class Saves:
         self._failed_in_a_row = 0
         self._current: tuple[int, concurrent.futures.Future] | None = None
         self._late: int | None = None  # the save of which it was said that it takes long
-        self._due: jax.Array | None = None
-        self._any = jax.jit(jnp.max)
+        self._due = Poll()
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -40,19 +58,16 @@ class Saves:
         """Whether checkpoint_period_minutes have passed since the end of the last save.
 
         Asked once a step; the same answer on every process. Their clocks differ, and all must save
-        the same step, so the first process's clock counts. Its answer travels through the devices,
-        dispatched behind one step and read behind the next, when it is there without waiting.
+        the same step, so the first process's clock counts.
         """
         if self._keys.checkpoint_period_minutes < 0:
             return False
         due = time.monotonic() - self._since >= 60 * self._keys.checkpoint_period_minutes
         if jax.process_count() == 1:
             return due
-        before = self._due
-        mine = np.full(jax.local_device_count(), due and jax.process_index() == 0)
-        by_device = NamedSharding(line(), BY_DEVICE)
-        self._due = self._any(jax.make_array_from_process_local_data(by_device, mine))
-        return before is not None and bool(before)
+        before = self._due.answer()
+        self._due.ask(due and jax.process_index() == 0)
+        return before
 
     def is_late(self, step: int) -> bool:
         """Whether the last save still runs at `step` and must not be waited for; says so once.
@@ -88,7 +103,7 @@ class Saves:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._since, self._due = math.inf, None
+        self._since, self._due = math.inf, Poll()
         # Not of a pool: nothing may wait for this thread at the end of the process.
         threading.Thread(target=work, name="save", daemon=True).start()
         self._current = step, future

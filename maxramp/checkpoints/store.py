@@ -25,6 +25,7 @@ from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.resume import changes_since, seen_mixtures
 from maxramp.checkpoints.saving import Saves
+from maxramp.checkpoints.snapshots import Snapshots
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import Place, is_near, place, set_aside
@@ -60,11 +61,15 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.first: dict[str, str] = {}
         # What the run trained before the schedule of this job, which every checkpoint keeps.
         self.history: list[dict[str, Any]] = []
+        self.snapshots: Snapshots | None = None
+        self.goes_on = False  # from a state of this run, and not that of another one
         self._is_first = jax.process_index() == 0
         self._torn: list[Place] = []
 
     def __exit__(self, kind, error, trace) -> None:
         self._saves.finish(error)
+        if self.snapshots:
+            self.snapshots.close(error, self.newest)
 
     @property
     def newest(self) -> int | None:
@@ -75,14 +80,17 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint, or that of load_full_state_path, as the first process sees
-        it; None without one. Nothing in the folder changes.
+        it, or a newer snapshot; None without one. Nothing in the folder changes.
         """
-        chosen = agreement.decide_on_first(self._choose)
-        if not chosen:
-            return None
-        position = agreement.raise_everywhere(lambda: folder_lib.read(place(chosen)))
-        if position.path.parent == self._folder:
-            self._saves.newest = position.step
+        position = None
+        if chosen := agreement.decide_on_first(self._choose):
+            position = agreement.raise_everywhere(lambda: folder_lib.read(place(chosen)))
+            if position.path.parent == self._folder:
+                self._saves.newest = position.step
+        if self.snapshots:
+            after = position.step if position else -1
+            position = self.snapshots.find(self._folder, after, self.first) or position
+        self.goes_on = position is not None and position.path.parent == self._folder
         return position
 
     def _choose(self) -> str:
@@ -167,7 +175,38 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._saves.settle()
         if step == self.newest:
             return
-        checkpoint = Checkpoint(
+        checkpoint = dataclasses.replace(
+            self._record(step, consumed_samples, stages, evaluation),
+            saved=secrets.token_hex(8),
+            owes=list(owes),
+        )
+        self._saves.begin(step, self._writer(checkpoint, state, prepare))
+        if last or not self._keys.async_checkpointing:
+            self._saves.settle(last)
+
+    def take_snapshot(
+        self,
+        step: int,
+        state: TrainState,
+        consumed_samples: int,
+        stages: list[dict[str, Any]],
+        prepare: Callable[[], Callable[[], None]],
+        evaluation: Mapping[str, float],
+    ) -> float:
+        """Takes a snapshot of the state after `step` steps, which is there; returns the seconds
+        that this takes the loop. Arguments are as in `save`.
+        """
+        record = self._record(step, consumed_samples, stages, evaluation)
+        return self.snapshots.take(record, state, _begin(prepare))
+
+    def _record(
+        self,
+        step: int,
+        consumed_samples: int,
+        stages: list[dict[str, Any]],
+        evaluation: Mapping[str, float],
+    ) -> Checkpoint:
+        return Checkpoint(
             path=self._folder / str(step),
             step=step,
             consumed_samples=consumed_samples,
@@ -181,13 +220,8 @@ class Checkpoints(contextlib.AbstractContextManager):
             mixtures=seen_mixtures(self._data.mixtures, consumed_samples),
             evaluations=dict(self.evaluations),
             evaluation=_finite(evaluation),
-            saved=secrets.token_hex(8),
             first=self.first,
-            owes=list(owes),
         )
-        self._saves.begin(step, self._writer(checkpoint, state, prepare))
-        if last or not self._keys.async_checkpointing:
-            self._saves.settle(last)
 
     def make_up(
         self, step: int, evaluation: Mapping[str, float], prepare: Callable[[], Callable[[], None]]

@@ -39,7 +39,9 @@ CHOICES: Choices = {
     "evaluate_tasks": ("evaluate_tasks_interval", "evaluate_tasks_include_path"),
     "enable_checkpointing=True": (
         *("checkpoint_best", "export_huggingface", "stop_at_stage_end", "stop_at_node_change"),
+        "enable_emergency_checkpoint",
     ),
+    "enable_emergency_checkpoint=True": ("local_checkpoint_directory", "local_checkpoint_period"),
     "max_num_checkpoints_to_keep": ("checkpoint_keep_period",),
     # the model
     **family_choices(),

@@ -77,6 +77,15 @@ class _After:
         self._job.checkpoints.save(done, state, consumed, stages, flush, last, known, owes)
         self._log.restart_clock()
 
+    def take_snapshot(self, done: int) -> None:
+        """Keeps the state after `done` steps with the nodes."""
+        self._log.flush()  # as of `save`; and what is left to wait for is the copy
+        ramp, flush = self._job.span.ramp, self._job.output.kept.flush
+        consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
+        known, state = self._numbers.numbers_after(done - 1), self._trainer.state
+        given = done, state, consumed, stages, flush, known
+        self._log.add(snapshot_seconds=self._job.checkpoints.take_snapshot(*given))
+
     @contextlib.contextmanager
     def saving(self, done: int, owes: Sequence[str] = ()) -> Iterator[None]:
         """Saves the state after `done` steps before an error ends the run, or says what is lost. A
@@ -149,11 +158,10 @@ def train(job: Job, trainer: Trainer) -> int:
     heap.keep()
     for path in checkpoints.start_saving():
         output.say(f"again    {path} was unfinished, as a save or a removal was killed: removed")
-    writers = output.open_files(ramp, first_step, job.owes)
+    writers = output.open_files(ramp, first_step, job.owes, checkpoints.goes_on)
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
     numbers = LastEvaluation()
-    continues = checkpoints.newest is not None  # its own, and not the state of another run
-    log = MetricsLog(config.run, [growth, numbers, *writers], continues)
+    log = MetricsLog(config.run, [growth, numbers, *writers], checkpoints.goes_on)
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)
@@ -197,6 +205,9 @@ def train(job: Job, trainer: Trainer) -> int:
         if not is_whole:
             after.save(done, last=True, owes=due)
             return stop(done)
+        snapshot_is_due = checkpoints.snapshots and checkpoints.snapshots.is_due(done)
         if (due and after.is_best(step)) or checkpoints.is_due(done, ramp):
             after.save(done, last=job.grows(done))
+        elif snapshot_is_due:
+            after.take_snapshot(done)
     return job.end()

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from maxramp.checkpoints import arrays, decisions
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.resume import Span, length_by_epochs, rate_change, take_up
+from maxramp.checkpoints.snapshots import Snapshots
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.checkpoints.weights import SavedWeights, keep_released
 from maxramp.commandline import print_note
@@ -121,6 +122,11 @@ class Start:
             Checkpoints(config.checkpoints, there, data, config.values, output.warn)
         )
         self.closing.enter_context(agreement.report_lost_peers())
+        checkpoints.first = self.first.states
+        if config.checkpoints.enable_emergency_checkpoint:
+            checkpoints.snapshots = Snapshots(
+                config.checkpoints, output.folder, output.here, output.say, output.warn
+            )
         position = checkpoints.latest()
         left_over, devices = "", jax.device_count()
         if config.batch.is_open:
@@ -130,8 +136,7 @@ class Start:
             config = config.replace(total_samples=samples)
             checkpoints.values = config.values
         changed = checkpoints.changes_since(position) if position else ""
-        goes_on = checkpoints.newest is not None
-        checkpoints.first = self.first.states
+        goes_on = checkpoints.goes_on
         if not goes_on:  # what an earlier start kept, which left no checkpoint, binds nobody
             agreement.decide_on_first(
                 lambda: keep_released(
@@ -142,8 +147,8 @@ class Start:
         batch, restart = config.batch, PassCost(config).restart
         given = batch, config.checkpoints, devices, self.meshes, restart, position, recorded
         # Whatever nodes come while the job starts, it grows at a save.
-        own = None if count_nodes() is None else devices // batch.devices_per_node
-        span = take_up(*given, fields, own)
+        nodes_there = None if count_nodes() is None else devices // batch.devices_per_node
+        span = take_up(*given, fields, nodes_there)
         checkpoints.history = span.ramp.history
         jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
         lines = {"keys": changed, "rate": jump, "rows": left_over}

@@ -16,6 +16,7 @@ from maxramp.errors import START_AGAIN, ConfigError, PeerLostError, TrainingErro
 
 _T = TypeVar("_T")
 _WORDS = itertools.count()
+_MEETING_MS = 3_600_000  # a process that hangs for so long is ended by its watchdog
 
 
 def raise_everywhere(function: Callable[[], _T]) -> _T:
@@ -72,6 +73,19 @@ def _has_come(word: str) -> bool:
             raise
         return False
     return True
+
+
+def meet(name: str, failure: str = "") -> list[str]:
+    """Waits, in any thread and not for the devices, until every process has come to `name`; returns
+    the failures that they bring.
+    """
+    if jax.process_count() == 1:
+        return [failure] if failure else []
+    client = distributed.global_state.client
+    if failure:
+        client.key_value_set(f"{name}/{jax.process_index()}", failure)
+    client.wait_at_barrier(name, _MEETING_MS)
+    return [text for _, text in client.key_value_dir_get(f"{name}/")]
 
 
 def decide_on_first(function: Callable[[], Any]) -> Any:

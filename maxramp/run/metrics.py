@@ -70,6 +70,10 @@ class MetricsLog:
         """What was done since the last record (a save, say) does not count as part of a step."""
         self._last_end = time.perf_counter()
 
+    def add(self, **numbers: float) -> None:
+        """Adds to the record of the next step."""
+        self._begins |= numbers
+
     def log_step(
         self, step: int, stage: Stage, consumed_samples: int, dispatched: Dispatched
     ) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 from maxramp.checkpoints import decisions
-from maxramp.checkpoints.folder import steps_in
 from maxramp.checkpoints.resume import Span
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
@@ -129,22 +128,28 @@ class Output:
             )
 
     def open_files(
-        self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str] = ()
+        self,
+        ramp: RampupBatchManager,
+        first_step: int,
+        owes: Sequence[str] = (),
+        goes_on: bool = False,
     ) -> list[Callable[[Record], None]]:
         """Writes config.yml and plan.json; returns what a record goes to.
 
         Called when nothing can be refused any more: metrics of an earlier start are cut back to the
         first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl, with the
-        evaluations that the last of them `owes`.
+        evaluations that the last of them `owes`. A run that `goes_on` has left a state.
         """
-        position = ramp, first_step, owes
+        position = ramp, first_step, owes, goes_on
         agreement.raise_everywhere(lambda: self._is_first and self._open_files(*position))
         if not self._is_first:
             return []
         self._display.start(ramp)
         return [*self._writers, self._display]
 
-    def _open_files(self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str]) -> None:
+    def _open_files(
+        self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str], goes_on: bool
+    ) -> None:
         try:
             config = self._config_text.encode()
             write_whole(self._config_file, _header(config) + b"\n" + config)
@@ -159,7 +164,7 @@ class Output:
             if self._keys.enable_tensorboard:
                 first = first_step, ramp.samples_before(first_step)
                 files += tensorboard_writers(self.here / "tensorboard", *first)
-            self._writers, self.kept.growing = files, [*files, self._open_decisions()]
+            self._writers, self.kept.growing = files, [*files, self._open_decisions(goes_on)]
             if project := self._keys.wandb_project:
                 config = parse(self._config_text)
                 try:
@@ -171,10 +176,10 @@ class Output:
         except OSError as error:
             raise self._refusal(error) from None
 
-    def _open_decisions(self) -> decisions.DecisionsFile:
+    def _open_decisions(self, goes_on: bool) -> decisions.DecisionsFile:
         """The decisions about the batch; those of a start that left no checkpoint do not hold."""
         self._decisions = decisions.DecisionsFile(self.here)
-        if not steps_in(self.folder / "checkpoints") and (before := self._decisions.taken):
+        if not goes_on and (before := self._decisions.taken):
             self._decisions.write([], None)
             self.say(
                 f"again    {count(len(before), 'decision')} about the batch, of a start that left "
@@ -278,9 +283,11 @@ class Output:
         if step := span.first_step:
             before = [s for s in span.position.stages if s["first_step"] < step][-1:]
             devices = [s["devices"] for s in before if s.get("devices", mesh.size) != mesh.size]
+            kind = span.position.kind
             moved = f", on {mesh.size} devices in place of {devices[0]}" if devices else ""
             lines.append(
-                f"resume   from step {step}, {ramp.samples_before(step):,} samples consumed{moved}"
+                f"resume   from step {step}{f' ({kind})' * (kind != 'checkpoint')}, "
+                f"{ramp.samples_before(step):,} samples consumed{moved}"
             )
         lines += [*changes, *([f"change   {span.change}"] if span.change else [])]
         for line in lines:

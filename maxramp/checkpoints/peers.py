@@ -1,0 +1,94 @@
+"""Parts of files on their way between the processes of a job, over connections of their own.
+
+Every process serves its folder in threads. Who connects has to know the job's secret; a request is
+a file's name, an offset and a number of bytes, as JSON.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import pathlib
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection
+
+import jax
+from jax._src import distributed  # whose address has no public name
+
+from maxramp.checkpoints.pieces import read_part
+from maxramp.errors import START_AGAIN, PeerLostError
+
+_CHUNK = 1 << 26  # bytes of a file that are asked for at once
+
+
+def _own_host() -> str:
+    """Where other processes reach this one: its address towards process 0, whose own they know."""
+    address = distributed.global_state.coordinator_address or "127.0.0.1:0"
+    host = address.rpartition(":")[0].strip("[]")
+    if jax.process_index() == 0:
+        return host
+    family, *_, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _family(host: str) -> str:
+    return "AF_INET6" if ":" in host else "AF_INET"
+
+
+class Server:
+    """Serves the files of a folder until the process ends."""
+
+    def __init__(self, folder: pathlib.Path, secret: bytes):
+        self._folder, self._secret, host = folder, secret, _own_host()
+        is_local = host.startswith("127.") or host in ("localhost", "::1")
+        where = host if is_local else {"AF_INET": "", "AF_INET6": "::"}[_family(host)]
+        self._listener = connection.Listener((where, 0), _family(host), backlog=128)
+        self.address = host, self._listener.address[1]
+        threading.Thread(target=self._accept, name="snapshots", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # it was gone again
+                link = self._listener.accept()
+                threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+
+    def _answer(self, link: connection.Connection) -> None:
+        with link, contextlib.suppress(OSError, EOFError, multiprocessing.AuthenticationError):
+            connection.deliver_challenge(link, self._secret)
+            connection.answer_challenge(link, self._secret)
+            while True:
+                name, offset, size = json.loads(link.recv_bytes())
+                link.send_bytes(read_part(self._folder / name, offset, size))
+
+
+class Peer:
+    """A connection to the server of another process, for one thread."""
+
+    def __init__(self, process: int, address: Sequence, secret: bytes):
+        self._process, (host, port) = process, address
+        with self._report_loss():
+            self._link = connection.Client((host, port), _family(host), authkey=secret)
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        with self._report_loss():
+            self._link.send_bytes(json.dumps([name, offset, size]).encode())
+            return self._link.recv_bytes()
+
+    def read_file(self, name: str) -> Iterator[bytes]:
+        offset = 0
+        while chunk := self.read(name, offset, _CHUNK):
+            offset += len(chunk)
+            yield chunk
+
+    @contextlib.contextmanager
+    def _report_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
+            raise PeerLostError(
+                f"process {self._process} does not hand over its snapshot ({error or 'it ended'}); "
+                f"{START_AGAIN}"
+            ) from None

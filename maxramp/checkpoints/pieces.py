@@ -1,0 +1,134 @@
+"""The file of a snapshot: the pieces of a state's arrays that one process keeps.
+
+The pieces stand one after another. Behind them come their index and all of the checkpoint's fields
+as JSON, and its length in 8 bytes. A file gets its name when all of it is written.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxramp.checkpoints.folder import Checkpoint
+
+_LENGTH = 8  # bytes of the index's length
+
+Arrays = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each, by name
+Values = tuple[str, Sequence[int], np.ndarray]  # of an array from an index on
+
+
+class FileName(NamedTuple):
+    """The name of a file: STEP.SAVED.PROCESS.PROCESSES."""
+
+    step: int
+    saved: str  # as in `Checkpoint`
+    process: int  # that wrote it
+    processes: int  # of its job
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
+
+
+class Piece(NamedTuple):
+    """A part of an array, and where it stands in its file."""
+
+    array: str
+    start: Sequence[int]  # the index of its first value
+    shape: Sequence[int]
+    offset: int
+    size: int  # bytes
+    checksum: int
+
+    def overlap(self, start: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any] | None:
+        """Where it meets another part of its array: slices of itself, and of that part."""
+        own, other = [], []
+        for a, m, b, n in zip(self.start, self.shape, start, shape, strict=True):
+            low, high = max(a, b), min(a + m, b + n)
+            if low >= high:
+                return None
+            own.append(slice(low - a, high - a))
+            other.append(slice(low - b, high - b))
+        return tuple(own), tuple(other)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot(Checkpoint):
+    """A checkpoint whose arrays lie with the nodes; `path` is the one that it would have."""
+
+    kind = "snapshot"
+
+    arrays: Arrays = dataclasses.field(default_factory=dict)
+    # the values of an array from an index on, of a shape
+    read: Callable[[str, Sequence[int], Sequence[int]], np.ndarray] | None = None
+
+
+def list_files(folder: pathlib.Path) -> list[FileName]:
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(ValueError):  # an unfinished one
+            step, saved, process, processes = path.name.split(".")
+            found.append(FileName(int(step), saved, int(process), int(processes)))
+    return sorted(found)
+
+
+def write_pieces(
+    path: pathlib.Path, checkpoint: Checkpoint, arrays: Arrays, pieces: Iterable[Values]
+) -> None:
+    fields = {f.name: getattr(checkpoint, f.name) for f in dataclasses.fields(checkpoint)}
+    del fields["path"]
+
+    def parts() -> Iterator[bytes | memoryview]:
+        listed, offset = [], 0
+        for name, start, x in pieces:
+            data = memoryview(x.reshape(-1).view(np.uint8))
+            listed.append(Piece(name, start, x.shape, offset, x.nbytes, zlib.crc32(data)))
+            offset += x.nbytes
+            yield data
+        index = json.dumps({"checkpoint": fields, "arrays": arrays, "pieces": listed}).encode()
+        yield index
+        yield len(index).to_bytes(_LENGTH, "big")
+
+    write_parts(path, parts())
+
+
+def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> None:
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def read_part(path: pathlib.Path, offset: int, size: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def verify(path: pathlib.Path) -> dict[str, Any] | None:
+    """What stands behind the pieces, if all of them are as they were written."""
+    try:
+        with open(path, "rb") as file:
+            end = file.seek(-_LENGTH, os.SEEK_END)
+            begin = end - int.from_bytes(file.read(_LENGTH), "big")
+            file.seek(begin)
+            index = json.loads(file.read(end - begin))
+        for piece in (Piece(*values) for values in index["pieces"]):
+            data = np.memmap(path, np.uint8, "r", piece.offset, (piece.size,))
+            if zlib.crc32(data) != piece.checksum:
+                return None
+        return index
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

@@ -1,0 +1,317 @@
+"""Snapshots of the train state in the memory of the nodes, each with a copy on the next node.
+
+Every `local_checkpoint_period` steps a process copies its pieces of the state from the devices. A
+thread writes them into the node's folder, and pulls those of the node before. Processes that share
+a folder are one node. When all files of all processes are there twice, the snapshot before is
+removed: so after the loss of any one node a whole one is left.
+
+The folder is LOCAL/maxramp-RUN-HASH/ID: HASH is of the run's path, and ID from `.snapshots` in the
+run's folder tells the run from one that was there before.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import math
+import os
+import pathlib
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from maxramp.checkpoints import arrays
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.keys import CheckpointKeys
+from maxramp.checkpoints.peers import Peer, Server
+from maxramp.checkpoints.pieces import (
+    Arrays,
+    FileName,
+    Piece,
+    Snapshot,
+    Values,
+    list_files,
+    read_part,
+    verify,
+    write_parts,
+    write_pieces,
+)
+from maxramp.checkpoints.saving import Poll
+from maxramp.errors import ConfigError
+from maxramp.files.place import Place, write_whole
+from maxramp.model.order import order_by_layer
+from maxramp.processes import agreement
+from maxramp.training.state import TrainState
+
+_ID = ".snapshots"
+_MEMORY = "/dev/shm"
+_FIRST = 4  # copies, by which their cost is told
+_SHARE = 0.01  # of the time, that copies should take the loop
+_LAST = 60.0  # seconds that the end of a job waits for the thread
+
+
+class Snapshots:
+    """Takes, finds and removes the snapshots of a run."""
+
+    def __init__(
+        self,
+        keys: CheckpointKeys,
+        run: Place,
+        here: pathlib.Path,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ):
+        """Joins the processes of the job. `run` is the run's folder, `here` where the first process
+        writes its files; `say` and `warn` take a line.
+        """
+        self._period, self._say, self._warn = keys.local_checkpoint_period, say, warn
+        self._me, self._is_first = jax.process_index(), jax.process_index() == 0
+        drawn = agreement.decide_on_first(lambda: [_id_of(here), *map(secrets.token_hex, (4, 32))])
+        identity, self._token, secret = drawn
+        digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:8]
+        given = os.path.expandvars(keys.local_checkpoint_directory) or _MEMORY
+        root = pathlib.Path(given).expanduser().absolute()
+        self._folder = root / f"maxramp-{run.name}-{digest}" / identity
+        agreement.raise_everywhere(self._make_folder)
+        self._server, stat = Server(self._folder, secret.encode()), self._folder.stat()
+        node = f"{_boot()} {stat.st_dev} {stat.st_ino}"
+        addresses, nodes = zip(
+            *agreement.all_gather_json([self._server.address, node]), strict=True
+        )
+        self._connect = [
+            functools.partial(Peer, process, address, secret.encode())
+            for process, address in enumerate(addresses)
+        ]
+        of_nodes = [[p for p, x in enumerate(nodes) if x == one] for one in dict.fromkeys(nodes)]
+        at = next(i for i, processes in enumerate(of_nodes) if self._me in processes)
+        self._on_node = of_nodes[at]  # the processes of this node
+        self._place = self._on_node.index(self._me)
+        # Those whose files this process copies.
+        before = of_nodes[at - 1] if len(of_nodes) > 1 else []
+        self._pulled = before[self._place :: len(self._on_node)]
+        self._poll, self._thread = Poll(), threading.Thread()
+        # The first copies: after which step, when, and their seconds.
+        self._copied: list[tuple[int, float, float]] = []
+        self._is_warned = False
+
+    def _make_folder(self) -> None:
+        try:
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"local_checkpoint_directory: process {self._me} cannot write to {self._folder}: "
+                f"{error.strerror}; give a folder in the node's memory or on its disk"
+            ) from None
+
+    def is_due(self, done: int) -> bool:
+        """Whether to take one after `done` steps, and not while the last one is still written on
+        some process. Asked after every step; the same answer on every process.
+        """
+        is_due = done % self._period == 0 and not self._poll.answer()
+        if (done + 1) % self._period == 0:
+            self._poll.ask(self._thread.is_alive())
+        return is_due
+
+    def take(self, record: Checkpoint, state: TrainState, prepared: Callable[[], None]) -> float:
+        """Copies a state that is there, and keeps it in the background; returns the seconds of the
+        copy. `prepared` waits, on the first process, for what a restart needs besides.
+        """
+        begin = time.perf_counter()
+        kinds, pieces = _copy(state)
+        seconds = time.perf_counter() - begin
+        self._advise(record.step, begin, seconds, sum(x.nbytes for _, _, x in pieces))
+        record = dataclasses.replace(record, saved=f"{self._token}-{record.step}")
+
+        def write() -> None:
+            if self._is_first:
+                prepared()
+            path = self._folder / str(self._name(record, self._me))
+            write_pieces(path, record, kinds, pieces)
+            pieces.clear()
+
+        # Not of a pool: nothing may wait for this thread at the end of the process.
+        given = {"target": self._keep, "args": (record, write), "name": "snapshot"}
+        self._thread = threading.Thread(**given, daemon=True)
+        self._thread.start()
+        return seconds
+
+    def _name(self, record: Checkpoint, process: int) -> FileName:
+        return FileName(record.step, record.saved, process, jax.process_count())
+
+    def _advise(self, step: int, begin: float, seconds: float, size: int) -> None:
+        """Says once, after the first copies, what the slowest of them costs."""
+        if len(self._copied) == _FIRST:
+            return
+        self._copied.append((step, begin, seconds))
+        if len(self._copied) == _FIRST and self._is_first:
+            before, since, _ = self._copied[0]
+            copies = [seconds for *_, seconds in self._copied]
+            of_step = (begin - since - sum(copies[:-1])) / (step - before)
+            share = max(copies) / of_step
+            self._say(
+                f"snapshot {size / 1e6:,.1f} MB of this process, copied in {max(copies):.2g} s: "
+                f"{share / self._period:.1%} of the time, and {_SHARE:.0%} at "
+                f"local_checkpoint_period={math.ceil(share / _SHARE)}"
+            )
+
+    def _keep(self, record: Checkpoint, write: Callable[[], None]) -> None:
+        def pull() -> None:
+            for process in self._pulled:
+                name = str(self._name(record, process))
+                write_parts(self._folder / name, self._connect[process]().read_file(name))
+
+        point = f"maxramp/snapshot/{record.saved}"
+        try:
+            failures = agreement.meet(f"{point}/written", _failure_of(write))
+            failures = failures or agreement.meet(f"{point}/copied", _failure_of(pull))
+        except jax.errors.JaxRuntimeError:  # a process has ended, and so does the job
+            return
+        if failures and self._is_first and not self._is_warned:
+            self._warn(
+                f"the snapshot after step {record.step} was not kept: {failures[0]}; the run "
+                "continues, and tries it again at the next one"
+            )
+        self._is_warned = bool(failures)
+        self._clean(lambda name: (name.saved == record.saved) != bool(failures))
+
+    def _clean(self, keeps: Callable[[FileName], bool]) -> None:
+        """Removes files of this node; its first process does."""
+        for name in list_files(self._folder) if self._place == 0 else ():
+            if not keeps(name):
+                (self._folder / str(name)).unlink(missing_ok=True)
+
+    def close(self, error: BaseException | None, saved: int | None) -> None:
+        """Removes the snapshots up to a step whose checkpoint is `saved`, after an orderly end."""
+        if error is not None or saved is None:
+            return
+        if self._thread.ident:
+            self._thread.join(_LAST)
+        self._clean(lambda name: name.step > saved)
+        for folder in (self._folder, self._folder.parent):
+            with contextlib.suppress(OSError):  # something is left in it, or it is gone
+                folder.rmdir()
+
+    def find(self, checkpoints: Place, after: int, first: Mapping[str, str]) -> Snapshot | None:
+        """The newest whole snapshot after a step, of a run that began with the checkpoints `first`;
+        all others are removed. `checkpoints` is the folder that its checkpoint would be in.
+        """
+        listed = agreement.all_gather_json(list_files(self._folder))
+        there = [[FileName(*name) for name in of_process] for of_process in listed]
+        newer = {name[:2] for name in sum(there, []) if name.step > after}
+        found = None
+        for step, saved in sorted(newer, reverse=True):
+            opened = self._open(checkpoints / str(step), saved, there[self._me])
+            if opened and opened.first == dict(first):
+                found = opened
+                break
+        if newer and not found and self._is_first:
+            stands = f"checkpoint {after}" if after >= 0 else "the start"
+            self._warn(
+                f"no snapshot is whole, the newest is after step {max(newer)[0]}: more than one "
+                f"node was lost; continuing from {stands}"
+            )
+        self._clean(lambda name: found is not None and name.saved == found.saved)
+        for other in self._folder.parent.iterdir() if self._place == 0 else ():
+            if other != self._folder:  # of a run that was in the same folder before
+                shutil.rmtree(other, ignore_errors=True)
+        return found
+
+    def _open(self, path: Place, saved: str, there: Sequence[FileName]) -> Snapshot | None:
+        """A snapshot, if every file of it is whole on some node; `there` are this node's."""
+        mine = [name for name in there if name.saved == saved][self._place :: len(self._on_node)]
+        verified = {str(name): verify(self._folder / str(name)) for name in mine}
+        whole = {name: index for name, index in verified.items() if index}
+        files: dict[str, tuple[list[Piece], list[int]]] = {}  # pieces, and processes that have them
+        listed = {name: index["pieces"] for name, index in whole.items()}
+        for process, of_process in enumerate(agreement.all_gather_json(listed)):
+            for name, pieces in of_process.items():
+                files.setdefault(name, ([Piece(*x) for x in pieces], []))[1].append(process)
+        count = next((int(name.rpartition(".")[2]) for name in files), -1)
+        if len(files) != count:
+            return None
+        source = min(process for _, processes in files.values() for process in processes)
+        index = next(iter(whole.values()), {})
+        own = [index["checkpoint"], index["arrays"]] if self._me == source else None
+        record, kinds = agreement.all_gather_json(own)[source]
+        return Snapshot(path, **record, arrays=kinds, read=self._reader(kinds, files))
+
+    def _reader(
+        self, kinds: Arrays, files: Mapping[str, tuple[list[Piece], list[int]]]
+    ) -> Callable[[str, Sequence[int], Sequence[int]], np.ndarray]:
+        connect = functools.cache(lambda process: self._connect[process]())
+        by_array: dict[str, list[tuple[str, Piece]]] = {}
+        for name, (pieces, _) in files.items():
+            for piece in pieces:
+                by_array.setdefault(piece.array, []).append((name, piece))
+
+        @functools.lru_cache(1)  # for the next device of this process
+        def read_piece(name: str, offset: int, size: int) -> bytes:
+            processes = files[name][1]
+            if {*processes} & {*self._on_node}:
+                return read_part(self._folder / name, offset, size)
+            return connect(processes[self._me % len(processes)]).read(name, offset, size)
+
+        def read(array: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+            dtype, _ = kinds[array]
+            values = np.empty(shape, dtype)
+            for name, piece in by_array.get(array, ()):
+                if both := piece.overlap(start, shape):
+                    data = read_piece(name, piece.offset, piece.size)
+                    values[both[1]] = np.frombuffer(data, dtype).reshape(piece.shape)[both[0]]
+            return values
+
+        return read
+
+
+def _copy(state: TrainState) -> tuple[Arrays, list[Values]]:
+    """The dtypes and shapes of all arrays, and this process's pieces on the host. Of the devices
+    that hold a piece one gives it, another for the next array.
+    """
+    leaves = arrays.named_leaves(order_by_layer(arrays.items_of(state)))
+    chosen = []
+    for number, (name, x) in enumerate(leaves.items()):
+        shape = x.sharding.shard_shape(x.shape)
+        pieces = math.prod(n // m for n, m in zip(x.shape, shape, strict=True))
+        replica = number % (len(x.sharding.device_set) // pieces)
+        for shard in x.addressable_shards:
+            if shard.replica_id == replica:
+                shard.data.copy_to_host_async()
+                chosen.append((name, [s.start or 0 for s in shard.index], shard.data))
+    kinds = {name: (str(x.dtype), list(x.shape)) for name, x in leaves.items()}
+    return kinds, [(name, start, _copy_piece(x)) for name, start, x in chosen]
+
+
+def _copy_piece(x: jax.Array) -> np.ndarray:
+    """A copy, where `np.asarray` is a view of what the next step takes too."""
+    (device,) = x.devices()
+    return np.array(x) if device.platform == "cpu" else np.asarray(x)
+
+
+def _failure_of(work: Callable[[], None]) -> str:
+    """What ends a snapshot, whatever it is, and not the run."""
+    try:
+        work()
+        return ""
+    except Exception as error:
+        return f"process {jax.process_index()}: {arrays.reason_of(error)}"
+
+
+def _id_of(here: pathlib.Path) -> str:
+    path = here / _ID
+    try:
+        if not path.exists():
+            write_whole(path, f"{secrets.token_hex(8)}\n".encode())
+        return path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+
+
+def _boot() -> str:
+    """What no other machine has, nor this one after it starts again."""
+    path = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""

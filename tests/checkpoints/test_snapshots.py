@@ -1,0 +1,278 @@
+"""Snapshots in the memory of the nodes: processes on this machine that play nodes, each with a
+folder of its own, which are killed and lose it."""
+
+import re
+import shutil
+import signal
+import sys
+
+import numpy as np
+import pytest
+from conftest import BASE, TINY, environment
+from forked import Forked
+from jobs import finish
+from object_stores import free_port
+
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.pieces import (
+    FileName,
+    Piece,
+    list_files,
+    read_part,
+    verify,
+    write_parts,
+    write_pieces,
+)
+from maxramp.errors import EXIT_LOST
+from maxramp.run.metrics import read_records
+
+# Trains, and kills its process where a function is called for the nth time, or fills its memory.
+PROGRAM = """
+import importlib, os, signal, sys
+from maxramp import train
+from maxramp.processes.ending import end_process
+module, name, last = sys.argv[1:4]
+calls, module = 0, importlib.import_module(f"maxramp.checkpoints.{module}")
+if "." in name:
+    module, name = getattr(module, name.split(".")[0]), name.split(".")[1]
+whole = getattr(module, name, None)
+def function(*given):
+    global calls
+    calls += 1
+    if last == "full":
+        raise OSError(28, "No space left on device")
+    if calls == int(last):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*given)
+if whole:
+    setattr(module, name, function)
+end_process(train.main(sys.argv[4:]))
+"""
+NEVER = ("snapshots", "nothing", "0")
+# 13 steps on batches of 12 and 24 rows, and sizes that 2, 3 and 4 nodes divide.
+KEYS = [
+    *TINY,
+    "base_emb_dim=48",
+    "base_mlp_dim=96",
+    "step_batch_size_schedule=0:12, 60:24",
+    "step_batch_size_unit=samples",
+    "steps=13",
+    "micro_batch_size=6",
+    "eval_interval=5",
+    "eval_samples=12",
+    "eval_per_device_batch_size=12",
+    "log_period=1",
+    "checkpoint_period=1000",
+    "checkpoint_stage_ends=False",
+    "enable_emergency_checkpoint=True",
+    "local_checkpoint_period=2",
+    "hardware=cpu",
+]
+EXACT = "step", "batch_fingerprint", "consumed_samples", "learning_rate", "global_batch_size"
+
+
+class Cluster:
+    """Nodes of one process each; a node's memory is the folder of its name."""
+
+    def __init__(self, folder, cache_dir, *keys):
+        self.folder, self.run = folder, folder / "runs" / "run"
+        self._keys = [BASE, *KEYS, f"jax_cache_dir={cache_dir}", f"text_files={folder}/text"]
+        self._keys += [f"base_output_directory={folder}/runs", "run_name=run", *keys]
+        self._keys += [f"local_checkpoint_directory={folder}/$NODE"]
+        (folder / "text").write_text(" ".join(str(i * i % 997) for i in range(4000)))
+
+    def train(self, nodes, killed=None, at=NEVER, keys=()):
+        """Runs a job on nodes by their names; returns (output, errors, status) of each."""
+        port, job = free_port(), []
+        for i, node in enumerate(nodes):
+            where = at if node == killed else NEVER
+            line = [sys.executable, "-c", PROGRAM, *where, *self._keys, *keys]
+            place = {"MAXRAMP_COORDINATOR": f"127.0.0.1:{port}", "MAXRAMP_PROCESS_ID": str(i)}
+            place |= {"MAXRAMP_NUM_PROCESSES": str(len(nodes)), "NODE": node}
+            job.append(Forked(line, environment() | place))
+        return finish(job)
+
+    def lose(self, node):
+        shutil.rmtree(self.folder / node)
+
+    def files(self, node):
+        return [name for path in (self.folder / node).glob("*/*") for name in list_files(path)]
+
+    def newest_whole(self, nodes):
+        """The last step of which these nodes have the files of all four processes."""
+        there = {name for node in nodes for name in self.files(node)}
+        return max(
+            n.step for n in there if {(n.saved, p) for p in range(4)} <= {x[1:3] for x in there}
+        )
+
+    def records(self):
+        return [r for r in read_records(self.run / "metrics.jsonl") if "loss" in r]
+
+
+def resumed_from(output):
+    found = re.search(r"resume   from step (\d+) \(snapshot\)", output)
+    return int(found[1]) if found else None
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory, cache_dir):
+    """The records of an undisturbed run on four nodes."""
+    cluster = Cluster(tmp_path_factory.mktemp("calm"), cache_dir)
+    for _, err, status in (done := cluster.train("abcd")):
+        assert status == 0, err
+    taken = {r["step"] for r in cluster.records() if "snapshot_seconds" in r}
+    assert {2} <= taken <= {2, 4, 6, 8, 10, 12}  # a slow machine leaves some out
+    line = r"snapshot .* MB of this process, copied in .*: .*% of the time"
+    assert bool(re.search(line, done[0][0])) == (len(taken) >= 4)
+    assert not any(cluster.files(node) for node in "abcd")  # the end is saved
+    return cluster.records()
+
+
+def check(cluster, calm, same_devices):
+    records = cluster.records()
+    assert [[r[name] for name in EXACT] for r in records] == [
+        [r[name] for name in EXACT] for r in calm
+    ]
+    losses, expected = ([r["loss"] for r in of] for of in (records, calm))
+    assert losses == expected if same_devices else losses == pytest.approx(expected, rel=1e-4)
+
+
+PHASES = {
+    "copy": (("snapshots", "_copy_piece", "40"), "abcd"),
+    "write": (("pieces", "os.fsync", "5"), "acd"),
+    "rename": (("pieces", "os.replace", "5"), "ac"),
+    "pull": (("peers", "Peer.read", "5"), "acd"),
+    "copied": (("pieces", "os.replace", "6"), "abcd"),
+}
+
+
+def lose_one(cluster, node, phase="write"):
+    done = cluster.train("abcd", node, PHASES[phase][0])
+    assert -signal.SIGKILL in [status for *_, status in done]
+    assert {status for *_, status in done} <= {EXIT_LOST, -signal.SIGKILL, 1}, done
+    cluster.lose(node)
+
+
+def finish_run(cluster, nodes):
+    done = cluster.train(nodes)
+    assert {status for *_, status in done} == {0}, done
+    return done[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_node_is_lost(tmp_path, cache_dir, calm, phase):
+    """In any phase of a snapshot: the others hold a whole one, on which fewer nodes continue."""
+    after = PHASES[phase][1]
+    cluster = Cluster(tmp_path, cache_dir)
+    lose_one(cluster, "b", phase)
+    expected = cluster.newest_whole("acd")
+    out, *_ = finish_run(cluster, after)
+    assert resumed_from(out) == expected >= 2
+    check(cluster, calm, same_devices=after == "abcd")
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_while_its_job_restores(tmp_path, cache_dir, calm):
+    """It is another one than the first, and not its neighbour: what it had is with a third."""
+    cluster = Cluster(tmp_path, cache_dir)
+    lose_one(cluster, "d")
+    expected = cluster.newest_whole("abc")
+    done = cluster.train("abc", "b", ("snapshots", "read_part", "9"))
+    assert done[1][2] == -signal.SIGKILL
+    cluster.lose("b")
+    out, *_ = finish_run(cluster, "ac")
+    assert resumed_from(out) == expected
+    check(cluster, calm, same_devices=False)
+
+
+@pytest.mark.slow
+def test_two_neighbours_are_lost(tmp_path, cache_dir, calm):
+    """Then no snapshot is taken up, and a line says so."""
+    cluster = Cluster(tmp_path, cache_dir)
+    lose_one(cluster, "b")
+    cluster.lose("c")
+    out, err, _ = finish_run(cluster, "ad")
+    assert "resume" not in out
+    assert re.search(
+        "warning: no snapshot is whole, .*one node was lost; continuing from the start", err
+    )
+    check(cluster, calm, same_devices=False)
+
+
+@pytest.mark.slow
+def test_a_damaged_file_is_left_out(tmp_path, cache_dir, calm):
+    """The copy on the next node takes its place; and where the run's folder is another one under
+    the same name, nothing of the first is taken."""
+    cluster = Cluster(tmp_path, cache_dir)
+    lose_one(cluster, "d")
+    expected = cluster.newest_whole("abc")
+    path = next((tmp_path / "b").glob(f"*/*/{expected}.*.1.4"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    out, *_ = finish_run(cluster, "abc")
+    assert resumed_from(out) == expected
+    check(cluster, calm, same_devices=False)
+    shutil.rmtree(cluster.run)
+    lose_one(cluster, "d")
+    shutil.rmtree(cluster.run)
+    out, *_ = finish_run(cluster, "abc")
+    assert "resume" not in out
+    check(cluster, calm, same_devices=False)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    record = Checkpoint(
+        tmp_path / "4", 4, 48, [{"index": 0}], "corpus", {"steps": 9}, {}, saved="x"
+    )
+    name = FileName(4, "x", 0, 1)
+    values = np.arange(12, dtype="float32").reshape(3, 4), np.array(7, "uint32")
+    kinds = {"a": ("float32", [6, 4]), "b": ("uint32", [])}
+    pieces = [("a", [3, 0], values[0]), ("b", [], values[1])]
+    write_pieces(tmp_path / str(name), record, kinds, pieces)
+    assert list_files(tmp_path) == [name]
+    index = verify(tmp_path / str(name))
+    assert Checkpoint(record.path, **index["checkpoint"]) == record
+    for listed, (array, start, x) in zip(index["pieces"], pieces, strict=True):
+        piece = Piece(*listed)
+        data = read_part(tmp_path / str(name), piece.offset, piece.size)
+        assert (piece.array, piece.start) == (array, start)
+        np.testing.assert_array_equal(np.frombuffer(data, x.dtype).reshape(piece.shape), x)
+    own, other = Piece(*index["pieces"][0]).overlap([4, 1], [2, 2])
+    np.testing.assert_array_equal(values[0][own], [[5, 6], [9, 10]])
+    assert other == (slice(0, 2), slice(0, 2))
+    assert Piece(*index["pieces"][0]).overlap([0, 0], [3, 4]) is None
+
+
+def test_nothing_half_written_counts(tmp_path):
+    """A file that was cut, changed in one bit or not renamed; what was given up leaves nothing."""
+    record = Checkpoint(tmp_path / "4", 4, 48, [], "", {}, {}, saved="x")
+    path = tmp_path / str(FileName(4, "x", 0, 1))
+    write_pieces(path, record, {"a": ("uint8", [40])}, [("a", [0], np.arange(40, dtype="uint8"))])
+    whole = path.read_bytes()
+    for size in (0, 5, 40, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        assert verify(path) is None
+    for at in (0, 39, len(whole) - 1):
+        path.write_bytes(bytes(b ^ (i == at) for i, b in enumerate(whole)))
+        assert verify(path) is None
+
+    def parts():
+        yield b"half"
+        assert [p.name for p in tmp_path.iterdir() if p != path] == [".5.x.0.1.tmp"]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_parts(tmp_path / "5.x.0.1", parts())
+    assert list(tmp_path.iterdir()) == [path] and len(list_files(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_memory_that_is_full_costs_a_line(tmp_path, cache_dir, calm):
+    cluster = Cluster(tmp_path, cache_dir)
+    done = cluster.train("ab", "b", ("pieces", "os.fsync", "full"))
+    assert [status for *_, status in done] == [0, 0], done
+    line = "the snapshot after step 2 was not kept: process 1: No space left on device; the run"
+    assert done[0][1].count("was not kept") == 1 and line in done[0][1]
+    check(cluster, calm, same_devices=False)
