@@ -68,13 +68,22 @@ def _backward(z_loss_multiplier, block_tokens, statistics, cap, gradients, cotan
 cross_entropy_sums.defvjp(_forward, _backward)
 
 
+_TILE = 8  # rows of a TPU's tiles
+
+
 def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
     """Every device takes its own tokens; only sums and the gradients' sums travel."""
 
     head_spec = jax.typeof(head_DV).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT):
+        shard, shape = len(head_DV), x_BTD.shape
+        # Parts that are no whole tiles would lie twice in memory: as they came, and put together.
+        gap = -shard % _TILE if shard < shape[-1] else 0
+        head_DV = jnp.pad(head_DV, ((0, gap), (0, 0)))
         head_DV = all_gather(head_DV, SHARD_AXES, behind=x_BTD)
+        parts_BTsd = x_BTD.reshape(*shape[:2], -1, shard)
+        x_BTD = jnp.pad(parts_BTsd, (*((0, 0),) * 3, (0, gap))).reshape(*shape[:2], -1)
         sums, gradients = _blocks(x_BTD, head_DV, targets_BT, *keys, with_gradients)
         # Added in one order, as the norm of the gradients (`norm.add_up`).
         sums = all_gather(jnp.stack(sums)[None], BATCH_AXES).sum(0)
@@ -83,8 +92,9 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
             dx_BTD, dhead_DV = jax.lax.optimization_barrier(gradients)
             # Rounded once and then sent, as the gradients of all products are.
             dhead_DV = dhead_DV.astype(head_DV.dtype)
-            dhead_DV = psum_scatter(dhead_DV, SHARD_AXES, dimension=0)
+            dhead_DV = psum_scatter(dhead_DV, SHARD_AXES, dimension=0)[:shard]
             dhead_DV = psum(dhead_DV, summed_at_once(head_spec))
+            dx_BTD = dx_BTD.reshape(*shape[:2], -1, shard + gap)[..., :shard].reshape(shape)
             dx_BTD = psum(dx_BTD, "tensor", behind=sums.sum() + dhead_DV[0, 0])
             gradients = dx_BTD, dhead_DV
         return tuple(sums), gradients
