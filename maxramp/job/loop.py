@@ -74,7 +74,8 @@ class _After:
         consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
         known = self._numbers.numbers_after(done - 1)
         state = self._trainer.state
-        self._job.checkpoints.save(done, state, consumed, stages, flush, last, known, owes)
+        with self._job.output.jobs.saving():
+            self._job.checkpoints.save(done, state, consumed, stages, flush, last, known, owes)
         self._log.restart_clock()
 
     @contextlib.contextmanager
@@ -140,6 +141,12 @@ class _After:
 
 
 def train(job: Job, trainer: Trainer) -> int:
+    """Trains the steps of a job, as `_train`, and writes down how it ends."""
+    job.output.status = _train(job, trainer)
+    return job.output.status
+
+
+def _train(job: Job, trainer: Trainer) -> int:
     """Trains the steps of a job: 0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a
     stage (everything is saved); a TrainingError where the run cannot go on.
     """
@@ -153,7 +160,7 @@ def train(job: Job, trainer: Trainer) -> int:
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
     numbers = LastEvaluation()
     continues = checkpoints.newest is not None  # its own, and not the state of another run
-    log = MetricsLog(config.run, [growth, numbers, *writers], continues)
+    log = MetricsLog(config.run, [output.jobs, growth, numbers, *writers], continues)
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)
