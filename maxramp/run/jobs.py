@@ -34,8 +34,8 @@ class Jobs:
         self._counted: float | None = None  # seconds in steps that count
 
     def begin(self, first_step: int, nodes: int, devices: int, origin: str) -> Appending:
-        """Adds a job that trains from `first_step` on; its state is `origin` (new, checkpoint, ...).
-        Returns the file.
+        """Adds a job that trains from `first_step` on, with a state of `origin`: new, checkpoint or
+        snapshot. Returns the file.
         """
         before = read_jobs(self._folder)
         began = round(max(_process_start(), before[-1]["time"] if before else 0.0), 3)

@@ -48,15 +48,8 @@ from maxramp.training.state import TrainState, num_trained
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
 # Or cut at a start.
 _OVERWRITTEN = (
-    *(
-        "plan.json",
-        "next_stage.json",
-        "metrics.jsonl",
-        "ramp.png",
-        "experts.png",
-        decisions.FILE,
-        JOBS,
-    ),
+    *("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", "experts.png", JOBS),
+    decisions.FILE,
 )
 _CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first is a person's
 _HEADER = b"# Written by maxramp; the next start replaces this file unless you edit it (%08x)."
