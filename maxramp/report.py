@@ -39,8 +39,7 @@ def main(arguments: list[str]) -> int:
     add("--plot", metavar="FILE", help="draw a picture, too")
     add("--json", action="store_true", help="print everything as JSON")
     given = parser.parse_intermixed_args(arguments)
-    keys = [word for word in given.arguments if word.partition("=")[0].isidentifier()]
-    keys = [word for word in keys if "=" in word]
+    keys = [word for word in given.arguments if "=" in word and "/" not in word.split("=")[0]]
     if strange := [word for word in keys if not word.startswith(f"{_PRICE}=")]:
         raise ConfigError(f"{strange[0]}: a report reads {_PRICE} alone of all keys; leave it out")
     asked = load(["configs/base.yml", *keys]).planning.price_per_device_hour if keys else None
@@ -55,8 +54,8 @@ def main(arguments: list[str]) -> int:
         return 0
     print_runs(found)
     if len(found) == 1:
-        print_parts("stage", found[0]["stages"], _STAGE)
-        print_parts("job", found[0]["jobs"], _JOB)
+        print_parts(found[0]["stages"], _STAGE)
+        print_parts(found[0]["jobs"], _JOB)
     if given.plot:
         print(f"picture   {given.plot}")
     return 0
@@ -74,11 +73,12 @@ def print_runs(runs: Sequence[dict[str, Any]]) -> None:
     rows = [["wall time", *(duration(run["wall_seconds"]) for run in runs)]]
     for kind in KINDS:
         if any(run["seconds"][kind] for run in runs):
-            rows.append([kind, *(_share(run, kind) for run in runs)])
+            cells = (f"{duration(run['seconds'][kind])} {_share(run, kind):>6}" for run in runs)
+            rows.append([kind, *cells])
     for name, show in _TOTALS.items():
         if any(run[name] is not None for run in runs):
             cells = ("-" if run[name] is None else show(run[name]) for run in runs)
-            rows.append([name.replace("_", " ").replace("node h", "node-h"), *cells])
+            rows.append([name.replace("_hours", "-hours").replace("_", " "), *cells])
     print_table(["", *names], rows)
 
 
@@ -94,8 +94,7 @@ _TOTALS: dict[str, Callable[[Any], str]] = {
 
 
 def _share(part: dict[str, Any], kind: str) -> str:
-    seconds = part["seconds"][kind]
-    return f"{duration(seconds)} {seconds / (sum(part['seconds'].values()) or 1):.1%}"
+    return f"{part['seconds'][kind] / (sum(part['seconds'].values()) or 1):.1%}"
 
 
 _STAGE: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -113,21 +112,20 @@ _JOB: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def print_parts(
-    name: str, parts: Sequence[dict[str, Any]], columns: dict[str, Callable[[Any], str]]
-) -> None:
+def print_parts(parts: Sequence[dict[str, Any]], columns: dict[str, Callable[[Any], str]]) -> None:
     """Stages or jobs: a row of each."""
     kinds = [kind for kind in KINDS if any(part["seconds"][kind] for part in parts)]
     costs = [x for x in ("node_hours", "cost") if any(part[x] is not None for part in parts)]
     rows = [
         [
             *(show(part) for show in columns.values()),
+            duration(sum(part["seconds"].values())),
             *(_share(part, kind) for kind in kinds),
             *(amount(part[x]) for x in costs),
         ]
         for part in parts
     ]
-    heads = [*columns, *kinds, *(x.replace("_", "-") for x in costs)]
+    heads = [*columns, "time", *kinds, *(x.replace("_", "-") for x in costs)]
     print_table(heads, rows, [kind for kind in reversed(kinds) if kind not in ("steps", "lost")])
 
 
@@ -144,12 +142,13 @@ def draw(runs: Sequence[dict[str, Any]], path: Place) -> None:
     bars.set_yticks(range(len(runs)), names, parse_math=False)
     bars.invert_yaxis()
     bars.set_xlabel("hours")
-    for run, name, color in zip(runs, names, [*COLORS] * len(runs), strict=False):
-        curves.plot(
-            *zip(*run["goodput_by_hours"] or [(0, 0)], strict=True), color=color, label=name
-        )
-    curves.set(xlabel="hours since the first start", ylabel="goodput", ylim=(0, 1))
-    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    for run, name in zip(runs, names, strict=True):
+        curves.plot(*zip(*run["goodput_by_hours"] or [(0, 0)], strict=True), label=name)
+    curves.set(xlabel="hours since the first start", ylabel="goodput", ylim=(0, 1), xlim=(0, None))
+    if len(runs) > 1:
+        curves.legend(frameon=False)
+    handles = bars.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
     drawn = io.BytesIO()
     try:
         figure.savefig(drawn, dpi=150, format=path.suffix[1:] or None)

@@ -1,8 +1,8 @@
 """Where the wall time of a run went, from what its jobs wrote.
 
 It begins with the run's first job and ends with the last thing that the run wrote. The records of
-metrics.jsonl and metrics.dropped.jsonl lie on it one behind the other, each up to its `time`, within
-the jobs of jobs.jsonl: so the shares add up to it.
+metrics.jsonl and metrics.dropped.jsonl lie on it one behind the other, each up to its `time`,
+within the jobs of jobs.jsonl: so the shares add up to it.
 """
 
 import io
@@ -35,7 +35,7 @@ _COLUMNS = (
 # Most steps as `train` writes them, without the last three columns: several times as fast as JSON,
 # which reads all other records.
 _STEP = re.compile(
-    rb'\{"step": (\d+), "stage": (\d+), [^\n]*"consumed_tokens": (\d+), "target_tokens": \d+, '
+    rb'\{"step": (\d+), "stage": (\d+), [^\n]*"consumed_tokens": (\d+), '
     rb'"step_seconds": ([^,]+), "data_seconds": ([^,]+), "compile_seconds": ([^,]+), '
     rb'"tokens_per_second": [^,]+, "target_tokens_per_second": [^,]+, "tflops_per_device": [^,]+, '
     rb'"batch_fingerprint": "\w+", "time": ([^,]+), "goodput": [^,]+\}\n'
@@ -47,12 +47,10 @@ Columns = dict[str, np.ndarray]  # float64 [records], by name
 
 
 def wall_time(run: Place, price: float | None) -> dict[str, Any]:
-    """The wall time of a run in seconds by KINDS, of all and by stage and job; what it has cost.
+    """The wall time of a run in seconds by KINDS, of all and by stage and job; what it has cost at
+    a `price` of a device for an hour, None where that is not known.
 
-    Node-hours are those of jobs. A stage has those of its records: no starts, ends and waiting.
-
-    Args:
-      price: of a device for an hour; None where it is not known.
+    Node-hours are those of jobs. A stage has the time of its records, and no ends and waiting.
     """
     jobs = _read_jobs(run)
     found = _read_records(run, jobs[0]["start"])
@@ -68,9 +66,7 @@ def wall_time(run: Place, price: float | None) -> dict[str, Any]:
     first, wall = jobs[0]["start"], jobs[-1]["end"] - jobs[0]["start"]
     seconds = {kind: math.fsum(job["seconds"][kind] for job in jobs) for kind in KINDS}
     totals = {name: sum(job[name] for job in jobs) for name in ("steps", "lost_steps")}
-    node_hours, device_hours = (
-        math.fsum(j[f"{x}_hours"] for j in jobs) for x in ("node", "device")
-    )
+    hours = (math.fsum(job[name] for job in jobs) for name in ("node_hours", "device_hours"))
     sizes = (np.array([job[name] for job in jobs])[owner] for name in ("nodes", "devices"))
     stages = _stages(found, spent, *sizes, price)
     tokens = [stage["tokens"] for stage in stages]
@@ -84,7 +80,7 @@ def wall_time(run: Place, price: float | None) -> dict[str, Any]:
         "seconds": seconds,
         **totals,
         "tokens": None if None in tokens else sum(tokens),
-        **_cost(node_hours, device_hours, price),
+        **_cost(*hours, price),
         "stages": stages,
         "jobs": jobs,
         "goodput_by_hours": [[times[i] / 3600, counted[i] / max(times[i], 1e-3)] for i in points],
