@@ -57,7 +57,7 @@ class Jobs:
             self._counted += max(0.0, record["step_seconds"] - waits)
             self._steps_done = record["step"] + 1
         record.update(self._take_saved())
-        record["time"] = now = round(time.time(), 3)
+        record["time"] = now = round(time.time(), 6)
         record["goodput"] = self._counted / max(now - self._first_start, 1e-3)
 
     @contextlib.contextmanager
