@@ -124,8 +124,10 @@ def _read(path: Place) -> np.ndarray:
                 match = _STEP.match(line) if b"snapshot_" not in line else None
                 quick.append(match.groups()) if match else others.append(_parse(line))
             if quick:
-                blocks.append(np.full((len(quick), len(_COLUMNS)), np.nan))
-                blocks[-1][:, : len(quick[0])] = np.array(quick)
+                values = np.fromiter(map(float, itertools.chain(*quick)), float)
+                values = values.reshape(len(quick), -1)
+                missing = (0, len(_COLUMNS) - values.shape[1])
+                blocks.append(np.pad(values, ((0, 0), missing), constant_values=np.nan))
             if known := list(filter(None, others)):
                 blocks.append(np.array(known, float))
     return np.concatenate(blocks)
