@@ -69,7 +69,7 @@ def test_what_it_trained_and_cost(killed):
     assert [stage["steps"] for stage in found["stages"]] == [300, 100]
     assert [stage["tokens"] for stage in found["stages"]] == [300 * 2 * 16, 100 * 4 * 16]
     hours = sum(job["end"] - job["start"] for job in found["jobs"]) / 3600
-    assert found["cost"] == pytest.approx(3 * hours) and found["node_hours"] == found["cost"] / 3
+    assert [found["node_hours"], found["cost"] / 3] == pytest.approx([hours, hours])
 
 
 def test_goodput_in_the_metrics_is_that_of_the_report(killed):
@@ -91,6 +91,14 @@ def test_most_steps_are_read_without_json(killed):
     for line in quick:
         values = [float(x) for x in wall_time._STEP.match(line).groups()]
         assert values == wall_time._parse(line)[: len(values)]
+
+
+def test_a_run_in_a_storage(killed, storage):
+    there = place(f"{storage.address}/run")
+    for path in killed.glob("*.jsonl"):
+        (there / path.name).write_bytes(path.read_bytes())
+    here = wall_time.wall_time(killed, None)
+    assert wall_time.wall_time(there, None) == here | {"run": str(there)}
 
 
 def test_any_history_adds_up(tmp_path):
