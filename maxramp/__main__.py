@@ -21,6 +21,7 @@ COMMANDS = {
     "evaluate": "evaluates a model on the tasks of lm-eval, the field's harness",
     "grpo": "improves a model by rewards: reinforcement learning",
     "convert": "writes a trained model as a folder that transformers opens",
+    "report": "shows where the wall time of runs went, and what they cost",
     "noise": "shows how noisy a run's gradients are, and for how large a batch",
     "suggest": "suggests a ramp for a run, or none, from what was measured",
     "branch": "measures how large the batch may be at a checkpoint, by training at several sizes",

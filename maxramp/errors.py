@@ -83,6 +83,10 @@ def report(error: Exception) -> int:
     else:
         raise error
     print(f"error: {' '.join(text.splitlines())}", file=sys.stderr)
+    return exit_status(error)
+
+
+def exit_status(error: BaseException) -> int:
     if isinstance(error, ConfigError):
         return EXIT_CONFIG
     return EXIT_LOST if isinstance(error, PeerLostError) else EXIT_FAILED

@@ -193,6 +193,7 @@ class Pretrainer:
         consumed_tokens = self._ramp.tokens(first_sample + stage.global_batch_size)
         train_step, compile_seconds = self._programs.train_step(stage)
         compile_seconds += self._programs.follow(self._arrays, stage)
+        handed_over = time.perf_counter()
         self._arrays, shown = train_step(self._arrays, batch)
         if self._smaller and time.monotonic() > self._begin + _SMALLER_AFTER:
             self._announce_smaller()
@@ -200,6 +201,9 @@ class Pretrainer:
 
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds, row = end - begin, stage.spec.row_length
+            # What was waited for while the devices still worked on the step before costs nothing.
+            idle = max(0.0, handed_over - begin)
+            compiling = min(compile_seconds, idle)
             tokens = stage.global_batch_size * stage.spec.tokens
             model = self._recipe.with_spec(stage.spec).model
             flops = tokens * training_flops_per_token(model, row) / stage.devices
@@ -209,8 +213,8 @@ class Pretrainer:
                 "consumed_tokens": consumed_tokens,
                 "target_tokens": targets,
                 "step_seconds": seconds,
-                "data_seconds": data_seconds,
-                "compile_seconds": compile_seconds,
+                "data_seconds": min(data_seconds, idle - compiling),
+                "compile_seconds": compiling,
                 "tokens_per_second": tokens / seconds,
                 "target_tokens_per_second": targets / seconds,
                 "tflops_per_device": flops / seconds / 1e12,

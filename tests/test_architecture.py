@@ -33,7 +33,7 @@ FLOORS = (
     ("rl", "evaluation"),
     (
         *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate", "evaluate"),
-        *("grpo", "convert"),
+        *("grpo", "convert", "report"),
         *("branch", "suggest", "launch.__main__", "__main__"),
     ),
 )

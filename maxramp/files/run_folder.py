@@ -304,7 +304,7 @@ def this_process() -> dict[str, Any]:
     except OSError:
         return {}
     pid = os.getpid()
-    return {"machine": f"{boot} {namespace}", "pid": pid, "started": _start_time(pid)}
+    return {"machine": f"{boot} {namespace}", "pid": pid, "started": start_time(pid)}
 
 
 def is_gone(process: Any) -> bool:
@@ -312,10 +312,10 @@ def is_gone(process: Any) -> bool:
     here = this_process()
     if not (here and isinstance(process, dict) and process.get("machine") == here["machine"]):
         return False
-    return _start_time(process.get("pid")) != process.get("started")
+    return start_time(process.get("pid")) != process.get("started")
 
 
-def _start_time(pid: Any) -> str | None:
+def start_time(pid: Any) -> str | None:
     """When a process began, None if it has ended; process ids are given again."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()

@@ -74,7 +74,8 @@ class _After:
         consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
         known = self._numbers.numbers_after(done - 1)
         state = self._trainer.state
-        self._job.checkpoints.save(done, state, consumed, stages, flush, last, known, owes)
+        with self._job.output.jobs.saving():
+            self._job.checkpoints.save(done, state, consumed, stages, flush, last, known, owes)
         self._log.restart_clock()
 
     def take_snapshot(self, done: int) -> None:
@@ -149,6 +150,12 @@ class _After:
 
 
 def train(job: Job, trainer: Trainer) -> int:
+    """Trains the steps of a job, as `_train`, and writes down how it ends."""
+    job.output.status = _train(job, trainer)
+    return job.output.status
+
+
+def _train(job: Job, trainer: Trainer) -> int:
     """Trains the steps of a job: 0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a
     stage (everything is saved); a TrainingError where the run cannot go on.
     """
@@ -161,7 +168,7 @@ def train(job: Job, trainer: Trainer) -> int:
     writers = output.open_files(ramp, first_step, job.owes, checkpoints.goes_on)
     growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
     numbers = LastEvaluation()
-    log = MetricsLog(config.run, [growth, numbers, *writers], checkpoints.goes_on)
+    log = MetricsLog(config.run, [output.jobs, growth, numbers, *writers], checkpoints.goes_on)
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)

@@ -154,7 +154,10 @@ class Start:
         lines = {"keys": changed, "rate": jump, "rows": left_over}
         changes = [f"{name}     {line}" for name, line in lines.items() if line]
         own = {"output": output, "checkpoints": checkpoints, "span": span, "changes": changes}
-        return Job(**vars(self) | own | {"config": config})
+        job = Job(**vars(self) | own | {"config": config})
+        if job.has_work:
+            output.begin_job(span)
+        return job
 
 
 @dataclasses.dataclass(frozen=True)

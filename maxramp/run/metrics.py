@@ -28,11 +28,12 @@ from maxramp.run.keys import RunKeys
 
 Record = dict[str, Any]
 
+_LONGEST = 1 << 24  # bytes of a record, at most
 TASK = "task_"  # what the names of numbers of tasks begin with
 OF_SET = "eval_loss_"  # and those of the losses on held-out sets that have names
 _OF_BATCH = (
     *("stage", "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size"),
-    *("row_length", "devices"),
+    *("row_length", "devices", "nodes"),
 )
 
 
@@ -170,6 +171,7 @@ def batch_record(stage: Stage, consumed_samples: int) -> Record:
         "global_batch_size": stage.global_batch_size,
         "row_length": stage.spec.row_length,
         "devices": stage.devices,
+        "nodes": stage.nodes,
         "consumed_samples": consumed_samples,
     }
 
@@ -216,7 +218,8 @@ def names_of_sums(sets: Sequence[str], shown: Sequence[str]) -> list[str]:
 
 def numbers_of(record: Record) -> dict[str, int | float]:
     """What can be drawn as a curve over steps."""
-    return {k: v for k, v in record.items() if k != "step" and type(v) in (int, float)}
+    own = "step", "time"
+    return {k: v for k, v in record.items() if k not in own and type(v) in (int, float)}
 
 
 def loads_of(record: Record) -> dict[str, np.ndarray]:
@@ -236,7 +239,7 @@ def tag_of(name: str) -> str:
         return f"{'batch' if name.startswith('eval_tokens') else 'learning'}/{name}"
     if name in _OF_BATCH or name.endswith(("_samples", "_tokens")):
         return f"batch/{name}"
-    if name.endswith(("_seconds", "_per_second", "_per_device")):
+    if name.endswith(("_seconds", "_per_second", "_per_device", "goodput")):
         return f"speed/{name}"
     if name.startswith(TASK):
         return f"tasks/{name}"
@@ -318,6 +321,16 @@ def read_records(path: Place, steps: int | None = None) -> list[Record]:
     lines = path.read_bytes().splitlines() if path.exists() else []
     records = [record for record in map(_parse, lines) if record is not None]
     return [r for r in records if steps is None or r["step"] < steps]
+
+
+def read_last(path: pathlib.Path) -> Record:
+    """The last record of metrics.jsonl; empty without one."""
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LONGEST))
+        lines = file.read().splitlines()
+    return _parse(lines[-1]) or {} if lines else {}
 
 
 def _parse(line: bytes) -> Record | None:

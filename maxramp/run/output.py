@@ -19,7 +19,7 @@ from maxramp.checkpoints import decisions
 from maxramp.checkpoints.resume import Span
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, exit_status
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import follow, take
 from maxramp.keys.yamlfile import parse
@@ -35,6 +35,8 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
 from maxramp.run.experts import draw_experts
 from maxramp.run.growth import recent
+from maxramp.run.jobs import FILE as JOBS
+from maxramp.run.jobs import Jobs
 from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import Record, batch_record, cut_records, read_records
 from maxramp.run.picture import draw_run
@@ -45,7 +47,8 @@ from maxramp.training.state import TrainState, num_trained
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
 # Or cut at a start.
 _OVERWRITTEN = (
-    *("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", "experts.png", decisions.FILE),
+    *("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", "experts.png", JOBS),
+    decisions.FILE,
 )
 _CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first is a person's
 _HEADER = b"# Written by maxramp; the next start replaces this file unless you edit it (%08x)."
@@ -68,6 +71,7 @@ class Output:
             self._check_shared()
         self._display = Display(keys.log_period, quiet=not self._is_first)
         self._writers: list[JsonlWriter | EventWriter | WandbWriter] = []
+        self.jobs, self.status = Jobs(self.here), 0  # with which the job ends, unless by an error
 
     def _take_folder(self) -> None:
         try:
@@ -127,6 +131,19 @@ class Output:
                 f"does not see what process 0 wrote to {self.folder}; give one that all hosts share"
             )
 
+    def begin_job(self, span: Span) -> None:
+        """Writes down that a job begins, once where the run stands is known."""
+        stage = span.ramp.stage_at_step(span.first_step)
+        origin = span.position.kind if span.position else "new"
+        given = span.first_step, stage.nodes, stage.devices, origin
+        agreement.raise_everywhere(lambda: self._is_first and self._begin_job(*given))
+
+    def _begin_job(self, *given: Any) -> None:
+        try:
+            self.kept.growing = [self.jobs.begin(*given)]
+        except OSError as error:
+            raise self._refusal(error) from None
+
     def open_files(
         self,
         ramp: RampupBatchManager,
@@ -164,7 +181,8 @@ class Output:
             if self._keys.enable_tensorboard:
                 first = first_step, ramp.samples_before(first_step)
                 files += tensorboard_writers(self.here / "tensorboard", *first)
-            self._writers, self.kept.growing = files, [*files, self._open_decisions(goes_on)]
+            self._writers = files
+            self.kept.growing = [*self.kept.growing, *files, self._open_decisions(goes_on)]
             if project := self._keys.wandb_project:
                 config = parse(self._config_text)
                 try:
@@ -235,7 +253,6 @@ class Output:
             return
         stage = span.following
         following = batch_record(stage, span.planned.samples_before(span.last_step))
-        following |= {"nodes": stage.nodes}
         try:
             _write_json(self.here / "next_stage.json", following)
         except OSError as error:  # the next start plans the same
@@ -327,6 +344,10 @@ class Output:
             self.say(self._display.summary())
             names = "ramp.png", "experts.png", "metrics.jsonl", self._config_file.name, "plan.json"
             there = [name for name in names if (self.here / name).exists()]
+        try:
+            self.jobs.end(exit_status(error) if error else self.status)
+        except OSError as problem:
+            self.warn(str(self._refusal(problem)))
         self.kept.close()  # of a run in a storage, this removes what is here
         if self._writers:
             self.say(f"see      {self.folder}/{', '.join(there)}")

@@ -109,7 +109,7 @@ def evaluations(line, name):
     """The records of evaluations on tasks, without their times."""
     records = read_records(folder_of(line, name) / "metrics.jsonl")
     return [
-        {k: v for k, v in r.items() if k != "eval_seconds"}
+        {k: v for k, v in r.items() if k not in ("eval_seconds", "save_seconds", "time", "goodput")}
         for r in records
         if "task_made_choices_acc" in r
     ]
@@ -186,7 +186,7 @@ def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
         given = {"MENDED": mended} | environment()
         done = run_forked((sys.executable, "-m", "maxramp.train", *line, *more, name), given, 300)
         records = read_records(tmp_path / name.partition("=")[2] / "metrics.jsonl")
-        times = ("_seconds", "per_second", "per_device", "restarted")
+        times = ("_seconds", "per_second", "per_device", "restarted", "time", "goodput")
         return done, [{k: v for k, v in r.items() if not k.endswith(times)} for r in records]
 
     done, whole = trained("run_name=whole", "yes")

@@ -7,6 +7,7 @@ import pytest
 
 from maxramp.errors import StepError
 from maxramp.job.loop import _After
+from maxramp.run.jobs import Jobs
 
 
 class Steps:
@@ -20,7 +21,9 @@ class Steps:
         checkpoints = types.SimpleNamespace(
             newest=4, save=lambda done, *more: self.saved.append(done)
         )
-        output = types.SimpleNamespace(say=self.said.append, kept=types.SimpleNamespace(flush=None))
+        output = types.SimpleNamespace(
+            say=self.said.append, kept=types.SimpleNamespace(flush=None), jobs=Jobs(None)
+        )
         job = types.SimpleNamespace(
             span=types.SimpleNamespace(ramp=ramp, first_step=2),
             checkpoints=checkpoints,

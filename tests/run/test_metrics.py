@@ -22,6 +22,7 @@ STAGE = types.SimpleNamespace(
     gradient_accumulation_steps=1,
     global_batch_size=2,
     devices=1,
+    nodes=1,
     spec=types.SimpleNamespace(row_length=16),
 )
 

@@ -1,0 +1,161 @@
+"""Shows where the wall time of runs went, and what they cost: steps, waiting, lost work.
+
+python -m maxramp.report RUN [RUN ...] [price_per_device_hour=P] [--plot FILE] [--json]
+
+RUN is the folder of a run, which may be running. Of one run it shows stages and jobs too, of
+several the runs side by side (docs/running.md).
+"""
+
+if __name__ == "__main__":  # before the imports that take a second
+    from maxramp import console
+
+    console.end_with_readers()
+
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from maxramp.commandline import Parser, amount, command, print_table, short
+from maxramp.config.load import load
+from maxramp.drawing import COLORS, make_panels
+from maxramp.errors import ConfigError
+from maxramp.files.place import Place, place
+from maxramp.keys.yamlfile import read_yaml
+from maxramp.measuring.wall_time import KINDS, wall_time
+from maxramp.run.display import duration
+
+_PRICE = "price_per_device_hour"
+_CONFIGS = "config.resolved.yml", "config.yml"
+_SHADES = (COLORS[3], *COLORS[:3], COLORS[4], "#E69F00", "#F0E442", "0.55", "0.75", "0.2", "0.9")
+
+
+@command
+def main(arguments: list[str]) -> int:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("arguments", nargs="+", metavar="RUN", help="a folder, or an address in an object storage")
+    add("--plot", metavar="FILE", help="draw a picture, too")
+    add("--json", action="store_true", help="print everything as JSON")
+    given = parser.parse_intermixed_args(arguments)
+    keys = [word for word in given.arguments if "=" in word and "/" not in word.split("=")[0]]
+    if strange := [word for word in keys if not word.startswith(f"{_PRICE}=")]:
+        raise ConfigError(f"{strange[0]}: a report reads {_PRICE} alone of all keys; leave it out")
+    asked = load(["configs/base.yml", *keys]).planning.price_per_device_hour if keys else None
+    runs = [place(word) for word in given.arguments if word not in keys]
+    if not runs:
+        raise ConfigError("no RUN is given; give the folder of a run")
+    found = [wall_time(run, _find_price(run) if asked is None else asked) for run in runs]
+    if given.plot:
+        draw(found, place(given.plot))
+    if given.json:
+        print(json.dumps({"runs": found}))
+        return 0
+    print_runs(found)
+    if len(found) == 1:
+        print_parts(found[0]["stages"], _STAGE)
+        print_parts(found[0]["jobs"], _JOB)
+    if given.plot:
+        print(f"picture   {given.plot}")
+    return 0
+
+
+def _find_price(run: Place) -> float | None:
+    config = next((run / name for name in _CONFIGS if (run / name).is_file()), None)
+    price = read_yaml(config).get(_PRICE, -1) if config else -1
+    return price if isinstance(price, int | float) and price > 0 else None
+
+
+def print_runs(runs: Sequence[dict[str, Any]]) -> None:
+    """The runs side by side: a column of each."""
+    names = [run["run"].rstrip("/").rpartition("/")[2] for run in runs]
+    rows = [["wall time", *(duration(run["wall_seconds"]) for run in runs)]]
+    for kind in KINDS:
+        if any(run["seconds"][kind] for run in runs):
+            cells = (f"{duration(run['seconds'][kind])} {_share(run, kind):>6}" for run in runs)
+            rows.append([kind, *cells])
+    for name, show in _TOTALS.items():
+        if any(run[name] is not None for run in runs):
+            cells = ("-" if run[name] is None else show(run[name]) for run in runs)
+            rows.append([name.replace("_hours", "-hours").replace("_", " "), *cells])
+    print_table(["", *names], rows)
+
+
+_TOTALS: dict[str, Callable[[Any], str]] = {
+    "goodput": "{:.1%}".format,
+    "steps": "{:,}".format,
+    "lost_steps": "{:,}".format,
+    "tokens": short,
+    "node_hours": amount,
+    "device_hours": amount,
+    "cost": amount,
+}
+
+
+def _share(part: dict[str, Any], kind: str) -> str:
+    return f"{part['seconds'][kind] / (sum(part['seconds'].values()) or 1):.1%}"
+
+
+_STAGE: dict[str, Callable[[dict[str, Any]], str]] = {
+    "stage": lambda stage: f"{stage['stage']}",
+    "steps": lambda stage: f"{stage['steps']:,}",
+    "tokens": lambda stage: "-" if stage["tokens"] is None else short(stage["tokens"]),
+}
+_JOB: dict[str, Callable[[dict[str, Any]], str]] = {
+    "job": lambda job: f"from {job['first_step']:,}",
+    "state": lambda job: job["from"],
+    "nodes": lambda job: f"{job['nodes']:,}",
+    "exit\nstatus": lambda job: "-" if job["status"] is None else f"{job['status']}",
+    "steps": lambda job: f"{job['steps']:,}",
+    "lost\nsteps": lambda job: f"{job['lost_steps']:,}",
+}
+
+
+def print_parts(parts: Sequence[dict[str, Any]], columns: dict[str, Callable[[Any], str]]) -> None:
+    """Stages or jobs: a row of each."""
+    kinds = [kind for kind in KINDS if any(part["seconds"][kind] for part in parts)]
+    costs = [x for x in ("node_hours", "cost") if any(part[x] is not None for part in parts)]
+    rows = [
+        [
+            *(show(part) for show in columns.values()),
+            duration(sum(part["seconds"].values())),
+            *(_share(part, kind) for kind in kinds),
+            *(amount(part[x]) for x in costs),
+        ]
+        for part in parts
+    ]
+    heads = [*columns, "time", *kinds, *(x.replace("_", "-") for x in costs)]
+    print_table(heads, rows, [kind for kind in reversed(kinds) if kind not in ("steps", "lost")])
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Place) -> None:
+    """Bars of where the time went, and the goodput over the hours since the first start."""
+    figure, (bars, curves) = make_panels([0.8 + 0.45 * len(runs), 2.4], "wall time", share_x=False)
+    names = [run["run"].rstrip("/").rpartition("/")[2] for run in runs]
+    before = [0.0] * len(runs)
+    for kind, shade in zip(KINDS, _SHADES, strict=True):
+        widths = [run["seconds"][kind] / 3600 for run in runs]
+        if any(widths):
+            bars.barh(range(len(runs)), widths, left=before, color=shade, label=kind)
+        before = [a + b for a, b in zip(before, widths, strict=True)]
+    bars.set_yticks(range(len(runs)), names, parse_math=False)
+    bars.invert_yaxis()
+    bars.set_xlabel("hours")
+    for run, name in zip(runs, names, strict=True):
+        curves.plot(*zip(*run["goodput_by_hours"] or [(0, 0)], strict=True), label=name)
+    curves.set(xlabel="hours since the first start", ylabel="goodput", ylim=(0, 1), xlim=(0, None))
+    if len(runs) > 1:
+        curves.legend(frameon=False)
+    handles = bars.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
+    drawn = io.BytesIO()
+    try:
+        figure.savefig(drawn, dpi=150, format=path.suffix[1:] or None)
+        path.write_bytes(drawn.getvalue())
+    except (OSError, ValueError) as error:  # no such folder; an unknown format
+        raise ConfigError(f"--plot {path}: cannot write the picture: {error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

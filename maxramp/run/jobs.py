@@ -1,0 +1,99 @@
+"""When the jobs of a run began and ended (jobs.jsonl), and its goodput.
+
+A job is a start of the run, which ends by itself or is killed. Goodput is the share of the wall
+time since the first job began that went into steps that count: their `step_seconds` without those
+that waited (`WAITS`). Steps that a restart trains again count once.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from maxramp.files.place import Place
+from maxramp.files.run_folder import Appending, start_time
+from maxramp.run.metrics import Record, read_last
+
+FILE = "jobs.jsonl"
+WAITS = ("compile_seconds", "data_seconds", "snapshot_seconds")  # of a step's seconds
+
+
+class Jobs:
+    """Writes down when this job begins and ends. A writer of records, before all others: it adds to
+    each the unix seconds when its work ended (`time`), the `goodput` until then, and the
+    `save_seconds` that the loop has waited for saves since the record before.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        """Does nothing until `begin`, which the first process alone calls."""
+        self._folder, self._file = folder, None
+        self._saved, self._steps_done = 0.0, 0
+        self._counted: float | None = None  # seconds in steps that count
+
+    def begin(self, first_step: int, nodes: int, devices: int, origin: str) -> Appending:
+        """Adds a job that trains from `first_step` on, with a state of `origin`: new, checkpoint or
+        snapshot. Returns the file.
+        """
+        before = read_jobs(self._folder)
+        began = round(max(_process_start(), before[-1]["time"] if before else 0.0), 3)
+        self._first_start = before[0]["time"] if before else began
+        self._file, self._steps_done = Appending(self._folder / FILE), first_step
+        found = {"first_step": first_step, "nodes": nodes, "devices": devices, "from": origin}
+        self._append({"event": "start", "time": began, **found})
+        return self._file
+
+    def __call__(self, record: Record) -> None:
+        if not self._file:
+            return
+        if self._counted is None:  # the records of this job's steps come after those that it keeps
+            last = read_last(self._folder / "metrics.jsonl")
+            until = last.get("time", 0.0) - self._first_start
+            self._counted = last.get("goodput", 0.0) * max(0.0, until)
+        if "step_seconds" in record:
+            waits = sum(record.get(name, 0.0) for name in WAITS)
+            self._counted += max(0.0, record["step_seconds"] - waits)
+            self._steps_done = record["step"] + 1
+        record.update(self._take_saved())
+        record["time"] = now = round(time.time(), 6)
+        record["goodput"] = self._counted / max(now - self._first_start, 1e-3)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._saved += time.perf_counter() - began
+
+    def end(self, status: int) -> None:
+        """Adds the end of the job, after `step` steps of the run."""
+        if self._file:
+            found = {"status": status, "step": self._steps_done, **self._take_saved()}
+            self._append({"event": "end", "time": round(time.time(), 3), **found})
+            self._file.close()
+
+    def _take_saved(self) -> dict[str, float]:
+        saved, self._saved = self._saved, 0.0
+        return {"save_seconds": saved} if saved else {}
+
+    def _append(self, event: dict[str, Any]) -> None:
+        self._file.append((json.dumps(event) + "\n").encode())
+
+
+def read_jobs(run: Place) -> list[dict[str, Any]]:
+    """The events of jobs.jsonl, from a start on; none without the file. A torn line is left out."""
+    path, found = run / FILE, []
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def _process_start() -> float:
+    """Unix seconds when this process began, as far as the system tells: its imports count."""
+    ticks = start_time(os.getpid())
+    if ticks is None:
+        return time.time()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age

@@ -1,0 +1,149 @@
+"""The shares of a run's wall time add up to it, whatever happened to its jobs."""
+
+import itertools
+import json
+import random
+import signal
+
+import jobs
+import pytest
+from conftest import BASE, TINY, run
+
+from maxramp import report
+from maxramp.files.place import place
+from maxramp.measuring import wall_time
+from maxramp.run.metrics import read_records
+
+RAMP = [
+    *("per_device_batch_size_start=2", "per_device_batch_size_increment=2"),
+    *("per_device_batch_size=4", "global_rampup_samples=600", "steps=400", "eval_interval=50"),
+    *("eval_samples=8", "checkpoint_period=100", "price_per_device_hour=3"),
+]
+
+
+def adds_up(part, wall):
+    assert all(seconds >= 0 for seconds in part["seconds"].values())
+    assert sum(part["seconds"].values()) == pytest.approx(wall, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, cache_dir):
+    """A run that was killed, stopped and ended: its folder."""
+    folder = tmp_path_factory.mktemp("runs")
+    line = [BASE, *TINY, *RAMP, f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}"]
+    line.append("run_name=run")
+    jobs.start_until(150, folder / "run", signal.SIGKILL, *line)
+    before = wall_time.wall_time(folder / "run", None)
+    assert before["jobs"][0]["status"] is None and before["lost_steps"] == 0 < before["goodput"]
+    adds_up(before, before["wall_seconds"])
+    jobs.start_until(250, folder / "run", signal.SIGTERM, *line)
+    assert run(*line).returncode == 0
+    return folder / "run"
+
+
+def test_a_run_that_was_killed_and_stopped(killed):
+    found = wall_time.wall_time(killed, None)
+    adds_up(found, found["wall_seconds"])
+    events = [json.loads(x) for x in (killed / "jobs.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events] == ["start", "start", "end", "start", "end"]
+    assert found["wall_seconds"] == pytest.approx(events[-1]["time"] - events[0]["time"])
+    first, second, third = found["jobs"]
+    assert [job["status"] for job in found["jobs"]] == [None, 76, 0]
+    assert [job["from"] for job in found["jobs"]] == ["new", "checkpoint", "checkpoint"]
+    assert (first["steps"], second["first_step"]) == (100, 100) and first["lost_steps"] >= 50
+    assert third["first_step"] == 100 + second["steps"] == events[2]["step"]
+    assert found["steps"] == 400 and found["lost_steps"] == first["lost_steps"]
+    for job, after in itertools.zip_longest(found["jobs"], found["jobs"][1:]):
+        adds_up(job, (after["start"] if after else job["end"]) - job["start"])
+        assert job["seconds"]["starts"] > 0
+    seconds = found["seconds"]
+    assert seconds["lost"] > 0 < seconds["evaluations"] and seconds["saves"] > 0
+    assert seconds["other"] < 0.05 * found["wall_seconds"]
+    by_stages = sum(sum(stage["seconds"].values()) for stage in found["stages"])
+    beside = seconds["waiting"] + seconds["ends"]
+    assert by_stages + beside == pytest.approx(found["wall_seconds"], abs=1.0)  # the last saves
+
+
+def test_what_it_trained_and_cost(killed):
+    found = wall_time.wall_time(killed, 3.0)
+    assert [stage["steps"] for stage in found["stages"]] == [300, 100]
+    assert [stage["tokens"] for stage in found["stages"]] == [300 * 2 * 16, 100 * 4 * 16]
+    hours = sum(job["end"] - job["start"] for job in found["jobs"]) / 3600
+    assert [found["node_hours"], found["cost"] / 3] == pytest.approx([hours, hours])
+
+
+def test_goodput_in_the_metrics_is_that_of_the_report(killed):
+    """At the last record, of which `ends` are no part; and every record has it and its time."""
+    records = read_records(killed / "metrics.jsonl")
+    assert all(0 <= r["goodput"] <= 1 for r in records)
+    assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(records))
+    assert all(r["nodes"] == 1 for r in records if "loss" in r)
+    found = wall_time.wall_time(killed, None)
+    wall = records[-1]["time"] - found["first_start"]
+    assert records[-1]["goodput"] == pytest.approx(found["seconds"]["steps"] / wall, rel=0.01)
+
+
+def test_most_steps_are_read_without_json(killed):
+    """If this fails, `_STEP` no longer is how `train` writes a step, and a report takes minutes."""
+    lines = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    quick = [line for line in lines if wall_time._STEP.match(line)]
+    assert len(quick) > 380
+    for line in quick:
+        values = [float(x) for x in wall_time._STEP.match(line).groups()]
+        assert values == wall_time._parse(line)[: len(values)]
+
+
+def test_a_run_in_a_storage(killed, storage):
+    there = place(f"{storage.address}/run")
+    for path in killed.glob("*.jsonl"):
+        (there / path.name).write_bytes(path.read_bytes())
+    here = wall_time.wall_time(killed, None)
+    assert wall_time.wall_time(there, None) == here | {"run": str(there)}
+
+
+def test_any_history_adds_up(tmp_path):
+    """Clocks that differ, jobs without a step, steps that are longer than the time there was."""
+    for seed in range(30):
+        random_, now, step = random.Random(seed), 1e9, 0
+        events, kept, dropped = [], [], []
+        for _ in range(random_.randint(1, 6)):
+            now += random_.random() * 100
+            start = {"event": "start", "time": now, "first_step": step, "nodes": 2, "devices": 8}
+            events.append(start | {"from": "new"})
+            for _ in range(random_.randint(0, 8)):
+                now += random_.random() * 10
+                record = {"step": step, "stage": step // 5, "time": now, "consumed_tokens": step}
+                if random_.random() < 0.2:
+                    record = {"step": step, "time": now, "eval_seconds": 9 * random_.random()}
+                else:
+                    names = ("step", "data", "compile", "snapshot", "save")
+                    times = {f"{name}_seconds": 8 * random_.random() for name in names}
+                    record, step = record | times, step + 1
+                random_.choice([kept, kept, dropped]).append(record)
+            if random_.random() < 0.6:
+                end = {"event": "end", "time": now + random_.uniform(-3, 9), "step": step}
+                events.append(end | {"status": random_.choice([0, 1, 76, 77])})
+        for name, lines in (("jobs", events), ("metrics", kept), ("metrics.dropped", dropped)):
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (tmp_path / f"{name}.jsonl").write_text(text + '{"step": 7, "ti')
+        found = wall_time.wall_time(place(tmp_path), 1.5)
+        adds_up(found, found["wall_seconds"])
+        assert found["cost"] == pytest.approx(6 * found["node_hours"])
+
+
+def test_the_command(killed, tmp_path, capsys):
+    picture = tmp_path / "report.png"
+    assert report.main([str(killed), str(killed), "--plot", str(picture)]) == 0
+    assert picture.stat().st_size > 1000
+    assert report.main([str(killed)]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("goodput", "waiting", "lost", "cost", "stage", "from"))
+    assert report.main([str(killed), "--json", "price_per_device_hour=6"]) == 0
+    dear = json.loads(capsys.readouterr().out)["runs"][0]
+    assert dear["cost"] == pytest.approx(6 * dear["device_hours"])
+    for line, error in (
+        ([str(tmp_path)], "holds no jobs.jsonl"),
+        ([str(killed), "steps=3"], "steps=3: a report reads price_per_device_hour alone"),
+        ([str(killed), "--plot", str(tmp_path / "x.nonesuch")], "cannot write the picture"),
+    ):
+        assert report.main(line) == 2 and error in capsys.readouterr().err
