@@ -102,7 +102,7 @@ class _After:
             if done > self._job.span.first_step:
                 if isinstance(error, StepError) or self._is_whole(done):
                     self.save(done, last=True, owes=owes)
-                else:
+                elif not self._job.checkpoints.snapshots:
                     since = self._job.checkpoints.newest or 0
                     self._job.output.say(
                         f"lost     {count(done - since, 'step')} since checkpoint {since}: the "

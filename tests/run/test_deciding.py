@@ -214,7 +214,7 @@ def test_decisions_without_a_checkpoint_bind_nobody(tmp_path, capsys, checkpoint
     if checkpoint:
         (folder / "checkpoints" / "20" / "checkpoint.json").touch()
     decisions.DecisionsFile(folder).write([decision], 8)
-    start(folder, *POLICY)
+    start(folder, *POLICY, goes_on=checkpoint)
     assert decisions.read(folder) == [decision] * checkpoint
     assert ("again    1 decision about the batch" in capsys.readouterr().out) != checkpoint
 
