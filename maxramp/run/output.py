@@ -36,7 +36,7 @@ from maxramp.run.display import Display
 from maxramp.run.experts import draw_experts
 from maxramp.run.growth import recent
 from maxramp.run.jobs import FILE as JOBS
-from maxramp.run.jobs import Jobs
+from maxramp.run.jobs import Jobs, read_jobs
 from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import Record, batch_record, cut_records, read_records
 from maxramp.run.picture import draw_run
@@ -170,7 +170,7 @@ class Output:
         try:
             config = self._config_text.encode()
             write_whole(self._config_file, _header(config) + b"\n" + config)
-            _write_json(self.here / "plan.json", ramp.to_json())
+            _write_json(self.here / "plan.json", self._plan(ramp))
             (self.here / "next_stage.json").unlink(missing_ok=True)
             if dropped := cut_records(self.here / "metrics.jsonl", first_step, owes):
                 self.say(
@@ -243,9 +243,17 @@ class Output:
     def write_plan(self, ramp: RampupBatchManager) -> None:
         if self._is_first:
             try:
-                _write_json(self.here / "plan.json", ramp.to_json())
+                _write_json(self.here / "plan.json", self._plan(ramp))
             except OSError as error:  # decisions.json says the same, and is there
                 self.warn(str(self._refusal(error)))
+
+    def _plan(self, ramp: RampupBatchManager) -> dict[str, Any]:
+        """The stages; and of the jobs so far on which nodes: a step ran in the last of those that
+        began with it or before it.
+        """
+        names = ("first_step", "nodes", "devices")
+        starts = [job for job in read_jobs(self.here) if job["event"] == "start"]
+        return ramp.to_json() | {"jobs": [{name: job[name] for name in names} for job in starts]}
 
     def write_next_stage(self, span: Span) -> None:
         """For whoever starts the next job."""

@@ -1,5 +1,6 @@
 """Elastic launches on this machine: real nodes are lost and come back; the training is the same."""
 
+import json
 import os
 import pathlib
 import re
@@ -86,6 +87,10 @@ def test_a_node_that_keeps_failing_is_left_out(alone, tmp_path, cache_dir):
     for record in steps_of(tmp_path / "x"):
         nodes.setdefault(record["global_batch_size"], set()).add(record["devices"])
     assert nodes == {12: {3, 4}, 8: {2}, 16: {2}}, launched.text()
+    jobs = json.loads((tmp_path / "x" / "plan.json").read_text())["jobs"]
+    for record in steps_of(tmp_path / "x"):
+        last = [job for job in jobs if job["first_step"] <= record["step"]][-1]
+        assert record["nodes"] == last["nodes"] == record["devices"]
 
 
 def following(launched: Launched, before: list[int]) -> dict[int, int]:
