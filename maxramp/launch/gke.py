@@ -30,8 +30,10 @@ from maxramp.commandline import count
 from maxramp.config.load import dump_config
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
 from maxramp.keys.section import is_object_storage, refuse
+from maxramp.launch import gke_nodes
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
 from maxramp.planning import topology
+from maxramp.processes.nodes import VARIABLE
 
 _PORT = 8476
 TPUS = {
@@ -39,12 +41,18 @@ TPUS = {
     "tpu-v6e-slice": "v6e",
 }
 
-_RUN_SH = r"""#!/bin/sh
+_HEAD = r"""#!/bin/sh
 # Runs the JobSets of a run one after another. Written by maxramp.launch; it can be started again.
 set -eu
 cd "$(dirname "$0")"
 is() {
     kubectl -n @NAMESPACE@ wait "--for=condition=$1" "--timeout=$2" "jobset/$name" 2> /dev/null
+}
+stop_if_failed() {
+    is Failed 0s || return 0
+    echo "$name failed: kubectl -n @NAMESPACE@ describe jobset $name says why;" \
+        "delete it and start again to continue" >&2
+    exit 1
 }
 # JobSets of this run that another configuration started, each with the conditions that are true.
 states='{.status.conditions[?(@.status=="True")].type}'
@@ -57,6 +65,9 @@ if [ -n "$active" ]; then
     exit 2
 fi
 kubectl apply -f config.yaml
+"""
+
+_CHAIN = r"""
 for name in @NAMES@; do
     if is Completed 0s; then
         echo "$name was completed before; kubectl -n @NAMESPACE@ delete jobset $name forgets it"
@@ -64,11 +75,7 @@ for name in @NAMES@; do
     fi
     kubectl apply -f "$name.yaml"
     until is Completed 60s; do
-        if is Failed 0s; then
-            echo "$name failed: kubectl -n @NAMESPACE@ describe jobset $name says why;" \
-                "delete it and start again to continue" >&2
-            exit 1
-        fi
+        stop_if_failed
         sleep 1
     done
 done
@@ -80,7 +87,7 @@ child=$!
 trap 'kill -TERM "$child"' TERM
 wait "$child"; status=$?
 while kill -0 "$child" 2> /dev/null; do wait "$child"; status=$?; done
-[ "$status" = @SUCCESS@ ] && exit 0
+@SAY_NODES@[ "$status" = @SUCCESS@ ] && exit 0
 exit "$status"
 """
 
@@ -106,6 +113,10 @@ def manifests(run: Run) -> tuple[str, dict[str, str]]:
     _check(run)
     keys, name = run.config.launch, run.config.run.run_name
     counts = [nodes for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages)]
+    of_slice, planned = _slice_nodes(run), run.node_counts()
+    if keys.elastic:
+        found = sorted(run.all_node_counts())
+        counts = [nodes for nodes in found if nodes in planned or nodes % of_slice == 0]
     # As the jobs read it: what the command line would have changed is in it.
     config = dump_config(run.config.replace(**TRAINER_KEYS))
     made_from = [maxramp.__version__, config, counts, list(keys.setup_lines)]
@@ -116,11 +127,13 @@ def manifests(run: Run) -> tuple[str, dict[str, str]]:
     joined = _hash_name(name, json.dumps([keys.gke_namespace, *storage, str(run.folder)]))
     labels = {"maxramp/run": joined, "maxramp/launch": launch}
     metadata = {"namespace": keys.gke_namespace, "name": launch, "labels": labels}
-    names = [f"{launch}-{i}" for i in range(len(counts))]
+    names = [f"{launch}-{of}" for of in (counts if keys.elastic else range(len(counts)))]
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
     found = {"config": config_map | {"data": {"config.yml": config}}}
     found |= {
-        name: _jobset(run, metadata | {"name": name}, nodes, last=name == names[-1])
+        name: _jobset(
+            run, metadata | {"name": name}, nodes, last=name == names[-1] and not keys.elastic
+        )
         for name, nodes in zip(names, counts, strict=True)
     }
     files = {
@@ -128,8 +141,13 @@ def manifests(run: Run) -> tuple[str, dict[str, str]]:
         for name, one in found.items()
     }
     values = {"NAMES": " ".join(names), "NAMESPACE": shlex.quote(keys.gke_namespace)}
-    values |= {"RUN": joined, "LAUNCH": launch}
-    return launch, files | {"run.sh": re.sub("@([A-Z]+)@", lambda m: values[m[1]], _RUN_SH)}
+    values |= {"RUN": joined, "LAUNCH": launch, "FIRST": run.next_nodes}
+    values |= {"COUNTS": " ".join(map(str, counts)), "ALL_NODES": run.config.batch.nodes}
+    values |= {"OF_SLICE": of_slice, "PATIENCE": keys.grace_seconds + 60}
+    values["SELECTOR"] = ",".join(f"{key}={value}" for key, value in _selector(run).items())
+    script = _HEAD + (gke_nodes.FOLLOW if keys.elastic else _CHAIN)
+    script = re.sub("@([A-Z_]+)@", lambda match: str(values[match[1]]), script)
+    return launch, files | {"run.sh": script}
 
 
 def _hash_name(name: str, content: str) -> str:
@@ -252,13 +270,8 @@ def _pod(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[str
     environment = {"PYTHONUNBUFFERED": "1"}
     if keys.gke_accelerator in TPUS:  # GKE tells a slice's pods of each other, and JAX reads it
         device = "google.com/tpu"
-        selector = {
-            "cloud.google.com/gke-tpu-accelerator": keys.gke_accelerator,
-            "cloud.google.com/gke-tpu-topology": keys.gke_topology,
-        }
     else:  # the place of a process is its pod's JOB_COMPLETION_INDEX
         device = "nvidia.com/gpu"
-        selector = {"cloud.google.com/gke-accelerator": keys.gke_accelerator}
         environment["MAXRAMP_COORDINATOR"] = f"{name}-nodes-0-0.{name}:{_PORT}"
         environment["MAXRAMP_NUM_PROCESSES"] = str(nodes)
     volumes = {
@@ -272,7 +285,13 @@ def _pod(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[str
     if keys.gke_bucket or keys.gke_volume_claim:
         volumes["shared"] = keys.gke_mount_path, shared
     volumes["memory"] = "/dev/shm", {"emptyDir": {"medium": "Memory"}}
-    entry = _ENTRY.replace("@SUCCESS@", str(0 if last else EXIT_STAGE_END))
+    words = {"SAY_NODES": "", "SUCCESS": 0 if last else EXIT_STAGE_END}
+    if keys.elastic:
+        found = {"configMap": {"name": f"{metadata['labels']['maxramp/launch']}-nodes"}}
+        volumes["nodes"] = "/etc/maxramp-nodes", found
+        environment[VARIABLE] = "/etc/maxramp-nodes/nodes"
+        words["SAY_NODES"] = gke_nodes.say_nodes(run.folder)
+    entry = re.sub("@([A-Z_]+)@", lambda match: str(words[match[1]]), _ENTRY)
     container = {
         "name": "train",
         "image": keys.container_image,
@@ -287,11 +306,34 @@ def _pod(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[str
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": keys.grace_seconds,
-        "nodeSelector": selector,
+        "nodeSelector": _selector(run),
         "containers": [container],
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         **({"serviceAccountName": account} if account else {}),
     }
+
+
+def _selector(run: Run) -> dict[str, str]:
+    """Labels of the nodes that pods take."""
+    keys = run.config.launch
+    if keys.gke_accelerator not in TPUS:
+        return {"cloud.google.com/gke-accelerator": keys.gke_accelerator}
+    return {
+        "cloud.google.com/gke-tpu-accelerator": keys.gke_accelerator,
+        "cloud.google.com/gke-tpu-topology": keys.gke_topology,
+    }
+
+
+def _chips(run: Run) -> int:
+    """Of a TPU slice."""
+    keys = run.config.launch
+    return topology.parse(f"{TPUS[keys.gke_accelerator]}:{keys.gke_topology}").chips
+
+
+def _slice_nodes(run: Run) -> int:
+    """Nodes that come and go together: those of a TPU slice; 1 on GPUs."""
+    tpu = run.config.launch.gke_accelerator in TPUS
+    return max(1, _chips(run) // run.config.batch.devices_per_node) if tpu else 1
 
 
 def _slices(run: Run, nodes: int) -> int:
@@ -299,7 +341,7 @@ def _slices(run: Run, nodes: int) -> int:
     keys, of_node = run.config.launch, run.config.batch.devices_per_node
     if keys.gke_accelerator not in TPUS:
         return 1
-    chips = topology.parse(f"{TPUS[keys.gke_accelerator]}:{keys.gke_topology}").chips
+    chips = _chips(run)
     slices, rest = divmod(nodes * of_node, chips)
     if rest or chips % of_node:
         raise ConfigError(

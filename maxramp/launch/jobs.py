@@ -7,9 +7,10 @@ time.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
@@ -38,6 +39,8 @@ class Run:
     folder: Place  # the run's output folder, on a disk or in an object storage
     stages: tuple[Stage, ...]  # the plan's, to the end; of a run whose ramp changed, from there on
     next_nodes: int  # the nodes of the stage that the run's next step is in
+    # of each stage, the numbers of nodes that it can run on, the planned one first
+    fits: tuple[tuple[int, ...], ...]
 
     @classmethod
     def from_config(
@@ -96,6 +99,10 @@ class Run:
             folder=folder,
             stages=planned.stages,
             next_nodes=following.nodes,
+            fits=tuple(
+                tuple(_fits(planned, stage)) if config.launch.elastic else (stage.nodes,)
+                for stage in planned.stages
+            ),
         )
 
     def again(self, nodes_there: int | None) -> "Run":
@@ -111,6 +118,19 @@ class Run:
         """Of all jobs, in the order of the plan."""
         return list(dict.fromkeys([*(stage.nodes for stage in self.stages), self.next_nodes]))
 
+    def all_node_counts(self) -> list[int]:
+        """Of all jobs, and of those that an elastic run takes instead where nodes are lost."""
+        return list(dict.fromkeys(itertools.chain(self.node_counts(), *self.fits)))
+
+    def fits_within(self, nodes: int) -> list[int]:
+        """The numbers of nodes that a job with up to so many may run on, the fewest first."""
+        found = itertools.chain([nodes], *(fits for fits in self.fits if nodes in fits))
+        return sorted({number for number in found if number <= nodes})
+
+    def fewest_within(self, nodes: int) -> int:
+        """The fewest nodes of a job with up to so many on which every stage runs that may come."""
+        return max((min(fits) for fits in self.fits if nodes in fits), default=nodes)
+
     def stages_on(self, nodes: int) -> str:
         """The stages on that many nodes, for a person: "0, 1, 2"."""
         return ", ".join(str(stage.index) for stage in self.stages if stage.nodes == nodes)
@@ -120,6 +140,13 @@ class Run:
 
     def command(self, python: str = sys.executable) -> list[str]:
         return [python, "-m", self.module, *self.arguments]
+
+
+def _fits(planned: PlannedRun, stage: Stage) -> Iterator[int]:
+    nodes = stage.nodes
+    while (fitting := planned.ramp.fit(stage, nodes).nodes) <= nodes:
+        yield fitting
+        nodes = fitting - 1
 
 
 def _check_elastic(planned: PlannedRun) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from maxramp.commandline import count, print_table, shell_quote
 from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
+from maxramp.launch import slurm_nodes
 from maxramp.launch.jobs import Run, write_private
 
 _SCRIPT = r"""#!/usr/bin/env bash
@@ -28,6 +29,7 @@ folder=@FOLDER@
 command=(@COMMAND@)
 nodes=@NODES@
 restarts=${MAXRAMP_RESTARTS:-0}  # after failures, since a job left a newer checkpoint
+options=()  # of sbatch, for the next job
 
 # Where the processes of the job find each other; each knows its place by SLURM_PROCID.
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -52,9 +54,10 @@ newest() {  # steps done in the newest checkpoint; 0 before the first
     echo "${steps:-0}"
 }
 before=$(newest)
+next_nodes() { sed -n 's/.*"nodes": \([0-9]*\).*/\1/p' "$folder/next_stage.json"; }
 
-submit() {  # nodes, 1 after a failure: the next job of the chain
-    local job failed=$2
+may_restart() {  # 1 after a failure
+    local failed=$1
     if [ "$(newest)" -gt "$before" ]; then
         restarts=0
     else
@@ -62,11 +65,15 @@ submit() {  # nodes, 1 after a failure: the next job of the chain
     fi
     if [ "$failed" = 1 ] && [ "$restarts" -ge @MAX_RESTARTS@ ]; then
         echo "launch   gave up after max_restarts=$restarts starts without a newer checkpoint"
-        return
+        return 1
     fi
-    cd -- "$folder/slurm" || return 1
     restarts=$((restarts + failed))
-    job=$(MAXRAMP_RESTARTS=$restarts sbatch --parsable "$1-nodes.sh") || return 1
+}
+
+submit() {  # nodes: the next job of the chain
+    local job
+    cd -- "$folder/slurm" || return 1
+    job=$(MAXRAMP_RESTARTS=$restarts sbatch --parsable "${options[@]}" "$1-nodes.sh") || return 1
     echo "launch   job ${job%%;*} continues the run (nodes: $1, failed starts: $restarts)"
 }
 
@@ -74,7 +81,7 @@ limit=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null || echo 
 ended() {  # SIGTERM to this script: the time limit came before the save, or somebody's scancel
     if [ "$(date +%s)" -ge $((limit - 2)) ]; then
         note limit null
-        submit "$nodes" 0
+        may_restart 0 && submit @NODES@
     else
         note cancelled null
     fi
@@ -82,6 +89,9 @@ ended() {  # SIGTERM to this script: the time limit came before the save, or som
 }
 trap ended TERM
 
+@RUN@"""
+
+_RUN = r"""
 note start null
 srun --nodes=@NODES@ --ntasks=@PROCESSES@ --ntasks-per-node=@PER_NODE@ --label \
     --kill-on-bad-exit=0 --wait=@GRACE@ @SRUN@ "${command[@]}" &
@@ -90,16 +100,16 @@ status=$?
 note end "$status"
 case $status in
     0 | @CONFIG@) ;;  # finished; or the configuration is wrong, and would be again
-    @STAGE_END@) submit "$(sed -n 's/.*"nodes": \([0-9]*\).*/\1/p' "$folder/next_stage.json")" 0 ;;
-    @PREEMPTED@) submit "$nodes" 0 ;;
-    *) submit "$nodes" 1 ;;
+    @STAGE_END@) may_restart 0 && submit "$(next_nodes)" ;;
+    @PREEMPTED@) may_restart 0 && submit "$nodes" ;;
+    *) may_restart 1 && submit "$nodes" ;;
 esac
 exit "$status"
 """
 
 
 def submit(run: Run, dry_run: bool) -> int:
-    scripts = {f"{nodes}-nodes.sh": script(run, nodes) for nodes in run.node_counts()}
+    scripts = {f"{nodes}-nodes.sh": script(run, nodes) for nodes in run.all_node_counts()}
     first, folder = f"{run.next_nodes}-nodes.sh", run.folder / "slurm"
     if dry_run:
         for name, text in scripts.items():
@@ -117,6 +127,7 @@ def submit(run: Run, dry_run: bool) -> int:
             f"scancel {job} ends it, another run_name starts another run"
         )
     write_private(folder, scripts, mode=0o700)
+    (folder / "lost_nodes").unlink(missing_ok=True)  # whoever launches again has seen to them
     printed = _ask(f"sbatch refused {folder / first}", "sbatch", "--parsable", first, cwd=folder)
     job = printed.strip().partition(";")[0]
     print(f"launch   job {job} submitted on {count(run.next_nodes, 'node')}")
@@ -137,20 +148,22 @@ _ENDS = {
 def print_status(run: Run) -> int:
     """The oldest job first, those that have not started last."""
     chain, metrics = run.folder / "slurm" / "chain.jsonl", run.folder / "metrics.jsonl"
-    jobs: dict[int, list[dict[str, Any]]] = {}  # the start of each and what came then
+    starts: list[list[dict[str, Any]]] = []  # each, and what came then
     for line in chain.read_bytes().splitlines() if chain.exists() else ():
         with contextlib.suppress(ValueError):  # torn, by a full disk or a node that died
             event = json.loads(line)
             if event["event"] == "start":
-                jobs[event["job"]] = [event]
-            elif event["job"] in jobs:
-                jobs[event["job"]].append(event)
+                starts.append([event])
+            elif starts and event["job"] == starts[-1][0]["job"]:
+                starts[-1].append(event)
     queue = _queue(chain.parent)
     newest = metrics.read_bytes()[-20_000:].decode(errors="replace") if metrics.exists() else ""
     now = max(map(int, re.findall(r'"consumed_samples": (\d+)', newest)), default=0)
     rows, done = [], 0
-    for job, (start, *later) in jobs.items():
-        _, state = queue.pop(job, (0, "gone: killed with its node or by hand"))
+    for place, (start, *later) in enumerate(starts):
+        job, state = start["job"], "gone: killed with its node or by hand"
+        if job not in (following["job"] for following, *_ in starts[place + 1 :]):
+            _, state = queue.pop(job, (0, state))
         reached, ran_for = max(start["samples"], now), ""
         for end in later:
             reached, ran_for = end["samples"], f"{end['time'] - start['time']} s"
@@ -193,6 +206,8 @@ def _ask(refusal: str, *words: str, cwd: pathlib.Path | None = None) -> str:
 
 def script(run: Run, nodes: int) -> str:
     keys, srun, devices = run.config.launch, [], run.config.batch.devices_per_node
+    given = dict(option.partition("=")[::2] for option in keys.slurm_options)
+    excluded = ["scontrol", "show", "hostnames", given.get("--exclude", "")]
     image, mounts = keys.container_image, keys.container_mounts
     command = run.command("python" if image else sys.executable)
     if image and keys.container_runtime == "apptainer":
@@ -207,6 +222,10 @@ def script(run: Run, nodes: int) -> str:
         environment.append(f"export JAX_LOCAL_DEVICE_IDS={','.join(map(str, range(devices)))}")
     values = {
         "STAGES": run.stages_on(nodes),
+        "FITS": " ".join(map(str, run.fits_within(nodes))),
+        "ALL_NODES": run.config.batch.nodes,
+        "MAX_FAILURES": keys.max_node_failures,
+        "EXCLUDED": shell_quote(excluded) if excluded[-1] else "",
         "SBATCH": "\n".join(f"#SBATCH {option}" for option in _options(run, nodes)),
         "DIRECTORY": shell_quote([pathlib.Path.cwd()]),
         "FOLDER": shell_quote([run.folder]),
@@ -222,7 +241,8 @@ def script(run: Run, nodes: int) -> str:
         "PREEMPTED": EXIT_PREEMPTED,
         "MAX_RESTARTS": keys.max_restarts,
     }
-    return re.sub("@([A-Z_]+)@", lambda match: str(values[match[1]]), _SCRIPT)
+    text = _SCRIPT.replace("@RUN@", slurm_nodes.RUN if keys.elastic else _RUN)
+    return re.sub("@([A-Z_]+)@", lambda match: str(values[match[1]]), text)
 
 
 def _options(run: Run, nodes: int) -> list[str]:
@@ -233,10 +253,13 @@ def _options(run: Run, nodes: int) -> list[str]:
             f"{run.folder}: SLURM reads % and \\ in the path of a job's output as its own signs; "
             "take another run_name or base_output_directory"
         )
+    size = [f"--nodes={nodes}", f"--ntasks-per-node={keys.processes_per_node}"]
+    if keys.elastic:  # with a number of tasks, SLURM gives the nodes that the fewest of them need
+        size = [f"--nodes={run.fewest_within(nodes)}-{nodes}", "--no-kill"]
+        size += [f"--mincpus={keys.processes_per_node}"]
     options = [
         f"--job-name={re.sub(r'[^A-Za-z0-9._-]+', '-', run.config.run.run_name)}",
-        f"--nodes={nodes}",
-        f"--ntasks-per-node={keys.processes_per_node}",
+        *size,
         f"--signal=TERM@{keys.grace_seconds}",  # to the trainer, which saves and exits with 76
         "--output=%j.log",
         "--open-mode=append",
