@@ -160,7 +160,10 @@ def finish_run(cluster, nodes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase",
+    [p if p in ("copy", "pull") else pytest.param(p, marks=pytest.mark.long) for p in PHASES],
+)
 def test_a_node_is_lost(tmp_path, cache_dir, calm, phase):
     """In any phase of a snapshot: the others hold a whole one, on which fewer nodes continue."""
     after = PHASES[phase][1]
@@ -186,7 +189,7 @@ def test_a_node_is_lost_while_its_job_restores(tmp_path, cache_dir, calm):
     check(cluster, calm, same_devices=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_neighbours_are_lost(tmp_path, cache_dir, calm):
     """Then no snapshot is taken up, and a line says so."""
     cluster = Cluster(tmp_path, cache_dir)
@@ -200,7 +203,7 @@ def test_two_neighbours_are_lost(tmp_path, cache_dir, calm):
     check(cluster, calm, same_devices=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_damaged_file_is_left_out(tmp_path, cache_dir, calm):
     """The copy on the next node takes its place; and where the run's folder is another one under
     the same name, nothing of the first is taken."""
@@ -268,7 +271,7 @@ def test_nothing_half_written_counts(tmp_path):
     assert list(tmp_path.iterdir()) == [path] and len(list_files(tmp_path)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_that_is_full_costs_a_line(tmp_path, cache_dir, calm):
     cluster = Cluster(tmp_path, cache_dir)
     done = cluster.train("ab", "b", ("pieces", "os.fsync", "full"))
