@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from maxramp.checkpoints import arrays, decisions
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
+from maxramp.checkpoints.pieces import Snapshot
 from maxramp.checkpoints.resume import Span, length_by_epochs, rate_change, take_up
 from maxramp.checkpoints.snapshots import Snapshots
 from maxramp.checkpoints.store import Checkpoints
@@ -263,5 +264,11 @@ class Job(Start):
             self.output.write_next_stage(span)
             return EXIT_STAGE_END
         if span.first_step >= span.ramp.total_steps:
+            if isinstance(span.position, Snapshot):  # which nobody saves, and nobody else reads
+                raise ConfigError(
+                    f"steps={span.ramp.total_steps}: the run stands after {span.first_step} steps, "
+                    "of which there is a snapshot and no checkpoint; use more steps, after which "
+                    "the run saves one"
+                )
             self.output.say_finished(span)
         return 0

@@ -60,8 +60,11 @@ def _run_chain(launch: Run, nodes: Nodes, asked: list[int]) -> int:
     failures, most = 0, launch.config.launch.max_restarts  # since a job left a newer checkpoint
     status = EXIT_PREEMPTED
     while True:
-        if len(there := _wait_for(nodes, take, asked)) < take:
-            return EXIT_PREEMPTED if asked else status
+        there = _wait_for(nodes, take, asked)
+        if asked:
+            return EXIT_PREEMPTED
+        if len(there) < take:
+            return status
         before, ran = done, take
         _say(
             f"{count(launch.processes(take), 'process')} for {count(take, 'node')} of "

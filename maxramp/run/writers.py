@@ -61,6 +61,8 @@ class EventWriter(Appending):
     """A new event file of a folder, whose numbers stand over steps or consumed samples."""
 
     def __init__(self, folder: pathlib.Path, over: str, first: int):
+        import tensorboardX.proto.event_pb2  # noqa: F401  # takes seconds: no step waits for it
+
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}"
         super().__init__(folder / name)
@@ -68,7 +70,7 @@ class EventWriter(Appending):
         self._begun = False
 
     def __call__(self, record: Record) -> None:
-        from tensorboardX.proto import event_pb2, summary_pb2  # takes a while
+        from tensorboardX.proto import event_pb2, summary_pb2
 
         if not self._begun:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

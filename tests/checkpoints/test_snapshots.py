@@ -23,7 +23,7 @@ from maxramp.checkpoints.pieces import (
     write_parts,
     write_pieces,
 )
-from maxramp.errors import EXIT_LOST
+from maxramp.errors import EXIT_CONFIG, EXIT_LOST
 from maxramp.run.metrics import read_records
 
 # Trains, and kills its process where a function is called for the nth time, or fills its memory.
@@ -201,6 +201,19 @@ def test_two_neighbours_are_lost(tmp_path, cache_dir, calm):
         "warning: no snapshot is whole, .*one node was lost; continuing from the start", err
     )
     check(cluster, calm, same_devices=False)
+
+
+@pytest.mark.slow
+def test_a_run_does_not_end_with_a_snapshot_alone(tmp_path, cache_dir):
+    """Fewer steps than it stands after leave no weights that anybody can read."""
+    cluster = Cluster(tmp_path, cache_dir)
+    cluster.train("a", killed="a", at=("pieces", "write_parts", "3"))
+    stands = cluster.files("a")[-1].step
+    ((_, errors, status),) = cluster.train("a", keys=[f"steps={stands}"])
+    assert status == EXIT_CONFIG and "a snapshot and no checkpoint" in errors
+    ((output, _, status),) = cluster.train("a", keys=[f"steps={stands + 1}"])
+    assert status == 0 and resumed_from(output) == stands
+    assert (cluster.run / "checkpoints" / str(stands + 1)).is_dir()
 
 
 @pytest.mark.long
