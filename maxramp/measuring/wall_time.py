@@ -97,8 +97,8 @@ def _read_jobs(run: Place) -> list[dict[str, Any]]:
             jobs[-1] |= {"end": event["time"], "status": event["status"]} | saved
     if not jobs:
         raise ConfigError(
-            f"{run} holds no {FILE}, which runs write since there is maxramp.report; give the "
-            "folder of a run that was started or continued since then"
+            f"{run} holds no {FILE}, which a run writes at its start; give the folder of a run "
+            "that was started or continued with this version"
         )
     return [{k: v for k, v in job.items() if k not in ("event", "time")} for job in jobs]
 

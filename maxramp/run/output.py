@@ -309,7 +309,7 @@ class Output:
             before = [s for s in span.position.stages if s["first_step"] < step][-1:]
             devices = [s["devices"] for s in before if s.get("devices", mesh.size) != mesh.size]
             kind = span.position.kind
-            moved = f", on {mesh.size} devices in place of {devices[0]}" if devices else ""
+            moved = f", on {count(mesh.size, 'device')} in place of {devices[0]}" if devices else ""
             lines.append(
                 f"resume   from step {step}{f' ({kind})' * (kind != 'checkpoint')}, "
                 f"{ramp.samples_before(step):,} samples consumed{moved}"
