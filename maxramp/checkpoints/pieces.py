@@ -36,7 +36,7 @@ class FileName(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of an array, and where it stands in its file."""
+    """A part of an array, and its place in the file."""
 
     array: str
     start: Sequence[int]  # the index of its first value

@@ -80,7 +80,7 @@ class _After:
 
     def take_snapshot(self, done: int) -> None:
         """Keeps the state after `done` steps with the nodes."""
-        self._log.flush()  # as of `save`; and what is left to wait for is the copy
+        self._log.flush()  # as `save` does; after it only the copy takes time
         ramp, flush = self._job.span.ramp, self._job.output.kept.flush
         consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
         known, state = self._numbers.numbers_after(done - 1), self._trainer.state
@@ -215,6 +215,8 @@ def _train(job: Job, trainer: Trainer) -> int:
         snapshot_is_due = checkpoints.snapshots and checkpoints.snapshots.is_due(done)
         if (due and after.is_best(step)) or checkpoints.is_due(done, ramp):
             after.save(done, last=job.grows(done))
+        elif snapshot_is_due and job.grows(done):
+            after.save(done, last=True)
         elif snapshot_is_due:
             after.take_snapshot(done)
     return job.end()

@@ -27,11 +27,11 @@ class Nodes:
         """Those that were not left out for good."""
         return len(self._back)
 
-    def there(self) -> list[int]:
+    def available(self) -> list[int]:
         return [number for number, back in self._back.items() if back <= time.monotonic()]
 
     def publish(self) -> None:
-        count = str(len(self.there())).encode()
+        count = str(len(self.available())).encode()
         if not self.file.exists() or self.file.read_bytes() != count:
             write_whole(self.file, count)
 

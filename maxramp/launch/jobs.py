@@ -123,12 +123,12 @@ class Run:
         return list(dict.fromkeys(itertools.chain(self.node_counts(), *self.fits)))
 
     def fits_within(self, nodes: int) -> list[int]:
-        """The numbers of nodes that a job with up to so many may run on, the fewest first."""
+        """The numbers of nodes, up to `nodes`, on which a job can run; the fewest first."""
         found = itertools.chain([nodes], *(fits for fits in self.fits if nodes in fits))
         return sorted({number for number in found if number <= nodes})
 
     def fewest_within(self, nodes: int) -> int:
-        """The fewest nodes of a job with up to so many on which every stage runs that may come."""
+        """The fewest nodes on which every stage of a job with up to `nodes` can run."""
         return max((min(fits) for fits in self.fits if nodes in fits), default=nodes)
 
     def stages_on(self, nodes: int) -> str:
@@ -162,8 +162,8 @@ def _check_elastic(planned: PlannedRun) -> None:
     raise ConfigError(
         f"elastic=True: stage {fixed[0].index} takes {count(nodes, 'node')} of "
         f"{count(batch.devices_per_node, 'device')}, {why}; use a smaller min_nodes, batches that "
-        "divide over fewer nodes, and axes of the mesh inside a node but for one that is -1 (such "
-        "as ici_fsdp_parallelism=-1)"
+        "divide over fewer nodes, and axes of the mesh inside a node but for one that is -1 "
+        "(ici_data_parallelism=-1)"
     )
 
 

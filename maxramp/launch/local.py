@@ -79,7 +79,7 @@ def _run_chain(launch: Run, nodes: Nodes, asked: list[int]) -> int:
         if status == EXIT_STAGE_END:
             take = json.loads((launch.folder / "next_stage.json").read_bytes())["nodes"]
         elif elastic:
-            launch = launch.again(len(nodes.there()))
+            launch = launch.again(len(nodes.available()))
             take = launch.next_nodes
         failures = 0 if done > before else failures
         went_on = done > before and status in ORDERLY
@@ -100,7 +100,7 @@ def _wait_for(nodes: Nodes, take: int, asked: list[int]) -> list[int]:
     somebody asks for the end.
     """
     told = False
-    while len(there := nodes.there()) < take <= nodes.remaining and not asked:
+    while len(there := nodes.available()) < take <= nodes.remaining and not asked:
         if not told:
             _say(f"waits for {count(take, 'node')}: {len(there)} are there")
         told = True

@@ -97,8 +97,7 @@ def _read_jobs(run: Place) -> list[dict[str, Any]]:
             jobs[-1] |= {"end": event["time"], "status": event["status"]} | saved
     if not jobs:
         raise ConfigError(
-            f"{run} holds no {FILE}, which a run writes at its start; give the folder of a run "
-            "that was started or continued with this version"
+            f"{run} holds no {FILE}, which a run writes at its start; give the folder of a run"
         )
     return [{k: v for k, v in job.items() if k not in ("event", "time")} for job in jobs]
 
@@ -189,7 +188,7 @@ def _settle(job: dict[str, Any], found: Columns, spent: Columns, following: floa
 def _stages(
     found: Columns, spent: Columns, nodes: np.ndarray, devices: np.ndarray, price: float | None
 ) -> list[dict[str, Any]]:
-    """By stage what records say, each of a job with so many `nodes` and `devices`."""
+    """What records say, by stage; `nodes` and `devices` are those of each record's job."""
     numbers = found["stage"]
     of_step = np.maximum.accumulate(np.where(np.isnan(numbers), 0, np.arange(len(numbers))))
     numbers = np.nan_to_num(numbers[of_step]).astype(int)  # an evaluation's: the step's before it

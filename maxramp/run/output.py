@@ -265,11 +265,12 @@ class Output:
             _write_json(self.here / "next_stage.json", following)
         except OSError as error:  # the next start plans the same
             self.warn(str(self._refusal(error)))
-        self.say(
-            f"the next stage has a global batch of {stage.global_batch_size}, planned for "
-            f"{count(stage.nodes, 'node')} of {stage.devices // stage.nodes}: "
-            "start again (next_stage.json)"
-        )
+        size, nodes = stage.global_batch_size, count(stage.nodes, "node")
+        what = f"the next stage has a global batch of {size}"
+        if stage.first_step < span.last_step:
+            what = f"stage {stage.index} goes on with its global batch of {size}"
+        per_node = stage.devices // stage.nodes
+        self.say(f"{what}, planned for {nodes} of {per_node}: start again (next_stage.json)")
 
     def say(self, line: str) -> None:
         self._display.say(line)

@@ -78,7 +78,7 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
 
     def local(x_BTD, head_DV, targets_BT):
         shard, shape = len(head_DV), x_BTD.shape
-        # Parts that are no whole tiles would lie twice in memory: as they came, and put together.
+        # XLA for TPUs copies gathered parts that do not fill their tiles: zeros fill them.
         gap = -shard % _TILE if shard < shape[-1] else 0
         head_DV = jnp.pad(head_DV, ((0, gap), (0, 0)))
         head_DV = all_gather(head_DV, SHARD_AXES, behind=x_BTD)

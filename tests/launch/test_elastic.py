@@ -42,7 +42,7 @@ def same_training(folder, alone) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, cache_dir):
+def undisturbed(tmp_path_factory, cache_dir):
     folder = tmp_path_factory.mktemp("alone")
     given = [x for x in ELASTIC if not x.startswith(("elastic", "node_rest"))]
     line = arguments(folder, cache_dir, *given, "num_nodes=1", "run_name=alone")
@@ -52,7 +52,7 @@ def alone(tmp_path_factory, cache_dir):
 
 
 @pytest.mark.slow
-def test_nodes_are_lost_and_come_back(alone, tmp_path, cache_dir):
+def test_nodes_are_lost_and_come_back(undisturbed, tmp_path, cache_dir):
     """One is killed; then process 0, while the job starts again; then one while that one starts.
     The run goes on where its batch divides, and grows at a save when nodes have rested."""
     line = arguments(tmp_path, cache_dir, *ELASTIC, "run_name=x")
@@ -64,7 +64,7 @@ def test_nodes_are_lost_and_come_back(alone, tmp_path, cache_dir):
     third = following(launched, [*victims, *second.values()])
     os.kill(max(third.values()), signal.SIGKILL)
     assert launched.end() == 0, launched.text()
-    same_training(tmp_path / "x", alone)
+    same_training(tmp_path / "x", undisturbed)
     text = launched.text()
     assert len(re.findall(r"node \d was lost, and rests for (5|10|20) s", text)) == 3, text
     assert text.count("planned for 4 nodes of 1: start again") >= 1, text
@@ -74,14 +74,14 @@ def test_nodes_are_lost_and_come_back(alone, tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-def test_a_node_that_keeps_failing_is_left_out(alone, tmp_path, cache_dir):
+def test_a_node_that_keeps_failing_is_left_out(undisturbed, tmp_path, cache_dir):
     """Three nodes are left; 8 rows divide over two of them, 12 over all: the run takes two in
     between. It is never fewer than min_nodes."""
     more = ("max_node_failures=1", "min_nodes=2", "run_name=x")
     launched = Launched(arguments(tmp_path, cache_dir, *ELASTIC, *more), tmp_path / "x")
     os.kill(by_place(launched, launched.wait_for(7, trainers=4))[3], signal.SIGKILL)
     assert launched.end() == 0, launched.text()
-    same_training(tmp_path / "x", alone)
+    same_training(tmp_path / "x", undisturbed)
     assert "node 3 was lost, and left out for good after max_node_failures=1" in launched.text()
     nodes = {}
     for record in steps_of(tmp_path / "x"):
@@ -145,12 +145,12 @@ def test_lost_nodes_rest_longer_each_time(tmp_path):
     assert (tmp_path / "nodes").read_text() == "3"
     assert nodes.lose(1) == "rests for 1 s"
     nodes.publish()
-    assert nodes.there() == [0, 2] and (tmp_path / "nodes").read_text() == "2"
+    assert nodes.available() == [0, 2] and (tmp_path / "nodes").read_text() == "2"
     time.sleep(1.01)
-    assert nodes.there() == [0, 1, 2]
+    assert nodes.available() == [0, 1, 2]
     assert nodes.lose(1) == "rests for 2 s"
     assert "left out for good" in nodes.lose(1) and nodes.remaining == 2
-    assert nodes.there() == [0, 2]
+    assert nodes.available() == [0, 2]
 
 
 @pytest.mark.parametrize(

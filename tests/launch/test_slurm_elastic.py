@@ -63,7 +63,7 @@ class Elastic(Chain):
         return rows_of(self.folder)
 
 
-def alone(folder: pathlib.Path, cache_dir: str, steps: int) -> list[tuple]:
+def train_undisturbed(folder: pathlib.Path, cache_dir: str, steps: int) -> list[tuple]:
     """The rows of the run in one process."""
     keys = (*KEYS, "num_nodes=1", f"steps={steps}", "checkpoint_period=100000", "run_name=alone")
     done = run(*arguments(folder, cache_dir, *keys))
@@ -82,7 +82,7 @@ def test_a_node_fails_and_comes_back(cluster, tmp_path, cache_dir):  # noqa: F81
     chain.kill("n2")
     chain.trains_on(3)
     rows = chain.end()
-    assert rows == alone(tmp_path, cache_dir, len(rows))
+    assert rows == train_undisturbed(tmp_path, cache_dir, len(rows))
     ends = [(e["nodes"], e["status"]) for e in chain.events() if e["event"] == "end"]
     assert [nodes for nodes, _ in ends] == [4, 3, 4] and ends[1] == (3, 75), ends
     assert (chain.folder / "slurm" / "lost_nodes").read_text() == "n2\nn2\n"
@@ -107,6 +107,6 @@ def test_nodes_drain_and_the_first_one_fails(cluster, tmp_path, cache_dir):  # n
     chain.set("n0", "down")
     chain.trains_on(3)  # SLURM waits two minutes
     rows = chain.end()
-    assert rows == alone(tmp_path, cache_dir, len(rows))
+    assert rows == train_undisturbed(tmp_path, cache_dir, len(rows))
     ends = [(e["nodes"], e["status"]) for e in chain.events() if e["event"] == "end"]
     assert ends[:2] == [(4, 76), (3, 75)], ends

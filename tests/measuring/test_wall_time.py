@@ -50,8 +50,11 @@ def test_a_run_that_was_killed_and_stopped(killed):
     first, second, third = found["jobs"]
     assert [job["status"] for job in found["jobs"]] == [None, 76, 0]
     assert [job["from"] for job in found["jobs"]] == ["new", "checkpoint", "checkpoint"]
-    assert (first["steps"], second["first_step"]) == (100, 100) and first["lost_steps"] >= 50
-    assert third["first_step"] == 100 + second["steps"] == events[2]["step"]
+    # How far it came before the kill depends on the machine.
+    assert first["steps"] == second["first_step"] and first["steps"] % 100 == 0
+    dropped = (killed / "metrics.dropped.jsonl").read_text().splitlines()
+    assert first["lost_steps"] == sum("step_seconds" in line for line in dropped)
+    assert third["first_step"] == first["steps"] + second["steps"] == events[2]["step"]
     assert found["steps"] == 400 and found["lost_steps"] == first["lost_steps"]
     for job, after in itertools.zip_longest(found["jobs"], found["jobs"][1:]):
         adds_up(job, (after["start"] if after else job["end"]) - job["start"])
@@ -73,7 +76,7 @@ def test_what_it_trained_and_cost(killed):
 
 
 def test_goodput_in_the_metrics_is_that_of_the_report(killed):
-    """At the last record, of which `ends` are no part; and every record has it and its time."""
+    """At the last record, before what `ends` counts. Every record has its goodput and its time."""
     records = read_records(killed / "metrics.jsonl")
     assert all(0 <= r["goodput"] <= 1 for r in records)
     assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(records))
