@@ -26,8 +26,8 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
 # What the clock measured or a restart marks, and what follows from how a batch lies on devices.
-_TIMES = re.compile("second|tflops|restarted")
-_OF_SHAPE = re.compile("per_device|devices|accumulation|noise|eval_batch")
+_TIMES = re.compile("second|tflops|restarted|^time$|goodput")
+_OF_SHAPE = re.compile("per_device|devices|nodes|accumulation|noise|eval_batch")
 
 
 # --- What holds ----------------------------------------------------------------------------------

@@ -217,8 +217,10 @@ def names_of_sums(sets: Sequence[str], shown: Sequence[str]) -> list[str]:
 
 
 def numbers_of(record: Record) -> dict[str, int | float]:
-    """What can be drawn as a curve over steps."""
-    own = "step", "time"
+    """What can be drawn as a curve over steps: of what steps and evaluations both have, the step's
+    alone, or it would have two points there.
+    """
+    own = "step", "time", *(("goodput", "save_seconds") if "eval_seconds" in record else ())
     return {k: v for k, v in record.items() if k not in own and type(v) in (int, float)}
 
 

@@ -1,10 +1,12 @@
 """A ramp under a real SLURM of four nodes on this machine: it grows, is stopped and killed."""
 
+import fcntl
 import json
 import os
 import pathlib
 import subprocess
 import time
+from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT, command, environment, run
@@ -20,6 +22,13 @@ CLUSTER = ROOT / "tests" / "slurm_cluster.sh"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """The environment in which SLURM's commands find the cluster."""
+    with open("/tmp/maxramp_slurm.lock", "w") as lock:
+        # Its ports are fixed, and the two files of tests that use one may run at the same time.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from run_cluster()
+
+
+def run_cluster() -> Iterator[dict]:
     # Not below pytest's own folder, which other users of SLURM (munge) may not enter.
     folder = pathlib.Path(f"/tmp/maxramp_slurm_{os.getpid()}")
     started = subprocess.run([CLUSTER, "start", folder], capture_output=True, text=True)
