@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import elastic_storm
+from figures import save
 
 from maxramp.run.metrics import read_records
 
@@ -29,7 +30,7 @@ RUN = [
     "global_batch_size=12",
     "per_device_batch_size=4",
     "micro_batch_size=-1",
-    "steps=100000",
+    "steps=7000",
     "checkpoint_period=20",
     "max_num_checkpoints_to_keep=3",
     "eval_interval=-1",
@@ -49,19 +50,14 @@ _PARTS = {  # of a restart: what ends each, as the log says it
 
 
 def start(folder: pathlib.Path, keys: list[str]) -> elastic_storm.Launch:
-    merged = dict(key.split("=", 1) for key in [*RUN, *keys])
+    merged = dict(key.split("=", 1) for key in [*elastic_storm.KEYS, *RUN, *keys])
     if merged.get("elastic") == "False":
         merged = {k: v for k, v in merged.items() if k not in ELASTIC}
     return elastic_storm.Launch(folder, [f"{k}={v}" for k, v in merged.items()])
 
 
 def measure(folder: pathlib.Path, mode: str, every: float, kills: int, keys: list[str]) -> dict:
-    given = dict(key.split("=", 1) for key in [*RUN, *MODES[mode], *keys])
-    if mode == "whole":
-        given = {
-            k: v for k, v in given.items() if k not in ("node_rest_seconds", "max_node_failures")
-        }
-    launch = elastic_storm.Launch(folder, [f"{k}={v}" for k, v in given.items()])
+    launch = start(folder, [*MODES[mode], *keys])
     launch.wait_for(lambda: launch.step() >= 20, 300)
     random_, began, first = random.Random(7), time.time(), launch.step()
     waits, again, parts = [], 0, {name: [] for name in _PARTS}
@@ -128,8 +124,7 @@ def main() -> None:
             row["goodput"] = row["steps"] * step / row["wall_seconds"]
             rows.append(row)
             print(json.dumps(row), flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"step_seconds": step, "rows": rows}, indent=2) + "\n")
+    save(given.json, {"step_seconds": step, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Launch:
     def __init__(self, folder: pathlib.Path, keys: list[str], program: str = "base.yml"):
         self.folder = folder
         self.log = folder.with_name(f"{folder.name}.log")
-        given = [f"base_output_directory={folder.parent}", f"run_name={folder.name}", *KEYS, *keys]
+        given = [f"base_output_directory={folder.parent}", f"run_name={folder.name}", *keys]
         config = str(ROOT / "configs" / program)
         line = [sys.executable, "-m", "maxramp.launch", config, "--cluster", "local", *given]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -96,7 +96,7 @@ def storm(folder: pathlib.Path, kills: int, seed: int, keys: list[str]) -> dict:
     """Launches the run, kills that many of its nodes, and waits for its end."""
     random_, done, faults = random.Random(seed), collections.Counter(), []
     folder.with_name(f"{folder.name}.log").unlink(missing_ok=True)
-    began, launch, again = time.monotonic(), Launch(folder, keys), False
+    began, launch, again = time.monotonic(), Launch(folder, [*KEYS, *keys]), False
     while launch.running() and sum(done.values()) < kills:
         when = "again" if again else random_.choices(list(WHEN), list(WHEN.values()))[0]
         again, before, jobs = False, launch.step(), launch.printed().count("launch   ")
