@@ -104,7 +104,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--folder", type=pathlib.Path)
-    parser.add_argument("--json", type=pathlib.Path)
+    results = ROOT / "benchmarks" / "results" / "elastic.json"
+    parser.add_argument("--json", type=pathlib.Path, default=results)
     parser.add_argument("keys", nargs="*")
     given = parser.parse_args()
     folder = given.folder or pathlib.Path(tempfile.mkdtemp(prefix="elastic"))
