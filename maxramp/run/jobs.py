@@ -23,8 +23,8 @@ WAITS = ("compile_seconds", "data_seconds", "snapshot_seconds")  # of a step's s
 
 class Jobs:
     """Writes down when this job begins and ends. A writer of records, before all others: it adds to
-    each the unix seconds when its work ended (`time`), the `goodput` until then, and the
-    `save_seconds` that the loop has waited for saves since the record before.
+    each the `goodput` until its `time`, and the `save_seconds` that the loop has waited for saves
+    since the record before.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -57,8 +57,7 @@ class Jobs:
             self._counted += max(0.0, record["step_seconds"] - waits)
             self._steps_done = record["step"] + 1
         record.update(self._take_saved())
-        record["time"] = now = round(time.time(), 6)
-        record["goodput"] = self._counted / max(now - self._first_start, 1e-3)
+        record["goodput"] = self._counted / max(record["time"] - self._first_start, 1e-3)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

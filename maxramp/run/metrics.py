@@ -49,7 +49,8 @@ class Dispatched:
 
 
 class MetricsLog:
-    """Turns what steps return into records and hands them to the writers, in order.
+    """Turns what steps return into records and hands them to the writers, in order; `time` is the
+    unix seconds when the work of one ended.
 
     A step takes from the end of the step before (or of an evaluation, a save or the start-up) to
     its own end, waiting for data and compiles included.
@@ -131,6 +132,7 @@ class MetricsLog:
                 self._ended = True
                 raise
             self._last_end = now
+            made["time"] = round(time.time() - (time.perf_counter() - now), 6)
             for write in self._writers:
                 write(made)
 
