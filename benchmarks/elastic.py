@@ -1,11 +1,12 @@
 """What a lost node costs: seconds from a kill to the next step, steps that are trained again, and
 the share of the wall time that counts (steps kept x undisturbed seconds of a step / wall time).
 
-Four processes on this machine are the nodes of a launch. One is killed every so many seconds, under
-a launch that restarts whole, an elastic one, and an elastic one with snapshots in memory.
+Four processes on this machine are the nodes of a launch. One is killed every so many seconds and
+is back after a while, under a launch that restarts whole when it is back, an elastic one, and an
+elastic one with snapshots in memory.
 
-python benchmarks/elastic.py [--every 20 60] [--kills N] [--modes ...] [--folder DIR] [--json FILE]
-                             [key=value ...]
+python benchmarks/elastic.py [--every 20 60 300] [--away 0 30 120] [--modes ...] [--folder DIR]
+                             [--json FILE] [key=value ...]
 """
 
 import argparse
@@ -36,11 +37,11 @@ RUN = [
     "eval_interval=-1",
     "log_period=1000",
     "enable_tensorboard=False",
-    "node_rest_seconds=10",
     "max_node_failures=6",
     "max_restarts=100",
 ]
 ELASTIC = ("node_rest_seconds", "max_node_failures")  # keys of an elastic launch alone
+LENGTH = 180.0  # seconds that a row takes, at least; and at most four kills
 SNAPSHOTS = ["enable_emergency_checkpoint=True", "local_checkpoint_period=4"]
 MODES = {"whole": ["elastic=False"], "elastic": [], "elastic, snapshots": SNAPSHOTS}
 _PARTS = {  # of a restart: what ends each, as the log says it
@@ -56,41 +57,53 @@ def start(folder: pathlib.Path, keys: list[str]) -> elastic_storm.Launch:
     return elastic_storm.Launch(folder, [f"{k}={v}" for k, v in merged.items()])
 
 
-def measure(folder: pathlib.Path, mode: str, every: float, kills: int, keys: list[str]) -> dict:
-    launch = start(folder, [*MODES[mode], *keys])
+def measure(folder: pathlib.Path, mode: str, every: float, away: float, keys: list[str]) -> dict:
+    keys = [*MODES[mode], f"node_rest_seconds={away:g}", *keys]
+    launch = start(folder, keys)
     launch.wait_for(lambda: launch.step() >= 20, 300)
+    kills = max(1, min(4, int(LENGTH / every)))
     random_, began, first = random.Random(7), time.time(), launch.step()
     waits, again, parts = [], 0, {name: [] for name in _PARTS}
-    for kill in range(1, kills + 1):
+    for kill in range(kills):
         launch.wait_for(lambda kill=kill: time.time() >= began + kill * every, 2 * every + 60)
-        there = launch.trainers()
+        launch.wait_for(launch.trainers)
         done, said = launch.step(), len(launch.printed())
         struck = time.time()
-        if not there or not launch.kill(random_.choice(sorted(there))):
-            continue
+        launch.kill(random_.choice(sorted(launch.trainers())))
+        if mode == "whole" and away:
+            stop(launch)
+            time.sleep(struck + away - time.time())
+            launch = start(folder, keys)
         for name, pattern in _PARTS.items():
-            launch.wait_for(lambda: re.search(pattern, launch.printed()[said:]), 60)  # noqa: B023
-            parts[name].append(time.time() - struck)
+            if launch.wait_for(lambda: re.search(pattern, launch.printed()[said:]), 60):  # noqa: B023
+                parts[name].append(time.time() - struck)
         # A step that was done when the kill came may be written down a moment later.
         launch.wait_for(lambda: launch.step() < done or steps_since(folder, struck), 120)  # noqa: B023
         launch.wait_for(lambda: steps_since(folder, struck), 120)  # noqa: B023
         if records := steps_since(folder, struck):
             waits.append(records[0]["time"] - struck)
             again += done + 1 - records[0]["step"]
-    launch.wait_for(lambda: time.time() >= began + (kills + 1) * every, 2 * every + 60)
+    launch.wait_for(lambda: time.time() >= began + kills * every, 2 * every + 60)
     end, last = time.time(), launch.step()
-    launch.process.terminate()
-    launch.process.wait(120)
+    stop(launch)
     return {
         "mode": mode,
         "every": every,
+        "away": away,
         "kills": len(waits),
         "seconds_to_next_step": statistics.median(waits),
-        "of_it_until": {name: statistics.median(x) for name, x in parts.items()},
-        "steps_lost": again / max(1, len(waits)),
+        "of_it_until": {name: statistics.median(x) for name, x in parts.items() if x},
+        "steps_lost": again / len(waits),
         "steps": last - first,
         "wall_seconds": end - began,
     }
+
+
+def stop(launch: elastic_storm.Launch) -> None:
+    launch.process.kill()
+    for place in launch.trainers():
+        launch.kill(place)
+    launch.process.wait(120)
 
 
 def steps_since(folder: pathlib.Path, struck: float) -> list[dict]:
@@ -100,8 +113,8 @@ def steps_since(folder: pathlib.Path, struck: float) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--every", type=float, nargs="+", default=[20, 60])
-    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--every", type=float, nargs="+", default=[20, 60, 300])
+    parser.add_argument("--away", type=float, nargs="+", default=[0, 30, 120])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--folder", type=pathlib.Path)
     results = ROOT / "benchmarks" / "results" / "elastic.json"
@@ -119,9 +132,9 @@ def main() -> None:
     records = read_records(folder / "calm4" / "metrics.jsonl")
     step = statistics.median(r["step_seconds"] for r in records[10:])
     rows = []
-    for every in given.every:
+    for every, away in zip(given.every, given.away, strict=True):
         for number, mode in enumerate(given.modes):
-            row = measure(folder / f"{every:g}-{number}", mode, every, given.kills, keys)
+            row = measure(folder / f"{every:g}-{number}", mode, every, away, keys)
             row["goodput"] = row["steps"] * step / row["wall_seconds"]
             rows.append(row)
             print(json.dumps(row), flush=True)
