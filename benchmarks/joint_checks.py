@@ -19,7 +19,7 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data.opening import open_rows
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.errors import ConfigError
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager

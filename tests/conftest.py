@@ -39,7 +39,7 @@ from seconds import (  # noqa: F401
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data.batch import Batch, stack
-from maxramp.data.row import Row
+from maxramp.data.rows import Row
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.stage import text_fields
 

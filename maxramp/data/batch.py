@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxramp.data.row import PADDING, Row
+from maxramp.data.rows import PADDING, Row
 from maxramp.model.parts.positions import Positions
 from maxramp.stage import Field
 

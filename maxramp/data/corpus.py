@@ -5,8 +5,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxramp.data.row import Row
-from maxramp.data.rows import Document
+from maxramp.data.rows import Document, Row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,7 @@ from maxramp.data.chats.messages import PAIR
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
-from maxramp.data.row import PADDING
-from maxramp.data.rows import Chain, Document, StreamRows
+from maxramp.data.rows import PADDING, Chain, Document, StreamRows
 from maxramp.data.sources import open_sources
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.stage import text_fields

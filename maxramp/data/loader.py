@@ -16,7 +16,7 @@ from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import RunRows, read_step
 from maxramp.data.prefetch import SharedRamp
 from maxramp.data.relay import Expansion
-from maxramp.data.row import PADDING, Row
+from maxramp.data.rows import PADDING, Row
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.stage import StageSpec, text_fields

@@ -24,7 +24,7 @@ from grain.experimental import index_shuffle
 
 from maxramp.data.batch import Batch, stack
 from maxramp.data.prefetch import SharedRamp
-from maxramp.data.row import Row
+from maxramp.data.rows import Row
 from maxramp.stage import StageSpec
 
 _LONGEST_PERIOD = 100_000

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxramp.data.row import PADDING, Row
-from maxramp.data.rows import Document
+from maxramp.data.rows import PADDING, Document, Row
 
 
 class RowLayout:

@@ -1,5 +1,5 @@
 """Sequences of rows and of documents. Those from files have `where(i)`, which names file and
-record.
+record. Imports no JAX.
 
 A row is T = `max_target_length` tokens and the one after them, which the last predicts: row i of a
 stream is its tokens [i * T, i * T + T].
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxramp.data.files.records import RecordFile
-from maxramp.data.row import Row
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 
@@ -23,6 +22,19 @@ LEFT_OUT = (
     MARKED := "with marks in their messages",
     UNANSWERED := "without an answer to train on",
 )
+
+
+PADDING = -1  # no token: never a target
+
+
+class Row(NamedTuple):
+    """What a file holds of a row: S = T + 1 tokens."""
+
+    tokens: np.ndarray  # int32 ids [S]; PADDING is not a token
+    begins: np.ndarray | None = None  # of documents, ascending; None: the row is read as one text
+    is_target: np.ndarray | None = None  # bool [S], which tokens are to be predicted; None = all
+    # float32 [2], of the two answers of a pair under the weights to stay near to; None = not known
+    reference_log_probs: np.ndarray | None = None
 
 
 class Document(NamedTuple):

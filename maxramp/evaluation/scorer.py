@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.generator import Answer, Generator, Writing, rounded_up
 from maxramp.handover.opening import PromptTokenizer

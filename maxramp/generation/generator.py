@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.decoder import Decoder

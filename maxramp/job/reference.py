@@ -24,8 +24,7 @@ from maxramp.data.batch import Batch
 from maxramp.data.corpus import Corpus
 from maxramp.data.loader import read_all
 from maxramp.data.relay import Expansion
-from maxramp.data.row import Row
-from maxramp.data.rows import Chain
+from maxramp.data.rows import Chain, Row
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import Appending
 from maxramp.job.start import Job

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.config.keys import Config
 from maxramp.data.batch import Batch
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.errors import StepError, TrainingError
 from maxramp.generation.generator import Answer, Generator, Writing
 from maxramp.generation.sampling import Sampling

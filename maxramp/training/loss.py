@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux

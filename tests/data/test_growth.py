@@ -16,7 +16,7 @@ from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.prefetch import SharedRamp
 from maxramp.data.relay import Expansion
-from maxramp.data.row import Row
+from maxramp.data.rows import Row
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
 

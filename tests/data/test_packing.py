@@ -10,8 +10,7 @@ from conftest import batch_of, make_config, make_mesh, numpy_fingerprint
 
 from maxramp.data.batch import stack
 from maxramp.data.packing import PackedRows, best_fit, concat_then_split, one_per_row
-from maxramp.data.row import PADDING, Row
-from maxramp.data.rows import Document
+from maxramp.data.rows import PADDING, Document, Row
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.stage import text_fields

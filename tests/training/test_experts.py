@@ -30,7 +30,7 @@ from test_step import (
 )
 
 from maxramp.checkpoints import arrays
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.model.order import order_by_layer
 from maxramp.training.state import abstract_state
 

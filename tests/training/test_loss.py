@@ -9,7 +9,7 @@ import pytest
 from conftest import make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.model.size import loss_blocks
 from maxramp.parallel.sharding import HEAD_DV, X_BTD
 from maxramp.training.loss import cross_entropy_sums

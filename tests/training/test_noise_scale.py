@@ -12,7 +12,7 @@ import pytest
 from conftest import OPTIMIZED, batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.measuring.noise import ratio_of_means
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import weights_of

@@ -14,7 +14,7 @@ import pytest
 from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import new_weight, part_of
 from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT

@@ -14,7 +14,7 @@ from jobs import start_till
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 
 from maxramp.data.batch import Batch
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.run.metrics import read_records
 from maxramp.training import preferences

@@ -17,7 +17,7 @@ from jobs import run_signalled
 
 from maxramp.data.batch import Batch
 from maxramp.data.loader import count_losses
-from maxramp.data.row import PADDING, Row
+from maxramp.data.rows import PADDING, Row
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager

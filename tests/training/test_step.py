@@ -16,7 +16,7 @@ from conftest import DEVICES, batch_of, make_mesh, numpy_fingerprint
 from conftest import make_config as make_tiny_config
 from jax.sharding import NamedSharding
 
-from maxramp.data.row import PADDING
+from maxramp.data.rows import PADDING
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
