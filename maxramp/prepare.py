@@ -41,10 +41,9 @@ from maxramp.commandline import Parser, command, count, print_note
 from maxramp.config.load import load
 from maxramp.data import preparation, shards, sources, tokenizers
 from maxramp.data.chats.chats import ChatEncoder
-from maxramp.data.chats.keys import ChatKeys
 from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
-from maxramp.data.keys import MARK_KEYS, DataKeys
+from maxramp.data.keys import MARK_KEYS, ChatKeys, DataKeys
 from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import place, storage
 from maxramp.keys.base import CONFIGS, base

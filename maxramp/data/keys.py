@@ -6,16 +6,37 @@ import os
 from collections.abc import Mapping, Sequence
 
 from maxramp.data import hub
-from maxramp.data.chats.keys import ChatKeys
 from maxramp.errors import ConfigError
 from maxramp.keys import section
 from maxramp.keys.numbers import exact
-from maxramp.keys.section import Keys, limit, minimum, one_of, positive_or_open, uint32
+from maxramp.keys.section import Keys, day, form, limit, minimum, one_of, positive_or_open, uint32
 from maxramp.stage import Fields, pair_fields, text_fields
 
 # Which marks come into documents; a prepared set keeps these with its tokenizer.
 MARK_KEYS = ("add_bos", "add_eos", "split_special_tokens")
 _SUFFIXES = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatKeys(Keys):
+    """How chats become text, and which of it is trained on."""
+
+    use_sft: bool
+    use_dpo: bool
+    sft_train_on_completion_only: bool
+    sft_train_on_last_answer_only: bool
+    chat_template: str
+    chat_template_date: str = day()
+    chat_template_switches: Sequence[str] = form(
+        "[^=]+=.*", "must be names with values, such as [enable_thinking=false]"
+    )
+    long_chats: str = one_of("leave_out", "cut")
+    chats_with_marks: str = one_of("refuse", "leave_out")
+
+    @property
+    def reads_chats(self) -> str:
+        """The key that asks for chats, with its value; "" where the data is text."""
+        return next((f"{name}=True" for name in ("use_dpo", "use_sft") if getattr(self, name)), "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,12 +22,11 @@ from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
 from maxramp.data import hub, sources, tokenizers
 from maxramp.data.chats.chats import open_template
-from maxramp.data.chats.keys import ChatKeys
 from maxramp.data.chats.messages import read
 from maxramp.data.chats.template import ChatTemplate
 from maxramp.data.files import prepared
 from maxramp.data.files.records import BadRecord
-from maxramp.data.keys import MARK_KEYS, DataKeys
+from maxramp.data.keys import MARK_KEYS, ChatKeys, DataKeys
 from maxramp.errors import ConfigError
 from maxramp.files.place import is_near, place
 from maxramp.huggingface.folder import KEPT_IN, ModelFolder, find_or_kept

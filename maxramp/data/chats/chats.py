@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from maxramp.data.chats import messages
-from maxramp.data.chats.keys import ChatKeys
 from maxramp.data.chats.messages import Chat
 from maxramp.data.chats.template import ChatTemplate, Span
 from maxramp.data.files.records import BadRecord, RecordFile
+from maxramp.data.keys import ChatKeys
 from maxramp.data.rows import LONG, MARKED, UNANSWERED, Chain, Document
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
