@@ -9,10 +9,9 @@ from maxramp.model.families.llama import LAYER
 from maxramp.model.families.qwen3 import QWEN3
 
 _NAMES = {
+    **sparse.NAMES,
     "num_experts": "n_routed_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
     "base_moe_mlp_dim": "moe_intermediate_size",
-    "norm_topk_prob": "norm_topk_prob",
     "shared_experts": "n_shared_experts",
     "first_num_dense_layers": "first_k_dense_replace",
     "routed_scaling_factor": "routed_scaling_factor",
@@ -23,9 +22,8 @@ _SHARED = {"gate_DF": "gate_proj", "up_DF": "up_proj", "out_FD": "down_proj"}
 
 DOTS1 = dataclasses.replace(
     QWEN3,
-    pattern=sparse.pattern,
+    **sparse.LAYERS,
     blocks=sparse.blocks,
-    sizes=sparse.sizes,
     tensors={
         **QWEN3.tensors,
         **sparse.tensors(QWEN3.tensors),

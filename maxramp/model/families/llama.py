@@ -11,7 +11,7 @@ from maxramp.stage import SightKeys
 
 
 def see_before(keys: SightKeys) -> Sight:
-    return Sight(Rope.from_keys(keys), keys.sliding_window_size)  # 0 but in Mistral
+    return Sight(Rope.from_keys(keys), keys.sliding_window_size)  # 0: no window
 
 
 def _pattern(keys: ModelKeys) -> Pattern:

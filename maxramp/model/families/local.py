@@ -1,5 +1,6 @@
 """What families share in which most layers see a window. Imports no JAX."""
 
+from maxramp.model.families.llama import see_before
 from maxramp.model.keys import ModelKeys
 from maxramp.model.pattern import Layer, Pattern, Rope, Sight
 from maxramp.stage import SightKeys
@@ -13,14 +14,10 @@ def _see_near(keys: SightKeys) -> Sight:
     return Sight(Rope.from_local_keys(keys), keys.sliding_window_size)
 
 
-def _see_near_alike(keys: SightKeys) -> Sight:
-    return Sight(Rope.from_keys(keys), keys.sliding_window_size)
-
-
 def pattern(period: int, own_rope: bool, keys: ModelKeys) -> Pattern:
     """The last of every `period` layers sees all before it, the others a window, with an `own_rope`
     or the same."""
-    near = Layer("dense", _see_near if own_rope else _see_near_alike)
+    near = Layer("dense", _see_near if own_rope else see_before)
     layers = (*(near,) * (period - 1), Layer("dense", _see_all))
     count = keys.base_num_decoder_layers
     if count < period:

@@ -15,9 +15,8 @@ def _normalize(keys: ModelKeys) -> ModelKeys:
 
 MIXTRAL = dataclasses.replace(
     LLAMA,
-    pattern=sparse.pattern,
+    **sparse.LAYERS,
     blocks=functools.partial(sparse.blocks, _normalize),
-    sizes=sparse.sizes,
     tensors=sparse.tensors(
         LLAMA.tensors, *("block_sparse_moe.gate", "block_sparse_moe.experts"), ("w1", "w3", "w2")
     ),

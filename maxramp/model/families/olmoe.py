@@ -10,21 +10,15 @@ from maxramp.model.families.qwen3 import QWEN3
 
 OLMOE = dataclasses.replace(
     QWEN3,
-    pattern=sparse.pattern,
+    **sparse.LAYERS,
     blocks=functools.partial(sparse.blocks, heads_together=True),
-    sizes=sparse.sizes,
     tensors=sparse.tensors(QWEN3.tensors),
     released=Released(
         "olmoe",
         "OlmoeForCausalLM",
         {"num_key_value_heads": None, "rms_norm_eps": 1e-5}
         | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
-        {
-            "num_experts": "num_experts",
-            "num_experts_per_tok": "num_experts_per_tok",
-            "base_moe_mlp_dim": "intermediate_size",
-            "norm_topk_prob": "norm_topk_prob",
-        },
+        {**sparse.NAMES, "base_moe_mlp_dim": "intermediate_size"},
     ),
     keys=(*sparse.EXPERT_KEYS, "norm_topk_prob"),
 )

@@ -8,21 +8,15 @@ from maxramp.model.families.qwen3 import QWEN3
 
 QWEN3_MOE = dataclasses.replace(
     QWEN3,
-    pattern=sparse.pattern,
+    **sparse.LAYERS,
     blocks=sparse.blocks,
-    sizes=sparse.sizes,
     tensors=sparse.tensors(QWEN3.tensors),
     released=Released(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {"num_key_value_heads": 4, "moe_intermediate_size": 768}
         | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
-        {
-            "num_experts": "num_experts",
-            "num_experts_per_tok": "num_experts_per_tok",
-            "base_moe_mlp_dim": "moe_intermediate_size",
-            "norm_topk_prob": "norm_topk_prob",
-        },
+        {**sparse.NAMES, "base_moe_mlp_dim": "moe_intermediate_size"},
         {"num_local_experts": "num_experts"},  # as transformers 5 writes it
     ),
     keys=(*sparse.EXPERT_KEYS, "norm_topk_prob"),

@@ -57,6 +57,12 @@ def sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
     )
 
 
+# The fields of a `Family` that are the same in all.
+LAYERS = {"pattern": pattern, "sizes": sizes}
+# Keys by the names that most of these families have for them.
+NAMES = {name: name for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
+
+
 def dense_tensors(dense: Mapping[str, str]) -> dict[str, str]:
     """The tensors of a dense model as weights of one of experts, each of which is its MLP
     (Komatsuzaki et al., arXiv 2212.05055)."""
