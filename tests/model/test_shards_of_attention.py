@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxramp.model.parts.attention import Rule, attend_from
+from maxramp.model.parts.attention import KERNELS, Rule
 from maxramp.model.parts.positions import Positions
 
 BITING = {"window": 50, "scale": 0.5, "cap": 2.0}
@@ -30,7 +30,7 @@ def outputs(kernel, q, k, v, rule, places):
     out = jnp.zeros(q.shape, q.dtype)
     rows, run = np.arange(len(q))[:, None], q.shape[1] // 5
     for places_Bt in places:
-        own = attend_from(q[rows, places_Bt], k, v, jnp.asarray(places_Bt), run, rule, kernel)
+        own = KERNELS[kernel](q[rows, places_Bt], k, v, rule, jnp.asarray(places_Bt), run)
         out = out.at[rows, places_Bt].set(own)
     return out
 

@@ -122,14 +122,14 @@ def select_for(keys: ModelKeys, platform: str | None) -> str:
 
 def cost_of_packing(implementation: str) -> str | None:
     """A line for the log on what packed rows cost an implementation; None if nothing."""
-    if implementation != "cudnn_flash" or _has_packed_kernel():
+    if implementation != "cudnn_flash" or has_triton():
         return None
     return (
         f"packed rows take cuDNN a mask of T x T a row: {_NO_TRITON}, or separate_documents=False"
     )
 
 
-def _has_packed_kernel() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
@@ -148,7 +148,7 @@ def attend(
     def local(q_BTHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, rule: Rule) -> jax.Array:
         devices, heads = axis_size(*TOKEN_AXES), (q_BTHh.shape[2], k_BSKh.shape[2])
         if devices == 1:
-            return _KERNELS[kernel](q_BTHh, k_BSKh, v_BSKh, rule)
+            return KERNELS[kernel](q_BTHh, k_BSKh, v_BSKh, rule)
         way = select_strategy(strategy, *heads, devices)
         if way == "ulysses":
             return _attend_by_heads(q_BTHh, k_BSKh, v_BSKh, rule, kernel)
@@ -169,7 +169,7 @@ def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, rule, kernel):
     copies = key_copies(q_BtHh.shape[2], k_BtKh.shape[2], axis_size(*TOKEN_AXES))
     k_BtKh, v_BtKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BtKh, v_BtKh))
     whole = (all_to_all(x, TOKEN_AXES, split=2, join=1) for x in (q_BtHh, k_BtKh, v_BtKh))
-    return all_to_all(_KERNELS[kernel](*whole, rule), TOKEN_AXES, split=1, join=2)
+    return all_to_all(KERNELS[kernel](*whole, rule), TOKEN_AXES, split=1, join=2)
 
 
 def _attend_to_gathered(q_BtHh, k_BtKh, v_BtKh, rule, kernel):
@@ -179,7 +179,7 @@ def _attend_to_gathered(q_BtHh, k_BtKh, v_BtKh, rule, kernel):
     k_BTKh, v_BTKh = (all_gather(x, TOKEN_AXES, dimension=1) for x in (k_BtKh, v_BtKh))
     if places_BT is None:
         places_Bt = jnp.broadcast_to(first + jnp.arange(t, dtype=jnp.int32), (B, t))
-        return attend_from(q_BtHh, k_BTKh, v_BTKh, places_Bt, t, rule, kernel)
+        return KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, rule, places_Bt, t)
     order_BT = jnp.argsort(places_BT, axis=1)  # of the row, where its tokens are
     k_BTKh, v_BTKh = (
         jnp.take_along_axis(x, order_BT[..., None, None], 1) for x in (k_BTKh, v_BTKh)
@@ -189,22 +189,7 @@ def _attend_to_gathered(q_BtHh, k_BtKh, v_BtKh, rule, kernel):
         segments_BT = jnp.take_along_axis(segments_BT, order_BT, 1)
     rule = dataclasses.replace(rule, positions=Positions(segments_BT))
     places_Bt = jax.lax.dynamic_slice_in_dim(places_BT, first, t, 1)
-    return attend_from(q_BtHh, k_BTKh, v_BTKh, places_Bt, run_length(t), rule, kernel)
-
-
-def attend_from(
-    q_BtHh: jax.Array,
-    k_BTKh: jax.Array,
-    v_BTKh: jax.Array,
-    places_Bt: jax.Array,
-    run: int,
-    rule: Rule,
-    kernel: str,
-) -> jax.Array:
-    """`attend` on one device, of some tokens of each row to all of it: those at `places`, int32,
-    that rise along a row in runs of `run` consecutive tokens, from multiples of it on (for splash
-    a multiple of 128)."""
-    return _KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, rule, places_Bt, run)
+    return KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, rule, places_Bt, run_length(t))
 
 
 def _pick(x: jax.Array, places_Bt: jax.Array) -> jax.Array:
@@ -238,7 +223,7 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=Fa
     packed, mask = rule.positions.segments_BT is not None, None
     only_ours = bool(rule.cap) or places_BT is not None
     only_ours |= not _takes_heads(q_BTHh.shape[-1])
-    if _has_packed_kernel() and (packed or only_ours):
+    if has_triton() and (packed or only_ours):
         from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
         B, S = k_BSKh.shape[:2]
@@ -280,7 +265,10 @@ def _splash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False
     return splash_attention(q_BTHh, k_BSKh, v_BSKh, *seen, places_BT, run, interpret)
 
 
-_KERNELS = {
+# `attend` on one device, of all tokens or of some of each row: those at places, int32, that rise
+# along a row in runs of `run` consecutive tokens, from multiples of it on (for splash a multiple of
+# 128).
+KERNELS = {
     "dot_product": _dot_product,
     "cudnn_flash": _gpu_flash,
     "packed_interpreted": functools.partial(_gpu_flash, interpret=True),

@@ -98,7 +98,7 @@ def spread(x_BTD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> tuple[jax.Ar
 
 def _spread_backward(plan, gradients):
     def local(dx_MD: jax.Array, dweights_M: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
-        dweights_R = _send_back(dweights_M, plan)
+        dweights_R = _send(dweights_M, plan, back=True)
         dweights_BTk = dweights_R.at[plan.places_BTk].get(mode="fill", fill_value=0)
         found = _from_experts(dx_MD, plan), _own_rows(dweights_BTk, plan)
         return tuple(psum(x, "tensor") for x in found)
@@ -138,7 +138,7 @@ def _to_experts(x_BTD: jax.Array, plan: Plan) -> jax.Array:
 
 def _from_experts(y_MD: jax.Array, plan: Plan) -> jax.Array:
     """[B, T, D]: of every token the float32 sum over its choices, one after the other."""
-    y_RD = _send_back(y_MD, plan)
+    y_RD = _send(y_MD, plan, back=True)
     y_BTD = jnp.zeros((*plan.places_BTk.shape[:2], y_RD.shape[1]), jnp.float32)
     for places_BT in jnp.unstack(plan.places_BTk, axis=2):
         y_BTD += y_RD.at[places_BT].get(mode="fill", fill_value=0).astype(jnp.float32)
@@ -156,19 +156,16 @@ def _own_rows(x_BTD: jax.Array, plan: Plan) -> jax.Array:
     return psum_scatter(x_BTD, "expert", dimension=0) if plan.way == "gather" else x_BTD
 
 
-def _send(x_RD: jax.Array, plan: Plan) -> jax.Array:
-    """Rows in the order of experts to the devices of these: [M, D], in the order of experts."""
+def _send(x: jax.Array, plan: Plan, back: bool = False) -> jax.Array:
+    """Rows in the order of experts to the devices of these, [M, D] in that order; or `back`. Rows
+    that nobody sends hold anything."""
     if plan.way == "gather":
-        return x_RD
-    there, here = _offsets(plan.counts_PE)
-    return _exchange(x_RD, plan.rows, there, here)
-
-
-def _send_back(x_MD: jax.Array, plan: Plan) -> jax.Array:
-    if plan.way == "gather":
-        return x_MD
-    there, here = _offsets(plan.counts_PE)
-    return _exchange(x_MD, len(plan.order_R), here, there)
+        return x
+    to_experts, from_experts = _offsets(plan.counts_PE)
+    sent, got = (from_experts, to_experts) if back else (to_experts, from_experts)
+    rows = len(plan.order_R) if back else plan.rows
+    out = jax.lax.empty((rows, *x.shape[1:]), x.dtype)
+    return jax.lax.ragged_all_to_all(x, out, *sent, got[1], axis_name="expert")
 
 
 def _offsets(counts_PE: jax.Array) -> tuple:
@@ -182,10 +179,3 @@ def _offsets(counts_PE: jax.Array) -> tuple:
     sent = starts_QPE[number], counts_QPE[number], lands_QPE[number]
     got = lands_QPE[:, number], counts_QPE[:, number], starts_QPE[:, number]
     return tuple(x.reshape(-1) for x in sent), tuple(x.reshape(-1) for x in got)
-
-
-def _exchange(x: jax.Array, rows: int, sent: tuple, got: tuple) -> jax.Array:
-    """This many rows, of which those that nobody sends hold anything."""
-    begins, sizes, lands = sent
-    out = jax.lax.empty((rows, *x.shape[1:]), x.dtype)
-    return jax.lax.ragged_all_to_all(x, out, begins, sizes, lands, got[1], axis_name="expert")

@@ -8,7 +8,6 @@ Shapes: M rows of a device, E experts of a device, K inputs, N outputs.
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.attention import choose
+from maxramp.model.parts.attention import choose, has_triton
 from maxramp.model.parts.weights import STAGE_PRODUCTS, Weight
 from maxramp.parallel.axes import BATCH_AXES, SHARDS_OF_EXPERT
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
@@ -115,9 +114,7 @@ def select(asked: str, platform: str | None) -> str:
         "megablox": {f"needs TPUs, not {there}": platform != "tpu"},
         "triton": {
             f"needs NVIDIA GPUs, not {there}": platform not in ("gpu", "cuda"),
-            "needs Pallas for Triton, which jax 0.10.2 to 0.12 have": (
-                importlib.util.find_spec("jax.experimental.pallas.triton") is None
-            ),
+            "needs Pallas for Triton, which jax 0.10.2 to 0.12 have": not has_triton(),
         },
         "blocks": {},
     }

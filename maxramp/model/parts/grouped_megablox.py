@@ -16,7 +16,9 @@ def product(
 ) -> jax.Array:
     (M, K), N = x_MK.shape, w.shape[1 if is_transposed else 2]
     tile = row_tile(M, len(sizes_E))
-    tiling, x_MK = (tile, _input_tile(K), min(_SIDE_TILE, N)), _pad_rows(x_MK, tile)
+    # All inputs where they fit: then the tiles of a group read its weights once.
+    inputs = K if K <= 2 * _SIDE_TILE else _SIDE_TILE
+    tiling, x_MK = (tile, inputs, min(_SIDE_TILE, N)), _pad_rows(x_MK, tile)
     y_MN = gmm(
         x_MK, w, sizes_E, x_MK.dtype, tiling, transpose_rhs=is_transposed, interpret=interpret
     )
@@ -36,11 +38,6 @@ def row_tile(rows: int, experts: int) -> int:
     """An eighth of a group: it begins and ends within a tile, which two groups then go through."""
     share = max(1, rows // experts // 8)
     return min(_ROW_TILE, max(128, 1 << (share.bit_length() - 1)))
-
-
-def _input_tile(inputs: int) -> int:
-    """All where they fit: then the tiles of a group read its weights once."""
-    return inputs if inputs <= 2 * _SIDE_TILE else _SIDE_TILE
 
 
 def _pad_rows(x: jax.Array, tile: int) -> jax.Array:

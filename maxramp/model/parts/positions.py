@@ -25,21 +25,18 @@ class Positions:
     shares_BT: jax.Array | None = None
 
     @property
-    def is_ordered(self) -> bool:
-        return self.positions_BT is None
-
-    @property
     def has_places(self) -> bool:
         """Whether the order of tokens in their row is known."""
-        return self.is_ordered or self.places_BT is not None
+        return self.positions_BT is None or self.places_BT is not None
 
     def order(self, tokens: int) -> jax.Array:
         """Numbers that order the tokens of a segment: [T], or [B, T]."""
-        return jnp.arange(tokens, dtype=jnp.int32) if self.is_ordered else self.positions_BT
+        in_order = self.positions_BT is None
+        return jnp.arange(tokens, dtype=jnp.int32) if in_order else self.positions_BT
 
     def segment_positions(self, tokens: int) -> jax.Array | None:
         """int32 [B, T]; None where every row is 0 to T - 1."""
-        if self.is_ordered and self.segments_BT is not None:
+        if self.positions_BT is None and self.segments_BT is not None:
             return self.order(tokens) - starts(self.segments_BT)
         return self.positions_BT
 
