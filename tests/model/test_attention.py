@@ -223,7 +223,7 @@ def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch, documents):
         return attend(q, k, v, Rule(Positions(segments if documents else None)), "cudnn_flash")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
-    monkeypatch.setattr(attention, "_has_packed_kernel", lambda: False)
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
     out = on_mesh(found, 2, q, k, v)
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
     assert shapes == [[(1, 24, 2, 16), (1, 24, 1, 16), (1, 24, 1, 16)]]
@@ -232,5 +232,5 @@ def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch, documents):
 
 def test_packing_costs_only_where_its_kernel_is_not(monkeypatch):
     assert not any(map(attention.cost_of_packing, ("cudnn_flash", "splash", "dot_product")))
-    monkeypatch.setattr(attention, "_has_packed_kernel", lambda: False)
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
     assert "no Pallas for Triton" in attention.cost_of_packing("cudnn_flash")

@@ -20,6 +20,7 @@ from maxramp.model.keys import ModelKeys, key_copies, select_strategy
 from maxramp.model.parts.balanced_order import run_length
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.splash_attention import LANES, splash_attention
+from maxramp.model.parts.weights import static
 from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, map_shards
 from maxramp.parallel.mesh import axis_size
@@ -28,21 +29,18 @@ from maxramp.parallel.sharding import ROWS_B, ROWS_BT, CACHE_BKSh, X_BTHh
 _NO_TRITON = "this version of jax has no Pallas for Triton; use jax 0.10.2 to 0.12"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("positions",),
-    meta_fields=("window", "scale", "cap"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Which tokens a token sees, of those up to its own, and what its scores are."""
 
     positions: Positions = Positions()
     # tokens that each sees, itself included; 0 = all (Mistral 7B, arXiv 2310.06825)
-    window: int = 0
-    scale: float = 0.0  # what products of queries and keys are multiplied by; 0 = 1 / sqrt(h)
+    window: int = static(default=0)
+    # what products of queries and keys are multiplied by; 0 = 1 / sqrt(h)
+    scale: float = static(default=0.0)
     # scores are cap * tanh(score / cap); 0 = as they are (Gemma 2, arXiv 2408.00118)
-    cap: float = 0.0
+    cap: float = static(default=0.0)
 
     def sees(self, at_T: jax.Array, at_S: jax.Array) -> jax.Array:
         """[..., T, S]: whether tokens at positions T of a text see those at positions S of it."""

@@ -8,21 +8,17 @@ rows for its experts, R rows that it sends.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
+from maxramp.model.parts.weights import static
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
 from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("order_R", "places_BTk", "sizes_E", "counts_PE"),
-    meta_fields=("rows", "equal_rows", "way"),
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Which rows the experts of each device compute; every array is a device's own."""
@@ -32,9 +28,9 @@ class Plan:
     sizes_E: jax.Array  # rows of each expert
     # how many rows each device along `expert` has for each expert of all, where they are sent
     counts_PE: jax.Array | None
-    rows: int  # M
-    equal_rows: int  # those of a device where all experts have the same load
-    way: str
+    rows: int = static()  # M
+    equal_rows: int = static()  # those of a device where all experts have the same load
+    way: str = static()
 
 
 def select(asked: str, platform: str | None, per_token: int) -> str:

@@ -86,11 +86,11 @@ def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) 
     return new_weight(jnp.zeros(shape, dtype, out_sharding=spec), role, axes)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("weight", "down", "up", "seeds_B"),
-    meta_fields=("scale", "dropout"),
-)
+# A field that programs are compiled for, of a dataclass whose others are arrays.
+static = functools.partial(dataclasses.field, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
     """A weight W that is used as W + scale * down @ up (LoRA, arXiv 2106.09685)."""
@@ -98,8 +98,8 @@ class Adapted:
     weight: Weight
     down: Weight  # its inputs' axes, r
     up: Weight  # r, its outputs' axes
-    scale: float
-    dropout: float  # the share of inputs that `down` does not see, where there are seeds
+    scale: float = static()
+    dropout: float = static()  # the share of inputs that `down` does not see, where there are seeds
     seeds_B: jax.Array | None = None  # uint32, one a row (`model.adapters.dropping`)
 
 
