@@ -53,18 +53,14 @@ def _adapt(weight: Weight, keys: ModelKeys, key: jax.Array) -> Adapted:
 
     def factor(inputs: str, outputs: str, values: Callable) -> Weight:
         shape = tuple(map(sizes.get, inputs + outputs))
-        x = values(shape, axes_spec(*map(parts.get, inputs + outputs)))
+        x = values(shape, out_sharding=axes_spec(*map(parts.get, inputs + outputs)))
         return new_weight(x.astype(_DTYPE), "adapter", f"{inputs} {outputs}")
 
-    def uniform(shape: tuple[int, ...], sharding: Any) -> jax.Array:
+    def uniform(shape: tuple[int, ...], out_sharding: Any) -> jax.Array:
         bound = (jnp.prod(jnp.array(shape[:-1])) ** -0.5).astype(jnp.float32)
-        x = jax.random.uniform(key, shape, jnp.float32, -1, 1, out_sharding=sharding)
-        return x * bound
+        return bound * jax.random.uniform(key, shape, jnp.float32, -1, 1, out_sharding=out_sharding)
 
-    def zeros(shape: tuple[int, ...], sharding: Any) -> jax.Array:
-        return jnp.zeros(shape, jnp.float32, out_sharding=sharding)
-
-    down, up = factor(weight.inputs, "r", uniform), factor("r", weight.outputs, zeros)
+    down, up = factor(weight.inputs, "r", uniform), factor("r", weight.outputs, jnp.zeros)
     return Adapted(weight, down, up, keys.lora_scale, keys.lora_dropout)
 
 

@@ -20,6 +20,7 @@ from maxramp.model.parts.caps import soft_cap
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import map_products, normal, relabel, weights_of
+from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, weight_spec
 
 _IN_ORDER = Positions()
@@ -80,7 +81,7 @@ class Decoder(nnx.Module):
         x_BTD = self._embed(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
             run = functools.partial(layers.run, head_dim=self.head_dim, execution=execution)
-            if pipeline.num_stages() > 1:
+            if axis_size("stage") > 1:
                 of_stage = self.pattern.stage_pattern(execution.num_layers_per_pipeline_stage)
                 run = functools.partial(run, of_stage)
                 x_BTD, aux = pipeline.run(execution, run, self.layers, x_BTD, positions)
@@ -111,7 +112,7 @@ class Decoder(nnx.Module):
         of a stack copies it, as slow as reading a token with it."""
         if isinstance(self.layers, tuple):
             return self
-        assert pipeline.num_stages() == 1, "a pipeline's layers lie on several stages"
+        assert axis_size("stage") == 1, "a pipeline's layers lie on several stages"
         copy = jax.tree.map(lambda x: x, self)
         copy.layers = layers.one_by_one(self.pattern, self.layers)
         return copy
@@ -138,7 +139,7 @@ class Decoder(nnx.Module):
 
 def _stack(born, keys_L: jax.Array, repeats: int):
     born = jax.vmap(born)
-    if pipeline.num_stages() > 1:
+    if axis_size("stage") > 1:
         keys_L = pipeline.split_repeats(jax.reshard(keys_L, LAYERS_L), repeats)
         if repeats > 1:
             return relabel(jax.vmap(born)(keys_L), "", "RL")

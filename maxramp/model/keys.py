@@ -54,9 +54,8 @@ LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 def dtype_of(*unset: str) -> Any:
-    choices = (*unset, "float32", "bfloat16")
     return one_of(
-        *choices,
+        *(*unset, "float32", "bfloat16"),
         float16="ends at 65504, which a gradient's sum over the tokens of a pass exceeds; use "
         "KEY=bfloat16",
     )

@@ -35,6 +35,7 @@ from maxramp.model.parts.weights import Weight, map_products, map_weights, relab
 from maxramp.model.size import pipeline_turns
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
 from maxramp.parallel.collectives import map_shards, permute, recompute_after, wait_for
+from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import (
     REPLICATED,
     ROWS_BT,
@@ -48,10 +49,6 @@ from maxramp.parallel.sharding import (
 )
 
 Run = Callable[[Any, jax.Array, Positions], tuple[jax.Array, Aux]]
-
-
-def num_stages() -> int:
-    return jax.sharding.get_abstract_mesh().shape["stage"]
 
 
 def split_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
@@ -75,7 +72,8 @@ def run(
     """Every row through all layers, by turns; returns x and the sums of all rows. `run_layers`
     takes layers [l, S, ...], a turn's x and positions. x has a multiple of k rows on each
     device."""
-    m, R, S = execution.num_pipeline_microbatches, execution.num_pipeline_repeats, num_stages()
+    m, R = execution.num_pipeline_microbatches, execution.num_pipeline_repeats
+    S = axis_size("stage")
     shape, held = (R, S, execution.num_layers_per_pipeline_stage), "LS" if R == 1 else "RLS"
     weights, sums = _split_layers(layers, shape, execution.pipeline_fsdp_ag_once)
     slots_kBTD = _split_slots(x_BTD, m // S)

@@ -45,7 +45,5 @@ COPY_AXES = tuple(axis for axis in BATCH_AXES if axis not in _axes_that_divide("
 SHARD_AXES = tuple(axis for axis in BATCH_AXES if axis in _axes_that_divide("widths"))
 # Those of them that shard an expert's weights.
 SHARDS_OF_EXPERT = tuple(axis for axis in SHARD_AXES if axis not in _axes_that_divide("experts"))
-# Those that attention's heads lie on, where it sees whole rows.
-HEAD_AXES = ("tensor", *TOKEN_AXES)
 # Those of what stands in front of a layer's matrices. Where a weight lies on one, so do its rows.
 STACK_AXES = _axes_that_divide("layers", "experts")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from maxramp.errors import ConfigError
 from maxramp.model.parts.weights import static
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
+from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 
 
@@ -37,7 +38,8 @@ def select(asked: str, platform: str | None, per_token: int) -> str:
     """The way that was asked for; under autoselected the one that sends less: P devices gather the
     tokens of P - 1 others, or exchange k (P - 1) / P times their own. CPUs have no ragged exchange,
     and on GPUs nobody has seen one that is right."""
-    if expert_devices() == 1:
+    devices = axis_size("expert")
+    if devices == 1:
         return "gather"
     if asked == "ragged" and platform == "cpu":
         raise ConfigError(
@@ -45,12 +47,8 @@ def select(asked: str, platform: str | None, per_token: int) -> str:
             "expert_dispatch=autoselected or gather"
         )
     if asked == "autoselected":
-        return "ragged" if platform == "tpu" and per_token < expert_devices() else "gather"
+        return "ragged" if platform == "tpu" and per_token < devices else "gather"
     return asked
-
-
-def expert_devices() -> int:
-    return jax.sharding.get_abstract_mesh().shape["expert"]
 
 
 def plan(experts_BTk: jax.Array, num_experts: int, way: str) -> Plan:

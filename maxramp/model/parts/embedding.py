@@ -1,12 +1,11 @@
 """The embedding's lookup. Shapes: B rows, T tokens, D model width, V vocabulary."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 
 from maxramp.parallel.axes import BATCH_AXES, SHARD_AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, map_shards, psum, psum_scatter
+from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import (
     STREAM_BTD,
     TOKENS_BT,
@@ -21,12 +20,11 @@ from maxramp.parallel.sharding import (
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """The tokens' vectors [B, T, D], with a gradient summed in float32: a frequent token's sum of
     thousands would stop growing in bfloat16, and so depend on how many tokens a pass has."""
-    spec, sizes = jax.typeof(table_VD).sharding.spec, jax.sharding.get_abstract_mesh().shape
-    tokens = tokens_BT.size // math.prod(sizes[axis] for axis in BATCH_AXES)
+    spec, tokens = jax.typeof(table_VD).sharding.spec, tokens_BT.size // axis_size(*BATCH_AXES)
     # Where a device has fewer tokens than its part of the table has rows, vectors travel and the
     # table does not: every device cuts its part of D for the rows of all who share the table, and
     # sends it. Where text is generated the table is whole already.
-    rows = table_VD.shape[0] // sizes["tensor"]
+    rows = table_VD.shape[0] // axis_size("tensor")
     travel = SHARD_AXES in spec.partitions and tokens < rows
     if not travel:
         spec = without_axis(spec, "fsdp")

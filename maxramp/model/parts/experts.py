@@ -16,7 +16,7 @@ from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.block import ACTIVATIONS, MLP
 from maxramp.model.parts.routing import Router
 from maxramp.model.parts.weights import normal
-from maxramp.parallel.mesh import platform
+from maxramp.parallel.mesh import axis_size, platform
 from maxramp.parallel.sharding import EXPERTS_IN_EDF, EXPERTS_OUT_EFD, X_BTD
 
 
@@ -54,7 +54,7 @@ class Experts(nnx.Module):
     def _compute(self, x_MD: jax.Array, weights_M: jax.Array, plan: dispatch.Plan) -> jax.Array:
         f, g = (ACTIVATIONS[name] for name in self.activations)
         kernel = grouped.select(self.kernel, platform())
-        own = self.num_experts // dispatch.expert_devices()
+        own = self.num_experts // axis_size("expert")
         # The compiler does not know how long a kernel takes: `planning.hlo` reads this.
         with jax.named_scope(grouped.describe(kernel, plan.equal_rows, plan.rows, own)):
             gate_MF = f(grouped.product(x_MD, self.gate_EDF, plan.sizes_E, kernel))

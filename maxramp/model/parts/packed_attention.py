@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from maxramp.model.parts.sight import query_blocks
+from maxramp.model.parts.positions import query_blocks
 
 _LOG2E = math.log2(math.e)
 _BLOCK = 128  # what tokens are a multiple of; blocks are powers of two

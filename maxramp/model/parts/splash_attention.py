@@ -7,8 +7,7 @@ and k blocks of queries and of keys.
 import jax
 import jax.numpy as jnp
 
-from maxramp.model.parts.positions import Positions
-from maxramp.model.parts.sight import key_blocks, query_blocks
+from maxramp.model.parts.positions import Positions, key_blocks, query_blocks
 
 LANES = 128  # what a block is a multiple of
 _LARGEST_BLOCK = 512

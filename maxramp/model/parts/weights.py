@@ -6,7 +6,6 @@ front of a weight's own axes R repeats of a circular pipeline, L layers, S stage
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -229,8 +228,7 @@ _compute_gradient_once.defvjp(
 
 def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
     """Rows [B, ...] of all batch axes as [d, S, B, ...]: the copies, the stages, the others."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    S, d = sizes["stage"], math.prod(sizes[axis] for axis in AROUND_STAGES)
+    S, d = axis_size("stage"), axis_size(*AROUND_STAGES)
     return d, S, rows[0] // (d * S), *rows[1:]
 
 
@@ -255,10 +253,8 @@ def _confuses_rows(spec: Spec) -> bool:
     fsdp and tensor, and rows on fsdp and another axis. So such weights are gathered first."""
     if platform() == "tpu":
         return False
-    sizes = jax.sharding.get_abstract_mesh().shape
-    copies = math.prod(sizes[axis] for axis in COPY_AXES if axis not in spec.partitions)
-    shards = math.prod(sizes[axis] for axis in SHARD_AXES)
-    return copies > 1 and shards > 1 and sizes["tensor"] > 1
+    copies = axis_size(*(axis for axis in COPY_AXES if axis not in spec.partitions))
+    return copies > 1 and axis_size(*SHARD_AXES) > 1 and axis_size("tensor") > 1
 
 
 # The same with a weight whose gradient stays apart (`sharding.weight_spec`); what it keeps of the
