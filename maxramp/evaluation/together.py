@@ -4,8 +4,8 @@ Process 0 says what is asked for; the others wait for that and then do the same.
 trains, it goes through all of it once without a model, so that programs can be compiled ahead.
 """
 
+import concurrent.futures
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,15 +61,15 @@ class Together:
             while asked := broadcast_json(None, self.beat):
                 self._compute(*asked)
             return run_on_first(lead, self.beat)
+        outcome = concurrent.futures.Future()
         try:
-            result = lead()
+            outcome.set_result(lead())
         except (ConfigError, TrainingError) as error:
-            if not self._failed:
-                broadcast_json(None, self.beat)
-                run_on_first(functools.partial(_raise, error), self.beat)
-            raise
+            if self._failed:
+                raise
+            outcome.set_exception(error)
         broadcast_json(None, self.beat)
-        return run_on_first(lambda: result, self.beat)
+        return run_on_first(outcome.result, self.beat)
 
     def _ask(self, what: str, about: list[Any]) -> Any:
         broadcast_json([what, about], self.beat)
@@ -118,7 +118,3 @@ def expect(scorer: Scorer, asked: Sequence[Sequence[Any]]) -> None:
 
 def _writing(fields: Mapping[str, Any]) -> Writing:
     return Writing(**{**fields, "sampling": Sampling(**fields["sampling"])})
-
-
-def _raise(error: Exception) -> None:
-    raise error
