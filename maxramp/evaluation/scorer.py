@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.data.rows import PADDING
 from maxramp.errors import ConfigError, NotFiniteError
-from maxramp.generation.generator import Answer, Generator, Writing, rounded_up
+from maxramp.generation.generator import NO_NUMBERS, Answer, Generator, Writing, rounded_up
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.axes import ROW_AXES, TOKEN_AXES
@@ -100,9 +100,7 @@ class Scorer:
                 at = np.s_[b, last - rows[number].count : last]
                 total = float(log_p_BT[at].sum(dtype=np.float64))
                 if math.isnan(total):
-                    raise NotFiniteError(
-                        "the weights give logits that are not numbers; take another checkpoint"
-                    )
+                    raise NotFiniteError(NO_NUMBERS)
                 found[number] = total, bool(is_first_BT[at].all())
             done += len(numbers)
             self._beat(f"tasks    {done:,} of {len(rows):,} rows have their likelihoods")

@@ -28,6 +28,7 @@ from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.mesh import Jitted, attach_mesh, mesh_of, mesh_of_whole_rows
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, ROWS_BT, without_axis
 
+NO_NUMBERS = "the weights give logits that are not numbers; take another checkpoint"
 _FEWEST_TOKENS = 16  # of a shape
 
 
@@ -318,9 +319,7 @@ def _append(rows: Rows, logits_BV: jax.Array, sampling: Sampling, stops: tuple[i
 
 def _answers(rows: Rows, prompts: Sequence[np.ndarray], stops: Sequence[int]) -> list[Answer]:
     if np.isnan(rows.log_probs_BS).any():
-        raise NotFiniteError(
-            "the weights give logits that are not numbers; take another checkpoint"
-        )
+        raise NotFiniteError(NO_NUMBERS)
     answers = []
     for row, prompt in enumerate(prompts):
         answer, done = np.s_[row, len(prompt) : rows.lengths_B[row]], bool(rows.done_B[row])
