@@ -25,8 +25,7 @@ from maxramp.commandline import Parser, command
 from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import storage
 from maxramp.files.place import MARK, Place, place, sizes
-from maxramp.keys.base import CONFIGS
-from maxramp.keys.yamlfile import read_yaml
+from maxramp.keys.base import base
 
 
 @command
@@ -74,8 +73,7 @@ def show(path: Place) -> int:
     checkpoint = folder_lib.read(folder_lib.find(path))
     stage, config = checkpoint.stage(), checkpoint.config
     last = checkpoint.stages_of_run()[-1]["index"]
-    defaults = read_yaml(CONFIGS / "base.yml")
-    own = [f"{name}={value}" for name, (value, _) in checkpoint.differences(defaults).items()]
+    own = [f"{name}={value}" for name, (value, _) in checkpoint.differences(base()).items()]
     print(f"path      {checkpoint.path}")
     print(
         f"state     {checkpoint.step:,} steps, {checkpoint.consumed_samples:,} samples, "

@@ -16,14 +16,14 @@ _APART = 0.22  # inches between two ticks, at least
 
 
 def make_panels(
-    heights: Sequence[float], title: str, share_x: bool = True, width: float = 7.5
+    heights: Sequence[float], title: str, share_x: bool = True
 ) -> tuple["Figure", list["Axes"]]:
     """A figure of panels of these heights in inches, which share the horizontal axis. The object
     interface and its file backend: no window system, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = [
         *figure.subplots(len(heights), sharex=share_x, height_ratios=heights, squeeze=False)[:, 0]

@@ -157,15 +157,14 @@ def _check_optimizer(keys: OptimizerKeys) -> Relations:
         )
 
 
-def _check_checkpoints(keys: CheckpointKeys) -> Relations:
+def _check_checkpoints(
+    keys: CheckpointKeys, evaluation: EvalKeys, sets: Mapping[str, str]
+) -> Relations:
     for name in keys.allow_changed:
         yield (
             str(name) not in (*base(), "corpus"),
             f"allow_changed={list(keys.allow_changed)}: {name} is neither a key nor corpus",
         )
-
-
-def _check_best(keys: CheckpointKeys, evaluation: EvalKeys, sets: Mapping[str, str]) -> Relations:
     how, name = f"checkpoint_best={keys.checkpoint_best}", keys.checkpoint_best.partition(" ")[2]
     yield (
         name and not name.startswith(("eval_", "task_")),
@@ -207,7 +206,6 @@ def _check_rollout(keys: RolloutKeys) -> Relations:
 
 def _check_together(config: Any) -> Relations:
     rate, steps, optimizer = config.learning_rate, config.batch.steps, config.optimizer
-    yield from _check_best(config.checkpoints, config.evaluation, config.data.eval_sets)
     measured = "rampup_policy=noise" * (config.batch.rampup_policy == "noise")
     measured = measured or "log_gradient_noise_scale=True" * optimizer.log_gradient_noise_scale
     yield (
@@ -278,7 +276,7 @@ def broken(config: Any) -> Relations:
     yield from _check_model(config.model)
     yield from _check_data(config.data)
     yield from _check_optimizer(config.optimizer)
-    yield from _check_checkpoints(config.checkpoints)
+    yield from _check_checkpoints(config.checkpoints, config.evaluation, config.data.eval_sets)
     yield from _check_run(config.run)
     yield from _check_rollout(config.rollout)
     yield from _check_together(config)

@@ -17,6 +17,7 @@ from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import ladder, layout
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.shape import Meshes
+from maxramp.training.keys import optimizer_names
 
 
 def resolve(
@@ -70,8 +71,9 @@ def meshes_of(config: Config) -> Meshes:
 
 
 def _dtype_of_means(config: Config) -> str:
-    if config.optimizer.mu_dtype or not config.optimizer.has_means:
-        return config.optimizer.mu_dtype
+    optimizer = config.optimizer
+    if optimizer.mu_dtype or "adamw" not in optimizer_names(optimizer.opt_type).values():
+        return optimizer.mu_dtype
     return "float32" if config.model.lora_rank else config.model.weight_dtype
 
 

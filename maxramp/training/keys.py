@@ -133,10 +133,6 @@ class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys):
     log_gradient_noise_scale: bool
     routed_bias_update_rate: float = minimum(0)
 
-    @property
-    def has_means(self) -> bool:
-        return "adamw" in optimizer_names(self.opt_type).values()
-
 
 def optimizer_names(opt_type: str) -> dict[str, str]:
     own = OPTIMIZERS[opt_type].roles
