@@ -55,9 +55,7 @@ def main(arguments: list[str]) -> int:
         print(f"wrote {given.to}")
         return 0
     backend.start(opened.config.backend)
-    if jax.process_index() == 0:
-        print_progress(f"reading the weights of {given.run}")
-    model = opened.load()
+    model = opened.load(print_progress)
     weights = num_parameters(without_adapters(model))
     export(opened, model, given.to, given.dtype or "", given.merge, given.fuse_experts)
     if jax.process_index() == 0:

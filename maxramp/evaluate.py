@@ -132,15 +132,12 @@ def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) ->
 
         if given.output_path:
             _check_output(given.output_path)
-        tasks = harness.Tasks("--tasks", given.names, given.include_path)
-        tasks.refuse_answers(opened.config.mesh.pipeline_stages)
-        return tasks
+        stages = opened.config.mesh.pipeline_stages
+        return harness.Tasks("--tasks", given.names, given.include_path, stages)
 
     tasks = run_on_first(load_tasks, watchdog.beat)  # before weights are read
     watchdog.beat()
-    if jax.process_index() == 0:
-        print_progress(f"reading the weights of {opened.path}")
-    model = opened.load()
+    model = opened.load(print_progress)
     watchdog.beat()
     tell = Throttle(print_progress if jax.process_index() == 0 else lambda line: None)
 

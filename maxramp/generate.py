@@ -37,7 +37,62 @@ _SELDOM = 16  # tokens
 
 @command
 def main(arguments: list[str]) -> int:
-    _generate(_parse(arguments))
+    given = _parse(arguments)
+    trained = open_model(given.run, given.keys)
+    tokenizer = trained.tokenizer()
+    asked = [*map(_text, given.prompt)]
+    if given.chat:
+        asked = [_user_chat(text, tokenizer) for text in asked]
+    if given.prompt_file:
+        asked += FilePrompts(given.prompt_file, None, tokenizer=tokenizer).texts
+    texts = [prompt for prompt in asked for _ in range(given.samples)]
+    prompts = tokenizer.encode(texts)
+    vocab_size, decode = tokenizer.tokenizer.vocab_size, tokenizer.tokenizer.decode
+    sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
+    writing = Writing(given.max_new_tokens, sampling, given.seed, tuple(tokenizer.ends))
+    backend.start(trained.config.backend)
+    model = trained.load(print_progress)
+    options = compiler_options(jax.default_backend())
+    generator = Generator(trained.config.model, model, writing, options)
+    weights = generator.prepare(model)
+    del model
+
+    stops = [*map(_text, given.stop)]
+    written = [AnswerText(decode, prompt, stops) for prompt in prompts]
+    heads = [f"--- {n} of {len(texts)}\n" * (len(texts) > 1) for n in range(1, len(texts) + 1)]
+    waiting = [(head + text, of) for head, text, of in zip(heads, texts, written, strict=True)]
+    # Answers that nobody watches come at once, or often enough to notice the texts that end them.
+    at_once = _SELDOM if stops else trained.config.model.max_target_length
+    every = at_once if given.json else 1
+    start, first = time.perf_counter(), None
+    for answers in generator.stream(weights, prompts, every=every):
+        first = first or (time.perf_counter(), sum(len(answer.tokens) for answer in answers))
+        for text, answer in zip(written, answers, strict=True):
+            text.read(answer)
+        if jax.process_index() == 0 and not given.json:
+            _show(waiting)
+        if all(text.done for text in written):
+            break
+    end, tokens = time.perf_counter(), sum(text.tokens for text in written)
+    if jax.process_index():
+        return 0
+    if given.json:
+        for prompt, text, answer in zip(texts, written, answers, strict=True):
+            line = {
+                "prompt": prompt,
+                "answer": text.new(),
+                "truncated": answer.truncated and not text.stopped,
+                "tokens": answer.tokens[: text.tokens].tolist(),
+                "log_probs": [float(f"{x:.6g}") for x in answer.log_probs[: text.tokens]],
+            }
+            print(json.dumps(line))
+    compiled, at_first = first
+    after = sum(len(answer.tokens) for answer in answers) - at_first
+    how = ", compiling included"
+    if after:  # what nobody watches comes at once
+        how = f"; the first after {compiled - start:.1f} s, with the compile, then "
+        how += f"{after / (end - compiled):,.1f} tokens/s"
+    print(f"{count(tokens, 'token')} in {end - start:.1f} s{how}", file=sys.stderr)
     return 0
 
 
@@ -74,66 +129,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(f"--seed {given.seed} must be 0 or more and below 2^32 = {2**32}")
     Sampling(given.temperature, given.top_k, given.top_p).check()
     return given
-
-
-def _generate(given: argparse.Namespace) -> None:
-    trained = open_model(given.run, given.keys)
-    tokenizer = trained.tokenizer()
-    asked = [*map(_text, given.prompt)]
-    if given.chat:
-        asked = [_user_chat(text, tokenizer) for text in asked]
-    if given.prompt_file:
-        asked += FilePrompts(given.prompt_file, None, tokenizer=tokenizer).texts
-    texts = [prompt for prompt in asked for _ in range(given.samples)]
-    prompts = tokenizer.encode(texts)
-    vocab_size, decode = tokenizer.tokenizer.vocab_size, tokenizer.tokenizer.decode
-    sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
-    writing = Writing(given.max_new_tokens, sampling, given.seed, tuple(tokenizer.ends))
-    backend.start(trained.config.backend)
-    if jax.process_index() == 0:
-        print_progress(f"reading the weights of {trained.path}")
-    model = trained.load()
-    options = compiler_options(jax.default_backend())
-    generator = Generator(trained.config.model, model, writing, options)
-    weights = generator.prepare(model)
-    del model
-
-    stops = [*map(_text, given.stop)]
-    written = [AnswerText(decode, prompt, stops) for prompt in prompts]
-    heads = [f"--- {n} of {len(texts)}\n" * (len(texts) > 1) for n in range(1, len(texts) + 1)]
-    waiting = [(head + text, of) for head, text, of in zip(heads, texts, written, strict=True)]
-    # Answers that nobody watches come at once, or often enough to notice the texts that end them.
-    at_once = _SELDOM if stops else trained.config.model.max_target_length
-    every = at_once if given.json else 1
-    start, first = time.perf_counter(), None
-    for answers in generator.stream(weights, prompts, every=every):
-        first = first or (time.perf_counter(), sum(len(answer.tokens) for answer in answers))
-        for text, answer in zip(written, answers, strict=True):
-            text.read(answer)
-        if jax.process_index() == 0 and not given.json:
-            _show(waiting)
-        if all(text.done for text in written):
-            break
-    end, tokens = time.perf_counter(), sum(text.tokens for text in written)
-    if jax.process_index():
-        return
-    if given.json:
-        for prompt, text, answer in zip(texts, written, answers, strict=True):
-            line = {
-                "prompt": prompt,
-                "answer": text.new(),
-                "truncated": answer.truncated and not text.stopped,
-                "tokens": answer.tokens[: text.tokens].tolist(),
-                "log_probs": [float(f"{x:.6g}") for x in answer.log_probs[: text.tokens]],
-            }
-            print(json.dumps(line))
-    compiled, at_first = first
-    after = sum(len(answer.tokens) for answer in answers) - at_first
-    how = ", compiling included"
-    if after:  # what nobody watches comes at once
-        how = f"; the first after {compiled - start:.1f} s, with the compile, then "
-        how += f"{after / (end - compiled):,.1f} tokens/s"
-    print(f"{count(tokens, 'token')} in {end - start:.1f} s{how}", file=sys.stderr)
 
 
 def _text(argument: str) -> str:

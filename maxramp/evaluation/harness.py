@@ -78,9 +78,9 @@ _OF_TASKS = "num_fewshot", "gen_kwargs"  # what `Asking` changes in tasks; lm-ev
 class Tasks(TaskManager):
     """The tasks of some names, with their data, loaded once."""
 
-    def __init__(self, key: str, names: Sequence[str], include_path: str):
+    def __init__(self, key: str, names: Sequence[str], include_path: str, stages: int):
         """`names` are of tasks, groups, tags or files of tasks; `include_path` is a folder of tasks
-        beside lm-eval's own.
+        beside lm-eval's own; `stages` are those of a pipeline, which cannot do all tasks.
         """
         self.names = list(names)
         if include_path and not os.path.isdir(include_path):
@@ -105,8 +105,6 @@ class Tasks(TaskManager):
                 f"{key}={','.join(names)}: lm-eval cannot load it: {_error_text(error)}"
             ) from None
 
-    def refuse_answers(self, stages: int) -> None:
-        """Refuses tasks that a pipeline cannot do."""
         for name, task in self.loaded["tasks"].items():
             if stages > 1 and task.get_config("output_type") == "generate_until":
                 raise ConfigError(

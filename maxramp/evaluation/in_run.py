@@ -51,8 +51,8 @@ class RunTasks:
             from maxramp.evaluation import harness  # and with it lm-eval
 
             names, own = [*map(str, keys.evaluate_tasks)], keys.evaluate_tasks_include_path
-            tasks = harness.Tasks("evaluate_tasks", names, own)
-            tasks.refuse_answers(config.mesh.pipeline_stages)
+            stages = config.mesh.pipeline_stages
+            tasks = harness.Tasks("evaluate_tasks", names, own, stages)
             rehearsal = Rehearsal(longest, self._beat)
             names = [*self._numbers(tasks, rehearsal)]
             return tasks, (rehearsal.asked, names)

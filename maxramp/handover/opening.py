@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -147,8 +147,10 @@ class Opened:
     def origin(self) -> ModelFolder | None:
         return self.weights.origin
 
-    def load(self) -> Decoder:
-        """The weights, on a mesh of all devices of a started backend."""
+    def load(self, say: Callable[[str], None] = lambda line: None) -> Decoder:
+        """The weights, on a mesh of all devices of a started backend; `say` prints a line."""
+        if jax.process_index() == 0:
+            say(f"reading the weights of {self.path}")
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model

@@ -16,7 +16,6 @@ from maxramp.model.keys import Execution, ModelKeys
 from maxramp.model.parts.attention import Cache, Rule
 from maxramp.model.parts.aux import Aux, await_sums, sum_rows
 from maxramp.model.parts.block import RMSNorm
-from maxramp.model.parts.caps import soft_cap
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import map_products, normal, relabel, weights_of
@@ -144,6 +143,16 @@ def _stack(born, keys_L: jax.Array, repeats: int):
         if repeats > 1:
             return relabel(jax.vmap(born)(keys_L), "", "RL")
     return relabel(born(keys_L), "", "L")
+
+
+def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(logit / cap), 0 for none (Gemma 2, arXiv 2408.00118, section 2)."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def pull_back(gradient: jax.Array, capped: jax.Array, cap: float) -> jax.Array:
+    """The gradient to logits of that to what `soft_cap` made of them."""
+    return gradient * (1 - (capped / cap) ** 2) if cap else gradient
 
 
 def num_parameters(model: Decoder) -> int:

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
-from maxramp.model.decoder import Decoder
+from maxramp.model.decoder import Decoder, pull_back, soft_cap
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.caps import pull_back, soft_cap
 from maxramp.parallel.axes import SHARD_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
 from maxramp.parallel.sharding import TOKENS_BT, X_BTD, gradient_spec, summed_at_once

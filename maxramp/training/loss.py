@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
 from maxramp.data.rows import PADDING
-from maxramp.model.decoder import Decoder
+from maxramp.model.decoder import Decoder, pull_back, soft_cap
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.caps import pull_back, soft_cap
 from maxramp.model.size import loss_blocks
 from maxramp.parallel.axes import BATCH_AXES, SHARD_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
