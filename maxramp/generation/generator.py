@@ -25,7 +25,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import Cache
 from maxramp.parallel.axes import ROW_AXES
-from maxramp.parallel.mesh import Jitted, attach_mesh, mesh_of, mesh_of_whole_rows
+from maxramp.parallel.mesh import Jitted, attach_mesh, mesh_of, move_into_fsdp
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, ROWS_BT, without_axis
 
 NO_NUMBERS = "the weights give logits that are not numbers; take another checkpoint"
@@ -94,7 +94,7 @@ class Generator:
                 f"a pipeline of {mesh.shape['stage']} stages generates no text; use "
                 "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
             )
-        self._mesh = mesh_of_whole_rows(mesh)
+        self._mesh = move_into_fsdp(mesh, "context")
         given = {"compiler_options": dict(options or {}) or None}
         jit = functools.partial(Jitted, self._mesh, **given)
         prepared = functools.partial(_prepare, dtype=keys.dtype)

@@ -59,19 +59,17 @@ def reshape_mesh(mesh: Mesh, keys: MeshKeys) -> Mesh:
     return _reshape_mesh(mesh, tuple(keys.sizes.values()))
 
 
+def move_into_fsdp(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh with the devices of an axis in fsdp."""
+    sizes = dict(mesh.shape)
+    sizes |= {axis: 1, "fsdp": sizes["fsdp"] * sizes[axis]}
+    return _reshape_mesh(mesh, tuple(sizes.values()))
+
+
 def mesh_without_copies(mesh: Mesh) -> Mesh:
     """The mesh with data's devices in fsdp, so without copies; itself if others lie between."""
-    sizes, between = dict(mesh.shape), AXES[AXES.index("data") + 1 : AXES.index("fsdp")]
-    if all(sizes[axis] == 1 for axis in between):
-        sizes |= {"data": 1, "fsdp": sizes["data"] * sizes["fsdp"]}
-    return _reshape_mesh(mesh, tuple(sizes.values()))
-
-
-def mesh_of_whole_rows(mesh: Mesh) -> Mesh:
-    """The mesh with context's devices in fsdp; itself where rows are whole."""
-    sizes = dict(mesh.shape)
-    sizes |= {"context": 1, "fsdp": sizes["fsdp"] * sizes["context"]}
-    return _reshape_mesh(mesh, tuple(sizes.values()))
+    between = AXES[AXES.index("data") + 1 : AXES.index("fsdp")]
+    return mesh if any(mesh.shape[x] > 1 for x in between) else move_into_fsdp(mesh, "data")
 
 
 @functools.cache

@@ -204,15 +204,11 @@ def _plain(q_BTHh, k, v, axes, rule, seen):
     """On one device."""
     B, T, H, h = q_BTHh.shape
     K = k.shape[axes.index("K")]
-    out_BTKGh = _products(q_BTHh.reshape(B, T, K, H // K, h), k, v, axes, rule, seen)
-    return out_BTKGh.reshape(B, T, H, h)
-
-
-def _products(q_BTKGh, k, v, axes, rule, seen):
-    q = q_BTKGh * rule.scale_of(q_BTKGh)
+    q = q_BTHh.reshape(B, T, K, H // K, h) * rule.scale_of(q_BTHh)
     scores_BKGTS = jnp.einsum(f"BTKGh,{axes}->BKGTS", q, k, preferred_element_type=jnp.float32)
     weights_BKGTS = rule.weights(scores_BKGTS, seen).astype(v.dtype)
-    return jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
+    out_BTKGh = jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
+    return out_BTKGh.reshape(B, T, H, h)
 
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):

@@ -39,10 +39,9 @@ def product(
     sizes_E: jax.Array,
     is_transposed: bool = False,
     interpret: bool = False,
-    tiling: Tiling | None = None,
 ) -> jax.Array:
     """[M, N]: every row times its expert's matrix, of [E, K, N] or transposed of [E, N, K]."""
-    tiling = tiling or _choose(x_MK)
+    tiling = _choose(x_MK)
     M, E, N = len(x_MK), len(sizes_E), w.shape[1 if is_transposed else 2]
     rows = row_tile(M, E, tiling)
     tiles = min(M, M // rows + E)
@@ -67,14 +66,10 @@ def product(
 
 
 def gradient(
-    x_MK: jax.Array,
-    dy_MN: jax.Array,
-    sizes_E: jax.Array,
-    interpret: bool = False,
-    tiling: Tiling | None = None,
+    x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, interpret: bool = False
 ) -> jax.Array:
     """[E, K, N]: of every expert the products of its rows' inputs with their outputs' gradients."""
-    tiling = tiling or _choose(x_MK)
+    tiling = _choose(x_MK)
     K, N, E = x_MK.shape[1], dy_MN.shape[1], len(sizes_E)
     grid = pl.cdiv(K, tiling.rows), pl.cdiv(N, tiling.columns)
     return pl.pallas_call(

@@ -98,13 +98,11 @@ def _masks(first_t, places_t, window, T, queries, keys):
         there = (at < end).astype(jnp.int8)
         return jnp.clip(at, 0, jnp.maximum(end - 1, 0)).astype(jnp.int16), there
 
-    def mask_info(block: jax.Array, there: jax.Array):
-        return info.MaskInfo(block, None, there, None, places_t)
-
     of_queries = turns(queries, keys, T // keys, *key_blocks(*seen, queries, keys))
     number = len(places_t) // queries
     of_keys = turns(keys, queries, number, *query_blocks(*seen, queries, keys, T))
-    return mask_info(*of_queries), mask_info(*(x.swapaxes(1, 2) for x in of_keys))
+    both = of_queries, (x.swapaxes(1, 2) for x in of_keys)
+    return tuple(info.MaskInfo(block, None, there, None, places_t) for block, there in both)
 
 
 def _kernel(of_queries, of_keys, window, options):
