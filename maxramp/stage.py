@@ -77,8 +77,7 @@ class StageSpec:
     @property
     def device_tokens(self) -> float:
         """Tokens of a pass on a device; those of its row where several share it, over `context`."""
-        sizes = self.mesh.sizes
-        return self.rows * self.tokens / self.mesh.ranks / sizes["context"]
+        return self.rows * self.tokens / self.mesh.ranks / self.mesh.sizes["context"]
 
     @property
     def samples(self) -> int:

@@ -21,7 +21,6 @@ _SHARES = {
     "min-lr": ("learning_rate", "learning_rate_final_fraction"),
 }
 
-
 # Of experts: the weights are those of all scores; the order of layers; the width of shared ones.
 _WHOLE, _ORDER = "moe-router-pre-softmax", "moe-layer-freq"
 _SHARED = "moe-shared-expert-intermediate-size"

@@ -101,8 +101,7 @@ class Decoder(nnx.Module):
         blocks = self.one_by_one().layers
         for layer, block, cache in zip(self.pattern, blocks, caches, strict=True):
             rope, window = layer.sight(execution)
-            rule = Rule(window=window)
-            x_BTD, _ = block(x_BTD, angles[rope], rule, execution, cache)
+            x_BTD, _ = block(x_BTD, angles[rope], Rule(window=window), execution, cache)
             cache.positions_B += tokens
         return jax.reshard(self.norm(x_BTD), X_BTD), caches
 

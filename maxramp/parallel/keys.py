@@ -55,8 +55,7 @@ class MeshKeys(_Sizes):
 
     def resolve(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
         """These sizes without an open one; `num_slices` None: as the keys say."""
-        slices = math.prod(max(1, size) for size in self.group("dcn").values())
-        slices = num_slices or slices
+        slices = num_slices or math.prod(max(1, size) for size in self.group("dcn").values())
         dcn = _fill(self.group("dcn"), slices, f"this job has {count(slices, 'slice')}")
         inside = num_devices // math.prod(dcn.values())
         ici = _fill(self.group("ici"), inside, f"this job has {count(num_devices, 'device')}")

@@ -70,8 +70,7 @@ class LearningRate:
         starts = [phase.first_sample for phase in phases]
         peaks = [phase.values.get("learning_rate", self.keys.learning_rate) for phase in phases]
         lengths = [self.curve.part(phase.given.get(WARMUP, 0.0)) for phase in phases]
-        of_phases = [*zip(starts, peaks, lengths, strict=True)]
-        starts, peaks, lengths = jnp.asarray(of_phases, jnp.float32).T
+        starts, peaks, lengths = jnp.asarray([starts, peaks, lengths], jnp.float32)
         i = jnp.searchsorted(starts, samples, side="right") - 1
         intervals = lengths[i] - self.curve.quantum
         risen = jnp.clip((samples - starts[i]) / jnp.maximum(intervals, 1.0), 0.0, 1.0)
@@ -89,10 +88,7 @@ class LearningRate:
         return jnp.clip(since / (length - self.curve.quantum), 0.0, 1.0)
 
     def _step_at(self, samples: Any) -> Any:
-        stages = self.ramp.stages
-        starts, steps, sizes = (
-            jnp.asarray([getattr(stage, name) for stage in stages], jnp.float32)
-            for name in ("first_sample", "first_step", "global_batch_size")
-        )
+        found = [(x.first_sample, x.first_step, x.global_batch_size) for x in self.ramp.stages]
+        starts, steps, sizes = jnp.asarray(found, jnp.float32).T
         i = jnp.searchsorted(starts, samples, side="right") - 1
         return jnp.round(steps[i] + (samples - starts[i]) / sizes[i])

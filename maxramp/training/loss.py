@@ -72,7 +72,6 @@ _TILE = 8  # rows of a TPU's tiles
 
 def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
     """Every device takes its own tokens; only sums and the gradients' sums travel."""
-
     head_spec = jax.typeof(head_DV).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT):
@@ -188,7 +187,6 @@ class Objective:
 
 def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objective:
     """Cross-entropy of every next token, with the z-loss; what is shown is without it."""
-
     how = keys.z_loss_multiplier, keys.loss_block_tokens, keys.log_token_statistics
     shown = "loss", "tokens"
     if keys.log_token_statistics:

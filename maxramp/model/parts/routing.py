@@ -16,7 +16,6 @@ from maxramp.parallel.sharding import REPLICATED, ROUTER_DE, ROWS_BT, CHOICES_BT
 CHOICES = "experts of tokens"  # saved by every remat_policy
 LOAD = "expert_load"  # counts of tokens by expert
 
-
 # int32 [B, T, k], where E means none, dropped for want of room; and float32 weights
 Choice = tuple[jax.Array, jax.Array]
 

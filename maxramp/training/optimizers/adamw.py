@@ -37,10 +37,7 @@ def update(
 
     moved = jax.tree.map(direction, mu, nu)
     moved = with_decay(moved, weights, keys, "adam_weight_decay", pace)
-    mu, nu = (
-        jax.tree.map(lambda new, old: new.astype(old.dtype), new, old)
-        for new, old in ((mu, state.mu), (nu, state.nu))
-    )
+    mu, nu = jax.tree.map(lambda new, old: new.astype(old.dtype), (mu, nu), (state.mu, state.nu))
     return moved, State(mu, nu, zeros_in_mu, zeros_in_nu)
 
 
