@@ -99,7 +99,7 @@ class Adapted:
     up: Weight  # r, its outputs' axes
     scale: float = static()
     dropout: float = static()  # the share of inputs that `down` does not see, where there are seeds
-    seeds_B: jax.Array | None = None  # uint32, one a row (`model.adapters.dropping`)
+    seeds_B: jax.Array | None = None  # uint32, one a row (`model.adapters.add_dropout`)
 
 
 def is_weight(x: Any) -> bool:
