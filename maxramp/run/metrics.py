@@ -5,15 +5,17 @@ it has done so for step k-1, which by then the device has or is about to have fi
 is already queued.
 """
 
+import bisect
 import concurrent.futures
 import dataclasses
+import io
 import json
 import math
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -293,8 +295,9 @@ def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -
     """
     if not path.exists():
         return 0
-    end, dropped, cut = 0, 0, False
+    dropped, cut = 0, False
     with path.open("r+b") as file:
+        end = file.seek(_find_step(file, first_step - 1))
         for line in file:
             record = _parse(line)
             cut |= not (record and record["step"] < first_step and line.endswith(b"\n"))
@@ -309,6 +312,22 @@ def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -
                 kept.write(rest if rest.endswith(b"\n") else rest + b"\n")
         file.truncate(end)
     return dropped
+
+
+def _find_step(file: BinaryIO, step: int) -> int:
+    """Where the first record of a step or of a later one begins, in a file of any length."""
+
+    def find_line(offset: int) -> int:
+        file.seek(max(0, offset - 1))
+        return file.tell() + len(file.readline()) if offset else 0
+
+    def read_step(offset: int) -> float:
+        file.seek(find_line(offset))
+        record = _parse(file.readline())
+        return record["step"] if record else math.inf
+
+    size = file.seek(0, io.SEEK_END)
+    return find_line(bisect.bisect_left(range(size), step, key=read_step))
 
 
 def _evaluated_on(record: Record) -> str | None:
