@@ -198,7 +198,8 @@ def _flops(i: hlo.Instruction) -> float:
         (B, T, H, h), (_, S, _, _) = (operand.shape for operand in i.operands[:2])
         window = re.search(r'"sliding_window_length":\s*([1-9]\d*)', i.rest)
         causal = window or '"mask_type": "CAUSAL"' in i.rest
-        seen = _count_pairs(int(window[1]) if window else T, T) if causal else T * S
+        W = min(int(window[1]), T) if window else T
+        seen = W * (2 * T - W) / 2 if causal else T * S  # of a row's pairs half is never made
         return _ATTENTION[target] * 2.0 * B * H * h * seen
     if scope := re.search(r"attention_window_(\d+)\b.*?(forward|dq|dkv)_kernel", i.rest):
         (B, T, H, h), (_, S, _, _) = (operand.shape for operand in i.operands[:2])
@@ -210,12 +211,6 @@ def _flops(i: hlo.Instruction) -> float:
     if scope := re.search(r"grouped_rows_(\d+)_.*/grouped_", i.rest):  # buffers have room for more
         return 2.0 * int(scope[1]) * i.operands[-2].shape[1] * i.shape[-1]
     return 0.0
-
-
-def _count_pairs(window: int, tokens: int) -> float:
-    """Pairs of a row's tokens, of which half is never made."""
-    W = min(window, tokens)
-    return W * (2 * tokens - W) / 2
 
 
 def _memory_bytes(i: hlo.Instruction) -> float:
