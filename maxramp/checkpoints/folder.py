@@ -72,6 +72,11 @@ class Checkpoint:
     # the evaluations that were due after its last step and did not come (`EvalKeys.due`)
     owes: list[str] = dataclasses.field(default_factory=list)
 
+    def to_json(self) -> dict[str, Any]:
+        """All fields but its path."""
+        fields = dataclasses.fields(Checkpoint)
+        return {f.name: getattr(self, f.name) for f in fields if f.name != "path"}
+
     def stages_of_run(self) -> list[dict[str, Any]]:
         """The stages that the run takes, at least one: a ramp may have more behind its end."""
         keys = BatchKeys.from_values(base.base() | self.config)
@@ -128,10 +133,8 @@ def commit(checkpoint: Checkpoint) -> None:
     """Commits a checkpoint whose arrays are written, or adds to a committed one. After an OSError
     it does not count.
     """
-    values = {f.name: getattr(checkpoint, f.name) for f in dataclasses.fields(checkpoint)}
-    del values["path"]
     files = {name: size for name, size in sizes(checkpoint.path).items() if name != FILE}
-    values = {"format": _FORMAT, "files": files} | values
+    values = {"format": _FORMAT, "files": files} | checkpoint.to_json()
     write_whole(checkpoint.path / FILE, json.dumps(values).encode())
 
 

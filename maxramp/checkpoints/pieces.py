@@ -80,9 +80,6 @@ def list_files(folder: pathlib.Path) -> list[FileName]:
 def write_pieces(
     path: pathlib.Path, checkpoint: Checkpoint, arrays: Arrays, pieces: Iterable[Values]
 ) -> None:
-    fields = {f.name: getattr(checkpoint, f.name) for f in dataclasses.fields(checkpoint)}
-    del fields["path"]
-
     def parts() -> Iterator[bytes | memoryview]:
         listed, offset = [], 0
         for name, start, x in pieces:
@@ -90,7 +87,8 @@ def write_pieces(
             listed.append(Piece(name, start, x.shape, offset, x.nbytes, zlib.crc32(data)))
             offset += x.nbytes
             yield data
-        index = json.dumps({"checkpoint": fields, "arrays": arrays, "pieces": listed}).encode()
+        said = {"checkpoint": checkpoint.to_json(), "arrays": arrays, "pieces": listed}
+        index = json.dumps(said).encode()
         yield index
         yield len(index).to_bytes(_LENGTH, "big")
 
