@@ -43,7 +43,7 @@ from maxramp.checkpoints.pieces import (
 )
 from maxramp.checkpoints.saving import Poll
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, write_whole
+from maxramp.files.place import Place, keep_id
 from maxramp.model.order import order_by_layer
 from maxramp.processes import agreement
 from maxramp.training.state import TrainState
@@ -304,9 +304,7 @@ def _failure_of(work: Callable[[], None]) -> str:
 def _id_of(here: pathlib.Path) -> str:
     path = here / _ID
     try:
-        if not path.exists():
-            write_whole(path, f"{secrets.token_hex(8)}\n".encode())
-        return path.read_text().strip()
+        return keep_id(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
 

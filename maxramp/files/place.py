@@ -11,6 +11,7 @@ import fnmatch
 import itertools
 import os
 import pathlib
+import secrets
 import shutil
 from collections.abc import Collection, Iterator
 from typing import IO, Any, Self
@@ -171,6 +172,13 @@ def write_whole(path: Place, data: bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+
+
+def keep_id(path: Place) -> str:
+    """The id that a file keeps, made where there is none: another folder gets another."""
+    if not path.exists():
+        write_whole(path, f"{secrets.token_hex(8)}\n".encode())
+    return path.read_text().strip()
 
 
 def is_unfinished(path: Place) -> bool:

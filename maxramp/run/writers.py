@@ -18,7 +18,6 @@ import json
 import os
 import pathlib
 import platform
-import secrets
 import struct
 import threading
 import time
@@ -28,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from maxramp.errors import ConfigError, install
-from maxramp.files.place import write_whole
+from maxramp.files.place import keep_id
 from maxramp.files.run_folder import Appending
 from maxramp.run.metrics import OF_SET, TASK, Record, as_json, loads_of, numbers_of, tag_of
 
@@ -141,7 +140,7 @@ class WandbWriter:
             self._run = wandb.init(
                 project=project,
                 name=folder.name,
-                id=_id_of(folder),
+                id=keep_id(folder / _ID),
                 resume="allow",
                 dir=str(folder),
                 config=config,
@@ -176,13 +175,3 @@ class WandbWriter:
         thread.join(_FINISH_SECONDS)
         if thread.is_alive():
             self._warn(f"wandb has not uploaded everything; wandb sync {self._run.dir}/.. does")
-
-
-def _id_of(folder: pathlib.Path) -> str:
-    """The id of the run in a folder: another run gets another, at the same path or elsewhere."""
-    path = folder / _ID
-    if path.exists():
-        return path.read_text().strip()
-    made = secrets.token_hex(8)
-    write_whole(path, f"{made}\n".encode())
-    return made
