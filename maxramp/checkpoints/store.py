@@ -147,65 +147,15 @@ class Checkpoints(contextlib.AbstractContextManager):
             or self._saves.is_time()
         )
 
-    def save(
+    def record(
         self,
         step: int,
-        state: TrainState,
         consumed_samples: int,
         stages: list[dict[str, Any]],
-        prepare: Callable[[], Callable[[], None]],
-        last: bool,
         evaluation: Mapping[str, float] = types.MappingProxyType({}),
         owes: Sequence[str] = (),
-    ) -> None:
-        """Saves the state after `step` steps, unless that was the last save. A TrainingError where
-        max_failed_saves saves in a row have failed, or the last one.
-
-        Returns when the state is copied; files are written in the background if
-        `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
-        `consumed_samples`, `stages`, `evaluation` and `owes` are as in `Checkpoint`.
-
-        Args:
-          prepare: writes what must be there before the checkpoint counts, and returns what waits
-            until it is there, for the first process; where either raises, nothing counts.
-          last: nothing is trained after it: returns when it is written.
-        """
-        if not self._keys.enable_checkpointing or (not last and self._saves.is_late(step)):
-            return
-        self._saves.settle()
-        if step == self.newest:
-            return
-        checkpoint = dataclasses.replace(
-            self._record(step, consumed_samples, stages, evaluation),
-            saved=secrets.token_hex(8),
-            owes=list(owes),
-        )
-        self._saves.begin(step, self._writer(checkpoint, state, prepare))
-        if last or not self._keys.async_checkpointing:
-            self._saves.settle(last)
-
-    def take_snapshot(
-        self,
-        step: int,
-        state: TrainState,
-        consumed_samples: int,
-        stages: list[dict[str, Any]],
-        prepare: Callable[[], Callable[[], None]],
-        evaluation: Mapping[str, float],
-    ) -> float:
-        """Takes a snapshot of the state after `step` steps, which is there; returns the seconds
-        that this takes the loop. Arguments are as in `save`.
-        """
-        record = self._record(step, consumed_samples, stages, evaluation)
-        return self.snapshots.take(record, state, _begin(prepare))
-
-    def _record(
-        self,
-        step: int,
-        consumed_samples: int,
-        stages: list[dict[str, Any]],
-        evaluation: Mapping[str, float],
     ) -> Checkpoint:
+        """What is to be saved beside the state after `step` steps, as in `Checkpoint`."""
         return Checkpoint(
             path=self._folder / str(step),
             step=step,
@@ -220,8 +170,46 @@ class Checkpoints(contextlib.AbstractContextManager):
             mixtures=seen_mixtures(self._data.mixtures, consumed_samples),
             evaluations=dict(self.evaluations),
             evaluation=_finite(evaluation),
+            owes=list(owes),
             first=self.first,
         )
+
+    def save(
+        self,
+        record: Checkpoint,
+        state: TrainState,
+        prepare: Callable[[], Callable[[], None]],
+        last: bool,
+    ) -> None:
+        """Saves the state of a `record`, unless that was the last save. A TrainingError where
+        max_failed_saves saves in a row have failed, or the last one.
+
+        Returns when the state is copied; files are written in the background if
+        `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
+
+        Args:
+          prepare: writes what must be there before the checkpoint counts, and returns what waits
+            until it is there, for the first process; where either raises, nothing counts.
+          last: nothing is trained after it: returns when it is written.
+        """
+        step = record.step
+        if not self._keys.enable_checkpointing or (not last and self._saves.is_late(step)):
+            return
+        self._saves.settle()
+        if step == self.newest:
+            return
+        checkpoint = dataclasses.replace(record, saved=secrets.token_hex(8))
+        self._saves.begin(step, self._writer(checkpoint, state, prepare))
+        if last or not self._keys.async_checkpointing:
+            self._saves.settle(last)
+
+    def take_snapshot(
+        self, record: Checkpoint, state: TrainState, prepare: Callable[[], Callable[[], None]]
+    ) -> float:
+        """Takes a snapshot of a state that is there; returns the seconds that this takes the loop.
+        Arguments are as in `save`.
+        """
+        return self.snapshots.take(record, state, _begin(prepare))
 
     def make_up(
         self, step: int, evaluation: Mapping[str, float], prepare: Callable[[], Callable[[], None]]

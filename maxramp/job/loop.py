@@ -11,6 +11,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from maxramp.checkpoints.folder import Checkpoint
 from maxramp.commandline import count
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
@@ -69,23 +70,22 @@ class _After:
 
     def save(self, done: int, last: bool, owes: Sequence[str] = ()) -> None:
         """Saves the state after `done` steps, as one that owes evaluations that are due."""
-        self._log.flush()  # a state whose loss ends the run is never saved
-        ramp, flush = self._job.span.ramp, self._job.output.kept.flush
-        consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
-        known = self._numbers.numbers_after(done - 1)
-        state = self._trainer.state
+        record, flush = self._record(done, owes), self._job.output.kept.flush
         with self._job.output.jobs.saving():
-            self._job.checkpoints.save(done, state, consumed, stages, flush, last, known, owes)
+            self._job.checkpoints.save(record, self._trainer.state, flush, last)
         self._log.restart_clock()
 
     def take_snapshot(self, done: int) -> None:
-        """Keeps the state after `done` steps with the nodes."""
-        self._log.flush()  # as `save` does; after it only the copy takes time
-        ramp, flush = self._job.span.ramp, self._job.output.kept.flush
-        consumed, stages = ramp.samples_before(done), ramp.to_json()["stages"]
-        known, state = self._numbers.numbers_after(done - 1), self._trainer.state
-        given = done, state, consumed, stages, flush, known
-        self._log.add(snapshot_seconds=self._job.checkpoints.take_snapshot(*given))
+        """Keeps the state after `done` steps with the nodes; only the copy takes time."""
+        record, flush = self._record(done), self._job.output.kept.flush
+        seconds = self._job.checkpoints.take_snapshot(record, self._trainer.state, flush)
+        self._log.add(snapshot_seconds=seconds)
+
+    def _record(self, done: int, owes: Sequence[str] = ()) -> Checkpoint:
+        self._log.flush()  # a state whose loss ends the run is never saved
+        ramp, known = self._job.span.ramp, self._numbers.numbers_after(done - 1)
+        given = done, ramp.samples_before(done), ramp.to_json()["stages"], known, owes
+        return self._job.checkpoints.record(*given)
 
     @contextlib.contextmanager
     def saving(self, done: int, owes: Sequence[str] = ()) -> Iterator[None]:

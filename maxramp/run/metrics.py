@@ -336,14 +336,10 @@ def _evaluated_on(record: Record) -> str | None:
     return TASKS if any(name.startswith(TASK) for name in record) else HELD_OUT
 
 
-def read_records(path: Place, steps: int | None = None) -> list[Record]:
-    """The records of metrics.jsonl, of the first `steps` steps if given.
-
-    A last line that was torn by a kill is left out.
-    """
+def read_records(path: Place) -> list[Record]:
+    """The records of metrics.jsonl. A last line that was torn by a kill is left out."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    records = [record for record in map(_parse, lines) if record is not None]
-    return [r for r in records if steps is None or r["step"] < steps]
+    return [record for record in map(_parse, lines) if record is not None]
 
 
 def read_last(path: pathlib.Path) -> Record:

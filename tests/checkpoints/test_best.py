@@ -132,7 +132,8 @@ def test_it_stays(tmp_path, capsys):
         with jax.set_mesh(make_mesh(config)), checkpoints:
             checkpoints.start_saving()
             numbers, nothing = {"eval_loss": loss}, lambda: lambda: None
-            checkpoints.save(step, first_state(), 8, stages, nothing, True, numbers)
+            record = checkpoints.record(step, 8, stages, numbers)
+            checkpoints.save(record, first_state(), nothing, last=True)
         assert folder.steps == expected[step] and not folder.said
     assert find(place(tmp_path / "c" / "best")).name == "10"
     assert command.ls(place(tmp_path / "c")) == 0

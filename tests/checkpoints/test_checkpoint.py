@@ -67,7 +67,8 @@ class Folder:
     def begin(self, step: int, state, prepare=lambda: lambda: None, last=False):
         stages = self.ramp.to_json()["stages"]
         samples = self.ramp.samples_before(step)
-        self.checkpoints.save(step, state, samples, stages, prepare, last)
+        record = self.checkpoints.record(step, samples, stages)
+        self.checkpoints.save(record, state, prepare, last)
 
     def restore(self):
         mesh = make_mesh(self.config)

@@ -31,7 +31,8 @@ def save_run(folder, *keys):
         with saving:
             saving.start_saving()
             stages, nothing = ramp.to_json()["stages"], lambda: lambda: None
-            saving.save(0, initial_state(config.recipe), 0, stages, nothing, last=True)
+            record = saving.record(0, 0, stages)
+            saving.save(record, initial_state(config.recipe), nothing, last=True)
     return str(folder)
 
 

@@ -19,7 +19,10 @@ class Steps:
             samples_before=lambda step: 8 * step, to_json=lambda: {"stages": []}
         )
         checkpoints = types.SimpleNamespace(
-            snapshots=None, newest=4, save=lambda done, *more: self.saved.append(done)
+            snapshots=None,
+            newest=4,
+            record=lambda done, *more: done,
+            save=lambda done, *more: self.saved.append(done),
         )
         output = types.SimpleNamespace(
             say=self.said.append, kept=types.SimpleNamespace(flush=None), jobs=Jobs(None)
