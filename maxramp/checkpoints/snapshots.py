@@ -48,7 +48,7 @@ from maxramp.model.order import order_by_layer
 from maxramp.processes import agreement
 from maxramp.training.state import TrainState
 
-_ID = ".snapshots"
+ID = ".snapshots"  # the file in a run's folder
 _MEMORY = "/dev/shm"
 _FIRST = 4  # copies, by which their cost is told
 _SHARE = 0.01  # of the time, that copies should take the loop
@@ -196,19 +196,16 @@ class Snapshots:
             with contextlib.suppress(OSError):  # something is left in it, or it is gone
                 folder.rmdir()
 
-    def find(self, checkpoints: Place, after: int, first: Mapping[str, str]) -> Snapshot | None:
-        """The newest whole snapshot after a step, of a run that began with the checkpoints `first`;
-        all others are removed. `checkpoints` is the folder that its checkpoint would be in.
+    def find(self, checkpoints: Place, after: int) -> Snapshot | None:
+        """The newest whole snapshot after a step; all others are removed. `checkpoints` is the
+        folder that its checkpoint would be in.
         """
         listed = agreement.all_gather_json(list_files(self._folder))
         there = [[FileName(*name) for name in of_process] for of_process in listed]
         newer = {name[:2] for name in sum(there, []) if name.step > after}
         found = None
         for step, saved in sorted(newer, reverse=True):
-            opened = self._open(checkpoints / str(step), saved, there[self._me])
-            if opened and opened.first == dict(first):
-                found = opened
-                break
+            found = found or self._open(checkpoints / str(step), saved, there[self._me])
         if newer and not found and self._is_first:
             stands = f"checkpoint {after}" if after >= 0 else "the start"
             self._warn(
@@ -302,7 +299,7 @@ def _failure_of(work: Callable[[], None]) -> str:
 
 
 def _id_of(here: pathlib.Path) -> str:
-    path = here / _ID
+    path = here / ID
     try:
         return keep_id(path)
     except OSError as error:

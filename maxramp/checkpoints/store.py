@@ -89,7 +89,8 @@ class Checkpoints(contextlib.AbstractContextManager):
                 self._saves.newest = position.step
         if self.snapshots:
             after = position.step if position else -1
-            position = self.snapshots.find(self._folder, after, self.first) or position
+            if found := self.snapshots.find(self._folder, after):
+                position, self.first = found, found.first
         self.goes_on = position is not None and position.path.parent == self._folder
         return position
 

@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import functools
 
-from maxramp.checkpoints import folder
+from maxramp.checkpoints import folder, snapshots
 from maxramp.checkpoints.weights import Weights, open_weights
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.huggingface import folder as released
+from maxramp.keys.yamlfile import read_yaml
 from maxramp.processes import agreement
 
 _KEYS = "load_parameters_path", "load_full_state_path"
@@ -76,9 +77,11 @@ def _find(name: str, config: Config) -> tuple[str, str]:
     given, own = config.values[name], config.run.folder
     path = place(given).absolute()
     position, _ = folder.newest(own / "checkpoints")
-    before = position.config[name] if position else ""
-    state, began = position.first.get(name, "") if before else "", place(before).absolute()
-    if before and path in (began, began.parent / folder.BEST, *began.parents[:2]):
+    before = position.config[name] if position else _named_at_start(name, own)
+    began = place(before).absolute()
+    state = position.first.get(name, "") if position and before else _state_at(began)
+    names = began, began.parent / folder.BEST, *began.parents[:2]
+    if before and (position or state) and path in names:
         return before, state
     if name == _KEYS[0] and released.find(name, given):
         return given, ""
@@ -97,6 +100,14 @@ def _find(name: str, config: Config) -> tuple[str, str]:
     if found != path and state and _state_at(moved) == state:
         return str(moved), state
     return str(found), _state_at(found)
+
+
+def _named_at_start(name: str, own: Place) -> str:
+    """The path of a run's last start, whose snapshots may be there without a checkpoint."""
+    files = (own / file for file in ("config.resolved.yml", "config.yml"))
+    config = next((file for file in files if file.is_file()), None)
+    kept = config and (own / snapshots.ID).exists()
+    return read_yaml(config).get(name, "") if kept else ""
 
 
 def _state_at(path: Place) -> str:

@@ -1,6 +1,7 @@
 """Snapshots in the memory of the nodes: processes on this machine that play nodes, each with a
 folder of its own, which are killed and lose it."""
 
+import json
 import re
 import shutil
 import signal
@@ -214,6 +215,28 @@ def test_a_run_does_not_end_with_a_snapshot_alone(tmp_path, cache_dir):
     ((output, _, status),) = cluster.train("a", keys=[f"steps={stands + 1}"])
     assert status == 0 and resumed_from(output) == stands
     assert (cluster.run / "checkpoints" / str(stands + 1)).is_dir()
+
+
+@pytest.mark.slow
+def test_the_first_weights_stay_where_their_run_trains_on(tmp_path, cache_dir):
+    """Before the first checkpoint, too: what the first start began with is with the snapshots."""
+    cluster = Cluster(tmp_path, cache_dir)
+    model, calm = tmp_path / "runs" / "model", tmp_path / "runs" / "calm"
+    run, begin = ("run_name=model", "steps={}"), f"load_parameters_path={model}"
+    for name, *keys in (["model", *run], ["calm", "run_name=calm", begin]):
+        ((_, errors, status),) = cluster.train("a", keys=[key.format(3) for key in keys])
+        assert status == 0, (name, errors)
+    cluster.train("a", killed="a", at=("pieces", "write_parts", "3"), keys=[begin])
+    stands = cluster.files("a")[-1].step
+    ((_, errors, status),) = cluster.train("b", keys=[key.format(5) for key in run])
+    assert status == 0, errors
+    ((output, errors, status),) = cluster.train("a", keys=[begin])
+    assert status == 0, errors
+    assert resumed_from(output) == stands
+    losses = [r["loss"] for r in read_records(calm / "metrics.jsonl") if "loss" in r]
+    assert [r["loss"] for r in cluster.records()] == losses
+    saved = json.loads((cluster.run / "checkpoints" / "13" / "checkpoint.json").read_text())
+    assert saved["config"]["load_parameters_path"] == str(model / "checkpoints" / "3")
 
 
 @pytest.mark.long
