@@ -156,7 +156,10 @@ def _check_elastic(planned: PlannedRun) -> None:
     if len(fixed) < len(planned.stages):
         return
     nodes, size = fixed[0].nodes, fixed[0].global_batch_size
-    why = f"its batch of {size} rows divides over no fewer, on a mesh that its keys make there"
+    why = (
+        f"its batch of {size} rows divides over no fewer, down to min_nodes={batch.min_nodes}, on "
+        "a mesh that its keys make there"
+    )
     if nodes <= batch.min_nodes:
         why = f"and min_nodes={batch.min_nodes} allows no fewer"
     raise ConfigError(
