@@ -33,10 +33,10 @@ from maxramp.checkpoints import store
 from maxramp.run import writers
 blocked, ends = [], []
 keep, write = store.Checkpoints.save, writers.JsonlWriter.__call__
-def timed(self, step, *arguments, **more):
+def timed(self, record, *arguments, **more):
     start = time.perf_counter()
-    keep(self, step, *arguments, **more)
-    blocked.append((step, time.perf_counter() - start))
+    keep(self, record, *arguments, **more)
+    blocked.append((record.step, time.perf_counter() - start))
 def noted(self, record):
     write(self, record)
     ends.append((record["step"], record["step_seconds"], time.time()))
