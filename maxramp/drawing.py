@@ -1,9 +1,12 @@
 """Panels over the samples that a run consumes, for the pictures of plans and of runs."""
 
+import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from maxramp.commandline import short
+from maxramp.errors import ConfigError
+from maxramp.files.place import Place
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,3 +74,13 @@ def name_consumption(panels: Sequence["Axes"], tokens_per_sample: float) -> None
         above = panels[0].secondary_xaxis("top", functions=(lambda x: x * n, lambda x: x / n))
         above.set_xlabel("consumed tokens")
         above.xaxis.set_major_formatter(lambda number, place: short(number))
+
+
+def save_plot(figure: "Figure", path: Place) -> None:
+    """Writes the picture that somebody asked for with --plot, in the format of its suffix."""
+    drawn = io.BytesIO()
+    try:
+        figure.savefig(drawn, dpi=150, format=path.suffix[1:] or None)
+        path.write_bytes(drawn.getvalue())
+    except (OSError, ValueError) as error:  # no such folder; an unknown format
+        raise ConfigError(f"--plot {path}: cannot write the picture: {error}") from None

@@ -19,7 +19,6 @@ import json
 import sys
 
 from maxramp.commandline import Parser, command, print_table, short
-from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.measuring.noise import KINDS, Block, draw_noise, noise_curves
 
@@ -41,10 +40,7 @@ def main(arguments: list[str]) -> int:
     run = place(given.run)
     curves = noise_curves(run, given.blocks)
     plot = place(given.plot) if given.plot else run / "noise.png"
-    try:
-        draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
-    except (OSError, ValueError) as error:  # no such folder; an unknown format
-        raise ConfigError(f"--plot {plot}: cannot write the picture: {error}") from None
+    draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
     if given.json:
         named = {f"{kind}noise_scale": curve for kind, curve in curves.items()}
         print(json.dumps(named, default=dataclasses.asdict))

@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the imports that take a second
 import itertools
 import json
 import math
-import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,10 +89,7 @@ def main(arguments: list[str]) -> int:
     if given.compiled:
         add_compiled(plan, place(given.compiled), config.planning)
     if given.plot:
-        try:
-            draw_plan(plan, pathlib.Path(given.plot))
-        except (OSError, ValueError) as error:  # no such folder; an unknown format
-            raise ConfigError(f"--plot {given.plot}: cannot write the picture: {error}") from None
+        draw_plan(plan, place(given.plot))
     print(json.dumps(plan, indent=2)) if given.json else print_plan(plan)
     return 0
 

@@ -11,7 +11,6 @@ if __name__ == "__main__":  # before the imports that take a second
 
     console.end_with_readers()
 
-import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from maxramp.commandline import Parser, amount, command, print_table, short
 from maxramp.config.load import load
-from maxramp.drawing import COLORS, make_panels
+from maxramp.drawing import COLORS, make_panels, save_plot
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys.yamlfile import read_yaml
@@ -149,12 +148,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Place) -> None:
         curves.legend(frameon=False)
     handles = bars.get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
-    drawn = io.BytesIO()
-    try:
-        figure.savefig(drawn, dpi=150, format=path.suffix[1:] or None)
-        path.write_bytes(drawn.getvalue())
-    except (OSError, ValueError) as error:  # no such folder; an unknown format
-        raise ConfigError(f"--plot {path}: cannot write the picture: {error}") from None
+    save_plot(figure, path)
 
 
 if __name__ == "__main__":

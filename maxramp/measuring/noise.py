@@ -6,7 +6,6 @@ where the signal's mean cannot be told from zero.
 """
 
 import dataclasses
-import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxramp.commandline import short
+from maxramp.drawing import make_panels, save_plot
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
 from maxramp.run.metrics import Record, read_records
@@ -153,13 +153,8 @@ def ratio_of_means(
 
 
 def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
-    """Draws noise scales with their intervals, by name, and the batch that was used. An OSError
-    where it cannot be written, a ValueError where the suffix is no format of pictures.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    """Draws noise scales with their intervals, by name, and the batch that was used."""
+    figure, (axes,) = make_panels([4.5], "")
     axes.set(yscale="log", xlabel="consumed samples", ylabel="rows")
     colors = "tab:orange", "tab:green", "tab:red"
     for color, (name, curve) in zip(colors, curves.items(), strict=False):
@@ -178,9 +173,6 @@ def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
     axes.xaxis.set_major_formatter(lambda number, position: short(number))
     both_ways = (lambda rows: rows * per_row), (lambda tokens: tokens / per_row)
     axes.secondary_yaxis("right", functions=both_ways).set_ylabel("targets")
-    axes.grid(alpha=0.3)
-    axes.spines["top"].set_visible(False)
+    axes.spines["right"].set_visible(True)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize="small")
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=130, format=path.suffix[1:] or None)
-    path.write_bytes(drawn.getvalue())
+    save_plot(figure, path)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,9 @@ from maxramp.drawing import (
     make_panels,
     name_consumption,
     name_values,
+    save_plot,
 )
+from maxramp.files.place import Place
 from maxramp.keys.base import CONFIGS, base
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_active_parameters, num_parameters
@@ -278,7 +279,7 @@ def _draw_beside(axes: Any, plan: dict[str, Any], end: int) -> None:
     axes.legend(frameon=False, fontsize="small", loc="upper left")
 
 
-def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
+def draw_plan(plan: dict[str, Any], path: Place) -> None:
     """Batch, nodes, row length and learning rate over the samples; logarithmic where the ramp takes
     less than a quarter of them."""
     stages, rate, end = plan["stages"], plan["learning_rate"], plan["total_samples"]
@@ -313,4 +314,4 @@ def draw_plan(plan: dict[str, Any], path: pathlib.Path) -> None:
     panels[-1].set_xlim(x[0] if is_log else 0, end)
     name_consumption(panels, plan["max_target_length"])
     figure.align_ylabels()
-    figure.savefig(path, dpi=150)
+    save_plot(figure, path)
