@@ -1,8 +1,8 @@
 """What a lost node costs: seconds from a kill to the next step, steps that are trained again, and
 the share of the wall time that counts (steps kept x undisturbed seconds of a step / wall time).
 
-Four processes on this machine are the nodes of a launch. One is killed every so many seconds and
-is back after a while, under a launch that restarts whole when it is back, an elastic one, and an
+Four processes on this machine are the nodes of a launch. Every --every seconds one is killed, and
+comes back --away seconds later: under a launch that restarts whole then, an elastic one, and an
 elastic one with snapshots in memory.
 
 python benchmarks/elastic.py [--every 20 60 300] [--away 0 30 120] [--modes ...] [--folder DIR]

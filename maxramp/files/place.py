@@ -175,7 +175,7 @@ def write_whole(path: Place, data: bytes) -> None:
 
 
 def keep_id(path: Place) -> str:
-    """The id that a file keeps, made where there is none: another folder gets another."""
+    """The id that stands in a file; writes a random one if the file is not there."""
     if not path.exists():
         write_whole(path, f"{secrets.token_hex(8)}\n".encode())
     return path.read_text().strip()

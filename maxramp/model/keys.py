@@ -55,7 +55,9 @@ LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 def dtype_of(*unset: str) -> Any:
     return one_of(
-        *(*unset, "float32", "bfloat16"),
+        *unset,
+        "float32",
+        "bfloat16",
         float16="ends at 65504, which a gradient's sum over the tokens of a pass exceeds; use "
         "KEY=bfloat16",
     )

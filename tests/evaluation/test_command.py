@@ -31,10 +31,10 @@ def test_a_task_of_a_folder(tmp_path, cache_dir, offline):
     assert done.returncode == 0, done.stderr
     assert f"{model}: limit: 3, num_fewshot: 0, " in done.stdout
     assert "|made_choices|" in done.stdout
-    *progress, last = done.stderr.splitlines()
+    reading, *progress, last = done.stderr.splitlines()
+    assert reading == f"reading the weights of {model}"
     assert last.startswith("made_choices: ")
-    slow = ("reading", "ready", "tasks")  # what a slow machine says
-    assert all(text.startswith(slow) for text in progress)
+    assert all(text.startswith(("ready", "tasks")) for text in progress)  # on a slow machine
     found = json.loads(output.read_text())
     answers = found["samples"]["made_choices"]
     best = [max(x["resps"], key=lambda resp: resp[0][0]) == x["resps"][0] for x in answers]
