@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -135,7 +136,6 @@ def _write_tokenizer(given: argparse.Namespace, names: Sequence[str], keys: Data
         raise ConfigError(f"--output {given.output} has a tokenizer already; give another folder")
     inputs = preparation.open_inputs(names, keys)
     preparation.open_tokenizer(given.train_bpe, keys, inputs)
-    file.parent.mkdir(parents=True, exist_ok=True)
     _train_bpe(given, file, inputs)
     found = tokenizers.load("huggingface", str(file), **keys.mark_keys).vocab_size
     if found < given.train_bpe:
@@ -234,7 +234,11 @@ def _train_bpe(given: argparse.Namespace, file: pathlib.Path, inputs: list[Recor
         return
     start = time.perf_counter()
     texts = preparation.sample_texts(inputs, _BPE_BYTES, given.max_bad_records)
-    place.write_whole(file, tokenizers.train_bpe(texts, given.train_bpe))
+    if not (first := next(filter(None, texts), "")):
+        raise ConfigError(f"--train_bpe {given.train_bpe}: the inputs hold no text to train it on")
+    trained = tokenizers.train_bpe(itertools.chain([first], texts), given.train_bpe)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    place.write_whole(file, trained)
     _say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")
 
 

@@ -86,6 +86,16 @@ def test_a_tokenizer_for_several_sets(tmp_path, capsys):
     assert "has a tokenizer already" in error and "give --train_bpe SIZE too" in error
 
 
+@pytest.mark.parametrize("name, text", [("a.jsonl", ""), ("a.txt", ""), ("b.jsonl", '{"body":""}')])
+def test_no_tokenizer_is_trained_on_nothing(name, text, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    given = [str(tmp_path / name), COLUMN, "--train_bpe", "300", "--output", str(tmp_path / "set")]
+    for more in ([], ["--tokenizer_only"]):
+        assert prepare_lib.main([*given, *more]) == 2
+        assert "--train_bpe 300: the inputs hold no text" in capsys.readouterr().err
+        assert not list(tmp_path.glob("set/**/*.*"))
+
+
 def test_tokens_are_prepared_as_they_are(tmp_path):
     ids = [[1, 2, 3], [70000], [5] * 40]
     source, tokens = write_file(tmp_path, "parquet", ids), "tokenize_train_data=False"
