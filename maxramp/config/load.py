@@ -203,7 +203,13 @@ def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
             f"dataset_type=text trains on bytes, and the model of {folder.path} reads the tokens "
             "of its tokenizer; use dataset_type=grain grain_train_files=FILES"
         )
-    keys = folder.data_keys if kind != "synthetic" and "tokenizer_path" not in given else {}
+    keys = {}
+    if kind != "synthetic" and "tokenizer_path" not in given:
+        try:
+            keys = folder.data_keys
+        except ConfigError:
+            if value.get("tokenize_train_data", True):  # token ids need no tokenizer
+                raise
     keys = {name: value for name, value in keys.items() if name not in given}
     return Given(f"{folder.path}/config.json: ", sizes | keys)
 

@@ -206,6 +206,11 @@ def test_what_a_folder_says_of_keys(tmp_path):
     assert config.data.tokenizer_path == str(tmp_path / "model" / "tokenizer.json")
     larger = load(given(tmp_path, "r", *data, "vocab_size=320"), "train")
     assert larger.model.vocab_size == 320
+    (tmp_path / "model/tokenizer.json").unlink()
+    assert "has neither tokenizer.json" in refused(tmp_path, *data)
+    ids = load(given(tmp_path, "r", *data, "tokenize_train_data=False"), "train")
+    assert ids.model.base_emb_dim == 32 and not ids.data.tokenizer_path
+    with_tokenizer(tmp_path)
     assert "base_emb_dim=128: " in refused(tmp_path, *data, "base_emb_dim=128")
     assert "makes it 300" in refused(tmp_path, *data, "vocab_size=256")
     assert "dataset_type=text trains on bytes" in refused(tmp_path)
