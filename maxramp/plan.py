@@ -1,7 +1,7 @@
 """Shows what a run will do, before it costs anything: its stages with steps, nodes, cost, memory.
 
 python -m maxramp.plan CONFIG.yml [key=value ...] [options]
-python -m maxramp.plan FILE --trainer maxtext|megatron|nemo [num_nodes=N devices_per_node=N]
+python -m maxramp.plan FILE --trainer maxtext|megatron|nemo [key=value ...] [options]
 """
 
 if __name__ == "__main__":  # before the imports that take a second
@@ -32,9 +32,8 @@ from maxramp.config.load import find_sources, load
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.opening import open_rows
 from maxramp.data.order import RunRows
-from maxramp.errors import ConfigError
 from maxramp.files.place import place
-from maxramp.keys.numbers import parse_count, show
+from maxramp.keys.numbers import show
 from maxramp.measuring.batch_check import check_batches
 from maxramp.model.size import describe_weights
 from maxramp.parallel.axes import SHARD_AXES
@@ -44,7 +43,7 @@ from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
 from maxramp.planning.pod import Pod
 from maxramp.planning.stages import with_nodes
-from maxramp.planning.trainers import compare, side_by_side
+from maxramp.planning.translation import TRAINERS, translate_file
 from maxramp.rampup.phases import MIXTURE
 from maxramp.stage import SIGHT_KEYS
 
@@ -61,19 +60,15 @@ def main(arguments: list[str]) -> int:
     add("--compiled", metavar="FILE", help=text)
     text = "show ramps of published runs too, by the names in configs/schedules: lucie-7b,falcon-7b"
     add("--beside", metavar="NAMES", help=text)
-    text = "compare with what another trainer's newest version does with the ramp in FILE, its "
-    text += "own config (for Megatron, a file that holds its command line)"
-    add("--trainer", metavar="NAME", help=text)
+    text = "plan the run of another trainer's FILE (for Megatron a file with its command line): "
+    add("--trainer", metavar="NAME", help=text + ", ".join(TRAINERS))
     given = parser.parse_intermixed_args(arguments)
     if given.trainer:
-        file, keys, devices = _file_and_devices(given.arguments)
-        found = compare(given.trainer, file, devices)
-        if given.json:
-            print(json.dumps(found, indent=2))
-        else:
-            print_comparison(found)
-            _print_command(found, keys)
-        return 0
+        given.arguments, left_out = translate_file(given.trainer, given.arguments)
+        if not given.json:
+            print(f"python -m maxramp.plan {shell_quote(given.arguments)}")
+            if left_out:
+                print(f"left out, without an equal here: {', '.join(left_out)}")
     config = load(given.arguments, "plan")
     if config.batch.is_open:
         config = _with_length(config)
@@ -81,6 +76,8 @@ def main(arguments: list[str]) -> int:
         print(Pod.from_config(config, print_progress).largest_batch())
         return 0
     plan = make_plan(config, find_sources(given.arguments))
+    if given.trainer:
+        plan |= {"arguments": given.arguments, "left_out": left_out}
     planned = with_nodes(config)
     resolved = resolve(planned, planned.batch.num_devices)
     plan["warnings"] += check_batches(resolved, meshes_of(planned), config.run.folder)
@@ -105,49 +102,6 @@ def _with_length(config: Config) -> Config:
     batch = resolve(planned, devices).batch
     samples, _ = length_by_epochs(batch, devices, None, rows, config.data.num_epoch)
     return config.replace(total_samples=samples)
-
-
-def _file_and_devices(arguments: list[str]) -> tuple[str, list[str], int | None]:
-    """FILE num_nodes=N devices_per_node=N -> FILE, the keys, the number of devices, if given."""
-    files = [argument for argument in arguments if "=" not in argument]
-    given_keys = [argument for argument in arguments if "=" in argument]
-    keys = dict(argument.split("=", 1) for argument in given_keys)
-    given = {name: parse_count(keys.pop(name, "")) for name in ("num_nodes", "devices_per_node")}
-    if len(files) != 1 or files[0].startswith("-") or keys:
-        raise ConfigError(
-            f"{' '.join(arguments)}: --trainer takes one file and no keys but num_nodes=N "
-            "devices_per_node=N"
-        )
-    devices = given["devices_per_node"] and (given["num_nodes"] or 1) * given["devices_per_node"]
-    return files[0], given_keys, devices
-
-
-def print_comparison(found: dict[str, Any]) -> None:
-    shown = [
-        [f"{step:,}", *("stops" if n is None else f"{n:,}" for n in sizes)]
-        for step, *sizes in side_by_side(found)
-    ]
-    print_table(("from\nstep", found["trainer"], "maxramp"), shown)
-    for line in found["lines"]:
-        print(f"{found['trainer']}: {line}")
-    if found["refused"]:
-        print(f"maxramp: refuses it: {found['refused']}")
-    elif found["theirs"] == found["ours"]:
-        print("maxramp: takes the same batches from the same steps on")
-
-
-def _print_command(found: dict[str, Any], keys: list[str]) -> None:
-    """The command for maxramp, and its plan."""
-    arguments = [*found["arguments"], *(keys or ["num_nodes=N", "devices_per_node=N"])]
-    print(f"\npython -m maxramp.plan {shell_quote(arguments)}")
-    if found["left_out"]:
-        print(f"left out, without an equal here: {', '.join(found['left_out'])}")
-    if keys:
-        try:
-            config = load(arguments, "plan", note=lambda line: None)
-            print_plan(make_plan(config, find_sources(arguments)))
-        except ConfigError as error:
-            print(f"maxramp: has no plan for it: {error}")
 
 
 def print_plan(plan: dict[str, Any]) -> None:

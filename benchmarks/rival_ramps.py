@@ -1,5 +1,7 @@
 """What another trainer's newest version does with a ramp, beside what maxramp does with it.
 
+python benchmarks/rival_ramps.py maxtext|megatron|nemo FILE [DEVICES]
+
 Read in the packages: MaxText 0.2.5 (utils/rampup_batch.py, common/data_loader.py), megatron-core
 0.19.2 (core/num_microbatches_calculator.py, training/arguments.py and global_vars.py), and
 Megatron-Bridge 0.6.2, which took NeMo's place (training/initialize.py and config.py).
@@ -8,9 +10,11 @@ Megatron-Bridge 0.6.2, which took NeMo's place (training/initialize.py and confi
 import bisect
 import math
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from maxramp.commandline import command, print_table
 from maxramp.config.load import flatten
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
@@ -36,30 +40,20 @@ class Trainer(NamedTuple):
 
 
 def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
-    """What a trainer and maxramp do with the ramp of a file; of Megatron one with the command line.
+    """Runs a file's ramp by a trainer's arithmetic and by maxramp's.
 
-    Returns `trainer`; `theirs` and `ours`, pairs of a step and the global batch from there on;
-    `lines` about theirs; `refused`, why maxramp takes the keys for wrong, or ""; `arguments` with
-    which maxramp runs it, and `left_out`, Megatron's flags that have no key here.
+    Returns `trainer`; `rival` and `ours`, pairs of a step and the global batch from there on;
+    `lines` about the rival; `refused`, why maxramp takes the keys for wrong, or "".
     """
-    if trainer not in TRAINERS:
-        raise ConfigError(f"--trainer {trainer} must be one of {', '.join(TRAINERS)}")
     name, read, run = TRAINERS[trainer]
     path, ours, refused = place(file), [], ""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if "decrease_batch_size_if_needed" in text.replace("-", "_"):
+    if "decrease_batch_size_if_needed" in path.read_text(errors="replace").replace("-", "_"):
         raise ConfigError(
             f"{file}: decrease_batch_size_if_needed changes batches by the devices; leave it out"
         )
-    keys = given = read(path)
-    left_out, arguments = [], [file]
-    if trainer == "megatron":
-        left_out = given.pop("")
-        keys = {name: given[name] for name in _RAMP if name in given}
-        texts = (x if isinstance(x, str) else str(x).replace(" ", "") for x in given.values())
-        arguments = ["configs/base.yml", *map("=".join, zip(given, texts, strict=True))]
+    keys = read(path)
     try:
-        theirs, lines = run(keys, devices)
+        rival, lines = run(keys, devices)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     try:
@@ -67,15 +61,32 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
         ours = [(stage.first_step, stage.global_batch_size) for stage in stages]
     except ConfigError as error:
         refused = str(error)
-    found = {"trainer": name, "theirs": theirs, "lines": lines, "ours": ours, "refused": refused}
-    return found | {"arguments": arguments, "left_out": left_out}
+    return {"trainer": name, "rival": rival, "ours": ours, "lines": lines, "refused": refused}
 
 
-def side_by_side(found: Mapping[str, Any]) -> list[tuple[int, int | None, int | None]]:
-    """(step, their batch, ours) of every step where one of the two changes."""
-    sides = found["theirs"], found["ours"]
+def side_by_side(comparison: Mapping[str, Any]) -> list[tuple[int, int | None, int | None]]:
+    """Returns (step, the rival's batch, ours) of every step where one of the two changes."""
+    sides = comparison["rival"], comparison["ours"]
     steps = sorted({step for side in sides for step, _ in side})
     return [(step, *(_batch_at(side, step) for side in sides)) for step in steps]
+
+
+@command
+def main(arguments: list[str]) -> int:
+    trainer, file, *devices = arguments
+    comparison = compare(trainer, file, int(devices[0]) if devices else None)
+    rows = [
+        [f"{step:,}", *("stops" if n is None else f"{n:,}" for n in sizes)]
+        for step, *sizes in side_by_side(comparison)
+    ]
+    print_table(("from\nstep", comparison["trainer"], "maxramp"), rows)
+    for line in comparison["lines"]:
+        print(f"{comparison['trainer']}: {line}")
+    if comparison["refused"]:
+        print(f"maxramp: refuses it: {comparison['refused']}")
+    elif comparison["rival"] == comparison["ours"]:
+        print("maxramp: the same batches from the same steps on")
+    return 0
 
 
 def _batch_at(batches: _Batches, step: int) -> int | None:
@@ -114,16 +125,14 @@ def _read_maxtext(path: Place) -> _Keys:
 
 
 def _run_maxtext(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]:
-    """In floats, as there."""
+    """Uses floats, as MaxText does."""
     final, start, increment, samples, accumulation, has_ramp = keys.values()
     if not has_ramp:
         raise ConfigError(
             "holds no ramp; a file of MaxText is a config here: python -m maxramp.plan FILE"
         )
     if devices is None:
-        raise ConfigError(
-            "MaxText's batches follow from the devices: give num_nodes=N devices_per_node=N"
-        )
+        raise ConfigError("MaxText's batches follow from the devices: give DEVICES")
     if final < 1 or devices * start < 1 or increment < 0:
         raise ConfigError("what MaxText does with batches below 1 row is not worked out here")
     rise, end = final - start, int(devices * final)
@@ -177,13 +186,13 @@ _NEMO = {
 
 
 def _read_megatron(path: Place) -> _Keys:
-    """All keys of a command line, and under "" the flags that have none."""
+    """Returns the ramp's keys of a command line."""
     try:
         text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-        given, left_out = translate_flags(shlex.split(text, comments=True))
+        keys, _ = translate_flags(shlex.split(text, comments=True))
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"{path}: cannot be read as a command line: {error}") from None
-    return given | {"": left_out}
+    return {name: keys[name] for name in _RAMP if name in keys}
 
 
 def _read_nemo(path: Place) -> _Keys:
@@ -271,3 +280,6 @@ TRAINERS = {
     "megatron": Trainer("megatron-core 0.19.2", _read_megatron, _run_megatron),
     "nemo": Trainer("Megatron-Bridge 0.6.2", _read_nemo, _run_bridge),
 }
+
+if __name__ == "__main__":
+    sys.exit(main())

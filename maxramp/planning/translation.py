@@ -1,0 +1,58 @@
+"""Another trainer's file as arguments for maxramp."""
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from maxramp.config.load import flatten
+from maxramp.errors import ConfigError
+from maxramp.files.place import Place, place
+from maxramp.keys import peers
+from maxramp.keys.base import cast_value
+from maxramp.keys.megatron import translate_flags
+from maxramp.keys.yamlfile import read_yaml
+
+TRAINERS = ("maxtext", "megatron", "nemo")
+
+
+def translate_file(trainer: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Turns FILE key=value ... of another trainer into arguments for maxramp.
+
+    MaxText's files are configs here. Returns the arguments, and what has no key: Megatron's flags,
+    or NeMo's keys, some with a reason.
+    """
+    if trainer not in TRAINERS:
+        raise ConfigError(f"--trainer {trainer} must be one of {', '.join(TRAINERS)}")
+    files = [argument for argument in arguments if "=" not in argument]
+    keys = [argument for argument in arguments if "=" in argument]
+    if len(files) != 1 or files[0].startswith("-"):
+        raise ConfigError(f"{' '.join(arguments)}: --trainer takes one file, and then key=value")
+    if trainer == "maxtext":
+        return [*files, *keys], []
+    translate = _translate_nemo if trainer == "nemo" else _translate_megatron
+    values, left_out = translate(place(files[0]))
+    texts = (v if isinstance(v, str) else str(v).replace(" ", "") for v in values.values())
+    translated = map("=".join, zip(values, texts, strict=True))
+    return ["configs/base.yml", *translated, *keys], left_out
+
+
+def _translate_megatron(path: Place) -> tuple[dict[str, Any], list[str]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").replace("\\\n", " ")
+        return translate_flags(shlex.split(text, comments=True))
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(f"{path}: cannot be read as a command line: {error}") from None
+
+
+def _translate_nemo(path: Place) -> tuple[dict[str, Any], list[str]]:
+    values: dict[str, Any] = {}
+    left_out = []
+    for name, value in flatten(read_yaml(path).items()):
+        if translated := peers.translate(name, value):
+            key = translated[0]
+            cast = cast_value(f"{path}: {name}={value}", translated[1], key)
+            if values.setdefault(key, cast) != cast:
+                raise ConfigError(f"{path}: {name}={value} and {key}={values[key]}: keep one")
+        elif (reason := peers.refusal(name, value)) != "":
+            left_out.append(f"{name} {reason or ''}".rstrip())
+    return values, left_out
