@@ -22,7 +22,7 @@ from maxramp.keys.section import is_object_storage, refuse
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
 
-_CLUSTERS = {"local": local.run, "slurm": slurm.submit, "gke": gke.apply}
+_CLUSTERS = {"local": local.launch, "slurm": slurm.submit, "gke": gke.apply}
 
 
 @command

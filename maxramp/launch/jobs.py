@@ -1,10 +1,4 @@
-"""What a launch starts: the same for every cluster.
-
-A run is a chain of jobs. Each ends with one of the exit statuses of `errors`: 75 before a batch
-that the plan gives another number of nodes, 76 when it was stopped and has saved. What comes next
-depends on that status, the plan and the newest checkpoint alone, so a chain can be taken up at any
-time.
-"""
+"""What a launch starts: a run's jobs by its plan, the same for every cluster."""
 
 import dataclasses
 import itertools
@@ -22,7 +16,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near
 from maxramp.keys.section import refuse
 from maxramp.planning.stages import PlannedRun
-from maxramp.rampup.schedule import Stage
+from maxramp.rampup.schedule import RampupBatchManager, Stage
 
 # What a launched trainer gets whatever the command line says. The lines of setup are the job's: the
 # trainer would copy them, and the passwords in them, to its config.yml and checkpoints.
@@ -37,23 +31,17 @@ class Run:
     module: str  # the program that the config is for
     arguments: tuple[str, ...]  # its command line
     folder: Place  # the run's output folder, on a disk or in an object storage
+    ramp: RampupBatchManager  # as planned, each stage on its nodes
     stages: tuple[Stage, ...]  # the plan's, to the end; of a run whose ramp changed, from there on
     next_nodes: int  # the nodes of the stage that the run's next step is in
     # of each stage, the numbers of nodes that it can run on, the planned one first
     fits: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def from_config(
-        cls,
-        config: Config,
-        arguments: Sequence[str],
-        dry_run: bool = False,
-        nodes_there: int | None = None,
-    ) -> "Run":
+    def from_config(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
         """The run of a config that was loaded from a command line's arguments.
 
-        For a dry run, an object storage is not asked where the run stands. Of an elastic run,
-        `nodes_there` are those that the next job may take; None: all.
+        For a dry run, an object storage is not asked where the run stands.
         """
         config = config.replace(run_name=config.run.run_name or config.run.model_name)
         processes, devices = config.launch.processes_per_node, config.batch.devices_per_node
@@ -88,31 +76,30 @@ class Run:
             resolve(config, nodes * devices)
         if config.launch.elastic:
             _check_elastic(planned)
-        given = [a for a in arguments if a.partition("=")[0] not in ours]
-        following = planned.ramp.stage_at_step(position.step if position else 0)
-        if nodes_there is not None:
-            following = planned.ramp.fit(following, nodes_there)
+        others = [a for a in arguments if a.partition("=")[0] not in ours]
         return cls(
             config=config,
             module=f"maxramp.{config.run.program or 'train'}",
-            arguments=(*given, *(f"{name}={value}" for name, value in ours.items())),
+            arguments=(*others, *(f"{name}={value}" for name, value in ours.items())),
             folder=folder,
+            ramp=planned.ramp,
             stages=planned.stages,
-            next_nodes=following.nodes,
+            next_nodes=planned.ramp.stage_at_step(position.step if position else 0).nodes,
             fits=tuple(
                 tuple(_fits(planned, stage)) if config.launch.elastic else (stage.nodes,)
                 for stage in planned.stages
             ),
         )
 
-    def again(self, nodes_there: int | None) -> "Run":
+    def again(self) -> "Run":
         """The run as it stands now."""
-        return Run.from_config(self.config, self.arguments, nodes_there=nodes_there)
+        return Run.from_config(self.config, self.arguments)
 
-    def steps_done(self) -> int:
-        """In the newest whole checkpoint; 0 before the first."""
-        position = folder_lib.newest(self.folder / "checkpoints")[0]
-        return position.step if position else 0
+    def fit(self, step: int, available: int) -> int:
+        """The most of the available nodes that the stage of a step can run on; the planned ones,
+        if it runs on none of them.
+        """
+        return self.ramp.fit(self.ramp.stage_at_step(step), available).nodes
 
     def node_counts(self) -> list[int]:
         """Of all jobs, in the order of the plan."""
@@ -124,8 +111,8 @@ class Run:
 
     def fits_within(self, nodes: int) -> list[int]:
         """The numbers of nodes, up to `nodes`, on which a job can run; the fewest first."""
-        found = itertools.chain([nodes], *(fits for fits in self.fits if nodes in fits))
-        return sorted({number for number in found if number <= nodes})
+        fitting = itertools.chain([nodes], *(fits for fits in self.fits if nodes in fits))
+        return sorted({number for number in fitting if number <= nodes})
 
     def fewest_within(self, nodes: int) -> int:
         """The fewest nodes on which every stage of a job with up to `nodes` can run."""

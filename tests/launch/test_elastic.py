@@ -15,8 +15,8 @@ from test_launch import Launched, arguments, gone, rows_of, steps_of
 from maxramp.config.load import load
 from maxramp.config.resolve import meshes_of
 from maxramp.errors import ConfigError
-from maxramp.launch.elastic import Nodes, find_lost
 from maxramp.launch.jobs import Run
+from maxramp.launch.local import LocalCluster, find_lost
 from maxramp.rampup.schedule import RampupBatchManager
 
 # 12 rows a step divide over 1, 2, 3 and 4 nodes; then 8 over 1, 2 and 4, and 16.
@@ -119,6 +119,12 @@ def planned(*arguments: str) -> RampupBatchManager:
     return RampupBatchManager(config.batch, meshes=meshes_of(config))
 
 
+def planned_launch(folder: pathlib.Path, *more: str) -> Run:
+    merged = dict(x.split("=", 1) for x in [*ELASTIC, *more])
+    line = arguments(folder, "", *(f"{k}={v}" for k, v in merged.items()), "run_name=x")
+    return Run.from_config(load(line), line)
+
+
 def test_a_stage_takes_the_most_nodes_that_its_batch_divides_over():
     """Ranks of 2 a node: 24 rows over 2, 4, 6, 8, 12 ranks; 16 over 2, 4, 8, 16."""
     ramp = planned(
@@ -140,17 +146,16 @@ def test_a_stage_takes_the_most_nodes_that_its_batch_divides_over():
 
 
 def test_lost_nodes_rest_longer_each_time(tmp_path):
-    keys = load([BASE, "elastic=True", "node_rest_seconds=1", "max_node_failures=3"]).launch
-    nodes = Nodes(keys, 3, tmp_path / "nodes")
-    assert (tmp_path / "nodes").read_text() == "3"
-    assert nodes.lose(1) == "rests for 1 s"
-    nodes.publish()
-    assert nodes.available() == [0, 2] and (tmp_path / "nodes").read_text() == "2"
+    more = ("node_rest_seconds=1", "max_node_failures=3")
+    cluster = LocalCluster(planned_launch(tmp_path, *more), tmp_path / "nodes")
+    assert cluster.lose(1) == "rests for 1 s"
+    assert cluster.usable_nodes() == [0, 2, 3]
     time.sleep(1.01)
-    assert nodes.available() == [0, 1, 2]
-    assert nodes.lose(1) == "rests for 2 s"
-    assert "left out for good" in nodes.lose(1) and nodes.remaining == 2
-    assert nodes.available() == [0, 2]
+    assert cluster.usable_nodes() == [0, 1, 2, 3]
+    assert cluster.lose(1) == "rests for 2 s"
+    assert "left out for good" in cluster.lose(1)
+    assert cluster.usable_nodes() == [0, 2, 3]
+    assert not cluster.start(4, 0)  # and does not wait
 
 
 @pytest.mark.parametrize(
@@ -178,8 +183,6 @@ def test_which_nodes_were_lost(codes, ended, lost):
     ],
 )
 def test_what_cannot_lose_a_node(more, words, tmp_path):
-    merged = dict(x.split("=", 1) for x in [*ELASTIC, *more])
-    line = arguments(tmp_path, "", *(f"{k}={v}" for k, v in merged.items()), "run_name=x")
     with pytest.raises(ConfigError, match="elastic=True: ") as refused:
-        Run.from_config(load(line), line)
+        planned_launch(tmp_path, *more)
     assert all(word in str(refused.value) for word in words), refused.value

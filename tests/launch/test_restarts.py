@@ -1,4 +1,4 @@
-"""How often a launch starts again: a job that leaves no newer checkpoint counts, progress resets.
+"""How often a launch starts again: a start without progress counts, and progress resets.
 
 The jobs are real processes that end as they are told; `test_launch` and `test_slurm` have real ones
 that train.
@@ -20,10 +20,17 @@ from maxramp.errors import ConfigError
 from maxramp.launch import local, slurm
 from maxramp.launch.jobs import Run
 
-# What each job does: its exit status, and the step of the checkpoint that it leaves before it ends.
-# The last entry repeats. With max_restarts=2.
+# What each job does: its exit status, the step of the checkpoint that it leaves before it ends, and
+# the step that it starts from (of a snapshot, if no checkpoint has it). The last entry repeats.
+# With max_restarts=2.
 NO = None
 CHAINS = {
+    "starts from newer snapshots": (
+        [(1, NO, 0), (1, NO, 25), (1, NO, 50), (1, NO, 75), (1, NO, 100), (0, 120, 110)],
+        [1, 1, 1, 1, 1, 0],
+    ),
+    "starts from one snapshot": ([(1, NO, 0), (1, NO, 25), (1, NO, 25)], [1, 1, 1, 1]),
+    "starts from an older snapshot": ([(1, NO, 25), (1, NO, 0)], [1, 1, 1]),
     "finished": ([(0, 10)], [0]),
     "wrong configuration": ([(2, NO)], [2]),
     "crashes with progress": ([(1, 10), (1, 20), (137, 30), (1, 40), (0, 50)], [1, 1, 137, 1, 0]),
@@ -53,6 +60,7 @@ n=$(wc -l < started)
 set -- $(sed -n "${n}p" script) $(tail -n 1 script)
 [ "$2" = - ] || mkdir -p "x/checkpoints/$2"
 [ "$2" = - ] || sed "s/@STEP@/$2/" metadata > "x/checkpoints/$2/checkpoint.json"
+[ "$3" = - ] || echo "{\\"event\\": \\"start\\", \\"first_step\\": $3}" >> x/jobs.jsonl
 echo "$1" >> ended
 exit "$1"
 """
@@ -66,8 +74,10 @@ class Scripted(Run):
 
 
 def scripted(folder: pathlib.Path, entries: list[tuple]) -> Scripted:
-    lines = [f"{status} {'-' if step is NO else step}\n" for status, step in entries]
-    (folder / "script").write_text("".join(lines))
+    lines = [(*entry, *[NO] * (3 - len(entry))) for entry in entries]
+    words = [" ".join("-" if x is NO else str(x) for x in line) for line in lines]
+    (folder / "script").write_text("\n".join([*words, ""]))
+    (folder / "x").mkdir()
     (folder / "saved").mkdir()
     commit(Checkpoint(folder / "saved", 1, 2, [], "", {}, {}))
     metadata = (folder / "saved" / "checkpoint.json").read_text()
@@ -88,7 +98,7 @@ def test_here(name, tmp_path, capsys):
     entries = [*entries, *[entries[-1]] * (9 - len(entries)), (0, NO)]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        status = local.run(scripted(tmp_path, entries))
+        status = local.launch(scripted(tmp_path, entries))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -124,7 +134,7 @@ def under_slurm(folder: pathlib.Path, run: Run) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", [name for name in CHAINS if "snapshot" not in name])
 def test_under_slurm(name, tmp_path):
     """The batch script by itself, job after job, as far as it submits the next."""
     entries, expected = CHAINS[name]

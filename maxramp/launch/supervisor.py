@@ -1,0 +1,100 @@
+"""Follows a run from job to job, the same on every cluster.
+
+A run is a chain of jobs. Each ends with one of the exit statuses of `errors`: 75 before a batch
+that the plan gives another number of nodes, 76 when it was stopped and has saved. What comes next
+depends on that status, the plan and where the run stands alone, so a chain can be continued at any
+time. A cluster starts the jobs, waits for them, and counts its nodes.
+"""
+
+import dataclasses
+import json
+from typing import Protocol
+
+from maxramp.checkpoints import folder as folder_lib
+from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
+from maxramp.files.place import Place
+from maxramp.launch.jobs import Run
+from maxramp.processes.lifeline import ORDERLY
+from maxramp.run.jobs import read_jobs
+
+
+@dataclasses.dataclass(frozen=True)
+class JobEnd:
+    """How a job ended, and where it left the run."""
+
+    status: int  # of the first process that went wrong; else the largest
+    step: int  # of which the run is sure (`steps_done`)
+    next_nodes: int = 0  # for the next stage, after EXIT_STAGE_END; 0: the plan knows
+    has_lost_nodes: bool = False  # the run can continue without them
+    starts: int = 1  # that the cluster made of it by itself
+
+    @classmethod
+    def read(cls, folder: Place, status: int, has_lost_nodes: bool = False) -> "JobEnd":
+        """Reads from a run's folder what its last job left."""
+        file, nodes = folder / "next_stage.json", 0
+        if status == EXIT_STAGE_END and file.exists():
+            nodes = json.loads(file.read_bytes())["nodes"]
+        return cls(status, steps_done(folder), nodes, has_lost_nodes)
+
+
+class Cluster(Protocol):
+    """Where the jobs of one run are started, one after another."""
+
+    is_stopped: bool  # somebody asked for the end, and not only of a job
+
+    def available(self) -> int:
+        """Counts the nodes on which a job can start now."""
+
+    def start(self, nodes: int, failures: int) -> bool:
+        """Starts a job as soon as it has its nodes; `failures` are the starts without progress
+        before it. Returns False if nothing is left to do here: nodes will not come, somebody asks
+        for the end, or another supervisor continues.
+        """
+
+    def wait(self) -> JobEnd:
+        """Waits for the end of the job, and tells the trainer how many nodes it could have."""
+
+    def stop(self) -> None:
+        """Asks the job to save and end; the second time it need not save. For signal handlers."""
+
+
+def supervise(run: Run, cluster: Cluster, nodes: int, failures: int = 0) -> int:
+    """Starts job after job, the first on `nodes`; returns the exit status of the last.
+
+    A start counts as a failure unless the run got further: to a newer checkpoint, or to a snapshot
+    that a start continued from. Lost nodes do not count.
+    """
+    keys, step, status = run.config.launch, steps_done(run.folder), EXIT_PREEMPTED
+    while cluster.start(nodes, failures):
+        end, before = cluster.wait(), nodes
+        status, most = end.status, keys.max_restarts
+        if status in (0, EXIT_CONFIG) or cluster.is_stopped:
+            return status
+        if status == EXIT_STAGE_END:
+            nodes = end.next_nodes or run.again().next_nodes
+        elif keys.elastic:
+            nodes = run.again().fit(end.step, cluster.available())
+        progressed, step = end.step > step, end.step
+        failures = 0 if progressed else failures
+        has_moved = keys.elastic and status == EXIT_STAGE_END and nodes != before
+        if end.has_lost_nodes or has_moved or (progressed and status in ORDERLY):
+            continue
+        failures += 1 if progressed else end.starts
+        if failures > most:
+            say(f"exit status {status}: gave up after max_restarts={most} starts without progress")
+            return status
+        say(f"exit status {status}: starting again ({failures} of {most})")
+    return EXIT_PREEMPTED if cluster.is_stopped else status
+
+
+def steps_done(folder: Place) -> int:
+    """Steps after which the run's next start can surely begin: those of its newest whole
+    checkpoint, or of the snapshot that its last start continued from.
+    """
+    position = folder_lib.newest(folder / "checkpoints")[0]
+    starts = [job["first_step"] for job in read_jobs(folder) if job["event"] == "start"]
+    return max(position.step if position else 0, *starts[-1:], 0)
+
+
+def say(line: str) -> None:
+    print(f"launch   {line}", flush=True)
