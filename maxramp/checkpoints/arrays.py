@@ -142,7 +142,7 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
     rank = checkpoint.config.get("lora_rank")
     if rank and rank != values["lora_rank"]:
         raise ConfigError(
-            f"lora_rank={values['lora_rank']}: the adapters of {checkpoint.path} were trained with "
+            f"lora_rank={values['lora_rank']}: the adapters of {checkpoint} were trained with "
             f"lora_rank={rank}; give that, or another run_name"
         )
     items = order_by_layer(abstract if isinstance(abstract, dict) else items_of(abstract))
@@ -154,7 +154,7 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
         found, expected = there.get(path, "missing"), wanted.get(path, "missing")
         if found != expected:
             raise ConfigError(
-                f"{checkpoint.path}: {path} is {found}, but {keys or 'this config'} makes it "
+                f"{checkpoint}: {path} is {found}, but {keys or 'this config'} makes it "
                 f"{expected}; give the model and optimizer keys it was trained with, or another "
                 "run_name"
             )

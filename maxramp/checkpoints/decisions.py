@@ -92,6 +92,6 @@ def binding(
             for stage in position.stages
             if stage["global_batch_size"] != first and stage["global_batch_size"] > least
         ]
-        source = f"checkpoint {position.path}"
+        source = f"checkpoint {position}"
     pairs = [(stage["first_sample"], stage["global_batch_size"]) for stage in found]
     return adaptive.check_decisions(keys, pairs, below, source)

@@ -72,6 +72,9 @@ class Checkpoint:
     # the evaluations that were due after its last step and did not come (`EvalKeys.due`)
     owes: list[str] = dataclasses.field(default_factory=list)
 
+    def __str__(self) -> str:
+        return str(self.path)
+
     def to_json(self) -> dict[str, Any]:
         """All fields but its path."""
         fields = dataclasses.fields(Checkpoint)

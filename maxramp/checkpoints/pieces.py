@@ -24,10 +24,10 @@ Values = tuple[str, Sequence[int], np.ndarray]  # of an array from an index on
 
 
 class FileName(NamedTuple):
-    """The name of a file: STEP.SAVED.PROCESS.PROCESSES."""
+    """The name of a file: STEP.START.PROCESS.PROCESSES."""
 
     step: int
-    saved: str  # as in `Checkpoint`
+    start: str  # the id of the start that took it
     process: int  # that wrote it
     processes: int  # of its job
 
@@ -67,13 +67,16 @@ class Snapshot(Checkpoint):
     # the values of an array from an index on, of a shape
     read: Callable[[str, Sequence[int], Sequence[int]], np.ndarray] | None = None
 
+    def __str__(self) -> str:
+        return f"the snapshot after step {self.step}"
+
 
 def list_files(folder: pathlib.Path) -> list[FileName]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(ValueError):  # an unfinished one
-            step, saved, process, processes = path.name.split(".")
-            found.append(FileName(int(step), saved, int(process), int(processes)))
+            step, start, process, processes = path.name.split(".")
+            found.append(FileName(int(step), start, int(process), int(processes)))
     return sorted(found)
 
 

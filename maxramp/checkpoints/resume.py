@@ -63,7 +63,7 @@ def changes_since(
     refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
     if refused:
         raise ConfigError(
-            f"{checkpoint.path}: trained with {_list_changes(refused)}, which would change what "
+            f"{checkpoint}: trained with {_list_changes(refused)}, which would change what "
             "the run has seen; give the values from before, "
             f"allow_changed=[{','.join([*allow_changed, *refused])}], or another run_name"
         )

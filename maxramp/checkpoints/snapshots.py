@@ -5,19 +5,17 @@ thread writes them into the node's folder, and pulls those of the node before. P
 a folder are one node. When all files of all processes are there twice, the snapshot before is
 removed: so after the loss of any one node a whole one is left.
 
-The folder is LOCAL/maxramp-RUN-HASH/ID: HASH is of the run's path, and ID from `.snapshots` in the
-run's folder tells the run from one that was there before.
+The folder is LOCAL/maxramp-RUN-HASH, with a hash of the run's path. A snapshot counts if the run
+still holds its step of the start that took it (`Starts.hold`); no other file there does.
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import math
 import os
 import pathlib
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +40,13 @@ from maxramp.checkpoints.pieces import (
     write_pieces,
 )
 from maxramp.checkpoints.saving import Poll
+from maxramp.checkpoints.starts import Starts
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, keep_id
+from maxramp.files.place import Place
 from maxramp.model.order import order_by_layer
 from maxramp.processes import agreement
 from maxramp.training.state import TrainState
 
-ID = ".snapshots"  # the file in a run's folder
 _MEMORY = "/dev/shm"
 _FIRST = 4  # copies, by which their cost is told
 _SHARE = 0.01  # of the time, that copies should take the loop
@@ -62,21 +60,19 @@ class Snapshots:
         self,
         keys: CheckpointKeys,
         run: Place,
-        here: pathlib.Path,
+        start: str,
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ):
-        """Joins the processes of the job. `run` is the run's folder, `here` where the first process
-        writes its files; `say` and `warn` take a line.
+        """Joins the processes of the job. `run` is the run's folder, `start` the id of this start;
+        `say` and `warn` take a line.
         """
         self._period, self._say, self._warn = keys.local_checkpoint_period, say, warn
         self._me, self._is_first = jax.process_index(), jax.process_index() == 0
-        drawn = agreement.decide_on_first(lambda: [_id_of(here), *map(secrets.token_hex, (4, 32))])
-        identity, self._token, secret = drawn
-        digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:8]
-        given = os.path.expandvars(keys.local_checkpoint_directory) or _MEMORY
-        root = pathlib.Path(given).expanduser().absolute()
-        self._folder = root / f"maxramp-{run.name}-{digest}" / identity
+        self._start = start
+        self._resumed = 0, ""  # the snapshot that the job continues from: step and start
+        secret = agreement.decide_on_first(lambda: secrets.token_hex(32))
+        self._folder = local_folder(keys.local_checkpoint_directory, run)
         agreement.raise_everywhere(self._make_folder)
         self._server, stat = Server(self._folder, secret.encode()), self._folder.stat()
         node = f"{_boot()} {stat.st_dev} {stat.st_ino}"
@@ -125,23 +121,22 @@ class Snapshots:
         kinds, pieces = _copy(state)
         seconds = time.perf_counter() - begin
         self._advise(record.step, begin, seconds, sum(x.nbytes for _, _, x in pieces))
-        record = dataclasses.replace(record, saved=f"{self._token}-{record.step}")
 
         def write() -> None:
             if self._is_first:
                 prepared()
-            path = self._folder / str(self._name(record, self._me))
+            path = self._folder / str(self._name(record.step, self._me))
             write_pieces(path, record, kinds, pieces)
             pieces.clear()
 
         # Not of a pool: nothing may wait for this thread at the end of the process.
-        given = {"target": self._keep, "args": (record, write), "name": "snapshot"}
+        given = {"target": self._keep, "args": (record.step, write), "name": "snapshot"}
         self._thread = threading.Thread(**given, daemon=True)
         self._thread.start()
         return seconds
 
-    def _name(self, record: Checkpoint, process: int) -> FileName:
-        return FileName(record.step, record.saved, process, jax.process_count())
+    def _name(self, step: int, process: int) -> FileName:
+        return FileName(step, self._start, process, jax.process_count())
 
     def _advise(self, step: int, begin: float, seconds: float, size: int) -> None:
         """Says once, after the first copies, what the slowest of them costs."""
@@ -159,13 +154,13 @@ class Snapshots:
                 f"local_checkpoint_period={math.ceil(share / _SHARE)}"
             )
 
-    def _keep(self, record: Checkpoint, write: Callable[[], None]) -> None:
+    def _keep(self, step: int, write: Callable[[], None]) -> None:
         def pull() -> None:
             for process in self._pulled:
-                name = str(self._name(record, process))
+                name = str(self._name(step, process))
                 write_parts(self._folder / name, self._connect[process]().read_file(name))
 
-        point = f"maxramp/snapshot/{record.saved}"
+        point = f"maxramp/snapshot/{step}"
         try:
             failures = agreement.meet(f"{point}/written", _failure_of(write))
             failures = failures or agreement.meet(f"{point}/copied", _failure_of(pull))
@@ -173,11 +168,11 @@ class Snapshots:
             return
         if failures and self._is_first and not self._is_warned:
             self._warn(
-                f"the snapshot after step {record.step} was not kept: {failures[0]}; the run "
+                f"the snapshot after step {step} was not kept: {failures[0]}; the run "
                 "continues, and tries it again at the next one"
             )
         self._is_warned = bool(failures)
-        self._clean(lambda name: (name.saved == record.saved) != bool(failures))
+        self._clean(lambda name: (name[:2] == (step, self._start)) != bool(failures))
 
     def _clean(self, keeps: Callable[[FileName], bool]) -> None:
         """Removes files of this node; its first process does."""
@@ -192,35 +187,37 @@ class Snapshots:
         if self._thread.ident:
             self._thread.join(_LAST)
         self._clean(lambda name: name.step > saved)
-        for folder in (self._folder, self._folder.parent):
-            with contextlib.suppress(OSError):  # something is left in it, or it is gone
-                folder.rmdir()
+        with contextlib.suppress(OSError):  # something is left in it, or it is gone
+            self._folder.rmdir()
 
-    def find(self, checkpoints: Place, after: int) -> Snapshot | None:
-        """The newest whole snapshot after a step; all others are removed. `checkpoints` is the
-        folder that its checkpoint would be in.
+    def find(
+        self, checkpoints: Place, starts: Starts, before: Checkpoint | None
+    ) -> Snapshot | None:
+        """The newest whole snapshot behind a checkpoint that these `starts` hold. `checkpoints` is
+        the folder that its checkpoint would be in.
         """
-        listed = agreement.all_gather_json(list_files(self._folder))
-        there = [[FileName(*name) for name in of_process] for of_process in listed]
-        newer = {name[:2] for name in sum(there, []) if name.step > after}
+        own = list_held(self._folder, starts, before)
+        newer = {name[:2] for names in agreement.all_gather_json(own) for name in map(tuple, names)}
         found = None
-        for step, saved in sorted(newer, reverse=True):
-            found = found or self._open(checkpoints / str(step), saved, there[self._me])
+        for step, start in sorted(newer, reverse=True):
+            if found := self._open(checkpoints / str(step), start, own):
+                self._resumed = step, start
+                break
         if newer and not found and self._is_first:
-            stands = f"checkpoint {after}" if after >= 0 else "the start"
             self._warn(
                 f"no snapshot is whole, the newest is after step {max(newer)[0]}: more than one "
-                f"node was lost; continuing from {stands}"
+                f"node was lost; continuing from {before or 'the start'}"
             )
-        self._clean(lambda name: found is not None and name.saved == found.saved)
-        for other in self._folder.parent.iterdir() if self._place == 0 else ():
-            if other != self._folder:  # of a run that was in the same folder before
-                shutil.rmtree(other, ignore_errors=True)
         return found
 
-    def _open(self, path: Place, saved: str, there: Sequence[FileName]) -> Snapshot | None:
-        """A snapshot, if every file of it is whole on some node; `there` are this node's."""
-        mine = [name for name in there if name.saved == saved][self._place :: len(self._on_node)]
+    def begin(self) -> None:
+        """Removes all snapshots but that which the job continues from, as it trains now."""
+        self._clean(lambda name: name[:2] == self._resumed)
+
+    def _open(self, path: Place, start: str, own: Sequence[FileName]) -> Snapshot | None:
+        """A snapshot, if every file of it is whole on some node; `own` are this node's."""
+        wanted = int(path.name), start
+        mine = [name for name in own if name[:2] == wanted][self._place :: len(self._on_node)]
         verified = {str(name): verify(self._folder / str(name)) for name in mine}
         whole = {name: index for name, index in verified.items() if index}
         files: dict[str, tuple[list[Piece], list[int]]] = {}  # pieces, and processes that have them
@@ -265,6 +262,20 @@ class Snapshots:
         return read
 
 
+def local_folder(directory: str, run: Place) -> pathlib.Path:
+    """The folder of a run's snapshots on this node, by any path to the run."""
+    run = run.resolve()
+    digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
+    root = pathlib.Path(os.path.expandvars(directory) or _MEMORY).expanduser().absolute()
+    return root / f"maxramp-{run.name}-{digest}"
+
+
+def list_held(folder: pathlib.Path, starts: Starts, before: Checkpoint | None) -> list[FileName]:
+    """The files of snapshots behind a checkpoint that a run still holds, the newest last."""
+    after = before.step if before else 0
+    return [n for n in list_files(folder) if n.step > after and starts.hold(n.start, n.step)]
+
+
 def _copy(state: TrainState) -> tuple[Arrays, list[Values]]:
     """The dtypes and shapes of all arrays, and this process's pieces on the host. Of the devices
     that hold a piece one gives it, another for the next array.
@@ -296,14 +307,6 @@ def _failure_of(work: Callable[[], None]) -> str:
         return ""
     except Exception as error:
         return f"process {jax.process_index()}: {arrays.reason_of(error)}"
-
-
-def _id_of(here: pathlib.Path) -> str:
-    path = here / ID
-    try:
-        return keep_id(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
 
 
 def _boot() -> str:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
+import pathlib
 import platform
 import secrets
 import types
@@ -20,12 +21,14 @@ import jax
 
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.checkpoints import starts as starts_lib
 from maxramp.checkpoints.best import Best, select_kinds
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.resume import changes_since, seen_mixtures
 from maxramp.checkpoints.saving import Saves
-from maxramp.checkpoints.snapshots import Snapshots
+from maxramp.checkpoints.snapshots import Snapshots, list_held, local_folder
+from maxramp.checkpoints.starts import Starts
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import Place, is_near, place, set_aside
@@ -39,16 +42,20 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def __init__(
         self,
-        keys: CheckpointKeys,
         folder: Place,
+        here: pathlib.Path,
         data: DataIdentity,
         values: Mapping[str, Any],
+        say: Callable[[str], None],
         warn: Callable[[str], None],
     ):
         """Every process of the job sees the `folder` of the checkpoints, which keep the `values` of
-        all keys, resolved. `warn` takes a line about a fault that need not end the run.
+        all keys, resolved. The first process writes the run's other files `here`. `say` takes a
+        line, and `warn` one about a fault that need not end the run.
         """
-        self._keys, self._folder, self._warn = keys, folder.absolute(), warn
+        self._keys = keys = CheckpointKeys.from_values(values)
+        self._folder, self._warn = folder.absolute(), warn
+        self._run, self._here = self._folder.parent, here
         self._saves = Saves(self._folder, keys, warn)
         self._data, self.values = data, values
         # As in `DataIdentity`; of DPO, "eval_reference" comes when the reference is known.
@@ -61,7 +68,11 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.first: dict[str, str] = {}
         # What the run trained before the schedule of this job, which every checkpoint keeps.
         self.history: list[dict[str, Any]] = []
+        self._start = agreement.decide_on_first(lambda: secrets.token_hex(4))
         self.snapshots: Snapshots | None = None
+        if keys.enable_emergency_checkpoint:
+            self.snapshots = Snapshots(keys, self._run, self._start, say, warn)
+        self._position: Checkpoint | None = None
         self.goes_on = False  # from a state of this run, and not that of another one
         self._is_first = jax.process_index() == 0
         self._torn: list[Place] = []
@@ -87,12 +98,24 @@ class Checkpoints(contextlib.AbstractContextManager):
             position = agreement.raise_everywhere(lambda: folder_lib.read(place(chosen)))
             if position.path.parent == self._folder:
                 self._saves.newest = position.step
-        if self.snapshots:
-            after = position.step if position else -1
-            if found := self.snapshots.find(self._folder, after):
-                position, self.first = found, found.first
+        self._starts = Starts(*agreement.decide_on_first(lambda: starts_lib.read(self._here)))
+        if not self.snapshots:
+            self._name_passed_over(position)
+        elif found := self.snapshots.find(self._folder, self._starts, position):
+            position, self.first = found, found.first
         self.goes_on = position is not None and position.path.parent == self._folder
+        self._position = position
         return position
+
+    def _name_passed_over(self, position: Checkpoint | None) -> None:
+        """Says, where this start takes no snapshots, that one is newer than its `position`."""
+        if self._is_first and self._starts.directory is not None:
+            folder = local_folder(self._starts.directory, self._run)
+            for name in list_held(folder, self._starts, position)[-1:]:
+                self._warn(
+                    f"enable_emergency_checkpoint=False passes over the snapshot after step "
+                    f"{name.step} in {folder}; continuing from {position or 'the start'}"
+                )
 
     def _choose(self) -> str:
         if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):
@@ -122,8 +145,13 @@ class Checkpoints(contextlib.AbstractContextManager):
         return changes_since(checkpoint, self.values, allowed, self._data, versions())
 
     def start_saving(self) -> list[Place]:
-        """Removes what killed saves left behind, and returns it; moves torn checkpoints aside."""
+        """Begins the part of the run that this start trains, called when nothing can be refused any
+        more. Removes what killed saves left behind, and returns it; moves torn checkpoints aside.
+        """
         unfinished = []
+        agreement.raise_everywhere(lambda: self._is_first and self._begin())
+        if self.snapshots:
+            self.snapshots.begin()
         self._saves.restart_clock()
         if self._keys.enable_checkpointing and self._is_first:
             for path in self._torn:
@@ -133,6 +161,16 @@ class Checkpoints(contextlib.AbstractContextManager):
                 for checkpoint in folder_lib.read_whole(self._folder):
                     self._note(checkpoint)
         return unfinished
+
+    def _begin(self) -> None:
+        keys, position = self._keys, self._position
+        before = self._starts if self.goes_on else Starts()
+        directory = keys.local_checkpoint_directory if self.snapshots else None
+        try:
+            first_step = position.step if position else 0
+            before.begin(self._start, first_step, directory).write(self._here)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}; make room") from None
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """The same answer on every process."""

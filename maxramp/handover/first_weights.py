@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 
-from maxramp.checkpoints import folder, snapshots
+from maxramp.checkpoints import folder, starts
 from maxramp.checkpoints.weights import Weights, open_weights
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
@@ -106,7 +106,7 @@ def _named_at_start(name: str, own: Place) -> str:
     """The path of a run's last start, whose snapshots may be there without a checkpoint."""
     files = (own / file for file in ("config.resolved.yml", "config.yml"))
     config = next((file for file in files if file.is_file()), None)
-    kept = config and (own / snapshots.ID).exists()
+    kept = config and starts.read(own).directory is not None
     return read_yaml(config).get(name, "") if kept else ""
 
 

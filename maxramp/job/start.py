@@ -15,7 +15,6 @@ from maxramp.checkpoints import arrays, decisions
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.pieces import Snapshot
 from maxramp.checkpoints.resume import Span, length_by_epochs, rate_change, take_up
-from maxramp.checkpoints.snapshots import Snapshots
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.checkpoints.weights import SavedWeights, keep_released
 from maxramp.commandline import print_note
@@ -118,16 +117,11 @@ class Start:
         output = self.closing.enter_context(Output(self.config.run, dump_config(self.config)))
         if jax.process_index() == 0:
             self.preemption.say = output.say
-        config, there = self.config, output.folder / "checkpoints"
-        checkpoints = self.closing.enter_context(
-            Checkpoints(config.checkpoints, there, data, config.values, output.warn)
-        )
+        config, where = self.config, (output.folder / "checkpoints", output.here)
+        lines = output.say, output.warn
+        checkpoints = self.closing.enter_context(Checkpoints(*where, data, config.values, *lines))
         self.closing.enter_context(agreement.report_lost_peers())
         checkpoints.first = self.first.states
-        if config.checkpoints.enable_emergency_checkpoint:
-            checkpoints.snapshots = Snapshots(
-                config.checkpoints, output.folder, output.here, output.say, output.warn
-            )
         position = checkpoints.latest()
         left_over, devices = "", jax.device_count()
         if config.batch.is_open:

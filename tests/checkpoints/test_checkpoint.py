@@ -52,7 +52,8 @@ class Folder:
         self.path, self.config, self.said = path, config, []
         path.mkdir(exist_ok=True)
         self.checkpoints = Checkpoints(
-            config.checkpoints, path, DataIdentity(corpus_hash), config.values, self.said.append
+            *(path, path.parent, DataIdentity(corpus_hash), config.values),
+            *(print, self.said.append),
         )
         self.ramp = RampupBatchManager(config.batch, 8)
 

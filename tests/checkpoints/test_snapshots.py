@@ -24,6 +24,7 @@ from maxramp.checkpoints.pieces import (
     write_parts,
     write_pieces,
 )
+from maxramp.checkpoints.starts import Starts
 from maxramp.errors import EXIT_CONFIG, EXIT_LOST
 from maxramp.run.metrics import read_records
 
@@ -93,17 +94,24 @@ class Cluster:
             job.append(Forked(line, environment() | place))
         return finish(job)
 
+    def train_alone(self, node, killed="", **given):
+        """Runs a job of one node; returns its output and its errors. It is killed, or finishes."""
+        at = dict(zip(("killed", "at"), (node, KILLS[killed]), strict=True)) if killed else {}
+        ((output, errors, status),) = self.train(node, **at, **given)
+        assert status == (-signal.SIGKILL if killed else 0), errors
+        return output, errors
+
     def lose(self, node):
         shutil.rmtree(self.folder / node)
 
     def files(self, node):
-        return [name for path in (self.folder / node).glob("*/*") for name in list_files(path)]
+        return [name for path in (self.folder / node).glob("*") for name in list_files(path)]
 
     def newest_whole(self, nodes):
         """The last step of which these nodes have the files of all four processes."""
         there = {name for node in nodes for name in self.files(node)}
         return max(
-            n.step for n in there if {(n.saved, p) for p in range(4)} <= {x[1:3] for x in there}
+            n.step for n in there if {(*n[:2], p) for p in range(4)} <= {x[:3] for x in there}
         )
 
     def records(self):
@@ -202,6 +210,84 @@ def test_two_neighbours_are_lost(tmp_path, cache_dir, calm):
         "warning: no snapshot is whole, .*one node was lost; continuing from the start", err
     )
     check(cluster, calm, same_devices=False)
+
+
+KILLS = {
+    "in a snapshot": ("pieces", "write_parts", "4"),  # of step 8, as step 6 has one
+    "at a step": ("store", "Checkpoints.is_due", "3"),  # behind the third of its steps
+}
+SAVES, SLOWER = ["checkpoint_period=5", "async_checkpointing=False"], "learning_rate=1e-3"
+OFF = ["enable_emergency_checkpoint=False", "local_checkpoint_directory="]
+OFF += ["local_checkpoint_period=20"]
+AWAY = {  # where the second start trains, which finds no snapshot of the first
+    "key off": ("a", OFF),
+    "other node": ("b", []),
+    "other directory": ("a", ["local_checkpoint_directory={}/other"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("away", AWAY)
+def test_a_snapshot_that_a_later_start_left_behind_never_counts(tmp_path, cache_dir, away):
+    """A start goes back to a checkpoint at another rate and is killed before it saves: the next one
+    goes back there, too, and not to the snapshot of the first."""
+    cluster, (node, keys) = Cluster(tmp_path, cache_dir, *SAVES), AWAY[away]
+    cluster.train_alone("a", "in a snapshot")
+    shutil.copytree(cluster.run, tmp_path / "runs" / "calm")
+    cluster.train_alone("b", keys=["run_name=calm", SLOWER])
+    keys = [key.format(tmp_path) for key in keys]
+    output, errors = cluster.train_alone(node, "at a step", keys=[*keys, SLOWER])
+    assert "resume   from step 5," in output
+    passes_over = "warning: enable_emergency_checkpoint=False passes over the snapshot after step 6"
+    assert (passes_over in errors) == (away == "key off")
+    output, errors = cluster.train_alone("a", keys=[SLOWER])
+    assert "resume   from step 5," in output and "node was lost" not in errors
+    calm = read_records(tmp_path / "runs" / "calm" / "metrics.jsonl")
+    assert [r["loss"] for r in cluster.records()] == [r["loss"] for r in calm if "loss" in r]
+
+
+@pytest.mark.slow
+def test_nodes_that_come_back_bring_no_old_snapshot(tmp_path, cache_dir):
+    """Three nodes are killed, one of them begins alone and saves: then that is the run."""
+    cluster = Cluster(tmp_path, cache_dir)
+    done = cluster.train("abc", "c", KILLS["in a snapshot"])
+    assert -signal.SIGKILL in [status for *_, status in done]
+    assert {name.step for name in cluster.files("b")} >= {6}
+    _, errors = cluster.train_alone("a", "in a snapshot", keys=SAVES)
+    assert "no snapshot is whole, the newest is after step" in errors
+    cluster.lose("a")
+    output, errors, _ = finish_run(cluster, "abc")
+    assert "resume   from step 5," in output and "node was lost" not in errors
+    assert [r["step"] for r in cluster.records()] == [*range(13)]
+
+
+@pytest.mark.slow
+def test_a_snapshot_is_found_by_any_path_to_its_run(tmp_path, cache_dir):
+    cluster = Cluster(tmp_path, cache_dir)
+    cluster.train_alone("a", "in a snapshot")
+    (tmp_path / "link").symlink_to("runs")
+    other = ["base_output_directory={}/link", "data_shuffle_seed=5"]
+    ((_, errors, status),) = cluster.train("a", keys=[key.format(tmp_path) for key in other])
+    assert status == EXIT_CONFIG
+    assert errors.startswith("error: the snapshot after step 6: trained with data_shuffle_seed=0")
+    output, _ = cluster.train_alone("a", keys=[other[0].format(tmp_path)])
+    assert resumed_from(output) == 6
+    assert not cluster.files("a")
+
+
+def test_starts_hold_the_steps_that_the_records_do():
+    """Of any starts, each from a state that the run holds: a state after step k counts if the start
+    that took it trained the last step before it, as the records say that are cut at each start."""
+    rng = np.random.default_rng(0)
+    starts, records, states = Starts(), [], []
+    for number in range(300):
+        held = [step for step, start in states if starts.hold(start, step)]
+        assert held == [n for n, start in states if records[n - 1 : n] == [start]]
+        first, start = int(rng.choice([0, *held])), str(number)
+        starts = starts.begin(start, first, "/dev/shm")
+        records = [*records[:first], *[start] * rng.integers(0, 9)]
+        taken = range(first + 1, len(records) + 1)
+        states += [(n, start) for n in taken if rng.random() < 0.3]
 
 
 @pytest.mark.slow

@@ -137,13 +137,13 @@ def test_no_answer_is_no_empty_folder(client, monkeypatch):
             ask(folder)
 
 
-def test_a_kill_in_a_save_stops_no_restart(client):
+def test_a_kill_in_a_save_stops_no_restart(client, tmp_path):
     """Of a storage as of a disk: nothing ever counted, and nothing of it stays."""
     folder, warnings = place("gs://bucket/run/checkpoints"), []
     for name in ("model/d", "_CHECKPOINT_METADATA"):
         write_whole(folder / "4" / name, b"{}")
     checkpoints = Checkpoints(
-        make_config().checkpoints, folder, DataIdentity(""), {}, warnings.append
+        *(folder, tmp_path, DataIdentity(""), make_config().values), *(print, warnings.append)
     )
     assert checkpoints.latest() is None
     assert checkpoints.start_saving() == [folder / "4"]

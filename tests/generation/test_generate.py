@@ -26,7 +26,7 @@ def save_run(folder, *keys):
     ramp = RampupBatchManager(config.batch, 8)
     with jax.set_mesh(make_mesh(config)):
         saving = Checkpoints(
-            config.checkpoints, folder / "checkpoints", DataIdentity("data"), config.values, print
+            *(folder / "checkpoints", folder, DataIdentity("data"), config.values), *(print, print)
         )
         with saving:
             saving.start_saving()
