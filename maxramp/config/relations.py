@@ -237,8 +237,16 @@ def _check_together(config: Any) -> Relations:
         f"allow_changed=[trainable_layers] with lora_rank={lora}: what other layers have learned "
         "would not be handed over; leave it out, or give another run_name",
     )
-    frozen = f"lora_rank={lora}" * bool(lora) or f"trainable_layers={chosen}" * bool(chosen)
-    frozen = frozen or f"trainable_parameters_mask={mask}" * bool(mask and "scale" not in mask)
+    adapters = f"lora_rank={lora}" * bool(lora)
+    roles = f"trainable_parameters_mask={mask}"
+    no_routers = adapters or roles * bool(mask and "router" not in mask)
+    yield (
+        optimizer.routed_bias_update_rate and no_routers,
+        f"routed_bias_update_rate={optimizer.routed_bias_update_rate:g} moves biases of routers, "
+        f"which are frozen under {no_routers}; use 0",
+    )
+    frozen = adapters or f"trainable_layers={chosen}" * bool(chosen)
+    frozen = frozen or roles * bool(mask and "scale" not in mask)
     yield (
         measured and frozen,
         "the noise scale is measured on the gradients of the norms' scales, which are frozen under "

@@ -96,8 +96,10 @@ def _late_steps(ramp: RampupBatchManager) -> list[_Steps]:
 
 def _remedy(config: Config, meshes: Meshes, ramp: RampupBatchManager) -> str:
     """Keys to paste, of a ramp on as many tokens that is not above the laws: halvings of the run's
-    batches, each from where the laws find it small enough."""
-    rebatching = Rebatching(config, config, ramp)
+    batches, or powers of 2 times the fewest rows that divide over the devices, each from where the
+    laws find it small enough."""
+    rebatching, phases = Rebatching(config, config, ramp), config.batch.phase_list
+    fewest_rows = math.lcm(*(phase.keys.ranks * phase.keys.rows_multiple for phase in phases))
 
     def excess(batches: Batches) -> float:
         with contextlib.suppress(ConfigError):
@@ -111,11 +113,17 @@ def _remedy(config: Config, meshes: Meshes, ramp: RampupBatchManager) -> str:
         row = ramp.keys.max_target_length
         return math.ceil(laws.tokens_of_largest(size * row) / row)
 
+    def smaller(size: int) -> int | None:
+        """At most half of a batch."""
+        most = size // 2
+        sizes = [most] * (size % 2 == 0)
+        if most >= fewest_rows:
+            sizes.append(fewest_rows << (most // fewest_rows).bit_length() - 1)
+        return next((n for n in sizes if excess([(0, n)]) < math.inf), None)
+
     own = {s.first_sample: s.global_batch_size for s in ramp.stages_between(0, ramp.total_steps)}
     early, sizes, batches = _EARLY * ramp.total_samples, sorted({*own.values()}), []
-    size = sizes[-1]
-    while begin(size) > early and size % 2 == 0 and excess([(0, size // 2)]) < math.inf:
-        size //= 2
+    while begin(sizes[-1]) > early and (size := smaller(sizes[-1])):
         sizes.append(size)
     for place in sorted({0, *own, *map(begin, sizes)}):
         most = ramp.stage_at_sample(place).global_batch_size

@@ -70,5 +70,15 @@ def _fill(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
     if not is_open and known == wanted:
         return sizes
     shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
-    remedy = f"give sizes whose product divides {wanted}" if is_open else "let one of them be -1"
+    remedy = "let one of them be -1"
+    if is_open:
+        smaller = {name: _largest_size(size, known, wanted) for name, size in sizes.items()}
+        fits = " or ".join(f"{name}={size}" for name, size in smaller.items() if size)
+        remedy = f"use {fits}" if fits else f"give sizes whose product divides {wanted}"
     raise ConfigError(f"{shown} makes no mesh of {wanted}, and {has}; {remedy}")
+
+
+def _largest_size(size: int, product: int, wanted: int) -> int:
+    """The largest size below an axis' own with which the product of all divides; 0 for none."""
+    fits = (n for n in range(1, size) if wanted and wanted % (product // size * n) == 0)
+    return max(fits, default=0)

@@ -14,8 +14,10 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.routing import LOAD, Router, load_shares
-from maxramp.model.parts.weights import Weight, map_weights
+from maxramp.model.parts.weights import Weight, join_parts, map_weights, part_of
 from maxramp.parallel.sharding import axes_spec
+from maxramp.training.keys import OptimizerKeys
+from maxramp.training.state import mask_layers
 
 Counts = dict[str, jax.Array]
 
@@ -50,23 +52,28 @@ def with_last_step(model: Decoder, counts: Counts) -> Decoder:
     return jax.tree.map(attach, model, is_leaf=lambda x: isinstance(x, Router))
 
 
-def move_biases(frozen: Decoder, counts: Counts, rate: float) -> Decoder:
+def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder:
     """Up by the rate those of experts with less than the mean load of their layer, others down
-    (DeepSeek-V3, arXiv 2408.15664, algorithm 1). Loads are integers, so any split gives the same.
+    (DeepSeek-V3, arXiv 2408.15664, algorithm 1), in the layers that train. Loads are integers, so
+    any split gives the same.
     """
+    if not keys.routed_bias_update_rate:
+        return frozen
 
     def move(weight: Weight) -> Weight:
-        if weight.role != "balance":
-            return weight
         loads_LE = counts[LOAD]
         number = loads_LE.shape[1]
         mean_L1 = loads_LE.sum(1, keepdims=True).astype(jnp.float32) / number
         difference = jnp.sign(mean_L1 - loads_LE.astype(jnp.float32))
         spec = jax.typeof(weight[...]).sharding.spec
-        step = jax.lax.reshape(rate * difference, weight.shape, out_sharding=spec)
+        step = jax.lax.reshape(
+            keys.routed_bias_update_rate * difference, weight.shape, out_sharding=spec
+        )
         return weight.replace(weight[...] + step)
 
-    return map_weights(move, frozen) if rate else frozen
+    biases = part_of(frozen, lambda weight: weight.role == "balance")
+    moved = mask_layers(map_weights(move, biases), keys.trainable_layers, biases)
+    return join_parts(moved, frozen)
 
 
 def metrics(counts: Counts) -> dict[str, jax.Array]:

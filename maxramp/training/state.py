@@ -100,20 +100,21 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
     return part(True), part(False)
 
 
-def mask_layers(tree: Decoder, numbers: Sequence[int]) -> Decoder:
-    """A tree like the trained weights, with zeros outside of these layers; none = as they are."""
+def mask_layers(tree: Decoder, numbers: Sequence[int], others: Decoder | None = None) -> Decoder:
+    """Keeps these layers of a tree of weights, with those of `others` (None = zeros) elsewhere; no
+    numbers = all of the tree."""
     if not numbers:
         return tree
 
-    def mask_weight(path: Any, weight: Weight) -> Weight:
+    def mask_weight(path: Any, weight: Weight, other: Weight) -> Weight:
         spec = jax.typeof(weight[...]).sharding.spec
         is_chosen = _chosen_layers(tree, path, weight, numbers)
         mask = jax.lax.broadcast_in_dim(
             is_chosen, weight.shape, range(is_chosen.ndim), out_sharding=spec
         )
-        return weight.replace(jnp.where(mask, weight[...], 0))
+        return weight.replace(jnp.where(mask, weight[...], other[...] if others else 0))
 
-    return jax.tree_util.tree_map_with_path(mask_weight, tree, is_leaf=is_weight)
+    return jax.tree_util.tree_map_with_path(mask_weight, tree, others or tree, is_leaf=is_weight)
 
 
 def num_trained(trained: Decoder, numbers: Sequence[int]) -> int:

@@ -205,7 +205,7 @@ def update(
         **balance.metrics(sums[1].counts),
     }
     buffers = sums[1].counts
-    frozen = balance.move_biases(state.frozen, buffers, optimizer.routed_bias_update_rate)
+    frozen = balance.move_biases(state.frozen, buffers, optimizer)
     after = TrainState(
         *(consumed, trained, frozen, buffers, opt_state, state.bad_steps, state.recent)
     )

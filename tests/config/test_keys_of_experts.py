@@ -49,7 +49,11 @@ REFUSED = {
     ),
     "biases below adapters": (
         f"{DOTS} routed_bias_update_rate=0.001 lora_rank=4 lora_targets=[q_proj]",
-        "routed_bias_update_rate=0.001 with lora_rank=4: .* use 0",
+        "routed_bias_update_rate=0.001 moves .* frozen under lora_rank=4; use 0",
+    ),
+    "biases of routers that do not train": (
+        f"{DOTS} routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix]",
+        r"routed_bias_update_rate=0.001 moves .* frozen under .*mask=\['matrix'\]; use 0",
     ),
 }
 

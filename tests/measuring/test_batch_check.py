@@ -76,6 +76,8 @@ LOUD = {
     "Megatron": ["step_batch_size_schedule=0:256 500M:16384"],
     "phases": ["global_batch_size=64", "phases={1B: {global_batch_size: 24576, row_length: 1024}}"],
     "few multiples": ["global_batch_size=12000"],
+    "few halvings": ["global_batch_size=30000"],
+    "few halvings of ranks": ["global_batch_size=30000", "ici_context_parallelism=2"],
     "Muon of 67B": ["global_batch_size=32768", "total_tokens=100000000000", "opt_type=muon"],
 }
 

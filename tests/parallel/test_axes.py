@@ -4,7 +4,9 @@ import jax
 import pytest
 from conftest import make_config, make_mesh
 
+from maxramp.errors import ConfigError
 from maxramp.parallel.axes import AXES, BATCH_AXES, COPY_AXES, ROW_AXES, TABLE
+from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
 from maxramp.training.state import abstract_state
 
@@ -53,3 +55,29 @@ def test_what_an_axis_divides(axis):
 def test_devices_that_hold_a_row_together_are_neighbours():
     """By their number in the mesh a process finds which rows they need (`data.order.Share`)."""
     assert AXES[: len(ROW_AXES)] == ROW_AXES
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes", "remedy"),
+    [
+        (
+            32,
+            {"pipeline": 4, "expert": 8, "context": 2},
+            {"pipeline": 2, "expert": 4, "context": 1},
+        ),
+        (8, {"tensor": 3}, {"tensor": 2}),
+        (12, {"expert": 8, "tensor": 5}, {}),
+    ],
+)
+def test_a_mesh_that_is_too_large_names_each_size_that_fits(devices, sizes, remedy):
+    def keys(sizes):
+        return {f"ici_{axis}_parallelism": size for axis, size in sizes.items()}
+
+    given = keys({axis.key: 1 for axis in TABLE} | {"fsdp": -1} | sizes)
+    given |= {name.replace("ici", "dcn"): 1 for name in given}
+    last = " or ".join(f"{name}={size}" for name, size in keys(remedy).items())
+    with pytest.raises(ConfigError) as error:
+        MeshKeys(**given).resolve(devices)
+    assert str(error.value).endswith(f"use {last}" if last else f"product divides {devices}")
+    for name, size in keys(remedy).items():
+        MeshKeys(**given | {name: size}).resolve(devices)

@@ -104,6 +104,20 @@ def test_chosen_layers_move_as_if_all_trained(keys):
         assert not np.asarray(weight[...])[[0, 3]].any() and np.asarray(weight[...])[CHOSEN].any()
 
 
+@pytest.mark.parametrize(
+    "keys", [(), pytest.param(("first_num_dense_layers=1",), marks=pytest.mark.slow)]
+)
+def test_biases_of_routers_move_in_chosen_layers_alone(keys):
+    """Which the balance of loads moves, not the optimizer."""
+    experts = ("decoder_block=dots1", "use_qk_norm=True", "num_experts=4", "base_moe_mlp_dim=16")
+    experts += ("routed_score_func=sigmoid", "routed_bias=True", "routed_bias_update_rate=0.01")
+    _, before, after, *_ = stepped(*experts, *keys, f"trainable_layers={CHOSEN}", devices=1)
+    name = next(name for name in by_path(before) if "bias_E" in name)
+    moved = (by_path(after)[name] != by_path(before)[name]).any(1)
+    first = 1 if keys else 0
+    assert np.flatnonzero(moved).tolist() == [number - first for number in CHOSEN]
+
+
 def init_shapes(config):
     with jax.sharding.use_abstract_mesh(make_mesh(config).abstract_mesh):
         return jax.eval_shape(lambda: init_state(config.recipe))

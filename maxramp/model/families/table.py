@@ -111,11 +111,6 @@ def _check_experts(keys: ModelKeys) -> Relations:
         f"lora_targets={list(keys.lora_targets)}: experts have no adapters; use "
         "lora_targets=[q_proj,k_proj,v_proj,o_proj]",
     )
-    yield (
-        keys.routed_bias_update_rate and keys.lora_rank,
-        f"routed_bias_update_rate={keys.routed_bias_update_rate:g} with lora_rank={keys.lora_rank}"
-        ": biases are of the model below the adapters, which stays as it is; use 0",
-    )
 
 
 def family_choices() -> dict[str, tuple[str, ...]]:
