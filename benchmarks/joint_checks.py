@@ -9,21 +9,25 @@ from collections.abc import Callable
 from typing import Any
 
 import events
+import jax
 import numpy as np
 from conftest import run
 from joint_cases import POLICIES, SHAPES, Shape, keys_of, writable
 from joint_runs import Failed, Refused, Runs, answer, records_of, steps_of
 
 from maxramp import suggest
+from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data.opening import open_rows
 from maxramp.data.rows import PADDING
 from maxramp.errors import ConfigError
+from maxramp.parallel import mesh
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
+from maxramp.training.state import abstract_state
 
 # What the clock measured or a restart marks, and what follows from how a batch lies on devices.
 _TIMES = re.compile("second|tflops|restarted|^time$|goodput")
@@ -71,6 +75,30 @@ def as_planned(runs: Runs, name: str, shape: Shape) -> None:
             raise Failed("plan --json is not plan.json", f"{stage}\n{of_run}")
     if before.get("total_steps", len(records)) != len(records):
         raise Failed("the plan has other steps", f"{before['total_steps']}\n{len(records)}")
+
+
+def frozen_stay(runs: Runs, name: str) -> None:
+    """From the first checkpoint to the last, what does not train keeps every bit."""
+    path = runs.folder / name / "checkpoints"
+    config = load([str(runs.folder / name / "config.yml")], runs.program)
+    with jax.set_mesh(mesh.line()):
+        state = abstract_state(config.recipe, mesh.line())
+        items = {"model": arrays.items_of(state)["model"]}
+        steps = folder_lib.steps_in(path)
+        first, last = (
+            arrays.named_leaves(arrays.load(path / str(step), items))
+            for step in (steps[0], steps[-1])
+        )
+    trained = arrays.named_leaves({"model": state.trained})
+    layers = config.optimizer.trainable_layers
+    for weight, x in last.items():
+        moves = np.asarray(x) != np.asarray(first[weight])
+        kind = weight.split(".")[2] if weight.startswith("model.layers.") else ""
+        own = [number for number, layer in enumerate(state.model.pattern) if layer.kind == kind]
+        if layers:
+            moves = np.delete(moves, [i for i, number in enumerate(own) if number in layers], 0)
+        if moves.any() and (layers or weight not in trained):
+            raise Failed("a frozen weight moves", weight)
 
 
 def same(runs: Runs, one: str, other: str, exact: bool, near: float = 2e-3) -> None:

@@ -172,6 +172,10 @@ class Runs:
     # a storage keeps what an earlier case left in it
     remote: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
 
+    @property
+    def program(self) -> str:
+        return "grpo" if self.case.has("data") == "grpo" else "train"
+
     def arguments(self, name: str, shape: Shape, notation: str = "", **keys: Any) -> list[str]:
         """The command line of a run."""
         given = keys_of(self.case, shape, notation) | {k: str(v) for k, v in keys.items()}
@@ -190,11 +194,10 @@ class Runs:
           Failed: it ends as no run may.
           Refused: it does not begin.
         """
-        module = "grpo" if self.case.has("data") == "grpo" else "train"
         arguments = self.arguments(name, shape, **others)
-        line = command(*arguments, module=module)
+        line = command(*arguments, module=self.program)
         if moment:
-            line = [sys.executable, "-c", STRUCK, module, name, *moment.split(), *arguments]
+            line = [sys.executable, "-c", STRUCK, self.program, name, *moment.split(), *arguments]
         folders = [self.folder] * shape.processes
         ended = finish(start(line, shape.processes, shape.devices, folders), timeout=240)
         self._fetch(name)

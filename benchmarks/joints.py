@@ -27,7 +27,7 @@ if __name__ == "__main__":  # and not in the processes that are forked from it
     root = pathlib.Path(__file__).resolve().parent.parent
     sys.path[:0] = [str(root), str(root / "tests"), str(root / "tests" / "huggingface")]
     from joint_cases import Case, draw_cases, simpler
-    from joint_checks import CHECKS, TRAINING, as_planned, opens
+    from joint_checks import CHECKS, TRAINING, as_planned, frozen_stay, opens
     from joint_runs import Failed, Refused, Runs, World
 
 
@@ -44,6 +44,8 @@ def run_case(case: Case, world: World, folder: pathlib.Path) -> tuple[str, str]:
         if case.check in TRAINING:
             runs.train("whole", shape)
             as_planned(runs, "whole", shape)
+            if case.has("trains") not in ("all", "decay"):
+                frozen_stay(runs, "whole")
             if case.has("end") == "export":
                 opens(runs, "whole")
         CHECKS[case.check](runs)

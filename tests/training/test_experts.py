@@ -30,8 +30,12 @@ from test_step import (
 )
 
 from maxramp.checkpoints import arrays
+from maxramp.data.batch import Batch
 from maxramp.data.rows import PADDING
+from maxramp.model.decoder import Decoder
 from maxramp.model.order import order_by_layer
+from maxramp.model.parts.routing import Router
+from maxramp.training.balance import summing_positions
 from maxramp.training.state import abstract_state
 
 EXPERTS, PER_TOKEN, LAYERS = 8, 2, 4
@@ -218,6 +222,35 @@ def test_a_step_is_that_of_the_definitions(name):
     assert deviation(ours.change, change) < TOLERANCE
 
 
+def test_a_rows_terms_are_means_over_its_tokens_that_count_as_its_targets():
+    """By hand: two experts, of which a token takes one, with scores ln 3 and 0, or 0 and 0.
+
+    Row 0 has four tokens and one target: shares (3, 1) / 4, mean probabilities (5, 3) / 8, so a
+    balance of 2 (15 + 3) / 32 = 9/8. Row 1 has two of each: shares (1, 1) / 2, probabilities
+    (3, 5) / 8, a balance of 1. Of three targets that is (9/8 + 2) / 3, where tokens would give
+    (4 * 9/8 + 2) / 6. In a pass the shares are (4, 2) / 6, the probabilities (11, 13) / 24.
+    """
+    towards_0, towards_1, neither = (np.log(3), 0), (0, np.log(3)), (0, 0)
+    logits_BT2 = np.array([[towards_0] * 3 + [towards_1], [neither, towards_1, neither, neither]])
+    tokens_BT = np.array([[5, 5, 5, 5], [5, 5, PADDING, PADDING]])
+    is_target_BT = np.array([[False, False, True, False], [True, True, False, False]])
+    batch = Batch(tokens_BT, np.where(is_target_BT, 5, PADDING))
+    balance = {"row": (9 / 8 + 2) / 3, "pass": 2 * (4 / 6 * 11 / 24 + 2 / 6 * 13 / 24)}
+    z = (np.log(4) ** 2 + np.log(2) ** 2 + np.log(4) ** 2) / 3
+    for scope, expected in balance.items():
+        losses = ("load_balance_loss_weight=1", "router_z_loss_weight=1")
+        config = config_of(*losses, f"load_balance_loss_scope={scope}", "num_experts=2")
+        config = config.replace(num_experts_per_tok=1, base_num_decoder_layers=1)
+        with jax.set_mesh(make_mesh(config)):
+            router, key = Router(config.model, jax.random.key(0)), jax.random.key(0)
+            router.matrix_DE = router.matrix_DE.replace(jnp.eye(32, 2))
+            model = jax.eval_shape(functools.partial(Decoder, config.model), key)
+            shares_BT = summing_positions(model, batch, is_target_BT.sum(1)).shares_BT
+            aux = router(jnp.pad(logits_BT2, ((0, 0), (0, 0), (0, 30))), shares_BT)[1]
+        sums = {name: float(x_B.sum()) / 3 for name, x_B in aux.minimized.items()}
+        assert sums == pytest.approx({"load_balance_loss": expected, "router_z_loss": z})
+
+
 # --- Splits --------------------------------------------------------------------------------------
 
 TENSOR = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")
@@ -298,7 +331,6 @@ def test_an_update_does_not_depend_on_the_split(case):
 
 @pytest.mark.slow
 def test_the_balance_of_a_pass_depends_on_the_split():
-    """As in transformers and Megatron, where it is the only one."""
     keys = (*LOSSES, "load_balance_loss_scope=pass")
     whole, halves = (trained(*keys, accumulation=n) for n in (1, 2))
     spread = trained(*keys, *ALL, devices=8)
