@@ -204,28 +204,10 @@ def _check_rollout(keys: RolloutKeys) -> Relations:
     )
 
 
-def _check_together(config: Any) -> Relations:
-    rate, steps, optimizer = config.learning_rate, config.batch.steps, config.optimizer
-    measured = "rampup_policy=noise" * (config.batch.rampup_policy == "noise")
-    measured = measured or "log_gradient_noise_scale=True" * optimizer.log_gradient_noise_scale
-    yield (
-        config.data.use_dpo and measured,
-        f"{measured}: the noise scale is measured of a mean over tokens, and "
-        "use_dpo=True takes one over pairs; leave it out, and give a ramp or rampup_policy=seesaw",
-    )
-    lora, mask = config.model.lora_rank, list(optimizer.trainable_parameters_mask)
-    full, first = config.checkpoints.load_full_state_path, config.checkpoints.load_parameters_path
-    begins = f"lora_rank={lora}" * bool(lora) or "use_dpo=True" * config.data.use_dpo
-    yield (
-        full and begins and not first,
-        f"load_full_state_path={full} with {begins}: its checkpoint does not hold the weights that "
-        "the run began with; give them too, load_parameters_path",
-    )
-    yield (
-        config.batch.is_open and config.data.dataset_type == "synthetic",
-        "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open: there is "
-        "no end of synthetic data; give one of them",
-    )
+def _check_frozen(config: Any, measured: str) -> Relations:
+    """`measured` is what measures the noise scale, or ""."""
+    optimizer, lora = config.optimizer, config.model.lora_rank
+    mask = list(optimizer.trainable_parameters_mask)
     yield (
         lora and mask not in ([], ["adapter"]),
         f"trainable_parameters_mask={mask} with lora_rank={lora}: only adapters train, and only "
@@ -252,6 +234,31 @@ def _check_together(config: Any) -> Relations:
         "the noise scale is measured on the gradients of the norms' scales, which are frozen under "
         f"{frozen}; leave out log_gradient_noise_scale and rampup_policy=noise",
     )
+
+
+def _check_together(config: Any) -> Relations:
+    rate, steps, optimizer = config.learning_rate, config.batch.steps, config.optimizer
+    measured = "rampup_policy=noise" * (config.batch.rampup_policy == "noise")
+    measured = measured or "log_gradient_noise_scale=True" * optimizer.log_gradient_noise_scale
+    yield (
+        config.data.use_dpo and measured,
+        f"{measured}: the noise scale is measured of a mean over tokens, and "
+        "use_dpo=True takes one over pairs; leave it out, and give a ramp or rampup_policy=seesaw",
+    )
+    lora = config.model.lora_rank
+    full, first = config.checkpoints.load_full_state_path, config.checkpoints.load_parameters_path
+    begins = f"lora_rank={lora}" * bool(lora) or "use_dpo=True" * config.data.use_dpo
+    yield (
+        full and begins and not first,
+        f"load_full_state_path={full} with {begins}: its checkpoint does not hold the weights that "
+        "the run began with; give them too, load_parameters_path",
+    )
+    yield (
+        config.batch.is_open and config.data.dataset_type == "synthetic",
+        "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open: there is "
+        "no end of synthetic data; give one of them",
+    )
+    yield from _check_frozen(config, measured)
     yield (
         rate.batch_size_lr_reference == "final" and config.batch.rampup_policy == "noise",
         "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would depend on "
