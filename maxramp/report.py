@@ -46,6 +46,9 @@ def main(arguments: list[str]) -> int:
     if not runs:
         raise ConfigError("no RUN is given; give the folder of a run")
     found = [wall_time(run, _find_price(run) if asked is None else asked) for run in runs]
+    for run in found:
+        for warning in run["warnings"]:
+            print(f"warning: {run['run']}: {warning}", file=sys.stderr)
     if given.plot:
         draw(found, place(given.plot))
     if given.json:

@@ -123,11 +123,18 @@ class Claim:
 
 
 class Appending:
-    """A file that grows; what a full disk does not take for a while waits in memory."""
+    """A file that grows; what a full disk does not take for a while waits in memory. Whatever the
+    package appends to a file goes through here: a last line that a kill or a power loss tore is
+    ended first, and swallows none of the new ones.
+    """
 
     def __init__(self, path: pathlib.Path):
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("a+b", buffering=0)
         self._unwritten: collections.deque[bytes] = collections.deque()
+        if size := self._file.seek(0, os.SEEK_END):
+            self._file.seek(size - 1)
+            if self._file.read(1) != b"\n":
+                self.append(b"\n")
 
     def append(self, record: bytes) -> None:
         self._unwritten.append(record)

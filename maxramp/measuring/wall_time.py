@@ -1,23 +1,29 @@
 """Where the wall time of a run went, from what its jobs wrote.
 
-It begins with the run's first job and ends with the last thing that the run wrote. The records of
-metrics.jsonl and metrics.dropped.jsonl lie on it one behind the other, each up to its `time`,
-within the jobs of jobs.jsonl: so the shares add up to it.
+It begins with the run's first job and ends with the last thing that the run wrote. The jobs of
+jobs.jsonl lie on it one behind the other, and in each the records of its steps, each up to its
+`time`: so the shares add up to it. Which job trained a step follows from the jobs' first steps and
+not from a clock, which may jump; a job that began by its clock before the one before it had ended
+is taken to begin at that end.
 """
 
+import contextlib
 import io
 import itertools
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import IO, Any
 
 import numpy as np
 
+from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near
 from maxramp.processes.lifeline import ORDERLY
-from maxramp.run.jobs import FILE, read_jobs
+from maxramp.run.jobs import FILE, parse_event, read_jobs
+from maxramp.run.metrics import is_count
 
 # What the wall time went into. Of steps that count: `steps` is their work, and compiles, data and
 # snapshots are what they waited for. `starts` reach to a job's first step, `ends` come after its
@@ -32,13 +38,16 @@ _COLUMNS = (
     *("step", "stage", "consumed_tokens", "step_seconds", "data_seconds", "compile_seconds"),
     *("time", "snapshot_seconds", "eval_seconds", "save_seconds"),
 )
+_NEEDED = ("step", "time")
 # Most steps as `train` writes them, without the last three columns: several times as fast as JSON,
 # which reads all other records.
 _STEP = re.compile(
-    rb'\{"step": (\d+), "stage": (\d+), [^\n]*"consumed_tokens": (\d+), '
-    rb'"step_seconds": ([^,]+), "data_seconds": ([^,]+), "compile_seconds": ([^,]+), '
+    rb'\{"step": (N), "stage": (N), [^\n]*"consumed_tokens": (N), '
+    rb'"step_seconds": (N), "data_seconds": (N), "compile_seconds": (N), '
     rb'"tokens_per_second": [^,]+, "target_tokens_per_second": [^,]+, "tflops_per_device": [^,]+, '
-    rb'"batch_fingerprint": "\w+", "time": ([^,]+), "goodput": [^,]+\}\n'
+    rb'"batch_fingerprint": "\w+", "time": (N), "goodput": [^,]+\}\n'.replace(
+        b"N", rb"\d{1,15}(?:\.\d+)?(?:e-\d+)?"
+    )
 )
 _BLOCK = 1 << 16  # lines that are read at a time
 _POINTS = 500  # of a curve
@@ -52,15 +61,15 @@ def wall_time(run: Place, price: float | None) -> dict[str, Any]:
 
     Node-hours are those of jobs. A stage has the time of its records, and no ends and waiting.
     """
-    jobs = _read_jobs(run)
-    found = _read_records(run, jobs[0]["start"])
+    jobs, warnings = _read_jobs(run)
+    found, owner = _read_records(run, jobs, warnings)
     starts = np.array([job["start"] for job in jobs])
-    owner = np.searchsorted(starts, found["time"], "right") - 1
-    spent = _divide(found, owner, starts)
+    spent, begin = _divide(found, owner, starts), jobs[0]["start"]
     for i, job in enumerate(jobs):
         mine = slice(*np.searchsorted(owner, [i, i + 1]))
         following = jobs[i + 1]["start"] if i + 1 < len(jobs) else math.inf
-        _settle(job, _take(found, mine), _take(spent, mine), following)
+        _settle(job, _take(found, mine), _take(spent, mine), begin, following)
+        begin = job["end"] + job["seconds"]["waiting"]
         hours = (job["end"] - job["start"]) / 3600
         job |= _cost(hours * job["nodes"], hours * job["devices"], price)
     first, wall = jobs[0]["start"], jobs[-1]["end"] - jobs[0]["start"]
@@ -70,7 +79,8 @@ def wall_time(run: Place, price: float | None) -> dict[str, Any]:
     sizes = (np.array([job[name] for job in jobs])[owner] for name in ("nodes", "devices"))
     stages = _stages(found, spent, *sizes, price)
     tokens = [stage["tokens"] for stage in stages]
-    counted, times = np.cumsum(spent["steps"]), found["time"] - first
+    moved = np.array([job["start"] for job in jobs]) - starts
+    counted, times = np.cumsum(spent["steps"]), found["time"] + moved[owner] - first
     points = np.unique(np.linspace(0, len(times) - 1, _POINTS).astype(int)) if len(times) else []
     return {
         "run": str(run),
@@ -84,52 +94,102 @@ def wall_time(run: Place, price: float | None) -> dict[str, Any]:
         "stages": stages,
         "jobs": jobs,
         "goodput_by_hours": [[times[i] / 3600, counted[i] / max(times[i], 1e-3)] for i in points],
+        "warnings": warnings,
     }
 
 
-def _read_jobs(run: Place) -> list[dict[str, Any]]:
+def _read_jobs(run: Place) -> tuple[list[dict[str, Any]], list[str]]:
+    """The jobs, by their own clocks, and warnings."""
     jobs: list[dict[str, Any]] = []
     for event in read_jobs(run):
         if event["event"] == "start":
-            jobs.append({"start": event["time"], "end": None, "status": None} | event)
-        elif jobs:
-            saved = {"save_seconds": event.get("save_seconds", 0.0)}
-            jobs[-1] |= {"end": event["time"], "status": event["status"]} | saved
+            origin = event.get("from", "")
+            jobs.append({"from": f"{origin}", "start": event["time"], "end": None, "status": None})
+            jobs[-1] |= {name: event[name] for name in ("first_step", "nodes", "devices")}
+        else:
+            jobs[-1] |= {"end": event["time"], "status": event.get("status")}
+            saved = event.get("save_seconds")
+            jobs[-1]["save_seconds"] = saved if is_count(saved) else 0.0
     if not jobs:
         raise ConfigError(
             f"{run} holds no {FILE}, which a run writes at its start; give the folder of a run"
         )
-    return [{k: v for k, v in job.items() if k not in ("event", "time")} for job in jobs]
+    with _open(run / FILE) as file:
+        strange = sum(parse_event(line) is None and not _is_torn(line) for line in file)
+    return jobs, [_left_out(strange, FILE)] if strange else []
 
 
-def _read_records(run: Place, since: float) -> Columns:
-    """Of both files in the order of their times, and which were `lost`: trained again."""
-    kept, dropped = map(_read, (run / "metrics.jsonl", run / "metrics.dropped.jsonl"))
-    table = np.concatenate([kept, dropped])
+def _left_out(lines: int, file: str) -> str:
+    return f"{count(lines, 'line')} of {file} left out: not as a run writes them"
+
+
+def _read_records(
+    run: Place, jobs: Sequence[dict[str, Any]], warnings: list[str]
+) -> tuple[Columns, np.ndarray]:
+    """The records of both files, job by job in the order of their times, with which were `lost`:
+    trained again. The second: each one's job.
+    """
+    tables = []
+    for name in ("metrics.jsonl", "metrics.dropped.jsonl"):
+        table, strange = _read(run / name)
+        tables.append(table)
+        warnings += [_left_out(strange, name)] if strange else []
+    table = np.concatenate(tables)
     found = dict(zip(_COLUMNS, table.T, strict=True))
-    found["lost"] = np.arange(len(table)) >= len(kept)
-    order = np.argsort(found["time"], kind="stable")
-    order = order[found["time"][order] >= since]  # those of an older maxramp have no time
-    return {name: column[order] for name, column in found.items()}
+    found["lost"] = np.arange(len(table)) >= len(tables[0])
+    owner = _owners(found, jobs)
+    if strange := int((owner < 0).sum()):
+        warnings.append(
+            f"{count(strange, 'record')} of steps before the first job of {FILE} do not count"
+        )
+    starts = np.array([job["start"] for job in jobs])
+    found["time"] = np.maximum(found["time"], starts[owner])
+    order = np.lexsort((found["time"], owner))[strange:]
+    return {name: column[order] for name, column in found.items()}, owner[order]
 
 
-def _read(path: Place) -> np.ndarray:
-    """The numbers of records: [records, len(_COLUMNS)]."""
-    blocks = [np.empty((0, len(_COLUMNS)))]
+def _owners(found: Columns, jobs: Sequence[dict[str, Any]]) -> np.ndarray:
+    """The job that wrote each record, -1 for one of a step that none trained."""
+    first_steps = np.array([job["first_step"] for job in jobs])
+    starts = np.maximum.accumulate([job["start"] for job in jobs])
+    by_time = np.maximum(np.searchsorted(starts, found["time"], "right") - 1, 0)
+    # A job evaluates the state that it begins with, if the one before it did not.
+    until = found["step"] + np.isnan(found["step_seconds"])
+    # A step that counts is of the last job that began with it or before it.
+    lowest = np.minimum.accumulate(first_steps[::-1])[::-1]
+    least, most = (np.searchsorted(lowest, x, "right") - 1 for x in (found["step"], until))
+    owner = np.clip(by_time, least, most)
+    # One that was dropped is of an earlier job, of which the clock tells.
+    lost = np.flatnonzero(found["lost"])
+    until, by_time = until[lost], np.minimum(by_time[lost], max(len(jobs) - 2, 0))
+    owner[lost] = -1
+    for i in reversed(range(len(jobs))):
+        owner[lost[first_steps[i] <= until]] = i
+    for i in range(len(jobs)):
+        owner[lost[(first_steps[i] <= until) & (i <= by_time)]] = i
+    return owner
+
+
+def _read(path: Place) -> tuple[np.ndarray, int]:
+    """The numbers of records: [records, len(_COLUMNS)]; and how many lines are no records."""
+    blocks, strange = [np.empty((0, len(_COLUMNS)))], 0
     with _open(path) as file:
         while lines := list(itertools.islice(file, _BLOCK)):
             quick, others = [], []
             for line in lines:
                 match = _STEP.match(line) if b"snapshot_" not in line else None
-                quick.append(match.groups()) if match else others.append(_parse(line))
+                quick.append(match.groups()) if match else others.append(line)
             if quick:
                 values = np.fromiter(map(float, itertools.chain(*quick)), float)
                 values = values.reshape(len(quick), -1)
                 missing = (0, len(_COLUMNS) - values.shape[1])
                 blocks.append(np.pad(values, ((0, 0), missing), constant_values=np.nan))
-            if known := list(filter(None, others)):
+            known = [_parse(line) for line in others]
+            bad = itertools.compress(others, (numbers is None for numbers in known))
+            strange += sum(not _is_torn(line) for line in bad)
+            if known := list(filter(None, known)):
                 blocks.append(np.array(known, float))
-    return np.concatenate(blocks)
+    return np.concatenate(blocks), strange
 
 
 def _open(path: Place) -> IO[bytes]:
@@ -139,18 +199,29 @@ def _open(path: Place) -> IO[bytes]:
 
 
 def _parse(line: bytes) -> list[float | None] | None:
-    try:
+    """The columns of a record, None where a number is missing; None for a line without a record."""
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-    except ValueError:  # torn by a kill
-        return None
-    return [record.get(name) for name in _COLUMNS] if isinstance(record, dict) else None
+        if isinstance(record, dict) and all(is_count(record.get(name)) for name in _NEEDED):
+            return [x if is_count(x := record.get(name)) else None for name in _COLUMNS]
+    return None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether a line is no JSON, as a kill leaves it."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _divide(found: Columns, owner: np.ndarray, starts: np.ndarray) -> Columns:
     """What each record's time since the record or the start before went into, in seconds."""
     times, is_first = found["time"], np.diff(owner, prepend=-1) > 0
     span = times - np.where(is_first, starts[owner], np.roll(times, 1))
-    left = np.minimum(np.fmax(found["step_seconds"], found["eval_seconds"]), span)
+    worked = np.fmax(found["step_seconds"], found["eval_seconds"])
+    left = np.minimum(np.nan_to_num(worked), span)
     before, spent = span - left, {}
     spent["starts"] = np.where(is_first, before, 0.0)
     spent["saves"] = np.minimum(np.nan_to_num(found["save_seconds"]), before - spent["starts"])
@@ -166,20 +237,27 @@ def _divide(found: Columns, owner: np.ndarray, starts: np.ndarray) -> Columns:
     return spent
 
 
-def _settle(job: dict[str, Any], found: Columns, spent: Columns, following: float) -> None:
-    """Adds to a job its end, its seconds and its steps, up to the start of the `following` job."""
-    last, lengths = job["start"], found["step_seconds"][-1:]
-    last = max([last, *found["time"][-1:].tolist()])
-    end = job["end"]
+def _settle(
+    job: dict[str, Any], found: Columns, spent: Columns, begin: float, following: float
+) -> None:
+    """Adds to a job its end, its seconds and its steps. It begins at `begin`, whatever its clock
+    says, and the next one, by its own clock, at `following`.
+    """
+    last, end = max([job["start"], *found["time"][-1:].tolist()]), job["end"]
+    moved = begin - job["start"]
+    job["start"], last = begin, last + moved
     if end is None:  # killed, nobody saw when: taken to have worked on one more step; or running
-        end = last + sum(np.nan_to_num(lengths)) * (following < math.inf)
-    job["end"] = end = min(max(last, float(end)), following)
+        step = sum(np.nan_to_num(found["step_seconds"][-1:])) * (following < math.inf)
+        job["end"] = max(last, min(last + step, following))
+    else:
+        job["end"] = max(last, end + moved)
+    end = job["end"]
     job["seconds"] = seconds = {kind: float(spent[kind].sum()) for kind in KINDS}
     saved = min(job.pop("save_seconds", 0.0), end - last)
     is_orderly, has_begun = job["status"] in ORDERLY, len(found["time"]) > 0
     seconds["saves"] += saved
     seconds["starts" if not has_begun else "ends" if is_orderly else "lost"] += end - last - saved
-    seconds["waiting"] = following - end if following < math.inf else 0.0
+    seconds["waiting"] = max(0.0, following - end) if following < math.inf else 0.0
     is_step = ~np.isnan(found["step_seconds"])
     job["steps"] = int((is_step & ~found["lost"]).sum())
     job["lost_steps"] = int((is_step & found["lost"]).sum())
@@ -195,16 +273,16 @@ def _stages(
     hours = sum(spent.values()) / 3600
     is_kept = ~np.isnan(found["step_seconds"]) & ~found["lost"]
     tokens, stages = found["consumed_tokens"], []
-    kept = tokens[is_kept]
-    before = kept[0] if len(kept) and found["step"][is_kept][0] else 0.0
+    first = np.flatnonzero(is_kept)[np.argmin(found["step"][is_kept])] if is_kept.any() else None
+    before = 0.0 if first is None or found["step"][first] == 0 else tokens[first]
     for number in np.unique(numbers):
         mine = numbers == number
-        until = tokens[mine & is_kept][-1:].sum() if (mine & is_kept).any() else before
+        until = tokens[mine & is_kept].max(initial=before)
         stages.append(
             {
                 "stage": int(number),
                 "steps": int((mine & is_kept).sum()),
-                "tokens": None if np.isnan(until) else int(until - before),
+                "tokens": None if np.isnan(until - before) else int(until - before),
                 "seconds": {kind: float(spent[kind][mine].sum()) for kind in KINDS},
                 **_cost(hours[mine] @ nodes[mine], hours[mine] @ devices[mine], price),
             }

@@ -6,6 +6,7 @@ that waited (`WAITS`). Steps that a restart trains again count once.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -15,22 +16,26 @@ from typing import Any
 
 from maxramp.files.place import Place
 from maxramp.files.run_folder import Appending, start_time
-from maxramp.run.metrics import Record, read_last
+from maxramp.run.metrics import Record, is_count, read_last
 
 FILE = "jobs.jsonl"
+# What an event needs.
+_NUMBERS = {"start": ("time", "first_step", "nodes", "devices"), "end": ("time",)}
 WAITS = ("compile_seconds", "data_seconds", "snapshot_seconds")  # of a step's seconds
 
 
 class Jobs:
     """Writes down when this job begins and ends. A writer of records, before all others: it adds to
     each the `goodput` until its `time`, and the `save_seconds` that the loop has waited for saves
-    since the record before.
+    since the record before. The times of a run never go back, whatever the clocks of its machines
+    say: those of a job whose clock is behind what was written before it are all moved by as much.
     """
 
     def __init__(self, folder: pathlib.Path):
         """Does nothing until `begin`, which the first process alone calls."""
         self._folder, self._file = folder, None
         self._saved, self._steps_done = 0.0, 0
+        self._ahead = 0.0  # seconds that the job's times are ahead of its clock
         self._counted: float | None = None  # seconds in steps that count
 
     def begin(self, first_step: int, nodes: int, devices: int, origin: str) -> Appending:
@@ -38,7 +43,10 @@ class Jobs:
         snapshot. Returns the file.
         """
         before = read_jobs(self._folder)
-        began = round(max(_process_start(), before[-1]["time"] if before else 0.0), 3)
+        written = [read_last(self._folder / "metrics.jsonl"), *before]
+        clock, times = _process_start(), [record.get("time") for record in written]
+        began = round(max([clock, *filter(is_count, times)]), 6)
+        self._ahead = max(0.0, began - clock)
         self._first_start = before[0]["time"] if before else began
         self._file, self._steps_done = Appending(self._folder / FILE), first_step
         found = {"first_step": first_step, "nodes": nodes, "devices": devices, "from": origin}
@@ -48,10 +56,12 @@ class Jobs:
     def __call__(self, record: Record) -> None:
         if not self._file:
             return
+        record["time"] = round(record["time"] + self._ahead, 6)
         if self._counted is None:  # the records of this job's steps come after those that it keeps
             last = read_last(self._folder / "metrics.jsonl")
-            until = last.get("time", 0.0) - self._first_start
-            self._counted = last.get("goodput", 0.0) * max(0.0, until)
+            known = last.get("goodput"), last.get("time")
+            share, until = known if all(map(is_count, known)) else (0.0, 0.0)
+            self._counted = share * max(0.0, until - self._first_start)
         if "step_seconds" in record:
             waits = sum(record.get(name, 0.0) for name in WAITS)
             self._counted += max(0.0, record["step_seconds"] - waits)
@@ -69,7 +79,8 @@ class Jobs:
         """Adds the end of the job, after `step` steps of the run."""
         if self._file:
             found = {"status": status, "step": self._steps_done, **self._take_saved()}
-            self._append({"event": "end", "time": round(time.time(), 3), **found})
+            now = round(time.time() + self._ahead, 6)
+            self._append({"event": "end", "time": now, **found})
             self._file.close()
 
     def _take_saved(self) -> dict[str, float]:
@@ -81,12 +92,23 @@ class Jobs:
 
 
 def read_jobs(run: Place) -> list[dict[str, Any]]:
-    """The events of jobs.jsonl, from a start on; none without the file. A torn line is left out."""
-    path, found = run / FILE, []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+    """The events of jobs.jsonl, from a start on; none without the file. Lines that are none, such
+    as one that a kill tore, are left out.
+    """
+    path = run / FILE
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    events = [event for event in map(parse_event, lines) if event]
+    return list(itertools.dropwhile(lambda event: event["event"] != "start", events))
+
+
+def parse_event(line: bytes) -> dict[str, Any] | None:
+    """The event of a line of jobs.jsonl; None for a line that has none, or none that is whole."""
+    with contextlib.suppress(ValueError, RecursionError):
+        event = json.loads(line)
+        needed = _NUMBERS.get(str(event.get("event")), ()) if isinstance(event, dict) else ()
+        if needed and all(is_count(event.get(name)) for name in needed):
+            return event
+    return None
 
 
 def _process_start() -> float:

@@ -23,6 +23,7 @@ import numpy as np
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import TrainingError
 from maxramp.files.place import Place
+from maxramp.files.run_folder import Appending
 from maxramp.keys.numbers import plain_number
 from maxramp.model.parts.routing import LOAD
 from maxramp.rampup.schedule import Stage
@@ -67,6 +68,7 @@ class MetricsLog:
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._pending = self._reader.submit(lambda: None)  # the last record's
         self._last_end = time.perf_counter()
+        self._epoch = time.time() - self._last_end  # so that no step ends before the one before it
         self._ended = False  # closed, or by a record that ends the run: none is written after it
         self._writing = threading.Lock()
 
@@ -134,7 +136,7 @@ class MetricsLog:
                 self._ended = True
                 raise
             self._last_end = now
-            made["time"] = round(time.time() - (time.perf_counter() - now), 6)
+            made["time"] = round(self._epoch + now, 6)
             for write in self._writers:
                 write(made)
 
@@ -308,8 +310,10 @@ def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -
                 end += len(line)
         file.seek(end)
         if rest := file.read():
-            with path.with_name("metrics.dropped.jsonl").open("ab") as kept:
-                kept.write(rest if rest.endswith(b"\n") else rest + b"\n")
+            kept = Appending(path.with_name("metrics.dropped.jsonl"))
+            kept.append(rest)
+            kept.flush()  # an OSError: then nothing is cut
+            kept.close()
         file.truncate(end)
     return dropped
 
@@ -343,18 +347,23 @@ def read_records(path: Place) -> list[Record]:
 
 
 def read_last(path: pathlib.Path) -> Record:
-    """The last record of metrics.jsonl; empty without one."""
+    """The last whole record of metrics.jsonl; empty without one."""
     if not path.exists():
         return {}
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LONGEST))
         lines = file.read().splitlines()
-    return _parse(lines[-1]) or {} if lines else {}
+    return next(filter(None, map(_parse, reversed(lines))), {})
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value of a record is a number as a run writes them: seconds, steps, tokens."""
+    return type(value) in (int, float) and 0 <= value < 1 << 53
 
 
 def _parse(line: bytes) -> Record | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

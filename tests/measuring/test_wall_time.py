@@ -1,15 +1,23 @@
 """The shares of a run's wall time add up to it, whatever happened to its jobs."""
 
+import contextlib
+import io
 import itertools
 import json
+import math
+import pathlib
 import random
 import signal
+import tempfile
 
+import hypothesis
 import jobs
 import pytest
 from conftest import BASE, TINY, run
+from hypothesis import strategies as st
 
 from maxramp import report
+from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.measuring import wall_time
 from maxramp.run.metrics import read_records
@@ -132,6 +140,130 @@ def test_any_history_adds_up(tmp_path):
         found = wall_time.wall_time(place(tmp_path), 1.5)
         adds_up(found, found["wall_seconds"])
         assert found["cost"] == pytest.approx(6 * found["node_hours"])
+
+
+def write_run(folder, events, kept, dropped=()):
+    for name, lines in (("jobs", events), ("metrics", kept), ("metrics.dropped", dropped)):
+        lines = (x if isinstance(x, str) else json.dumps(x) for x in lines)
+        (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return place(folder)
+
+
+def step_of(step, time, **numbers):
+    batch = {"step": step, "stage": step // 50, "consumed_tokens": (step + 1) * 16}
+    return batch | {"time": time, "step_seconds": 1.0} | numbers
+
+
+def start_of(time, step=0, **keys):
+    return {"event": "start", "time": time, "first_step": step, "nodes": 2, "devices": 8} | keys
+
+
+def adjusted(lines, ahead):
+    return [line | {"time": line["time"] + ahead} for line in lines]
+
+
+FIRST = [step_of(i, 1001.0 + i) for i in range(70)]  # to step 70, of which 50 are saved
+SECOND = [step_of(i, 1101.0 + i - 50) for i in range(50, 100)]
+STARTS = [start_of(1000.0), start_of(1100.0, 50)]
+
+
+@pytest.mark.parametrize(
+    "first, second, ahead",
+    [
+        ((slice(10, 20), 3600), (slice(0, 0), 0), 3600),  # of the clock of some records
+        ((slice(0, 0), 0), (slice(0, 50), -15), 0),  # a job's, behind its start in jobs.jsonl
+        ((slice(0, 0), 0), (slice(0, 50), -600), 0),
+        ((slice(0, 70), 3600), (slice(0, 0), 0), 3600),
+    ],
+)
+def test_clocks_that_jump_move_no_step_to_another_job(tmp_path, first, second, ahead):
+    lines = [list(FIRST), list(SECOND)]
+    for records, (part, seconds) in zip(lines, (first, second), strict=True):
+        records[part] = adjusted(records[part], seconds)
+    run = write_run(tmp_path, STARTS, [*lines[0][:50], *lines[1]], lines[0][50:])
+    found = wall_time.wall_time(run, None)
+    adds_up(found, found["wall_seconds"])
+    assert [(job["steps"], job["lost_steps"]) for job in found["jobs"]] == [(50, 20), (50, 0)]
+    assert [(s["steps"], s["tokens"]) for s in found["stages"]] == [(50, 800), (50, 800)]
+    assert found["wall_seconds"] <= 151 + ahead and not found["warnings"]
+
+
+def test_a_job_whose_clock_is_behind_begins_where_the_last_one_ended(tmp_path):
+    """All of its times are: it is shifted as a whole, and its shares stay what they are."""
+    ends = ({"event": "end", "time": time, "status": 76} for time in (1051.0, 1152.0))
+    events = [STARTS[0], next(ends), STARTS[1], next(ends)]
+    straight = wall_time.wall_time(write_run(tmp_path, events, [*FIRST[:50], *SECOND]), None)
+    behind = [*events[:2], *adjusted(events[2:], -500.0)]
+    run = write_run(tmp_path, behind, [*FIRST[:50], *adjusted(SECOND, -500.0)])
+    shifted = wall_time.wall_time(run, None)
+    before = straight["seconds"].pop("waiting")
+    assert before == 49 and shifted["seconds"].pop("waiting") == 0
+    assert shifted["seconds"] == pytest.approx(straight["seconds"])
+    assert shifted["wall_seconds"] == pytest.approx(straight["wall_seconds"] - before)
+    assert shifted["node_hours"] == pytest.approx(straight["node_hours"])
+
+
+@pytest.mark.parametrize(
+    "events, records, warning",
+    [
+        (["null", *STARTS], SECOND, "1 line of jobs.jsonl"),
+        ([*STARTS, "[3]", '"x"'], SECOND, "2 lines of jobs.jsonl"),
+        ([{"event": "start", "time": 5, "first_step": 0}, *STARTS], SECOND, "1 line of jobs.jsonl"),
+        (STARTS[1:], [*FIRST[:50], *SECOND], "50 records of steps before the first job"),
+        (STARTS, [{"step": 3}, *SECOND], "1 line of metrics.jsonl"),
+        (['{"event": "sta', *STARTS], ['{"step', *SECOND], ""),  # torn by a kill
+        ([*STARTS, {"event": "end", "time": 1160, "save_seconds": None}], SECOND, ""),
+    ],
+)
+def test_lines_that_are_no_events_are_left_out_and_counted(tmp_path, events, records, warning):
+    found = wall_time.wall_time(write_run(tmp_path, events, records), None)
+    adds_up(found, found["wall_seconds"])
+    assert [job["steps"] for job in found["jobs"]][-1] == found["steps"] == 50
+    assert len(found["warnings"]) == bool(warning) and warning in "".join(found["warnings"])
+
+
+# Times around those of a run, and what JSON and a careless hand may put where a number belongs.
+_times = st.floats(0, 2e4) | st.integers(0, 20_000)
+_strange = st.sampled_from([None, "x", -1, math.inf, math.nan, 1e300, True, [], {}, 10**400])
+_value = _times | _strange
+_start = st.fixed_dictionaries(
+    {"event": st.just("start"), "time": _times, "first_step": st.integers(0, 9)},
+    optional={"nodes": st.integers(1, 4) | _strange, "devices": st.just(8), "from": _strange},
+)
+_end = st.fixed_dictionaries(
+    {"event": st.just("end"), "time": _value},
+    optional={"status": _strange | st.just(76), "save_seconds": _value},
+)
+_record = st.fixed_dictionaries(
+    {"step": st.integers(0, 12), "time": _times},
+    optional={name: _value for name in wall_time._COLUMNS if name not in ("step", "time")},
+)
+_LINES = ["", "null", "3", '{"step": 1', "[" * 9999, "{}", '{"event": []}', "\x00\x00"]
+_junk = st.sampled_from(_LINES)
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(
+    st.lists(_start | _end | _junk, max_size=8),
+    st.lists(_record | _junk, max_size=12),
+    st.lists(_record | _junk, max_size=8),
+)
+def test_whatever_the_files_hold_the_shares_add_up_or_a_line_says_why(events, kept, dropped):
+    with tempfile.TemporaryDirectory() as folder:
+        run = write_run(pathlib.Path(folder), events, kept, dropped)
+        try:
+            found = wall_time.wall_time(run, 2.0)
+        except ConfigError as error:
+            assert "holds no jobs.jsonl" in str(error)
+            return
+    adds_up(found, found["wall_seconds"])
+    for job in found["jobs"]:
+        assert job["end"] >= job["start"]
+    assert sum(stage["steps"] for stage in found["stages"]) == found["steps"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        report.print_runs([found])
+        report.print_parts(found["stages"], report._STAGE)
+        report.print_parts(found["jobs"], report._JOB)
 
 
 def test_the_command(killed, tmp_path, capsys):
