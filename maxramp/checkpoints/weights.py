@@ -76,6 +76,12 @@ class ReleasedWeights(Weights):
             if name in there and name in values and not (is_dense and name == "decoder_block")
             for grows in [name == "vocab_size"]
         )
+        if is_dense and not model.layers["sparse"].mlp.router.is_normalized:
+            note(
+                f"{self.path}: with norm_topk_prob=False the weights of a token's experts add up "
+                "to less than 1, so the loss does not begin at that of the dense model; "
+                "norm_topk_prob=true begins there"
+            )
         rows = there["vocab_size"]
         _check_adapters(self.path, adapter.keys if adapter else {}, model, values)
         load_base = reading.prepare_load(

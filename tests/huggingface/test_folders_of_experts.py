@@ -76,6 +76,17 @@ def test_experts_that_begin_as_a_dense_model(tmp_path, name, mesh):
     assert len(np.unique(router)) > 0.9 * router.size
 
 
+@pytest.mark.parametrize("normalized", (True, False))
+def test_a_run_says_that_its_experts_begin_at_another_loss(tmp_path, normalized):
+    given = (f"norm_topk_prob={normalized}", "num_experts=4", "num_experts_per_tok=2")
+    config = config_of(write_folder(tmp_path, "qwen3"), "decoder_block=qwen3_moe", *given)
+    model, notes = abstract_state(config.recipe, make_mesh(config)).model, []
+    open_weights(str(tmp_path)).prepare(model, config.values, notes.append)
+    assert ["does not begin at that of the dense model" in note for note in notes] == (
+        [] if normalized else [True]
+    )
+
+
 @pytest.mark.parametrize(
     "name, keys, says",
     [
