@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import os
 import pathlib
 import secrets
 import threading
@@ -43,6 +42,7 @@ from maxramp.checkpoints.saving import Poll
 from maxramp.checkpoints.starts import Starts
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
+from maxramp.keys.base import expand_path
 from maxramp.model.order import order_by_layer
 from maxramp.processes import agreement
 from maxramp.training.state import TrainState
@@ -266,7 +266,8 @@ def local_folder(directory: str, run: Place) -> pathlib.Path:
     """The folder of a run's snapshots on this node, by any path to the run."""
     run = run.resolve()
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
-    root = pathlib.Path(os.path.expandvars(directory) or _MEMORY).expanduser().absolute()
+    directory = expand_path("local_checkpoint_directory", directory) or _MEMORY
+    root = pathlib.Path(directory).expanduser().absolute()
     return root / f"maxramp-{run.name}-{digest}"
 
 

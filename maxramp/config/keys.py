@@ -11,7 +11,7 @@ from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.config import relations
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.huggingface import config_json
-from maxramp.keys.base import base
+from maxramp.keys.base import PATHS, base, expand_path
 from maxramp.keys.section import Keys, refuse
 from maxramp.launch.keys import LaunchKeys
 from maxramp.model.keys import ModelKeys
@@ -77,6 +77,8 @@ class Config:
         }
 
     def check(self) -> None:
+        for name in PATHS:
+            expand_path(name, self.values[name])
         refuse(relations.broken(self))
         notations.check(self.batch)
         for phase in self.batch.phase_list[1:]:

@@ -176,6 +176,7 @@ def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
         raise ConfigError("model_name=hf takes a model's sizes from load_parameters_path; give it")
     output = value.get("base_output_directory", base.base()["base_output_directory"])
     own = "/".join((output, value.get("run_name") or "hf", released.KEPT_IN))
+    path = base.expand_path("load_parameters_path", path)
     folder = released.find_or_kept("load_parameters_path", path, own)
     if not folder:
         exported = filter(released.is_whole, step_folders(place(path) / "exported"))

@@ -3,7 +3,9 @@
 import difflib
 import functools
 import math
+import os
 import pathlib
+import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +29,14 @@ _MAPPINGS = {  # keys that are one, as an error says it
     "phases": "a mapping of mappings, such as {252M: {global_batch_size: 512}}",
     "eval_sets": "a mapping of names to files or splits, such as {wiki: FILES, code: FILES}",
 }
+# Keys that are paths: $NAMES in them are variables of the environment. That of snapshots is not
+# among them: each node has variables of its own.
+PATHS = (
+    *("base_output_directory", "jax_cache_dir", "text_files", "grain_train_files", "hf_path"),
+    *("grain_eval_files", "eval_sets", "tokenizer_path", "evaluate_tasks_include_path"),
+    *("load_parameters_path", "load_full_state_path", "chat_template", "prompt_file"),
+    *("eval_prompt_file", "container_image", "container_mounts", "gke_mount_path"),
+)
 _MOST_WHOLE = 12  # keys with their values, in one line
 
 
@@ -68,7 +78,7 @@ def cast_value(given: str, value: Any, name: str) -> Any:
             raise ConfigError(f"{given} must be a finite number")
         if kind is int and abs(value) >= 2**63:
             raise ConfigError(f"{given} must be below 2^63")
-        return value
+        return _expand(value) if name in PATHS else value
     wanted = {bool: "True or False", int: "an integer", float: "a number"}
     wanted |= {str: "text (in a file, quote it)", list: "a list such as [a, b]"}
     wanted |= {dict: _MAPPINGS.get(name, "a mapping")}
@@ -77,6 +87,27 @@ def cast_value(given: str, value: Any, name: str) -> Any:
     found = {bool: "a bool", int: "an integer", float: "a fraction", str: "text", list: "a list"}
     found |= {dict: "a mapping", type(None): "nothing"}
     raise ConfigError(f"{given} must be {wanted[kind]}, not {found.get(type(value), type(value))}")
+
+
+def _expand(value: Any) -> Any:
+    """A path or the paths of a mapping with the variables that are set."""
+    if isinstance(value, Mapping):
+        return {name: _expand(inner) for name, inner in value.items()}
+    return os.path.expandvars(value) if isinstance(value, str) else value
+
+
+def expand_path(name: str, value: Any) -> Any:
+    """A path, or a mapping of paths, with the variables of the environment in place of their names;
+    refuses one that is not set.
+    """
+    expanded = _expand(value)
+    for text in expanded.values() if isinstance(expanded, Mapping) else [expanded]:
+        if unset := re.search(r"\$(\w+|\{[^}]*\})", str(text), re.ASCII):
+            raise ConfigError(
+                f"{show_key(name, value)}: the environment has no {unset[1].strip('{}')}; set it, "
+                "or give the path without it"
+            )
+    return expanded
 
 
 def unknown_keys(found: list[tuple[str, str]], list_of_keys: str = "--help-keys") -> str:

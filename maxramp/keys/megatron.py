@@ -70,6 +70,8 @@ def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         keys[name] = cast_value(
             f"--{flag} {text}", peers.VALUES.get(name, {}).get(text, value), name
         )
+        if "=" not in peers.MEGATRON[flag]:
+            left_out += _further_values(flag, values[3 if name in _LISTS else 1 :])
     if _OF_MODEL in flags:  # what Megatron takes where nothing is given
         heads = keys.get("base_num_query_heads", base()["base_num_query_heads"])
         width = keys.get("base_emb_dim", base()["base_emb_dim"])
@@ -83,6 +85,7 @@ def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if flag in flags and keys.get(whole):
             part = cast_value(f"--{flag}", _parse(flag, " ".join(flags[flag][:1])), name)
             keys[name] = float(f"{part / keys[whole]:.6g}")
+            left_out += _further_values(flag, flags[flag][1:])
         elif flag in flags:
             left_out.append(f"--{flag}")
     text = " ".join(words)
@@ -123,9 +126,18 @@ def _translate_experts(
         shared = cast_value(f"--{_SHARED}", _parse(_SHARED, flags[_SHARED][0]), "base_mlp_dim")
         if width and shared % width == 0:
             keys["shared_experts"] = shared // width
+            left_out += _further_values(_SHARED, flags[_SHARED][1:])
         else:
             left_out.append(f"--{_SHARED}")
     return keys, left_out
+
+
+def _further_values(flag: str, values: Sequence[str]) -> list[str]:
+    """The values behind those that a key takes, as a flag that has none here. What a shell makes of
+    the rest of a line ($MORE, 2>&1, | tee) is no value.
+    """
+    values = list(itertools.takewhile(lambda value: not re.match(r"\d*[$|&;<>#\\]", value), values))
+    return [f"--{flag} {' '.join(values)}"] if values else []
 
 
 def meant_by(flag: str, words: Sequence[str]) -> str:

@@ -1,15 +1,17 @@
 """What files and the command line give: keys twice, unknown keys, keys of MaxText and NeMo."""
 
 import pathlib
+import re
 
 import pytest
 import yaml
 from conftest import BASE, run
 
+from maxramp.checkpoints.snapshots import local_folder
 from maxramp.config import load as loading
 from maxramp.errors import ConfigError
 from maxramp.keys import peers
-from maxramp.keys.base import other_names
+from maxramp.keys.base import PATHS, other_names
 
 BASE_VALUES = yaml.safe_load(pathlib.Path(BASE).read_text())
 
@@ -353,3 +355,32 @@ def test_the_commands_print_the_lines():
     assert plan["total_steps"] == 100
     (warning,) = plan["warnings"]  # of the default job's ramp, whose last batch begins after 275
     assert warning.startswith("steps=100 ends the run inside the ramp: after 100 steps")
+
+
+def test_every_key_that_is_a_path_expands_variables_and_refuses_unset_ones(monkeypatch):
+    monkeypatch.setenv("SET", "/somewhere")
+    monkeypatch.delenv("NOPE", raising=False)
+    named = re.compile("_(path|files?|dir|directory|image|mounts|sets)$|^chat_template$")
+    of_nodes = {"local_checkpoint_directory"}
+    assert {name for name in BASE_VALUES if named.search(name)} == {*PATHS} | of_nodes
+    for name in PATHS:
+        is_mapping = isinstance(BASE_VALUES[name], dict)
+        for variable in ("$SET", "${SET}"):
+            value = f'{{all: "{variable}/x"}}' if is_mapping else f"{variable}/x"
+            given = loading.read(BASE, [f"{name}={value}"], print)[-1]
+            assert given.values[name] == ({"all": "/somewhere/x"} if is_mapping else "/somewhere/x")
+        value = '{all: "a/${NOPE}/x"}' if is_mapping else "a/${NOPE}/x"
+        said = refusal(f"{name}={value}")
+        assert "the environment has no NOPE; set it" in said or "is read only with" in said
+        assert name in said
+    mixture = "grain_train_files=$SET/a,0.7;$SET/b,0.3"
+    given = loading.read(BASE, [mixture], print)[-1]
+    assert given.values["grain_train_files"] == "/somewhere/a,0.7;/somewhere/b,0.3"
+
+
+def test_the_folder_of_snapshots_has_the_variables_of_its_node(monkeypatch, tmp_path):
+    monkeypatch.setenv("SET", str(tmp_path))
+    assert local_folder("$SET/x", tmp_path).parent == tmp_path / "x"
+    monkeypatch.delenv("SET")
+    with pytest.raises(ConfigError, match="local_checkpoint_directory=.SET/x: the environment has"):
+        local_folder("$SET/x", tmp_path)

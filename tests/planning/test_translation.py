@@ -180,3 +180,33 @@ def test_megatrons_scripts_keep_flags_in_variables(planned, form):
 )
 def test_what_is_not_understood_is_one_line(trainer, text, message, planned):
     assert message in planned(trainer, text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value", "left_out"),
+    [
+        ("--lr 1e-4 2e-4", "learning_rate", 1e-4, ["--lr 2e-4"]),
+        (
+            "--rampup-batch-size 8 8 99 5",
+            "rampup_batch_size",
+            [8, 8, 99],
+            ["--rampup-batch-size 5"],
+        ),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type aux_loss seq_aux_loss",
+            *("load_balance_loss_scope", "pass"),
+            ["--moe-router-load-balancing-type seq_aux_loss"],
+        ),
+        (
+            "--num-experts 8 --num-layers 2 --moe-aux-loss-coeff 1e-2 1e-3",
+            *("load_balance_loss_weight", 0.02),
+            ["--moe-aux-loss-coeff 1e-3"],
+        ),
+        ("--lr 1e-3 --min-lr 1e-4 1e-5", *("learning_rate_final_fraction", 0.1), ["--min-lr 1e-5"]),
+        ("--lr 1e-4 $MORE --bf16 2>&1 | tee log", "learning_rate", 1e-4, ["$MORE"]),
+        ("--lr 1e-4 2>&1 | tee log", "learning_rate", 1e-4, []),
+    ],
+)
+def test_a_value_that_no_key_takes_is_left_out_by_name(flags, key, value, left_out):
+    keys, without = translate_flags(flags.split())
+    assert keys[key] == value and without == left_out
