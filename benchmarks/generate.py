@@ -47,7 +47,7 @@ def products(model, x_BD, steps):
 
     def step(_, x):
         for block in model.layers:
-            a, m = block.attention, block.mlp
+            a, m = block.mixer, block.mlp
             q = einsum("BD,DHh->BHh", x, a.query_DHh[...])
             k = einsum("BD,DKh->BKh", x, a.key_DKh[...])
             v = einsum("BD,DKh->BKh", x, a.value_DKh[...])

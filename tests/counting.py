@@ -5,14 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from maxramp.model.block import Block
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.block import Block
-from maxramp.model.pattern import Layer, Pattern, Rope, Sight
+from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
 
 ROPE = Rope(10_000.0)
 LAYER = {
-    "sight": lambda keys: Sight(ROPE),
+    "mixing": lambda keys: Mixing(ROPE),
     "sums": ("square", "size"),
     "counts": (("signs", (2,)),),
 }

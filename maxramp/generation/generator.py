@@ -1,6 +1,6 @@
 """Answers to prompts: read the prompts once, then write a token at a time.
 
-Two programs, compiled once for each shape. `prefill` fills the caches with the prompts, `decode`
+Two programs, compiled once for each shape. `prefill` fills the states with the prompts, `decode`
 goes through any number of further tokens and stops when every row is done. Shapes are rounded up,
 so that prompts of many lengths share them.
 
@@ -23,7 +23,7 @@ from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
-from maxramp.model.parts.attention import Cache
+from maxramp.model.mixers.mixer import State
 from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.mesh import Jitted, attach_mesh, mesh_of, move_into_fsdp
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, ROWS_BT, without_axis
@@ -104,7 +104,7 @@ class Generator:
             given["out_shardings"] = [x.sharding for x in leaves]
         self.prepare = Jitted(mesh, lambda model: jax.tree.leaves(prepared(model)), **given)
         self._prefill = jit(self._read_prompts, static_argnames=("length", "slots"))
-        # The caches and rows of a step take the place of those of the step before.
+        # The states and rows of a step take the place of those of the step before.
         self._decode = jit(
             self._write, static_argnames=("sampling", "stops"), donate_argnums=(1, 2)
         )
@@ -140,10 +140,10 @@ class Generator:
             lambda x: jax.make_array_from_callback(x.shape, self._sharding(x), x.__getitem__),
             self._new_rows(prompts, samples, sizes["slots"]),
         )
-        caches = self._prefill(weights, rows, **sizes)
+        states = self._prefill(weights, rows, **sizes)
         for first in range(0, most, every):
             steps = np.int32(min(every, most - first))
-            caches, rows = self._decode(weights, caches, rows, steps, **how)
+            states, rows = self._decode(weights, states, rows, steps, **how)
             answers = _answers(jax.device_get(self._gather(rows)), prompts, how["stops"])
             yield answers
             if all(answer.done for answer in answers):
@@ -164,8 +164,8 @@ class Generator:
         )
 
         def decode() -> jax.stages.Traced:
-            caches = self._prefill.eval_shape(weights, rows, **sizes)
-            return self._decode.trace(weights, caches, rows, np.int32(1), **self._how)
+            states = self._prefill.eval_shape(weights, rows, **sizes)
+            return self._decode.trace(weights, states, rows, np.int32(1), **self._how)
 
         return {
             "preparing weights": lambda: self.prepare.trace(model),
@@ -237,25 +237,25 @@ class Generator:
         return NamedSharding(self._mesh, ROWS_BT if x.ndim == 2 else ROWS_B)
 
     def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
-        """Caches with the first `length` tokens of every row, of `slots` slots or of a window."""
-        model, keys = self._structure.unflatten(weights), self._keys
-        empty = [block.empty_cache(len(rows.lengths_B), length, keys) for block in model.layers]
-        _, caches = model.read(rows.tokens_BS[:, :length], empty, keys)
-        windows = (layer.sight(keys).window or slots for layer in model.pattern)
+        """Returns states that remember the first `length` tokens of every row, for `slots`."""
+        model, keys, count = self._structure.unflatten(weights), self._keys, len(rows.lengths_B)
+        empty = [block.mixer.empty_state(keys, count, length) for block in model.layers]
+        first_B = jnp.zeros_like(rows.lengths_B)
+        _, states = model.read(rows.tokens_BS[:, :length], first_B, empty, keys)
         return tuple(
-            cache.resize(min(window, slots), rows.lengths_B)
-            for cache, window in zip(caches, windows, strict=True)
+            state.resize(slots, layer.mixing(keys), rows.lengths_B)
+            for state, layer in zip(states, model.pattern, strict=True)
         )
 
     def _write(
         self,
         weights: list[jax.Array],
-        caches: tuple[Cache, ...],
+        states: tuple[State, ...],
         rows: Rows,
         steps: jax.Array,
         sampling: Sampling,
         stops: tuple[int, ...],
-    ) -> tuple[tuple[Cache, ...], Rows]:
+    ) -> tuple[tuple[State, ...], Rows]:
         """Up to `steps` more tokens for every row that is not done."""
         model = self._structure.unflatten(weights)
         append = functools.partial(_append, sampling=sampling, stops=stops)
@@ -265,16 +265,14 @@ class Generator:
             return (step < steps) & ~jnp.all(rows.done_B)
 
         def write(carry: tuple) -> tuple:
-            step, caches, rows = carry
+            step, states, rows = carry
             # The last token is read, for the first time but in prompts and in rows that are done.
-            caches = tuple(
-                dataclasses.replace(cache, positions_B=rows.lengths_B - 1) for cache in caches
-            )
-            x_B1D, caches = model.read(_map_rows(_last, rows), caches, self._keys)
-            return step + 1, caches, _map_rows(append, rows, model.logits(x_B1D)[:, 0])
+            first_B = rows.lengths_B - 1
+            x_B1D, states = model.read(_map_rows(_last, rows), first_B, states, self._keys)
+            return step + 1, states, _map_rows(append, rows, model.logits(x_B1D)[:, 0])
 
-        _, caches, rows = jax.lax.while_loop(is_unfinished, write, (jnp.int32(0), caches, rows))
-        return caches, rows
+        _, states, rows = jax.lax.while_loop(is_unfinished, write, (jnp.int32(0), states, rows))
+        return states, rows
 
 
 def rounded_up(number: int) -> int:

@@ -64,7 +64,7 @@ def _groups(weight: Weight) -> tuple[str, ...]:
 class Named:
     """A weight of a model, and its tensors."""
 
-    path: str  # of ours: "layers.dense.attention.query_DHh"
+    path: str  # of ours: "layers.dense.mixer.query_DHh"
     weight: Weight  # of all layers of a stack, in their order
     form: Form  # of one layer
     # Of the tensors, by their places in `weight`: () where it is one, of a stack its layer, and

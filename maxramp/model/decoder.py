@@ -13,10 +13,10 @@ from flax import nnx
 from maxramp.model import adapters, layers, pipeline
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import Execution, ModelKeys
-from maxramp.model.parts.attention import Cache, Rule
+from maxramp.model.mixers.mixer import Pass, State
 from maxramp.model.parts.aux import Aux, await_sums, sum_rows
-from maxramp.model.parts.block import RMSNorm
 from maxramp.model.parts.embedding import look_up
+from maxramp.model.parts.norm import RMSNorm
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import map_products, normal, relabel, weights_of
 from maxramp.parallel.mesh import axis_size
@@ -90,20 +90,23 @@ class Decoder(nnx.Module):
         return jax.reshard(self.norm(await_sums(x_BTD, aux)), X_BTD), aux
 
     def read(
-        self, tokens_BT: jax.Array, caches: Sequence[Cache], execution: Execution
-    ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """`hidden` of T more tokens of every row behind those in the caches; next caches."""
-        _, tokens = tokens_BT.shape
-        positions_BT = caches[0].positions_B[:, None] + jnp.arange(tokens)
-        angles = layers.angles(self.pattern, execution, positions_BT, self.head_dim)
-        caches = jax.tree.map(lambda x: x, tuple(caches))  # of this pass, which changes them
+        self,
+        tokens_BT: jax.Array,
+        first_B: jax.Array,
+        states: Sequence[State],
+        execution: Execution,
+    ) -> tuple[jax.Array, tuple[State, ...]]:
+        """Reads T more tokens of every row, from position first_B on, behind those that the layers'
+        states remember; returns `hidden` of them, and the next states."""
+        positions_BT = first_B[:, None] + jnp.arange(tokens_BT.shape[1])
+        angles = layers.find_angles(self.pattern, execution, positions_BT, self.head_dim)
+        shared = Pass(execution, _IN_ORDER, angles, first_B=first_B)
+        states = jax.tree.map(lambda x: x, tuple(states))  # of this pass, which changes them
         x_BTD = self._embed(tokens_BT, execution.dtype)
         blocks = self.one_by_one().layers
-        for layer, block, cache in zip(self.pattern, blocks, caches, strict=True):
-            rope, window = layer.sight(execution)
-            x_BTD, _ = block(x_BTD, angles[rope], Rule(window=window), execution, cache)
-            cache.positions_B += tokens
-        return jax.reshard(self.norm(x_BTD), X_BTD), caches
+        for layer, block, state in zip(self.pattern, blocks, states, strict=True):
+            x_BTD, _ = block(x_BTD, layer.mixing(execution), shared, state)
+        return jax.reshard(self.norm(x_BTD), X_BTD), states
 
     def one_by_one(self) -> "Decoder":
         """The model with a tuple of layers in place of stacks, for many tokens: cutting a layer out

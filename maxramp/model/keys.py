@@ -18,6 +18,7 @@ from maxramp.keys.section import (
 from maxramp.parallel.axes import SHARD_AXES
 from maxramp.stage import SIGHT_KEYS, SightKeys
 
+BYTES = {"float32": 4, "bfloat16": 2}
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
 # Keys that decide which weights there are and of what shape.

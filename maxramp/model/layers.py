@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import Execution
+from maxramp.model.mixers.mixer import Pass
 from maxramp.model.parts import rotary
-from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.aux import Aux, join_layers
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.routing import CHOICES
@@ -62,17 +62,16 @@ def run(
     """The stream [B, T, D] behind all layers, and their sums by row: minimized and shown over all
     layers [B], counts of each layer [l, B, ...], in the pattern's order."""
     tokens = x_BTD.shape[1]
-    turned = angles(pattern, execution, jnp.arange(tokens), head_dim)  # at every position
+    turned = find_angles(pattern, execution, jnp.arange(tokens), head_dim)  # at every position
     if (positions_BT := positions.segment_positions(tokens)) is not None:
         turned = jax.tree.map(lambda x: x.at[positions_BT].get(out_sharding=X_BTD), turned)
 
     attended = dataclasses.replace(positions, shares_BT=None)
+    shared = Pass(execution, attended, turned, positions.shares_BT)
 
     def run_layer(layer: Layer, in_loop: bool, x_BTD: jax.Array, block: Any) -> tuple:
         def call(x_BTD: jax.Array, block: Any) -> tuple[jax.Array, Aux]:
-            rope, window = layer.sight(execution)
-            given = turned[rope], Rule(attended, window), execution
-            return block(x_BTD, *given, shares_BT=positions.shares_BT)
+            return block(x_BTD, layer.mixing(execution), shared)
 
         if execution.remat_policy != "none":
             # A loop's backward pass is another loop. Only outside of one could the compiler find
@@ -127,11 +126,12 @@ def _loop(turn: Callable, x_BTD: jax.Array, blocks: Any, is_compiled_once: bool)
     return x_BTD, Aux(minimized, shown, counts)
 
 
-def angles(
+def find_angles(
     pattern: Pattern, keys: SightKeys, positions_T: jax.Array, head_dim: int
-) -> dict[Rope, tuple]:
-    ropes = dict.fromkeys(layer.sight(keys).rope for layer in pattern)
-    return {rope: rotary.angles(rope, positions_T, head_dim) for rope in ropes}
+) -> dict[Rope, rotary.Angles]:
+    """Returns the angles of all layers that turn queries and keys, at positions [T] or [B, T]."""
+    ropes = dict.fromkeys(layer.mixing(keys).rope for layer in pattern)
+    return {rope: rotary.angles(rope, positions_T, head_dim) for rope in ropes if rope}
 
 
 def one_by_one(pattern: Pattern, stacks: Stacks) -> tuple[Any, ...]:

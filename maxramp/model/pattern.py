@@ -41,10 +41,10 @@ class Rope:
         return cls(keys.rope_max_timescale if local == -1 else local)
 
 
-class Sight(NamedTuple):
-    """What the tokens of a layer see in a pass."""
+class Mixing(NamedTuple):
+    """What the mixer of a layer does in a pass, beyond what its weights say."""
 
-    rope: Rope  # how queries and keys turn
+    rope: Rope | None = None  # how queries and keys turn; None where none do
     window: int = 0  # tokens that each token sees, itself included; 0 = all before it
 
 
@@ -53,7 +53,7 @@ class Layer:
     """What a layer is."""
 
     kind: str  # of its weights: layers of one kind are one stack
-    sight: Callable[[SightKeys], Sight]  # by the keys of a pass, which a run may change
+    mixing: Callable[[SightKeys], Mixing]  # by the keys of a pass, which a run may change
     sums: tuple[str, ...] = ()  # names of those that its block minimizes or shows (`Aux`)
     # names and shapes of what its block counts of a row
     counts: tuple[tuple[str, tuple[int, ...]], ...] = ()

@@ -73,9 +73,8 @@ def run(
     takes layers [l, S, ...], a turn's x and positions. x has a multiple of k rows on each
     device."""
     m, R = execution.num_pipeline_microbatches, execution.num_pipeline_repeats
-    S = axis_size("stage")
-    shape, held = (R, S, execution.num_layers_per_pipeline_stage), "LS" if R == 1 else "RLS"
-    weights, sums = _split_layers(layers, shape, execution.pipeline_fsdp_ag_once)
+    S, held = axis_size("stage"), "LS" if R == 1 else "RLS"
+    weights, sums = _split_layers(layers, S, R, execution.pipeline_fsdp_ag_once)
     slots_kBTD = _split_slots(x_BTD, m // S)
     positions_mBT = jax.tree.map(functools.partial(_gather_stages, k=m // S), positions)
 
@@ -121,18 +120,19 @@ def _sum_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
     return Aux(*totals, jax.tree.map(layer_totals, aux.counts))
 
 
-def _split_layers(layers: Any, shape: tuple[int, int, int], gather_once: bool) -> tuple[Any, Any]:
+def _split_layers(layers: Any, S: int, R: int, gather_once: bool) -> tuple[Any, Any]:
     """Weights [R, l, S, ...] as turns read them, and as their float32 gradients are added; over
     copies these stay apart until the pass is done."""
 
     def split(weight: Weight) -> Weight:
-        w, R = weight[...], shape[0]
+        w = weight[...]
         if len(weight.layers) == 1:
             w = split_repeats(w, R)
-        layers = 1 if R == 1 else 2  # axes of them, where `shape` is to be
+        layers = 1 if R == 1 else 2  # axes of them; a stack may hold one kind of several
         of_layer = unstack_spec(jax.typeof(w).sharding.spec, layers)
         spec = stack_spec(staged_layers_spec(stack_spec(of_layer)))
-        w = jax.lax.reshape(w, (*shape, *w.shape[layers:]), out_sharding=spec).swapaxes(1, 2)
+        shape = R, S, w.shape[layers - 1] // S, *w.shape[layers:]
+        w = jax.lax.reshape(w, shape, out_sharding=spec).swapaxes(1, 2)
         if R == 1:
             return relabel(weight.replace(w[0]), "L", "LS")
         return relabel(weight.replace(w), weight.leading[: len(weight.layers)], "RLS")

@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from maxramp.model.families.family import LayerSizes
 from maxramp.model.families.table import FAMILIES
-from maxramp.model.keys import ModelKeys
+from maxramp.model.keys import BYTES, ModelKeys
 from maxramp.stage import StageSpec
-
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def describe_weights(total: int, active: int, form: Callable[[int], str] = "{:,}".format) -> str:
@@ -21,24 +19,22 @@ def describe_weights(total: int, active: int, form: Callable[[int], str] = "{:,}
 def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     """A training step's FLOPs per token of a row of T: the model's, without remat.
 
-    6 per weight of a matrix product (4 where it is frozen) that the token meets, and for attention
-    2 products of 2 T h a head, three times, halved for causality (PaLM, arXiv 2204.02311, appendix
-    B; MaxText); a window of W tokens leaves W (2 T - W) / T^2 of that. The embedding's lookup is
-    not a product.
+    6 per weight of a matrix product (4 where it is frozen) that the token meets, and three times
+    what mixers do beside them (PaLM, arXiv 2204.02311, appendix B; MaxText). The embedding's lookup
+    is not a product.
     """
     D, family = keys.base_emb_dim, FAMILIES[keys.decoder_block]
-    products, adapters, attention = D * keys.vocab_size, 0, 0
+    products, adapters, mixed = D * keys.vocab_size, 0, 0
     for layer, count in Counter(family.pattern(keys)).items():
         sizes = family.sizes(keys, layer)
         matrices = {**sizes.reads, **sizes.writes}
         products += count * D * sum(matrices.values())
         adapted = (D + matrices[name] for name in keys.lora_modules if name in matrices)
         adapters += count * keys.lora_rank * sum(adapted)
-        W = min(layer.sight(keys).window or tokens, tokens)
-        attention += count * sizes.context * W * (2 * tokens - W)
+        mixed += count * sizes.mixer.row_products(tokens, layer.mixing(keys))
     if keys.lora_rank:  # 4 per weight that is frozen: none for its gradient
         products = products * 4 / 6 + adapters
-    return 6.0 * products + 6.0 * (attention / tokens)
+    return 6.0 * products + 6.0 * (mixed / tokens)
 
 
 def pipeline_turns(microbatches: int, stages: int, repeats: int) -> int:
@@ -72,7 +68,7 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
     """An estimate of what a device keeps of a pass for its backward pass, and a block of logits."""
     tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
     D, stages = keys.base_emb_dim, spec.mesh.pipeline_stages
-    itemsize, family = _BYTES[keys.dtype], FAMILIES[keys.decoder_block]
+    itemsize, family = BYTES[keys.dtype], FAMILIES[keys.decoder_block]
     counts = Counter(family.pattern(keys))
     kept = {layer: _kept_bytes(family.sizes(keys, layer), keys, spec) for layer in counts}
     gathered = 0.0
@@ -100,7 +96,7 @@ def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], f
     """Beyond what the sizes of a token say: of a layer, rows by expert (with several devices along
     `expert` as many as can come to one), and what they make; and once, an expert's weights whole
     over fsdp with their gradient."""
-    sizes, itemsize = spec.mesh.sizes, _BYTES[keys.dtype]
+    sizes, itemsize = spec.mesh.sizes, BYTES[keys.dtype]
     tokens = spec.device_tokens
     own, k = keys.num_experts // sizes["expert"], keys.num_experts_per_tok
     D, F = keys.base_emb_dim, keys.moe_mlp_dim
@@ -115,23 +111,18 @@ def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], f
 
 def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str, float]:
     tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
-    T, itemsize = spec.row_length, _BYTES[keys.dtype]
+    itemsize = BYTES[keys.dtype]
     stream = tokens * keys.base_emb_dim * itemsize
-    context = tokens * sizes.context / tensor * itemsize
+    context, mixed = sizes.mixer.kept_bytes(keys, spec)
     products = tokens * sum(sizes.reads.values()) / tensor * itemsize
-    # A kernel makes no scores, and plain products make all, whatever the window; autoselected is
-    # taken to find a kernel for an accelerator's dtype.
-    kernel = keys.attention in ("cudnn_flash", "splash")
-    kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
-    scores = 0 if kernel else tokens * T * sizes.heads / tensor * (4 + itemsize)
-    activations = tokens * sizes.activations / tensor * itemsize
+    activations = tokens * sizes.mlp.activations / tensor * itemsize
     norms = 2 * tokens * keys.base_emb_dim * 4
-    everything = 4 * stream + norms + products + context + activations + scores
+    everything = 4 * stream + norms + products + mixed + activations
     shard = stream / tensor  # of the residual stream between the products
     minimal = 3 * shard + products
     return {
         "full": shard,
         "minimal": minimal,
-        "minimal_with_context": minimal + (context if kernel else 0),
+        "minimal_with_context": minimal + context,
         "none": everything,
     }

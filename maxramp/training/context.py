@@ -25,7 +25,7 @@ def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
     if devices == 1 or not is_gathered or not keys.context_parallel_load_balance:
         return batch
     positions = batch.token_positions
-    windows = Counter(layer.sight(keys).window for layer in pattern)
+    windows = Counter(layer.mixing(keys).window for layer in pattern)
     run = run_length(T // devices)
     costs_Bn = sum(n * positions.count_blocks(T, run, window) for window, n in windows.items())
     costs_Bn = jax.reshard(jnp.broadcast_to(costs_Bn, (len(batch.tokens), T // run)), ROWS_BT)

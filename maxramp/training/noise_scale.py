@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.block import RowScale
+from maxramp.model.parts.norm import RowScale
 from maxramp.model.parts.weights import Weight, map_weights, weights_of
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, HEADS_BHh, stack_spec
 from maxramp.training.keys import OptimizerKeys

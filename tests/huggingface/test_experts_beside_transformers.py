@@ -55,7 +55,7 @@ def test_every_feature_bites(tmp_path, name, feature):
             for module in change:
                 setattr(layer.self_attn, module, torch.nn.Identity())
         for block in model.layers.values():
-            block.attention.has_norms = False
+            block.mixer.has_norms = False
     found = theirs(without)
     assert_near(logits(model, config, TOKENS_BT), found)
     assert np.abs(found - expected).max() > 100 * TOLERANCE * (expected.max() - expected.min())

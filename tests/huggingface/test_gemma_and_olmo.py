@@ -14,7 +14,7 @@ from small_models import CONFIGS, TOKENS_BT, tensors, write_file, write_folder
 
 from maxramp.huggingface import config_json
 from maxramp.model.parts import rotary
-from maxramp.model.parts.block import RMSNorm
+from maxramp.model.parts.norm import RMSNorm
 from maxramp.model.pattern import Rope
 
 transformers = Later("transformers")
@@ -33,11 +33,11 @@ def with_offset(model, offset):
 
 
 def without_norms_of_heads(model):
-    model.layers["dense"].attention.has_norms = False
+    model.layers["dense"].mixer.has_norms = False
 
 
 def without_norms_behind(model):
-    for name in ("attention_post_norm", "mlp_post_norm"):
+    for name in ("mixer_post_norm", "mlp_post_norm"):
         delattr(model.layers["dense"], name)
         setattr(model.layers["dense"], name, lambda x: x)
 

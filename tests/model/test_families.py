@@ -12,10 +12,11 @@ from conftest import make_config, make_mesh
 from maxramp.errors import ConfigError
 from maxramp.model.decoder import Decoder
 from maxramp.model.families.table import FAMILIES
+from maxramp.model.mixers.mixer import Pass
 from maxramp.model.parts import rotary
-from maxramp.model.parts.attention import Rule
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.pattern import Layer, Pattern, Rope, Sight
+from maxramp.model.parts.positions import Positions
+from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
 
 # transformers' ROPE_INIT_FUNCTIONS["llama3"] at rope_theta 500,000, low_freq_factor 1,
 # high_freq_factor 4, original_max_position_embeddings 8,192: by factor and head_dim the inverse
@@ -90,10 +91,10 @@ def weights():
     found = {"embedding_VD": draw(V, D), "head_DV": draw(D, V), "norm.scale_D": 1 + draw(D)}
     layers = []
     for _ in range(2):
-        layers.append({"attention.query_DHh": draw(D, H, h), "attention.key_DKh": draw(D, K, h)})
-        layers[-1] |= {"attention.value_DKh": draw(D, K, h), "attention.out_HhD": draw(H, h, D)}
+        layers.append({"mixer.query_DHh": draw(D, H, h), "mixer.key_DKh": draw(D, K, h)})
+        layers[-1] |= {"mixer.value_DKh": draw(D, K, h), "mixer.out_HhD": draw(H, h, D)}
         layers[-1] |= {"mlp.gate_DF": draw(D, F), "mlp.up_DF": draw(D, F)}
-        layers[-1] |= {"mlp.out_FD": draw(F, D), "attention_norm.scale_D": 1 + draw(D)}
+        layers[-1] |= {"mlp.out_FD": draw(F, D), "mixer_norm.scale_D": 1 + draw(D)}
         layers[-1] |= {"mlp_norm.scale_D": 1 + draw(D)}
     for name in layers[0]:
         found[f"layers.dense.{name}"] = np.stack([layer[name] for layer in layers])
@@ -122,8 +123,8 @@ def test_logits_are_those_of_transformers(keys):
 
 
 ROPE = Rope(10_000.0)
-ALL, NEAR = Layer("dense", lambda keys: Sight(ROPE)), Layer("dense", lambda keys: Sight(ROPE, 3))
-OTHER = Layer("other", lambda keys: Sight(ROPE, 2))
+ALL, NEAR = Layer("dense", lambda keys: Mixing(ROPE)), Layer("dense", lambda keys: Mixing(ROPE, 3))
+OTHER = Layer("other", lambda keys: Mixing(ROPE, 2))
 PATTERNS = {
     "alternating windows": Pattern((NEAR, ALL), 2),
     "two kinds, and layers around the loop": Pattern((NEAR, OTHER), 2, (ALL,), (OTHER, NEAR)),
@@ -146,10 +147,10 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
 
     def one_by_one(model):
         x_BTD = look_up(model.embedding_VD[...], tokens_BT)
-        angles = rotary.angles(ROPE, jnp.arange(24), 16)
+        angles = {ROPE: rotary.angles(ROPE, jnp.arange(24), 16)}
+        shared = Pass(config.model, Positions(), angles)
         for layer, block in zip(pattern, model.one_by_one().layers, strict=True):
-            rule = Rule(window=layer.sight(config.model).window)
-            x_BTD, _ = block(x_BTD, angles, rule, config.model)
+            x_BTD, _ = block(x_BTD, layer.mixing(config.model), shared)
         return model.logits(model.norm(x_BTD))
 
     with jax.set_mesh(make_mesh(config)):

@@ -16,7 +16,7 @@ from maxramp.config import load as loading
 from maxramp.config.resolve import resolve
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import SHAPE_KEYS
-from maxramp.model.parts import block
+from maxramp.model.mixers import attention
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.weights import dense, new_weight
 from maxramp.model.size import training_flops_per_token
@@ -248,7 +248,7 @@ def test_remat_recomputes_what_it_says():
 
 def test_a_kernels_result_is_kept_where_the_policy_says_so(monkeypatch):
     """Splash attention is computed once more under minimal and full, as MaxText's is."""
-    monkeypatch.setattr(block, "select", lambda *given: "splash_interpreted")
+    monkeypatch.setattr(attention, "select", lambda *given: "splash_interpreted")
     size = ("base_num_kv_heads=6", "max_target_length=128")
 
     def kernels(policy):

@@ -21,7 +21,7 @@ from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.model import order, pipeline
 from maxramp.model.families.table import FAMILIES, is_of_experts
-from maxramp.model.parts import block
+from maxramp.model.mixers import attention
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import dense, new_weight, relabel
 from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
@@ -199,7 +199,7 @@ def test_a_kernel(monkeypatch, kernel, length):
     small = ("base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=2")
     small += (f"max_target_length={length}",)
     one = trained("ici_fsdp_parallelism=1", *small, devices=1, packed=True)
-    monkeypatch.setattr(block, "select", lambda *given: f"{kernel}_interpreted")
+    monkeypatch.setattr(attention, "select", lambda *given: f"{kernel}_interpreted")
     keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4")
     keys += ("remat_policy=minimal_with_context",)
     assert_same(trained(*keys, *small, devices=2, packed=True), one)

@@ -45,7 +45,7 @@ def test_what_an_axis_divides(axis):
         (array,) = jax.tree.leaves(model.layers["sparse"].mlp.out_EFD)
         assert divided(array, mesh) == [1]  # of [L, E, F, D]
         return
-    for weight in (model.layers["dense"].attention.query_DHh, model.layers["dense"].mlp.out_FD):
+    for weight in (model.layers["dense"].mixer.query_DHh, model.layers["dense"].mlp.out_FD):
         (array,) = jax.tree.leaves(weight)
         expected = {"layers": 0 in divided(array, mesh)}
         expected["widths"] = any(divided(array, mesh)[-1:])

@@ -14,11 +14,13 @@ from counting import ROPE, stand_in, sums_of
 from jax.sharding import NamedSharding
 
 from maxramp.checkpoints import arrays
+from maxramp.model.block import Block
+from maxramp.model.mixers.mixer import Pass
 from maxramp.model.order import order_by_layer
 from maxramp.model.parts import rotary
-from maxramp.model.parts.attention import Rule
-from maxramp.model.parts.block import Block
 from maxramp.model.parts.embedding import look_up
+from maxramp.model.parts.positions import Positions
+from maxramp.model.pattern import Mixing
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step
@@ -62,8 +64,9 @@ def plain():
     def minimized(model, rows_BS):
         x_BTD, found = look_up(model.embedding_VD[...], rows_BS[:, :-1]), []
         for block in model.one_by_one().layers:
-            angles = rotary.angles(ROPE, jnp.arange(16), config.model.head_dim)
-            x_BTD, _ = Block.__call__(block, x_BTD, angles, Rule(), config.model)
+            angles = {ROPE: rotary.angles(ROPE, jnp.arange(16), config.model.head_dim)}
+            shared = Pass(config.model, Positions(), angles)
+            x_BTD, _ = Block.__call__(block, x_BTD, Mixing(ROPE), shared)
             found.append(jax.tree.map(lambda x_B: x_B.sum(0), sums_of(x_BTD)))
         log_p_BTV = jax.nn.log_softmax(model.logits(model.norm(x_BTD)))
         is_next_BTV = rows_BS[:, 1:, None] == jnp.arange(log_p_BTV.shape[-1])

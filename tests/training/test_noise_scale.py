@@ -100,7 +100,7 @@ def gradients_of_rows(step):
                 for x, v in zip(matrices(g.layers), v_of, strict=True)
             ]
             stack = g.layers["dense"]
-            norms = leaves([stack.attention_norm, stack.mlp_norm, g.norm])
+            norms = leaves([stack.mixer_norm, stack.mlp_norm, g.norm])
             for kind, arrays in zip(found, (matrices(g), seen, norms), strict=True):
                 found[kind].append(np.concatenate([x.ravel() for x in arrays]))
     return {kind: np.array(g) for kind, g in found.items()}, np.array(tokens)

@@ -254,9 +254,9 @@ def reference_sums(w, rows_RS, kv_heads, kind="dense", mlp=gated_mlp):
     layers, own = f"layers.{kind}.", [n for n in w if n.startswith("layers.")]
     for i in range(len(w[own[0]])):
         layer = {n.removeprefix(layers): w[n][i] for n in own}
-        y = norm(x, layer["attention_norm.scale_D"])
+        y = norm(x, layer["mixer_norm.scale_D"])
         q, k, v = (
-            jnp.einsum("RTD,DHh->RTHh", y, layer[f"attention.{name}"])
+            jnp.einsum("RTD,DHh->RTHh", y, layer[f"mixer.{name}"])
             for name in ("query_DHh", "key_DKh", "value_DKh")
         )
         # Query heads share key/value heads in groups of neighbours.
@@ -264,7 +264,7 @@ def reference_sums(w, rows_RS, kv_heads, kind="dense", mlp=gated_mlp):
         scores = jnp.einsum("RTHh,RSHh->RHTS", rotate(q), rotate(k)) / np.sqrt(q.shape[-1])
         scores = jnp.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
         y = jnp.einsum("RHTS,RSHh->RTHh", jax.nn.softmax(scores), v)
-        x = x + jnp.einsum("RTHh,HhD->RTD", y, layer["attention.out_HhD"])
+        x = x + jnp.einsum("RTHh,HhD->RTD", y, layer["mixer.out_HhD"])
         x = x + mlp(layer, norm(x, layer["mlp_norm.scale_D"]))
     x = norm(x, w["norm.scale_D"])
     logits_RTV = x @ (w["head_DV"] if "head_DV" in w else w["embedding_VD"].T)

@@ -2,22 +2,38 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from maxramp.model.keys import ModelKeys
+from maxramp.model.mixers.sizes import MixerSizes
 from maxramp.model.pattern import Layer, Pattern
 
 
-class LayerSizes(NamedTuple):
-    """The widths of what a layer computes of a token; FLOPs and memory follow from them."""
+class MlpSizes(NamedTuple):
+    """The widths of an MLP's products, as in `MixerSizes`."""
 
-    # what products with matrices make of the stream, and what others turn back into the stream, by
-    # the names that Hugging Face's models have for the matrices
     reads: Mapping[str, int]
     writes: Mapping[str, int]
-    heads: int  # of queries
-    context: int  # attention's result
-    activations: int  # what lies between the products of the MLP
+    activations: int  # what lies between the products
+
+    @classmethod
+    def from_width(cls, width: int) -> Self:
+        return cls({"gate_proj": width, "up_proj": width}, {"down_proj": width}, 2 * width)
+
+
+class LayerSizes(NamedTuple):
+    """What a layer computes of a token; FLOPs and memory follow from it."""
+
+    mixer: MixerSizes
+    mlp: MlpSizes
+
+    @property
+    def reads(self) -> dict[str, int]:
+        return {**self.mixer.reads, **self.mlp.reads}
+
+    @property
+    def writes(self) -> dict[str, int]:
+        return {**self.mixer.writes, **self.mlp.writes}
 
 
 class Released(NamedTuple):

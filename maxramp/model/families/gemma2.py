@@ -17,11 +17,13 @@ DEFAULTS |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 40
 
 
 def _blocks() -> Mapping[str, Callable[..., Any]]:
-    from maxramp.model.parts.block import Attention, Block, RMSNorm
+    from maxramp.model.block import Block
+    from maxramp.model.mixers.attention import Attention
+    from maxramp.model.parts.norm import RMSNorm
 
     norm = functools.partial(RMSNorm, offset=_OFFSET)
     attention = functools.partial(Attention, norm=norm)
-    return {"dense": functools.partial(Block, attention=attention, norm=norm, places="both")}
+    return {"dense": functools.partial(Block, mixer=attention, norm=norm, places="both")}
 
 
 GEMMA2 = Family(
@@ -30,7 +32,7 @@ GEMMA2 = Family(
     LLAMA.sizes,
     {
         **LLAMA.tensors,
-        "layers.dense.attention_post_norm.scale_D": f"{LAYER}.post_attention_layernorm.weight",
+        "layers.dense.mixer_post_norm.scale_D": f"{LAYER}.post_attention_layernorm.weight",
         "layers.dense.mlp_norm.scale_D": f"{LAYER}.pre_feedforward_layernorm.weight",
         "layers.dense.mlp_post_norm.scale_D": f"{LAYER}.post_feedforward_layernorm.weight",
     },

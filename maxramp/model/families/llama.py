@@ -4,14 +4,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxramp.model.families.family import Family, LayerSizes, Released
+from maxramp.model.families.family import Family, LayerSizes, MlpSizes, Released
 from maxramp.model.keys import ModelKeys
-from maxramp.model.pattern import Layer, Pattern, Rope, Sight
+from maxramp.model.mixers.sizes import AttentionSizes
+from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
 from maxramp.stage import SightKeys
 
 
-def see_before(keys: SightKeys) -> Sight:
-    return Sight(Rope.from_keys(keys), keys.sliding_window_size)  # 0: no window
+def see_before(keys: SightKeys) -> Mixing:
+    return Mixing(Rope.from_keys(keys), keys.sliding_window_size)  # 0: no window
 
 
 def _pattern(keys: ModelKeys) -> Pattern:
@@ -19,21 +20,13 @@ def _pattern(keys: ModelKeys) -> Pattern:
 
 
 def _blocks() -> Mapping[str, Callable[..., Any]]:
-    from maxramp.model.parts.block import Block
+    from maxramp.model.block import Block
 
     return {"dense": Block}
 
 
 def _sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
-    queries = keys.base_num_query_heads * keys.head_dim
-    kv, mlp = keys.base_num_kv_heads * keys.head_dim, keys.base_mlp_dim
-    return LayerSizes(
-        {"q_proj": queries, "k_proj": kv, "v_proj": kv, "gate_proj": mlp, "up_proj": mlp},
-        {"o_proj": queries, "down_proj": mlp},
-        heads=keys.base_num_query_heads,
-        context=queries,
-        activations=2 * mlp,
-    )
+    return LayerSizes(AttentionSizes.from_keys(keys), MlpSizes.from_width(keys.base_mlp_dim))
 
 
 LAYER = "model.layers.{}"
@@ -46,11 +39,11 @@ LLAMA = Family(
         "embedding_VD": "model.embed_tokens.weight",
         "norm.scale_D": "model.norm.weight",
         "head_DV": "lm_head.weight",
-        "layers.dense.attention_norm.scale_D": f"{LAYER}.input_layernorm.weight",
-        "layers.dense.attention.query_DHh": f"{LAYER}.self_attn.q_proj.weight",
-        "layers.dense.attention.key_DKh": f"{LAYER}.self_attn.k_proj.weight",
-        "layers.dense.attention.value_DKh": f"{LAYER}.self_attn.v_proj.weight",
-        "layers.dense.attention.out_HhD": f"{LAYER}.self_attn.o_proj.weight",
+        "layers.dense.mixer_norm.scale_D": f"{LAYER}.input_layernorm.weight",
+        "layers.dense.mixer.query_DHh": f"{LAYER}.self_attn.q_proj.weight",
+        "layers.dense.mixer.key_DKh": f"{LAYER}.self_attn.k_proj.weight",
+        "layers.dense.mixer.value_DKh": f"{LAYER}.self_attn.v_proj.weight",
+        "layers.dense.mixer.out_HhD": f"{LAYER}.self_attn.o_proj.weight",
         "layers.dense.mlp_norm.scale_D": f"{LAYER}.post_attention_layernorm.weight",
         "layers.dense.mlp.gate_DF": f"{LAYER}.mlp.gate_proj.weight",
         "layers.dense.mlp.up_DF": f"{LAYER}.mlp.up_proj.weight",

@@ -2,16 +2,16 @@
 
 from maxramp.model.families.llama import see_before
 from maxramp.model.keys import ModelKeys
-from maxramp.model.pattern import Layer, Pattern, Rope, Sight
+from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
 from maxramp.stage import SightKeys
 
 
-def _see_all(keys: SightKeys) -> Sight:
-    return Sight(Rope.from_keys(keys))
+def _see_all(keys: SightKeys) -> Mixing:
+    return Mixing(Rope.from_keys(keys))
 
 
-def _see_near(keys: SightKeys) -> Sight:
-    return Sight(Rope.from_local_keys(keys), keys.sliding_window_size)
+def _see_near(keys: SightKeys) -> Mixing:
+    return Mixing(Rope.from_local_keys(keys), keys.sliding_window_size)
 
 
 def pattern(period: int, own_rope: bool, keys: ModelKeys) -> Pattern:

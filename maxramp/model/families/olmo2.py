@@ -10,14 +10,15 @@ from maxramp.model.families.family import Released
 from maxramp.model.families.llama import LAYER
 from maxramp.model.families.qwen3 import QWEN3
 
-_BEFORE = ("layers.dense.attention_norm.scale_D", "layers.dense.mlp_norm.scale_D")
+_BEFORE = ("layers.dense.mixer_norm.scale_D", "layers.dense.mlp_norm.scale_D")
 
 
 def _blocks() -> Mapping[str, Callable[..., Any]]:
-    from maxramp.model.parts.block import Attention, Block
+    from maxramp.model.block import Block
+    from maxramp.model.mixers.attention import Attention
 
     attention = functools.partial(Attention, heads_together=True)
-    return {"dense": functools.partial(Block, attention=attention, places="behind")}
+    return {"dense": functools.partial(Block, mixer=attention, places="behind")}
 
 
 OLMO2 = dataclasses.replace(
@@ -25,7 +26,7 @@ OLMO2 = dataclasses.replace(
     blocks=_blocks,
     tensors={
         **{path: tensor for path, tensor in QWEN3.tensors.items() if path not in _BEFORE},
-        "layers.dense.attention_post_norm.scale_D": f"{LAYER}.post_attention_layernorm.weight",
+        "layers.dense.mixer_post_norm.scale_D": f"{LAYER}.post_attention_layernorm.weight",
         "layers.dense.mlp_post_norm.scale_D": f"{LAYER}.post_feedforward_layernorm.weight",
     },
     released=Released(

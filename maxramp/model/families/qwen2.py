@@ -9,9 +9,9 @@ QWEN2 = dataclasses.replace(
     LLAMA,
     tensors={
         **LLAMA.tensors,
-        "layers.dense.attention.query_bias_Hh": f"{LAYER}.self_attn.q_proj.bias",
-        "layers.dense.attention.key_bias_Kh": f"{LAYER}.self_attn.k_proj.bias",
-        "layers.dense.attention.value_bias_Kh": f"{LAYER}.self_attn.v_proj.bias",
+        "layers.dense.mixer.query_bias_Hh": f"{LAYER}.self_attn.q_proj.bias",
+        "layers.dense.mixer.key_bias_Kh": f"{LAYER}.self_attn.k_proj.bias",
+        "layers.dense.mixer.value_bias_Kh": f"{LAYER}.self_attn.v_proj.bias",
     },
     released=Released("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32}),
     fixed={"attention_bias": True},

@@ -9,8 +9,8 @@ QWEN3 = dataclasses.replace(
     LLAMA,
     tensors={
         **LLAMA.tensors,
-        "layers.dense.attention.query_norm.scale_D": f"{LAYER}.self_attn.q_norm.weight",
-        "layers.dense.attention.key_norm.scale_D": f"{LAYER}.self_attn.k_norm.weight",
+        "layers.dense.mixer.query_norm.scale_D": f"{LAYER}.self_attn.q_norm.weight",
+        "layers.dense.mixer.key_norm.scale_D": f"{LAYER}.self_attn.k_norm.weight",
     },
     released=Released("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}),
     fixed={"use_qk_norm": True},

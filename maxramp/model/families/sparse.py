@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from maxramp.model.families.family import LayerSizes
+from maxramp.model.families.family import LayerSizes, MlpSizes
 from maxramp.model.families.llama import LAYER, LLAMA, see_before
 from maxramp.model.keys import ModelKeys
 from maxramp.model.pattern import Layer, Pattern
@@ -35,26 +35,23 @@ def blocks(
     change: Callable[[ModelKeys], ModelKeys] = lambda keys: keys, **attention: Any
 ) -> Mapping[str, Callable[..., Any]]:
     """Layers whose experts see `change(keys)`, and `attention` with these arguments."""
-    from maxramp.model.parts.block import Attention, Block
+    from maxramp.model.block import Block
+    from maxramp.model.mixers.attention import Attention
     from maxramp.model.parts.experts import Experts
 
-    block = functools.partial(Block, attention=functools.partial(Attention, **attention))
+    block = functools.partial(Block, mixer=functools.partial(Attention, **attention))
     experts = functools.partial(block, mlp=lambda keys, key: Experts(change(keys), key))
     return {"dense": block, "sparse": experts}
 
 
 def sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
     """Of a token, with the experts that it takes."""
-    found = LLAMA.sizes(keys, layer)
+    sizes = LLAMA.sizes(keys, layer)
     if layer.kind == "dense":
-        return found
-    width = keys.moe_mlp_dim * (keys.num_experts_per_tok + keys.shared_experts)
-    mlp = dict.fromkeys(("gate_proj", "up_proj"), width)
-    return found._replace(
-        reads={**found.reads, **mlp, "router": keys.num_experts},
-        writes={**found.writes, "down_proj": width},
-        activations=2 * width,
-    )
+        return sizes
+    mlp = MlpSizes.from_width(keys.moe_mlp_dim * (keys.num_experts_per_tok + keys.shared_experts))
+    mlp = mlp._replace(reads={**mlp.reads, "router": keys.num_experts})
+    return sizes._replace(mlp=mlp)
 
 
 # The fields of a `Family` that are the same in all.

@@ -1,10 +1,6 @@
 """Causal grouped-query attention, by the best implementation for the hardware.
 
-A row of the cache with S slots holds its last S tokens, the one at position p in slot p % S: all,
-or those of a window. Behind a shorter prompt stands padding; each slot is written before a token
-sees it.
-
-Shapes: B rows, T tokens, S tokens attended to (= T) or slots, H query heads, K key/value heads, G
+Shapes: B rows, T tokens, S tokens attended to (= T), H query heads, K key/value heads, G
 query heads per key/value head (H = K * G), h head width.
 """
 
@@ -24,7 +20,7 @@ from maxramp.model.parts.weights import static
 from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, map_shards
 from maxramp.parallel.mesh import axis_size
-from maxramp.parallel.sharding import ROWS_B, ROWS_BT, CACHE_BKSh, X_BTHh
+from maxramp.parallel.sharding import ROWS_BT, X_BTHh
 
 _NO_TRITON = "this version of jax has no Pallas for Triton; use jax 0.10.2 to 0.12"
 
@@ -197,10 +193,10 @@ def _pick(x: jax.Array, places_Bt: jax.Array) -> jax.Array:
 
 def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0):
     mask = rule.mask(k_BSKh.shape[1], places_BT)
-    return _plain(q_BTHh, k_BSKh, v_BSKh, "BSKh", rule, mask)
+    return attend_plainly(q_BTHh, k_BSKh, v_BSKh, "BSKh", rule, mask)
 
 
-def _plain(q_BTHh, k, v, axes, rule, seen):
+def attend_plainly(q_BTHh, k, v, axes, rule, seen):
     """On one device."""
     B, T, H, h = q_BTHh.shape
     K = k.shape[axes.index("K")]
@@ -269,63 +265,3 @@ KERNELS = {
     "splash": _splash,
     "splash_interpreted": functools.partial(_splash, interpret=True),
 }
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Cache:
-    """What a layer remembers of every row."""
-
-    keys_BKSh: jax.Array  # turned by their positions
-    values_BKSh: jax.Array  # in the dtype of the arithmetic, as the keys are
-    positions_B: jax.Array  # int32, of the next token of each row
-
-    def attend(
-        self, q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array, rule: Rule, kernel: str
-    ) -> jax.Array:
-        """`attend` of T more tokens of every row (one segment), put into their slots, to all up to
-        each. Replaces the arrays of this object: it lives as long as the pass that is traced."""
-        tokens, slots = q_BTHh.shape[1], self.keys_BKSh.shape[2]
-        if tokens == slots:
-            self.keys_BKSh, self.values_BKSh = (
-                jax.reshard(x.swapaxes(1, 2), CACHE_BKSh) for x in (k_BTKh, v_BTKh)
-            )
-            return attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
-        a_BTHh, self.keys_BKSh, self.values_BKSh = map_shards(
-            functools.partial(_write_and_attend, rule=rule),
-            (*(X_BTHh,) * 3, *(CACHE_BKSh,) * 2, ROWS_B),
-            (X_BTHh, CACHE_BKSh, CACHE_BKSh),
-        )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, self.positions_B)
-        return a_BTHh
-
-    def resize(self, slots: int, lengths_B: jax.Array) -> "Cache":
-        """The cache with other slots, of rows that have these lengths."""
-
-        def move(x_BKSh: jax.Array, lengths_B: jax.Array) -> jax.Array:
-            at_BS = _positions(lengths_B, slots)  # below 0: not there yet
-            return jax.vmap(lambda x_KSh, at_S: x_KSh.at[:, at_S].get(mode="clip"))(x_BKSh, at_BS)
-
-        move = map_shards(move, (CACHE_BKSh, ROWS_B), CACHE_BKSh)
-        moved = (move(x, lengths_B) for x in (self.keys_BKSh, self.values_BKSh))
-        return Cache(*moved, self.positions_B)
-
-
-def _positions(lengths_B: jax.Array, slots: int) -> jax.Array:
-    """Of the tokens in the slots of rows with these lengths: [B, S], below 0 for none."""
-    last_B1 = lengths_B[:, None] - 1
-    return last_B1 - (last_B1 - jnp.arange(slots)) % slots
-
-
-def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, positions_B, *, rule):
-    S = keys_BKSh.shape[2]
-
-    def write(slots_KSh, new_TKh, position):
-        at = 0, position % S, 0
-        return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), at)
-
-    keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, positions_B)
-    values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, positions_B)
-    T, at_BS = q_BTHh.shape[1], _positions(positions_B + q_BTHh.shape[1], S)
-    seen_BTS = rule.sees(positions_B[:, None] + jnp.arange(T), at_BS) & (at_BS >= 0)[:, None]
-    out_BTHh = _plain(q_BTHh, keys_BKSh, values_BKSh, "BKSh", rule, seen_BTS[:, None, None])
-    return out_BTHh, keys_BKSh, values_BKSh

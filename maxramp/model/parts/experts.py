@@ -13,7 +13,7 @@ from flax import nnx
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts import dispatch, grouped
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.block import ACTIVATIONS, MLP
+from maxramp.model.parts.mlp import ACTIVATIONS, MLP
 from maxramp.model.parts.routing import Router
 from maxramp.model.parts.weights import normal
 from maxramp.parallel.mesh import axis_size, platform

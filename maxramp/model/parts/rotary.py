@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from maxramp.model.pattern import Rope
 
+Angles = tuple[jax.Array, jax.Array]  # cosine and sine
 
-def angles(rope: Rope, positions_T: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+
+def angles(rope: Rope, positions_T: jax.Array, head_dim: int) -> Angles:
     """Cosine and sine of every position and pair: float32 [T, h/2]; [B, T, h/2] of [B, T]."""
     fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     timescale, amplitude = rope.max_timescale**fraction, 1.0
@@ -37,7 +39,7 @@ def _pair(rope: Rope, turns: float, head_dim: int) -> float:
     return head_dim * math.log(wanted) / (2 * math.log(rope.max_timescale))
 
 
-def rotate(x_BTHh: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x_BTHh: jax.Array, angles: Angles) -> jax.Array:
     """Turns the pairs (x_i, x_{i + h/2}) of every head by `angles`."""
     cos_T1h, sin_T1h = (part[..., None, :] for part in angles)
     first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)

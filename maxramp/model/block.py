@@ -1,0 +1,61 @@
+"""A layer: a mixer and an MLP.
+
+Shapes: B rows, T tokens, D model width.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxramp.model.keys import ModelKeys
+from maxramp.model.mixers.attention import Attention
+from maxramp.model.mixers.mixer import Mixer, Pass
+from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.mlp import MLP
+from maxramp.model.parts.norm import RMSNorm
+from maxramp.model.pattern import Mixing
+
+
+class Block(nnx.Module):
+    """A mixer, then an MLP, each added to the residual stream: with a norm before each, behind
+    each (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118)."""
+
+    def __init__(
+        self,
+        keys: ModelKeys,
+        key: jax.Array,
+        mlp: Callable[..., Any] = MLP,
+        mixer: Callable[..., Mixer] = Attention,
+        norm: Callable[..., Any] = RMSNorm,
+        places: str = "before",
+    ):
+        """`places` of the norms are "before", "behind" or "both"."""
+        mixer_key, mlp_key = jax.random.split(key)
+        norm = functools.partial(
+            norm, (keys.base_emb_dim,), keys.normalization_layer_epsilon, keys.weight_dtype
+        )
+        self.places = places
+        if places != "behind":
+            self.mixer_norm, self.mlp_norm = norm(), norm()
+        if places != "before":
+            self.mixer_post_norm, self.mlp_post_norm = norm(), norm()
+        self.mixer = mixer(keys, mixer_key)
+        self.mlp = mlp(keys, mlp_key)
+
+    def __call__(
+        self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: Any = None
+    ) -> tuple[jax.Array, Aux]:
+        """Returns the stream [B, T, D] behind the layer, and the sums of its MLP; a state as in
+        `Mixer`."""
+        before, behind = self.places != "behind", self.places != "before"
+        with jax.named_scope("mixer"):
+            y_BTD = self.mixer_norm(x_BTD) if before else x_BTD
+            y_BTD = self.mixer(y_BTD, mixing, shared, state)
+            x_BTD = x_BTD + (self.mixer_post_norm(y_BTD) if behind else y_BTD)
+        with jax.named_scope("mlp"):
+            y_BTD = self.mlp_norm(x_BTD) if before else x_BTD
+            y_BTD, aux = self.mlp(y_BTD, shared.shares_BT)
+            return x_BTD + (self.mlp_post_norm(y_BTD) if behind else y_BTD), aux

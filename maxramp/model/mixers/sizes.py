@@ -1,0 +1,59 @@
+"""What mixers compute of a token: FLOPs and memory follow from it. Imports no JAX."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol, Self
+
+from maxramp.model.keys import BYTES, ModelKeys
+from maxramp.model.pattern import Mixing
+from maxramp.stage import StageSpec
+
+
+class MixerSizes(Protocol):
+    """Widths of a mixer's products, by the names that Hugging Face's models have for its matrices,
+    and what it does beside them."""
+
+    reads: Mapping[str, int]  # what products make of the stream
+    writes: Mapping[str, int]  # what products turn back into the stream
+
+    def row_products(self, tokens: int, mixing: Mixing) -> float:
+        """Returns products of two numbers in a row of T tokens, but for those with weights."""
+
+    def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
+        """Returns bytes of a pass on a device beside its products with weights: those that
+        remat_policy=minimal_with_context keeps, and all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSizes:
+    """`MixerSizes` of attention."""
+
+    reads: Mapping[str, int]
+    writes: Mapping[str, int]
+    heads: int  # of queries
+    width: int  # of all heads
+
+    @classmethod
+    def from_keys(cls, keys: ModelKeys) -> Self:
+        width, kv = (
+            heads * keys.head_dim for heads in (keys.base_num_query_heads, keys.base_num_kv_heads)
+        )
+        reads = {"q_proj": width, "k_proj": kv, "v_proj": kv}
+        return cls(reads, {"o_proj": width}, keys.base_num_query_heads, width)
+
+    def row_products(self, tokens: int, mixing: Mixing) -> float:
+        """2 products of 2 T h a head and token, halved for causality (PaLM, arXiv 2204.02311,
+        appendix B); a window of W tokens leaves W (2 T - W) / T^2 of that."""
+        W = min(mixing.window or tokens, tokens)
+        return self.width * W * (2 * tokens - W)
+
+    def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
+        tokens, itemsize = spec.device_tokens / spec.mesh.sizes["tensor"], BYTES[keys.dtype]
+        result = tokens * self.width * itemsize
+        # A kernel makes no scores, and plain products make all, whatever the window; autoselected
+        # is taken to find a kernel for an accelerator's dtype.
+        kernel = keys.attention in ("cudnn_flash", "splash")
+        kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
+        if kernel:
+            return result, result
+        return 0, result + tokens * spec.row_length * self.heads * (4 + itemsize)
