@@ -46,7 +46,6 @@ from maxramp.handover.first_weights import check_first_weights
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.reference import add_reference
-from maxramp.job.smaller import smaller_job
 from maxramp.job.start import Job, Start
 from maxramp.measuring.batch_check import check_batches
 from maxramp.model.decoder import Decoder
@@ -130,9 +129,6 @@ def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
     return found
 
 
-_SMALLER_AFTER = 20.0  # seconds of training, that the first steps have the processor
-
-
 class Pretrainer:
     """Takes the steps of next-token prediction on rows of text."""
 
@@ -153,8 +149,7 @@ class Pretrainer:
         self._ahead = Ahead(limit, say, job.preemption.ask)
         job.closing.callback(self._ahead.close)
         self.raise_failure = self._ahead.raise_failure
-        self._rate_keys = config.learning_rate
-        rate = LearningRate.from_keys(self._rate_keys, span.ramp)
+        rate = LearningRate.from_keys(config.learning_rate, span.ramp)
         rows, recipe = config.evaluation.rows(job.mesh.size), config.recipe
         self._programs = Programs(recipe, loader.expansion, rate, abstract, self._ahead, rows)
         for stage in span.stages:
@@ -162,7 +157,6 @@ class Pretrainer:
             if tasks:
                 tasks.announce(self._ahead, stage)
         self._ahead.lower()
-        self._smaller, self._begin = smaller_job(job), time.monotonic()
         job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
         if jax.process_index() == 0:
             first = span.ramp.samples_before(span.first_step)
@@ -195,8 +189,6 @@ class Pretrainer:
         compile_seconds += self._programs.follow(self._arrays, stage)
         handed_over = time.perf_counter()
         self._arrays, shown = train_step(self._arrays, batch)
-        if self._smaller and time.monotonic() > self._begin + _SMALLER_AFTER:
-            self._announce_smaller()
         self._ahead.lower()
 
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:
@@ -222,12 +214,6 @@ class Pretrainer:
             }
 
         return Dispatched(shown, measure)
-
-    def _announce_smaller(self) -> None:
-        smaller, self._smaller = self._smaller, None
-        rate = LearningRate.from_keys(self._rate_keys, smaller.ramp)
-        expansion = Expansion(smaller.mesh, self._loader.expansion.factor)
-        Programs(smaller.recipe, expansion, rate, smaller.state, self._ahead).add(smaller.stage)
 
     def evaluate(self, stage: Stage) -> Dispatched:
         """Adds up what the objective shows of held-out sets, or of each batch of them."""
