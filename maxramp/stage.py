@@ -46,6 +46,8 @@ class SightKeys(Keys):
     original_max_position_embeddings: int = minimum(1)
     beta_fast: float = above_zero()
     beta_slow: float = above_zero()
+    rope_truncate: bool
+    rope_attention_factor: float = above_zero_or_open()
     rope_linear_scaling_factor: float = minimum(1)
     local_rope_max_timescale: float = above_zero_or_open()
     sliding_window_size: int = minimum(0)

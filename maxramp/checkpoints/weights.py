@@ -48,8 +48,8 @@ class Weights(abc.ABC):
     ) -> Callable[[], Decoder]:
         """Makes sure that they are those of an abstract model; returns what reads them, with the
         shardings of `model`, which may raise a ConfigError too. Where `model` has adapters and
-        these weights have none, it returns none. `note` takes a line about tensors that no weight
-        takes.
+        these weights have none, it returns none. `note` takes a line about tensors and keys that
+        nothing reads.
         """
 
 
@@ -82,6 +82,8 @@ class ReleasedWeights(Weights):
                 "to less than 1, so the loss does not begin at that of the dense model; "
                 "norm_topk_prob=true begins there"
             )
+        for line in folder.unread:
+            note(line)
         rows = there["vocab_size"]
         _check_adapters(self.path, adapter.keys if adapter else {}, model, values)
         load_base = reading.prepare_load(

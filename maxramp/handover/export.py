@@ -1,6 +1,7 @@
 """Exports a run's weights: everything in a model's folder besides the tensors."""
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -114,9 +115,10 @@ def export(
     model = _whole(model, dtype) if has_adapters(model) else model
     beside, marks, known = _files_beside(opened)
     vocab_size = keys.vocab_size
-    if came_in:  # rows that only the mesh asked for
-        vocab_size = min(vocab_size, max(came_in["vocab_size"], known))
-    values = config_json.config_of(keys, came_in, dtype) | {"vocab_size": vocab_size} | marks
+    if opened.origin:  # without rows that only the mesh asked for
+        vocab_size = min(vocab_size, max(opened.origin.keys["vocab_size"], known))
+    keys = dataclasses.replace(keys, vocab_size=vocab_size)
+    values = config_json.config_of(keys, came_in, dtype) | marks
     beside["config.json"] = _json(values)
     if marks:
         name = "generation_config.json"
@@ -140,9 +142,10 @@ def _export_adapters(
     for name in ("config.json", "generation_config.json"):
         beside.pop(name, None)
     layers = opened.config.optimizer.trainable_layers
-    beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers)
+    is_larger = bool(opened.origin and opened.origin.is_larger)
+    beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers, is_larger)
     written = keys.decoder_block, dtype or "float32", keys.vocab_size, layers
-    form = writing.Format(*written, adapter.TENSORS, file_bytes=math.inf)
+    form = writing.Format(*written, adapter.TENSORS, math.inf, in_larger=is_larger)
     model = stored_part(model)
     writing.write(to, model, form, beside, _source(opened, model), pause)
 
@@ -179,7 +182,7 @@ def _tokenizer_of(opened: Opened) -> Tokenizer | None:
         tokenizer = opened.tokenizer().tokenizer
     except ConfigError as error:
         size = opened.config.model.vocab_size
-        if opened.origin and size > (there := opened.origin.config["vocab_size"]):
+        if opened.origin and size > (there := opened.origin.keys["vocab_size"]):
             raise ConfigError(
                 f"{error}; without it nobody knows which of vocab_size={size} rows are tokens, "
                 f"beyond the {there} that the model came with; give tokenizer_path=FILE"

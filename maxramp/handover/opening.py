@@ -62,6 +62,10 @@ _CONSTANT = {
 }
 
 
+def _say_nothing(line: str) -> None:
+    pass
+
+
 class ChatText(str):
     """The text of a chat up to where its answer begins: the marks in it are marks."""
 
@@ -147,14 +151,15 @@ class Opened:
     def origin(self) -> ModelFolder | None:
         return self.weights.origin
 
-    def load(self, say: Callable[[str], None] = lambda line: None) -> Decoder:
+    def load(self, say: Callable[[str], None] = _say_nothing) -> Decoder:
         """The weights, on a mesh of all devices of a started backend; `say` prints a line."""
-        if jax.process_index() == 0:
-            say(f"reading the weights of {self.path}")
+        if jax.process_index():
+            say = _say_nothing
+        say(f"reading the weights of {self.path}")
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model
-        return self.weights.prepare(model, self.config.values)()
+        return self.weights.prepare(model, self.config.values, say)()
 
     def tokenizer(self) -> PromptTokenizer:
         """The tokenizer of the data that it was trained on, or the one that was given."""
@@ -166,9 +171,7 @@ class ReleasedModel(Opened):
 
     def __init__(self, weights: ReleasedWeights, arguments: Sequence[str]):
         origin = weights.origin
-        longest = origin.config.get("max_position_embeddings")
-        own = {"dataset_type": "synthetic", **origin.keys}
-        own |= {"max_target_length": longest} if longest else {}
+        own = {"dataset_type": "synthetic", **origin.keys, "max_target_length": origin.longest_text}
         with contextlib.suppress(ConfigError):  # whoever needs the tokenizer learns of it
             own |= origin.data_keys
         own["add_eos"] = False

@@ -9,6 +9,7 @@ from typing import Any
 
 from maxramp.errors import ConfigError
 from maxramp.files.storage import read_json
+from maxramp.huggingface.parts import is_of_text, rename
 from maxramp.huggingface.safetensors import Tensor, tensors_of
 from maxramp.keys.section import refuse
 from maxramp.model.keys import LORA_MODULES, ModelKeys
@@ -62,7 +63,8 @@ class AdapterFolder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        return tensors_of(self.path, TENSORS)
+        """By their names in adapters of a text model."""
+        return rename(self.path, tensors_of(self.path, TENSORS))
 
     @functools.cached_property
     def layers(self) -> list[int]:
@@ -71,7 +73,7 @@ class AdapterFolder:
             return sorted({*_list_of(self.config.get("layers_to_transform"))})
         # A regular expression chooses matrices one by one: those that it has chosen are there.
         modules: dict[int, set[str]] = {}
-        for name in self.tensors:
+        for name in filter(is_of_text, self.tensors):
             if found := _OF_LAYER.search(name):
                 modules.setdefault(int(found[1]), set()).add(found[2])
         if len({*map(frozenset, modules.values())}) > 1:
@@ -84,7 +86,9 @@ class AdapterFolder:
 
     @property
     def keys(self) -> dict[str, Any]:
-        modules = {name.split(".")[-3] for name in self.tensors if name.count(".") > 2}
+        modules = {
+            name.split(".")[-3] for name in self.tensors if is_of_text(name) and name.count(".") > 2
+        }
         targets = [name for name in LORA_MODULES if name in modules]
         if targets == list(LORA_MODULES):
             targets = ["matrix"]
@@ -102,8 +106,13 @@ def _list_of(layers: Any) -> list[Any]:
     return [] if layers is None else layers if isinstance(layers, list) else [layers]
 
 
-def config_of(keys: ModelKeys, base: str, layers: Sequence[int]) -> bytes:
-    """The adapter_config.json of adapters of these layers (none = all) of a `base`."""
+def config_of(keys: ModelKeys, base: str, layers: Sequence[int], is_larger: bool = False) -> bytes:
+    """The adapter_config.json of adapters of these layers (none = all) of a `base`, or of its text
+    model if it `is_larger`."""
+    modules = list(keys.lora_modules)
+    if is_larger:  # whose other parts may have such matrices too
+        numbers, layers = "|".join(map(str, layers)) or r"\d+", ()
+        modules = rf".*\.language_model\.layers\.({numbers})\..*\.({'|'.join(modules)})"
     values = {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -115,7 +124,7 @@ def config_of(keys: ModelKeys, base: str, layers: Sequence[int]) -> bytes:
         "lora_dropout": keys.lora_dropout,
         "peft_type": "LORA",
         "r": keys.lora_rank,
-        "target_modules": list(keys.lora_modules),
+        "target_modules": modules,
         "task_type": "CAUSAL_LM",
         "use_rslora": keys.use_rslora,
     }

@@ -13,7 +13,6 @@ from maxramp.model.families.table import FAMILIES, unify_keys
 from maxramp.model.keys import ModelKeys
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
-_DEFAULTS |= {"use_sliding_window": False}
 _NULL_FOR_0 = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 _SIZES = {
@@ -28,7 +27,8 @@ _SIZES = {
     "normalization_layer_epsilon": "rms_norm_eps",
 }
 _ACTIVATIONS = {"silu": "silu", "relu": "relu", "gelu": "gelu_pytorch_tanh"}
-# What these families can have in transformers and not here, with the value that means nothing.
+# What transformers can compute otherwise in some of these families, with the value of what is
+# computed here.
 _NOTHING = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -39,7 +39,9 @@ _NOTHING = {
     "clip_qkv": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+    "is_causal": True,
     "use_bidirectional_attention": False,
+    "per_layer_config": None,
     "router_jitter_noise": 0,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
@@ -52,43 +54,38 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     Reads what transformers 5 writes (`rope_parameters`) and what earlier ones wrote (`rope_theta`,
     `rope_scaling`).
     """
-    families = {family.released.model_type: name for name, family in FAMILIES.items()}
-    kind = str(values.get("model_type"))
-    if kind not in families:
-        raise ConfigError(
-            f"{where}: model_type={kind} is not a family that we have; there are "
-            f"{', '.join(families)}"
-        )
-    family = FAMILIES[families[kind]]
-    given, others = values, family.released.other_names
-    values = {others.get(name, name): value for name, value in values.items()}
-    values = {**_DEFAULTS, **family.released.defaults, **values}
-    rope = rope_json.keys_of(values, family.released, where)
+    name = _family_of(values, where)
+    family, written = FAMILIES[name], values
+    released, values = family.released, _complete(values, family.released)
+    rope = rope_json.keys_of(values, released, where)
     refuse(
-        (value not in (None, _NOTHING[name]), f"{where}: {name}={value} is not supported")
-        for name, value in given.items()
-        if name in _NOTHING and name not in family.released.names.values()
+        (
+            value not in (None, _NOTHING[key], family.fixed.get(key)),
+            f"{where}: {key}={value} is not supported",
+        )
+        for key, value in written.items()
+        if key in _NOTHING and key not in released.names.values()
     )
-    values |= {name: values.get(name) or 0 for name in _NULL_FOR_0}
-    _refuse_windows(values, family.released, where)
+    _refuse_architectures(values, released, where)
+    values |= {key: values.get(key) or 0 for key in _NULL_FOR_0}
+    _refuse_windows(values, released, where)
     heads = cast_key("base_num_query_heads", "num_attention_heads", values, where)
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
     if values.get("head_dim") is None:
         values["head_dim"] = cast_key("base_emb_dim", "hidden_size", values, where) // max(heads, 1)
-    if values.get("max_position_embeddings") is not None:  # no key of the model, and not trusted
-        cast_key("max_target_length", "max_position_embeddings", values, where)
+    cast_key("max_target_length", "max_position_embeddings", values, where)  # no key of the model
     activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
-    activation = str(values[family.released.activation])
+    activation = str(values[released.activation])
     if activation not in activations:
         raise ConfigError(
-            f"{where}: {family.released.activation}={activation} is not supported; there are "
+            f"{where}: {released.activation}={activation} is not supported; there are "
             f"{', '.join(activations)}"
         )
-    names = {**_SIZES, **family.released.names}
+    names = {**_SIZES, **released.names}
     return unify_keys(
         {
-            "decoder_block": families[kind],
+            "decoder_block": name,
             **family.fixed,
             **{ours: cast_key(ours, theirs, values, where) for ours, theirs in names.items()},
             "mlp_activations": [activations[activation], "linear"],
@@ -97,25 +94,76 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     )
 
 
+def longest_text(values: Mapping[str, Any], where: str) -> int:
+    """The tokens of the longest text that a config.json's model is for."""
+    released = FAMILIES[_family_of(values, where)].released
+    return _complete(values, released)["max_position_embeddings"]
+
+
+def unread(values: Mapping[str, Any], where: str) -> list[str]:
+    """Lines about what a config.json says and transformers passes over, as we do."""
+    released = FAMILIES[_family_of(values, where)].released
+    names = rope_json.unread(_complete(values, released), released)
+    return [f"{where}: {name} of its positions is not read, as in transformers" for name in names]
+
+
+def _family_of(values: Mapping[str, Any], where: str) -> str:
+    """The value of decoder_block."""
+    families = {family.released.model_type: name for name, family in FAMILIES.items()}
+    kind = str(values.get("model_type"))
+    if kind not in families:
+        raise ConfigError(
+            f"{where}: model_type={kind} is not a family that we have; there are "
+            f"{', '.join(families)}"
+        )
+    return families[kind]
+
+
+def _complete(values: Mapping[str, Any], released: Released) -> dict[str, Any]:
+    """With what transformers' class has where a config.json does not say."""
+    values = {released.other_names.get(name, name): value for name, value in values.items()}
+    return {**_DEFAULTS, **released.defaults, **values}
+
+
 def _layer_types(layers: int, period: int) -> list[str]:
     return [f"{'sliding' if i % period else 'full'}_attention" for i in range(1, layers + 1)]
 
 
+def _refuse_architectures(values: Mapping[str, Any], released: Released, where: str) -> None:
+    """Refuses classes that are not transformers' own of the family: they compute something else."""
+    own = released.architecture, released.architecture.replace("ForCausalLM", "Model")
+    refuse(
+        (
+            name not in own,
+            f"{where}: architectures={name} is not supported, but {' and '.join(own)}; if it "
+            f"computes what {own[0]} does, write that there",
+        )
+        for name in values.get("architectures") or ()
+    )
+
+
 def _refuse_windows(values: Mapping[str, Any], released: Released, where: str) -> None:
     """Refuses windows of other layers than the family's: in a list, or from a number of layers."""
-    kinds, first = values.get("layer_types") or (), values.get("max_window_layers")
-    windowed = not kinds and values["use_sliding_window"] and values["sliding_window"]
+    kinds, first = values.get("layer_types") or (), released.defaults.get("max_window_layers")
+    if first:  # the first that has a window, where it is read
+        first = values["max_window_layers"]
     layers = cast_key("base_num_decoder_layers", "num_hidden_layers", values, where)
-    period, every = values.get("sliding_window_pattern", released.period), released.period
+    every, period = released.period, released.defaults.get("sliding_window_pattern")
+    if period:
+        period = values["sliding_window_pattern"]
     refuse(
         [
             (
-                period != every or (kinds and kinds != _layer_types(layers, every)),
-                f"{where}: layer_types={kinds or f'one of {period}'} is not supported, but "
-                f"full_attention in {'all layers' if every == 1 else f'every {every}th layer'}",
+                kinds and kinds != _layer_types(layers, every),
+                f"{where}: layer_types={kinds} is not supported, but full_attention in "
+                f"{'all layers' if every == 1 else f'every {every}th layer'}",
             ),
             (
-                windowed and first is not None and first < layers,
+                period not in (None, every),
+                f"{where}: sliding_window_pattern={period} is not supported, but {every}",
+            ),
+            (
+                not kinds and values["sliding_window"] and first is not None and first < layers,
                 f"{where}: max_window_layers={first} of {layers} is not supported: windows are of "
                 "all layers, or of none",
             ),
@@ -126,7 +174,8 @@ def _refuse_windows(values: Mapping[str, Any], released: Released, where: str) -
 def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The config.json of a model that was trained here, with tensors of this dtype.
 
-    `came_in` is the one that its weights came with; {} where they were made here.
+    `came_in` is the one that its weights came with, of which all stays that the run did not change;
+    {} where they were made here.
     """
     gate, other = keys.mlp_activations
     if gate not in _ACTIVATIONS or other != "linear":
@@ -135,30 +184,34 @@ def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[s
             f"are {', '.join(f'[{name}, linear]' for name in _ACTIVATIONS)}"
         )
     released = FAMILIES[keys.decoder_block].released
+    names = {**_SIZES, **released.names}
+    is_same = came_in.get("model_type") == released.model_type  # and not a dense model
+    before = keys_of(came_in, "config.json") if is_same else {}
+    own = {**vars(keys), "mlp_activations": list(keys.mlp_activations)}
+    own = unify_keys(own) if came_in else own
+    changed = {
+        name for name, value in own.items() if not before or before.get(name, value) != value
+    }
     keys = dataclasses.replace(
         keys,
         base_moe_mlp_dim=keys.moe_mlp_dim,
         n_routing_groups=max(1, keys.n_routing_groups),
         topk_routing_group=max(1, keys.topk_routing_group),
     )
-    longest = max(keys.max_target_length, came_in.get("max_position_embeddings") or 0)
-    written = {theirs: getattr(keys, ours) for ours, theirs in _SIZES.items()}
-    values = {
-        "architectures": [released.architecture],
-        **came_in,
-        **written,
-        "model_type": released.model_type,
-        "max_position_embeddings": longest,
-        "torch_dtype": dtype,
-    }
-    if came_in.get("model_type") != released.model_type:  # of a dense model
-        values["architectures"] = [released.architecture]
-    values.pop("dtype", None)  # as transformers 5 calls it; both read the other
-    if not came_in:
-        values |= {released.activation: _ACTIVATIONS[gate], "use_cache": True}
-    if rope := rope_json.config_of(keys, released, values if came_in else {}):
-        values = {name: value for name, value in values.items() if name != "rope_parameters"} | rope
-    if released.period > 1:
+    values = {theirs: getattr(keys, ours) for ours, theirs in names.items() if ours in changed}
+    values |= {name: None for name in _NULL_FOR_0 if values.get(name) == 0}
+    if "mlp_activations" in changed:
+        values[released.activation] = _ACTIVATIONS[gate]
+    if released.period > 1 and "base_num_decoder_layers" in changed:
         values["layer_types"] = _layer_types(keys.base_num_decoder_layers, released.period)
-    own = {theirs: getattr(keys, ours) for ours, theirs in released.names.items()}
-    return values | own | {name: None for name in _NULL_FOR_0 if own.get(name) == 0}
+    longest = longest_text(came_in, "config.json") if came_in else 1
+    if not is_same or longest < keys.max_target_length:
+        values["max_position_embeddings"] = max(longest, keys.max_target_length)
+    if not is_same:
+        values |= {"architectures": [released.architecture], "model_type": released.model_type}
+    if not came_in:
+        values["use_cache"] = True
+    dtypes = {name for name in ("dtype", "torch_dtype") if name in came_in} or {"torch_dtype"}
+    values = {"architectures": [released.architecture], **came_in, **values}
+    values |= dict.fromkeys(dtypes, dtype)
+    return values | rope_json.config_of(keys, released, values if is_same else {})

@@ -12,6 +12,7 @@ from maxramp.files.place import Place
 from maxramp.huggingface import config_json
 from maxramp.huggingface.adapter import CONFIG, TENSORS, AdapterFolder
 from maxramp.huggingface.experts import split_experts
+from maxramp.huggingface.parts import rename
 from maxramp.huggingface.safetensors import Tensor, tensors_of
 from maxramp.model.families.table import FAMILIES
 
@@ -41,11 +42,20 @@ class ModelFolder:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """config.json; where the model also sees or hears, what it says of its text model."""
-        found = storage.read_json(f"{self.path}/config.json")
-        text = found.get("text_config")
-        if not isinstance(text, dict):
-            return found
-        return {name: found[name] for name in _OF_ALL_PARTS if name in found} | text
+        whole = self._whole_config
+        if not self.is_larger:
+            return whole
+        shared = {name: whole[name] for name in _OF_ALL_PARTS if name in whole}
+        return shared | whole["text_config"]
+
+    @functools.cached_property
+    def _whole_config(self) -> dict[str, Any]:
+        return storage.read_json(f"{self.path}/config.json")
+
+    @property
+    def is_larger(self) -> bool:
+        """Whether the model also sees or hears."""
+        return isinstance(self._whole_config.get("text_config"), dict)
 
     @property
     def _folders(self) -> list[str]:
@@ -57,6 +67,16 @@ class ModelFolder:
         own = self.adapter.keys if self.adapter else {}
         return config_json.keys_of(self.config, f"{self.path}/config.json") | own
 
+    @property
+    def longest_text(self) -> int:
+        """The tokens of the longest text that the model is for."""
+        return config_json.longest_text(self.config, f"{self.path}/config.json")
+
+    @property
+    def unread(self) -> list[str]:
+        """Lines about what config.json says and nobody reads."""
+        return config_json.unread(self.config, f"{self.path}/config.json")
+
     def file_of(self, name: str) -> str:
         """The file that says a key of `keys`."""
         of_adapter = self.adapter and name in self.adapter.keys
@@ -65,15 +85,8 @@ class ModelFolder:
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
         """By their names in a text model."""
-        found: dict[str, Tensor] = {}
-        for name, tensor in tensors_of(self.path).items():
-            short = name.replace("language_model.", "", 1)
-            if short.startswith(("embed_tokens.", "layers.", "norm.")):  # saved without a head
-                short = f"model.{short}"
-            if short in found:
-                raise ConfigError(f"{self.path}: has both {found[short].name} and {name}")
-            found[short] = tensor
-        return split_experts(found, FAMILIES[self.keys["decoder_block"]].tensors)
+        tensors = rename(self.path, tensors_of(self.path))
+        return split_experts(tensors, FAMILIES[self.keys["decoder_block"]].tensors)
 
     @property
     def ends(self) -> list[int]:

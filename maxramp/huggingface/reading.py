@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxramp.errors import ConfigError
 from maxramp.huggingface.names import Form, Named, name_tensors
+from maxramp.huggingface.parts import is_of_text
 from maxramp.huggingface.safetensors import DTYPES, Tensor
 from maxramp.keys.section import refuse
 from maxramp.model.decoder import Decoder
@@ -33,9 +34,7 @@ from maxramp.parallel.collectives import map_shards, own_index
 from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import REPLICATED, axes_spec, unstack_spec
 
-# Tensors of other parts than the text model, and what follows from the config: endings or
-# beginnings of their names.
-_OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "audio_tower.", "multi_modal_")
+# Endings of tensors that follow from the config.
 _DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
@@ -43,9 +42,10 @@ def left_out(tensors: Mapping[str, Tensor], used: set[str], tied: bool) -> dict[
     """The tensors that no weight takes, by why; `tied` = the model's head is its embedding."""
     found: dict[str, list[str]] = {}
     for name in sorted(tensors.keys() - used):
-        parts = name.removeprefix("model.").startswith(_OTHER_PARTS)
-        if parts or name.endswith(_DERIVED):
-            found.setdefault("of no text model" if parts else "computed here", []).append(name)
+        if not is_of_text(name):
+            found.setdefault("of no text model", []).append(name)
+        elif name.endswith(_DERIVED):
+            found.setdefault("computed here", []).append(name)
         elif tied and name == "lm_head.weight":
             if not _begin_alike(tensors[name], tensors.get("model.embed_tokens.weight")):
                 raise ConfigError(

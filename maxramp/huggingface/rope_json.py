@@ -4,7 +4,6 @@ transformers 5 writes `rope_parameters`, for families with layers that see a win
 earlier ones wrote `rope_theta`, `rope_local_base_freq` and `rope_scaling`.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from maxramp.keys import base
 from maxramp.keys.section import refuse
 from maxramp.model.families.family import Released
 from maxramp.model.keys import ModelKeys
+from maxramp.model.pattern import yarn_amplitude
 
 _LENGTH = "original_max_position_embeddings"
 # By the name of a scaling ours, and the names of its numbers.
@@ -27,11 +27,14 @@ _SCALINGS = {
     "yarn": (
         "yarn",
         {"rope_factor": "factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+        | {"rope_truncate": "truncate", "rope_attention_factor": "attention_factor"}
         | {_LENGTH: _LENGTH},
     ),
 }
+_MSCALES = ("mscale", "mscale_all_dim")  # from which yarn's attention_factor can follow
+# What every one may have; the last is refused unless it changes nothing.
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _FULL, _LOCAL = "full_attention", "sliding_attention"  # layers
-_BASE = "rope_local_base_freq"  # of the latter
 
 
 def cast_key(ours: str, theirs: str, values: Mapping[str, Any], where: str) -> Any:
@@ -41,82 +44,154 @@ def cast_key(ours: str, theirs: str, values: Mapping[str, Any], where: str) -> A
 
 def keys_of(values: Mapping[str, Any], released: Released, where: str) -> dict[str, Any]:
     """The keys of all layers, and of those that see a window where they have their own."""
-    said = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    by_layer = isinstance(said, dict) and any(isinstance(x, dict) for x in said.values())
-    has_local = _BASE in released.defaults
-    if not isinstance(said, dict) or (by_layer and not has_local):
-        raise ConfigError(
-            f"{where}: rope_parameters={said} is not supported, but one for all layers"
-        )
-    local = {"rope_theta": values.get(_BASE)}
-    if by_layer:
-        local, said = local | (said.get(_LOCAL) or {}), said.get(_FULL) or {}
-    rope = {"rope_theta": values.get("rope_theta", 10_000.0), **said}
-    found = {"rope_max_timescale": cast_key("rope_max_timescale", "rope_theta", rope, where)}
-    if has_local:
+    rope, local = _ropes(values, released, where)
+    keys = {"rope_max_timescale": cast_key("rope_max_timescale", "rope_theta", rope, where)}
+    if local:
         name = "local_rope_max_timescale"
-        found[name] = cast_key(name, "rope_theta", local, where)
+        keys[name] = cast_key(name, "rope_theta", local, where)
         refuse([(_kind(local) != "default", f"{where}: {_LOCAL}={local} is not supported")])
-    return found | _scaling(rope, values.get("max_position_embeddings"), where)
+    return keys | _scaling(rope, values, bool(local), where)
+
+
+def unread(values: Mapping[str, Any], released: Released) -> list[str]:
+    """What is said of positions that neither transformers nor we read."""
+    rope, _ = _ropes(values, released, "")
+    _, names = _SCALINGS.get(_kind(rope), ("", {}))
+    read = {*_COMMON, *names.values(), *(_MSCALES if _kind(rope) == "yarn" else ())}
+    return [name for name, value in rope.items() if name not in read and value is not None]
+
+
+def _ropes(
+    values: Mapping[str, Any], released: Released, where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What config.json says of layers that see all, and of those that see a window where they have
+    their own; read as transformers reads it, where `rope_scaling` counts before `rope_parameters`.
+    """
+    scaling = values.get("rope_scaling") or {}
+    parameters = values.get("rope_parameters") or {}
+    refuse(
+        (not isinstance(said, dict), f"{where}: {name}={said} is not supported, but a mapping")
+        for name, said in (("rope_scaling", scaling), ("rope_parameters", parameters))
+    )
+    theta = {"rope_theta": values.get("rope_theta", 10_000.0)}
+    by_layer = {_FULL, _LOCAL} & parameters.keys()
+    if not released.local_rope:
+        if by_layer:
+            raise ConfigError(
+                f"{where}: rope_parameters={parameters} is not supported, but one for all layers"
+            )
+        return theta | (scaling or parameters), {}
+    if parameters and not by_layer:
+        raise ConfigError(
+            f"{where}: rope_parameters={parameters} is not supported, but one for {_FULL} and one "
+            f"for {_LOCAL}"
+        )
+    name, local = released.local_rope
+    own = {"rope_theta": values.get(name, local)} | (parameters.get(_LOCAL) or {})
+    return theta | (parameters.get(_FULL) or {}) | scaling, own
 
 
 def _kind(rope: Mapping[str, Any]) -> str:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _scaling(rope: Mapping[str, Any], longest: Any, where: str) -> dict[str, Any]:
-    kind, part = _kind(rope), rope.get("partial_rotary_factor", 1)
-    if part != 1:
-        raise ConfigError(f"{where}: partial_rotary_factor={part} is not supported")
+def _scaling(
+    rope: Mapping[str, Any], values: Mapping[str, Any], by_layer: bool, where: str
+) -> dict[str, Any]:
+    kind, part = _kind(rope), rope.get("partial_rotary_factor")
+    if part not in (None, 1):
+        raise ConfigError(
+            f"{where}: partial_rotary_factor={part} is not supported: these families turn whole "
+            "heads, in transformers too"
+        )
     if kind == "default":
         return {"rope_type": "default", "rope_linear_scaling_factor": 1.0}
-    # As transformers does where they are not given.
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, _LENGTH: longest}
-    rope = usual | {name: x for name, x in rope.items() if x is not None}
     ours, names = _SCALINGS.get(kind, ("", {}))
-    missing = [f" without {name}" for name in names.values() if rope.get(name) is None]
-    if not ours or missing:
+    if not ours:
+        why = ": positions would turn by the length of the whole text" * (kind == "longrope")
         raise ConfigError(
-            f"{where}: rope_type={kind}{''.join(missing[:1])} is not supported; there are default, "
+            f"{where}: rope_type={kind} is not supported{why}; there are default, "
             f"{', '.join(_SCALINGS)}"
         )
-    found = {ours: cast_key(ours, theirs, rope, where) for ours, theirs in names.items()}
+    longest = values["max_position_embeddings"]
+    # One beside the scaling counts before the one in it, but not where layers have their own.
+    length = (not by_layer and values.get(_LENGTH)) or rope.get(_LENGTH) or longest
     if kind == "dynamic":
-        found[_LENGTH] = cast_key(_LENGTH, _LENGTH, {_LENGTH: longest}, where)
+        length = longest
+    if isinstance(length, float) and length.is_integer():
+        length = int(length)
+    rope = {**rope, _LENGTH: length}
     if kind == "yarn":
-        amplitude = 0.1 * math.log(max(1, found["rope_factor"])) + 1
-        rope = {"attention_factor": amplitude} | rope
-        given = cast_key("rope_factor", "attention_factor", rope, where)
-        usual = {"attention_factor": amplitude if abs(given - amplitude) > 1e-6 else given}
-        usual |= {"truncate": True, "mscale": None, "mscale_all_dim": None}
-        refuse(
-            (
-                rope.get(name, value) != value,
-                f"{where}: {name}={rope.get(name)} of rope_type=yarn is not supported, but {value}",
-            )
-            for name, value in usual.items()
+        rope = _complete_yarn(rope, longest, by_layer, where)
+    missing = [f"has no {name}" for name in names.values() if rope.get(name) is None]
+    if missing:
+        raise ConfigError(f"{where}: rope_type={kind} {missing[0]}; write it there")
+    keys = {ours: cast_key(ours, theirs, rope, where) for ours, theirs in names.items()}
+    if kind == "dynamic":
+        keys[_LENGTH] = cast_key(_LENGTH, _LENGTH, rope, where)
+    return {"rope_type": ours, **keys}
+
+
+def _complete_yarn(
+    rope: Mapping[str, Any], longest: int, by_layer: bool, where: str
+) -> dict[str, Any]:
+    """With the values that transformers takes where numbers are missing."""
+    length = cast_key(_LENGTH, _LENGTH, rope, where)
+    rope = {"truncate": True, **rope}
+    rope |= {"beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0}
+    if by_layer and rope["truncate"] is not True:
+        raise ConfigError(
+            f"{where}: truncate={rope['truncate']} of {_FULL} is not supported: transformers does "
+            "not read it where layers have their own positions; leave it out"
         )
-    return {"rope_type": ours, **found}
+    if "factor" in rope and rope["factor"] is None:
+        rope["factor"] = longest / length
+    if rope.get("factor") is None:
+        return rope
+    factor = cast_key("rope_factor", "factor", rope, where)
+    usual = amplitude = yarn_amplitude(max(1.0, factor))
+    if all(map(rope.get, _MSCALES)):
+        above, below = (cast_key("rope_factor", name, rope, where) for name in _MSCALES)
+        amplitude = (1 + above * (usual - 1)) / (1 + below * (usual - 1))
+    if (written := rope.get("attention_factor")) is not None:
+        amplitude = cast_key("rope_attention_factor", "attention_factor", rope, where)
+        refuse([(amplitude <= 0, f"{where}: attention_factor={written} must be above 0")])
+    return rope | {"attention_factor": -1.0 if abs(amplitude - usual) < 1e-6 else amplitude}
 
 
-def config_of(keys: ModelKeys, released: Released, there: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of them; {} where it is `there` already."""
-    if there:
-        said = keys_of({**released.defaults, **there}, released, "")
-        if all(getattr(keys, name) == value for name, value in said.items()):
-            return {}
-    scaling, linear = {}, keys.rope_linear_scaling_factor != 1
+def config_of(keys: ModelKeys, released: Released, came_in: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json has to say of positions besides what `came_in`: in both forms, as
+    transformers below 5 reads no `rope_parameters`.
+    """
+    if came_in:
+        values = {**released.defaults, **came_in}
+        if all(getattr(keys, name) == x for name, x in keys_of(values, released, "").items()):
+            if not came_in.get("rope_parameters"):
+                return {}
+            forms = _forms(*_ropes(values, released, ""), released)
+            return {n: x for n, x in forms.items() if x is not None and came_in.get(n) is None}
+    rope = {"rope_type": "default", "rope_theta": keys.rope_max_timescale}
     for kind, (ours, names) in _SCALINGS.items():
-        if keys.rope_type == ours and (linear or kind != "linear"):
-            numbers = {theirs: getattr(keys, ours) for ours, theirs in names.items()}
-            scaling = {"rope_type": kind, **numbers}
-    found = {"rope_theta": keys.rope_max_timescale, "rope_scaling": scaling or None}
-    if keys.rope_type == "dynamic":
-        found["max_position_embeddings"] = getattr(keys, _LENGTH)
-    if _BASE not in released.defaults:
-        return found
+        if keys.rope_type == ours and (kind != "linear" or keys.rope_linear_scaling_factor != 1):
+            rope |= {"rope_type": kind} | {theirs: getattr(keys, n) for n, theirs in names.items()}
+    for name, usual in (("attention_factor", -1), ("truncate", True)):
+        if rope.get(name) == usual:
+            del rope[name]
     own = keys.local_rope_max_timescale
-    full = {"rope_type": "default", "rope_theta": keys.rope_max_timescale, **scaling}
-    local = {"rope_type": "default", "rope_theta": full["rope_theta"] if own == -1 else own}
-    by_layer = {_FULL: full, _LOCAL: local}
-    return found | {_BASE: local["rope_theta"], "rope_parameters": by_layer}
+    local = {"rope_type": "default", "rope_theta": rope["rope_theta"] if own == -1 else own}
+    forms = _forms(rope, local if released.local_rope else {}, released)
+    if keys.rope_type == "dynamic":
+        forms["max_position_embeddings"] = getattr(keys, _LENGTH)
+    return forms
+
+
+def _forms(rope: Mapping[str, Any], local: Mapping[str, Any], released: Released) -> dict[str, Any]:
+    """Positions of all layers, or of those that see all and of `local` ones, in both forms."""
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    forms = {"rope_theta": rope["rope_theta"], "rope_parameters": dict(rope)}
+    forms["rope_scaling"] = None if _kind(rope) == "default" else scaling
+    if local:
+        name, _ = released.local_rope
+        forms |= {name: local["rope_theta"]} if name else {}
+        forms["rope_parameters"] = {_FULL: dict(rope), _LOCAL: dict(local)}
+    return forms

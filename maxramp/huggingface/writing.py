@@ -27,6 +27,7 @@ from maxramp.files.place import ObjectPath, Place, is_near, is_unfinished, lock,
 from maxramp.huggingface.experts import name_fused
 from maxramp.huggingface.folder import MARKS, is_whole
 from maxramp.huggingface.names import Form, Named, name_tensors
+from maxramp.huggingface.parts import name_in_larger
 from maxramp.huggingface.safetensors import CODES, DTYPES, INDEX, ONE, header_of
 from maxramp.model.decoder import Decoder
 from maxramp.model.order import order_by_layer
@@ -49,6 +50,7 @@ class Format:
     one_file: str = ONE  # the name of the file, where one is enough
     file_bytes: float = 5_000_000_000  # of a file, at most, as transformers writes them
     fuse_experts: bool = False  # those of a layer in one tensor
+    in_larger: bool = False  # named as parts of a model that also sees or hears
 
 
 class _Part(NamedTuple):
@@ -88,6 +90,7 @@ def write(
         dtype = "float32" if weight.weight.role == "balance" else form.dtype
         for place, part in weight.names.items():
             name = name_fused(weight.path, part) if form.fuse_experts else part
+            name = name_in_larger(name) if form.in_larger else name
             tensors.setdefault(name, []).append(_Part(weight, place, shape, dtype))
     for parts in tensors.values():
         parts.sort(key=lambda part: part.place)  # an expert's gate stays before its up

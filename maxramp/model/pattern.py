@@ -1,10 +1,16 @@
 """Which layers a model has, in which order, and what their tokens see. Imports no JAX."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from maxramp.stage import SightKeys
+
+
+def yarn_amplitude(factor: float) -> float:
+    """What YaRN multiplies queries and keys by (arXiv 2309.00071, section 3.4)."""
+    return 0.1 * math.log(factor) + 1
 
 
 @dataclasses.dataclass(frozen=True, order=True)  # a key of trees
@@ -21,6 +27,8 @@ class Rope:
     low: float = 1.0
     high: float = 4.0
     length: int = 1  # tokens of the texts that a model read before it was given longer ones
+    truncate: bool = True  # yarn: whether the pairs that turn `low` and `high` times are whole ones
+    amplitude: float = 1.0  # what queries and keys are multiplied by
 
     @classmethod
     def from_keys(cls, keys: SightKeys) -> "Rope":
@@ -29,10 +37,14 @@ class Rope:
             return cls(base)
         if keys.rope_type == "default":
             return cls(base, keys.rope_linear_scaling_factor)
-        turns = keys.rope_low_freq_factor, keys.rope_high_freq_factor
-        if keys.rope_type == "yarn":
-            turns = keys.beta_slow, keys.beta_fast
-        return cls(base, keys.rope_factor, keys.rope_type, *turns, length)
+        scaling = base, keys.rope_factor, keys.rope_type
+        if keys.rope_type == "llama3.1":
+            return cls(*scaling, keys.rope_low_freq_factor, keys.rope_high_freq_factor, length)
+        amplitude = keys.rope_attention_factor
+        if amplitude == -1:
+            amplitude = yarn_amplitude(keys.rope_factor)
+        turns = keys.beta_slow, keys.beta_fast
+        return cls(*scaling, *turns, length, keys.rope_truncate, amplitude)
 
     @classmethod
     def from_local_keys(cls, keys: SightKeys) -> "Rope":

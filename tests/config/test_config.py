@@ -287,6 +287,7 @@ def test_nothing_is_left_open():
         "total_tokens",
         "base_moe_mlp_dim",
         "query_pre_attn_scalar",
+        "rope_attention_factor",
         "local_rope_max_timescale",
         "capacity_factor",
         "n_routing_groups",

@@ -9,11 +9,12 @@ import pytest
 from conftest import batch_of, make_mesh
 from later import Later
 from opened import logits
-from small_models import write_folder
+from small_models import CONFIGS, write_folder
 
 from maxramp.errors import ConfigError
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
+from maxramp.huggingface.adapter import TENSORS
 from maxramp.huggingface.names import name_tensors
 from maxramp.huggingface.safetensors import tensors_of
 from maxramp.model.adapters import is_adapter, merge_adapters, stored_part, without_adapters
@@ -143,3 +144,39 @@ def test_gradients(tmp_path):
         grad = expected[tensor].grad.numpy()
         own = own.transpose(form.order).reshape(form.tensor_shape)
         np.testing.assert_allclose(own, grad, atol=1e-4 * np.abs(grad).max(), rtol=0)
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "v_proj"], "all-linear"])
+def test_an_adapter_of_a_model_that_sees(tmp_path, modules):
+    """It is read as its base is; what belongs to vision is named; written again, PEFT opens it."""
+    text = {key: x for key, x in CONFIGS["gemma3"].items() if key != "torch_dtype"}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    ids = {"boi_token_index": 37, "eoi_token_index": 38, "image_token_index": 39}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids
+    )
+    torch.manual_seed(0)
+    base = transformers.Gemma3ForConditionalGeneration(config)
+    for x in base.parameters():
+        x.data = torch.randn_like(x) * 0.2
+    base.save_pretrained(tmp_path / "base")
+    config = {"target_modules": modules, "layers_to_transform": [0, 3]}
+    if modules == "all-linear":
+        del config["layers_to_transform"]
+    peer = adapted_by_peft(tmp_path / "base", tmp_path / "adapter", **config)
+    rows = TOKENS_BT % 37  # no token of a picture
+
+    def logits_of(model) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor(rows, dtype=torch.long)).logits.numpy()
+
+    opened, lines = open_model(str(tmp_path / "adapter"), [*MESH, "hardware=cpu"]), []
+    model = opened.load(lines.append)
+    assert_near(logits(model, opened.config, rows), logits_of(peer))
+    (line,) = (line for line in lines if line.startswith(f"{tmp_path}/adapter: "))
+    assert "of no text model: base_model.model.model.vision_tower." in line
+    export(opened, model, tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(opened_by_torch(tmp_path / "base"), tmp_path / "again")
+    assert_near(logits_of(again.eval()), logits_of(peer))
+    assert not [name for name in tensors_of(str(tmp_path / "again"), TENSORS) if "vision" in name]

@@ -186,6 +186,25 @@ def test_config_json_says_the_same_again(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_an_export_changes_no_key_that_the_run_did_not_change(tmp_path, name):
+    """Rows of the run are shorter than the model's texts; what config.json leaves to transformers'
+    class stays open, and what the run changes is written."""
+    few = {key: x for key, x in CONFIGS[name].items() if key != "max_position_embeddings"}
+    folder = write_folder(tmp_path, name)
+    keys = config_of(folder).model
+    both = {"rope_theta"} if "rope_parameters" in few else set()  # transformers below 5 reads it
+    for came_in in (CONFIGS[name], few, few | {"dtype": "float32", "made_by": {"a": 1}}):
+        written = config_json.config_of(keys, came_in, "float32")
+        assert {key: x for key, x in written.items() if key in came_in} == came_in
+        assert written.keys() - came_in.keys() <= both | ({"rope_scaling"} if both else set())
+    longest = config_json.longest_text(few, "")
+    longer = dataclasses.replace(keys, max_target_length=2 * longest)
+    written = config_json.config_of(longer, few, "bfloat16")
+    assert written["max_position_embeddings"] == 2 * longest
+    assert written["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_config_json_says_what_was_changed(tmp_path, name):
     """Positions and windows may be others than those that the weights came with."""
     sight = {"rope_max_timescale": 500.0, "rope_type": "llama3.1", "rope_factor": 4.0}
@@ -354,24 +373,35 @@ def test_end_marks_that_are_no_ids(tmp_path, ids):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* not supported"),
         (CONFIGS["dots1"] | {"max_window_layers": 3}, "max_window_layers=3 of 4 is not supported"),
         (CONFIGS["dots1"] | {"n_routed_experts": None}, "n_routed_experts=None must be an integer"),
-        ({"rope_scaling": "linear"}, "rope_parameters=linear is not supported"),
+        ({"rope_scaling": "linear"}, "rope_scaling=linear is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "one for all layers"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type=longrope is not"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "turn by the length of the whole text"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}},
-            "attention_factor=1.0 of rope_type=yarn is not supported, but 1.13",
+            CONFIGS["olmo3"] | {"rope_scaling": {"rope_type": "yarn", "truncate": False}},
+            "truncate=False of full_attention is not supported: transformers does not read it",
+        ),
+        (CONFIGS["olmo3"] | {"rope_parameters": {"rope_theta": 1e6}}, "one for full_attention and"),
+        ({"is_causal": False}, "is_causal=False is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
+        (
+            {"architectures": ["LlamaBidirectionalModel"]},
+            "architectures=LlamaBidirectionalModel is",
         ),
         (
             CONFIGS["gemma3"] | {"layer_types": ["full_attention"] * 8},
             "layer_types=.* but full_attention in every 6th layer",
         ),
-        (CONFIGS["gemma3"] | {"sliding_window_pattern": 4}, "layer_types=one of 4 is not"),
+        (CONFIGS["gemma3"] | {"sliding_window_pattern": 4}, "sliding_window_pattern=4 is not"),
         (CONFIGS["gemma3"] | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type=llama3 without factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "rope_type=llama3 has no factor; write it there",
+        ),
     ],
 )
 def test_a_model_that_is_none_of_ours(changes, says):

@@ -38,8 +38,9 @@ DOTS1 = dataclasses.replace(
         "Dots1ForCausalLM",
         {"num_key_value_heads": 32, "moe_intermediate_size": 1408, "norm_topk_prob": False}
         | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
-        | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 62},
+        | {"sliding_window": 4096, "max_window_layers": 62, "max_position_embeddings": 2048},
         _NAMES,
+        {"num_local_experts": "n_routed_experts"},
     ),
     keys=(
         *sparse.EXPERT_KEYS,

@@ -45,6 +45,9 @@ class Released(NamedTuple):
     names: Mapping[str, str] = {}  # of keys of ours
     other_names: Mapping[str, str] = {}  # that it may have in place of some of these
     activation: str = "hidden_act"
+    # Of families whose layers that see a window have a rope_theta of their own: its key, "" = none,
+    # and its value where config.json does not say.
+    local_rope: tuple[str, float] | None = None
     period: int = 1  # in layer_types: the last of these layers sees all, those before it a window
 
 

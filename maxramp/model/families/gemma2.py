@@ -39,7 +39,8 @@ GEMMA2 = Family(
     Released(
         "gemma2",
         "Gemma2ForCausalLM",
-        {**DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        {**DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        | {"max_position_embeddings": 8192},
         {
             "sliding_window_size": "sliding_window",
             "query_pre_attn_scalar": "query_pre_attn_scalar",

@@ -16,10 +16,12 @@ GEMMA3 = dataclasses.replace(
     released=Released(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        {**DEFAULTS, "vocab_size": 262_208, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        {**DEFAULTS, "vocab_size": 262_208, "rope_theta": 1e6, "max_position_embeddings": 131_072}
+        | {"sliding_window_pattern": 6},
         {"sliding_window_size": "sliding_window", "query_pre_attn_scalar": "query_pre_attn_scalar"},
         activation="hidden_activation",
         period=6,
+        local_rope=("rope_local_base_freq", 1e4),
     ),
     keys=("sliding_window_size", "query_pre_attn_scalar", "local_rope_max_timescale"),
     fixed={"use_qk_norm": True},

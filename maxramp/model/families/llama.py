@@ -49,5 +49,7 @@ LLAMA = Family(
         "layers.dense.mlp.up_DF": f"{LAYER}.mlp.up_proj.weight",
         "layers.dense.mlp.out_FD": f"{LAYER}.mlp.down_proj.weight",
     },
-    Released("llama", "LlamaForCausalLM", {"num_key_value_heads": None}),
+    Released(
+        "llama", "LlamaForCausalLM", {"num_key_value_heads": None, "max_position_embeddings": 2048}
+    ),
 )

@@ -10,7 +10,7 @@ MISTRAL = dataclasses.replace(
     released=Released(
         "mistral",
         "MistralForCausalLM",
-        {"num_key_value_heads": 8, "sliding_window": 4096},
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072},
         {"sliding_window_size": "sliding_window"},
     ),
     keys=("sliding_window_size",),

@@ -24,13 +24,14 @@ MIXTRAL = dataclasses.replace(
         "mixtral",
         "MixtralForCausalLM",
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
-        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 131_072},
         {
             "sliding_window_size": "sliding_window",
             "num_experts": "num_local_experts",
             "num_experts_per_tok": "num_experts_per_tok",
             "base_moe_mlp_dim": "intermediate_size",
         },
+        {"num_experts": "num_local_experts"},
     ),
     keys=(*sparse.EXPERT_KEYS, "norm_topk_prob", "sliding_window_size"),
 )

@@ -30,6 +30,8 @@ OLMO2 = dataclasses.replace(
         "layers.dense.mlp_post_norm.scale_D": f"{LAYER}.post_feedforward_layernorm.weight",
     },
     released=Released(
-        "olmo2", "Olmo2ForCausalLM", {"num_key_value_heads": None, "rms_norm_eps": 1e-5}
+        "olmo2",
+        "Olmo2ForCausalLM",
+        {"num_key_value_heads": None, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     ),
 )

@@ -14,10 +14,10 @@ OLMO3 = dataclasses.replace(
     released=Released(
         "olmo3",
         "Olmo3ForCausalLM",
-        {**OLMO2.released.defaults, "sliding_window": 4096}
-        | {"rope_theta": 5e5, "rope_local_base_freq": 5e5},
+        {**OLMO2.released.defaults, "sliding_window": 4096, "rope_theta": 5e5},
         {"sliding_window_size": "sliding_window"},
         period=4,
+        local_rope=("", 5e5),
     ),
     keys=("sliding_window_size", "local_rope_max_timescale"),
 )

@@ -17,8 +17,10 @@ OLMOE = dataclasses.replace(
         "olmoe",
         "OlmoeForCausalLM",
         {"num_key_value_heads": None, "rms_norm_eps": 1e-5}
-        | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
+        | {"max_position_embeddings": 4096},
         {**sparse.NAMES, "base_moe_mlp_dim": "intermediate_size"},
+        {"num_local_experts": "num_experts"},
     ),
     keys=(*sparse.EXPERT_KEYS, "norm_topk_prob"),
 )

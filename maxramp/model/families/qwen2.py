@@ -13,6 +13,8 @@ QWEN2 = dataclasses.replace(
         "layers.dense.mixer.key_bias_Kh": f"{LAYER}.self_attn.k_proj.bias",
         "layers.dense.mixer.value_bias_Kh": f"{LAYER}.self_attn.v_proj.bias",
     },
-    released=Released("qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32}),
+    released=Released(
+        "qwen2", "Qwen2ForCausalLM", {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
+    ),
     fixed={"attention_bias": True},
 )

@@ -12,6 +12,10 @@ QWEN3 = dataclasses.replace(
         "layers.dense.mixer.query_norm.scale_D": f"{LAYER}.self_attn.q_norm.weight",
         "layers.dense.mixer.key_norm.scale_D": f"{LAYER}.self_attn.k_norm.weight",
     },
-    released=Released("qwen3", "Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}),
+    released=Released(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32_768},
+    ),
     fixed={"use_qk_norm": True},
 )

@@ -15,7 +15,8 @@ QWEN3_MOE = dataclasses.replace(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {"num_key_value_heads": 4, "moe_intermediate_size": 768}
-        | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False}
+        | {"max_position_embeddings": 32_768},
         {**sparse.NAMES, "base_moe_mlp_dim": "moe_intermediate_size"},
         {"num_local_experts": "num_experts"},  # as transformers 5 writes it
     ),

@@ -16,21 +16,22 @@ Angles = tuple[jax.Array, jax.Array]  # cosine and sine
 def angles(rope: Rope, positions_T: jax.Array, head_dim: int) -> Angles:
     """Cosine and sine of every position and pair: float32 [T, h/2]; [B, T, h/2] of [B, T]."""
     fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    timescale, amplitude = rope.max_timescale**fraction, 1.0
+    timescale = rope.max_timescale**fraction
     share = 0.0  # of each pair that turns as fast as without the factor
     if rope.kind == "llama3.1":  # arXiv 2407.21783; its reference code
         turns = rope.length / (2 * math.pi * timescale)
         share = jnp.clip((turns - rope.low) / (rope.high - rope.low), 0, 1)
-    if rope.kind == "yarn":  # arXiv 2309.00071, sections 3.2 and 3.4, in pairs and not in turns
-        first = max(math.floor(_pair(rope, rope.high, head_dim)), 0)
-        last = min(math.ceil(_pair(rope, rope.low, head_dim)), head_dim - 1)
+    if rope.kind == "yarn":  # arXiv 2309.00071, section 3.2, in pairs and not in turns
+        first, last = _pair(rope, rope.high, head_dim), _pair(rope, rope.low, head_dim)
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
         pairs = jnp.arange(head_dim // 2, dtype=jnp.float32)
         share = 1 - jnp.clip((pairs - first) / (last - first or 0.001), 0, 1)
-        amplitude = 0.1 * math.log(rope.factor) + 1
     if rope.factor != 1:
         timescale /= share + (1 - share) / rope.factor
     angle = positions_T.astype(jnp.float32)[..., None] / timescale
-    return jnp.cos(angle) * amplitude, jnp.sin(angle) * amplitude
+    return jnp.cos(angle) * rope.amplitude, jnp.sin(angle) * rope.amplitude
 
 
 def _pair(rope: Rope, turns: float, head_dim: int) -> float:

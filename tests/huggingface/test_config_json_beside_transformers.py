@@ -1,0 +1,250 @@
+"""config.json beside the configuration classes of transformers: what it may leave open, every key
+of them, every scaling of positions, and what an export leaves as it was."""
+
+import json
+
+import numpy as np
+import pytest
+from later import Later
+from opened import config_of, load, logits
+from small_models import CONFIGS, TOKENS_BT, write_folder
+
+from maxramp.errors import ConfigError
+from maxramp.handover.export import export
+from maxramp.handover.opening import open_model
+from maxramp.huggingface import config_json
+from maxramp.huggingface import folder as released
+from maxramp.model.families.table import FAMILIES
+
+torch = Later("torch")
+transformers = Later("transformers")
+pytestmark = pytest.mark.slow
+
+
+def theirs(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS_BT, dtype=torch.long)).logits.numpy()
+
+
+def ours(folder):
+    config = config_of(folder)
+    return logits(load(folder, config), config, TOKENS_BT)
+
+
+def assert_near(found, expected):
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected), rtol=0)
+
+
+def class_of(kind):
+    return transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_config_json_leaves_open_is_what_the_class_has(name):
+    family = FAMILIES[name].released
+    config = class_of(family.model_type)(use_sliding_window=True)
+    for key, value in family.defaults.items():
+        if key in ("rope_theta", "sliding_window_pattern"):
+            continue
+        value = config.num_attention_heads if value is None else value
+        assert getattr(config, key) == value, key
+    rope = config.rope_parameters
+    if family.local_rope:
+        assert rope["sliding_attention"]["rope_theta"] == family.local_rope[1]
+        rope = rope["full_attention"]
+    assert rope["rope_theta"] == family.defaults.get("rope_theta", 10_000)
+
+
+# --- Every key of every class ---------------------------------------------------------------------
+
+# Sizes of tensors, which every comparison of logits reads, and the names of what a file is.
+SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"}
+SIZES |= {"num_attention_heads", "num_key_value_heads", "tie_word_embeddings", "num_experts"}
+SIZES |= {"moe_intermediate_size", "num_local_experts", "n_shared_experts", "n_routed_experts"}
+SIZES |= {"first_k_dense_replace", "model_type", "dtype", "transformers_version", "_name_or_path"}
+# Another value of every other key.
+OTHER = {
+    "architectures": ["BidirectionalModel"],
+    "rms_norm_eps": 1e-2,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "silu",
+    "rope_parameters": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0},
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "rope_theta": 7.0,
+    "rope_local_base_freq": 7.0,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 8,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "clip_qkv": 0.1,
+    "use_sliding_window": True,
+    "sliding_window": 3,
+    "sliding_window_pattern": 2,
+    "_sliding_window_pattern": 2,
+    "max_window_layers": 1,
+    "layer_types": ["sliding_attention"] * 8,
+    "query_pre_attn_scalar": 8,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 2.0,
+    "is_causal": False,
+    "use_bidirectional_attention": True,
+    "per_layer_config": {"0": {"sliding_window": 2}},
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": "not",
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [0],
+    "n_group": 2,
+    "topk_group": 3,
+    "routed_scaling_factor": 1.5,
+    "max_position_embeddings": 32,
+    # training and generation by transformers, and what it returns
+    "attention_dropout": 0.5,
+    "router_jitter_noise": 0.5,
+    "router_aux_loss_coef": 0.5,
+    "output_router_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "return_dict": True,
+    "initializer_range": 1.0,
+    "use_cache": False,
+    "pretraining_tp": 2,
+    "chunk_size_feed_forward": 2,
+    "is_encoder_decoder": True,
+    "problem_type": "regression",
+    "id2label": {"0": "a"},
+    "label2id": {"a": 0},
+    "pad_token_id": 3,
+    "bos_token_id": 4,
+    "eos_token_id": 5,
+}
+
+
+def test_every_key_has_another_value():
+    kinds = [family.released.model_type for family in FAMILIES.values()]
+    keys = {key for kind in kinds for key in class_of(kind)().to_dict()}
+    assert keys - SIZES - OTHER.keys() == set()
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("llama3.1", "smollm2")])
+def test_a_key_is_read_as_transformers_does_or_refused(tmp_path, name):
+    """Whatever another value of it changes: the model that we compute is theirs."""
+    folder = write_folder(tmp_path, name)
+    before, here = released.find("", str(folder)).keys, ours(folder)
+    refused, read, others = set(), set(), []
+    for key, value in OTHER.items():
+        config = dict(CONFIGS[name])
+        value = not config.get(key, False) if value == "not" else value
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        try:
+            keys = released.find("", str(folder)).keys
+        except ConfigError as error:
+            assert key in str(error) or key == "rope_parameters"
+            refused.add(key)
+            continue
+        if keys != before:
+            read.add(key)
+        found = ours(folder) if keys != before else here
+        expected = theirs(folder)
+        if np.abs(found - expected).max() > 1e-5 * np.ptp(expected):
+            others.append(key)
+    assert others == []
+    assert {"rms_norm_eps"} <= read
+    assert {"is_causal", "architectures", "per_layer_config", "partial_rotary_factor"} <= refused
+
+
+# --- Scaled positions -----------------------------------------------------------------------------
+
+_YARN = {"rope_type": "yarn", "factor": 4.0}
+SCALINGS = {
+    "yarn of the class's length": (_YARN, {"max_position_embeddings": None}),
+    "yarn of the model's length": (_YARN, {}),
+    "fractions": (_YARN | {"original_max_position_embeddings": 16.0}, {}),
+    "whole factor": (_YARN | {"factor": 4, "original_max_position_embeddings": 16}, {}),
+    "a length beside it": (
+        _YARN | {"original_max_position_embeddings": 32},
+        {"original_max_position_embeddings": 16},
+    ),
+    "fractions of pairs": (_YARN | {"truncate": False, "original_max_position_embeddings": 16}, {}),
+    "attention_factor": (_YARN | {"attention_factor": 1.5}, {}),
+    "mscale": (_YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, {}),
+    "mscale alone": (_YARN | {"mscale": 2.0}, {}),
+    "mscale of both": (_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, {}),
+    "factor of the lengths": (_YARN | {"factor": None, "original_max_position_embeddings": 16}, {}),
+    "betas": (
+        _YARN | {"beta_fast": 0, "beta_slow": None, "original_max_position_embeddings": 16},
+        {},
+    ),
+    "attn_factor": (_YARN | {"attn_factor": 3.0}, {}),
+    "dynamic": ({"type": "dynamic", "factor": 2.0}, {"max_position_embeddings": None}),
+    "llama3": (
+        {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
+        {},
+    ),
+    "before rope_parameters": (
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen3", "gemma3", "olmo3"])
+def test_scalings(tmp_path, name):
+    """Ours are theirs, and so is what an export says; what nobody reads is named."""
+    folder = write_folder(tmp_path / "in", name)
+    for case, (scaling, others) in SCALINGS.items():
+        config = CONFIGS[name] | {"rope_scaling": scaling} | others
+        is_local = FAMILIES[name].released.local_rope
+        if is_local and case in ("fractions of pairs", "before rope_parameters"):
+            continue  # refused there
+        config = {key: x for key, x in config.items() if x is not None}
+        (folder / "config.json").write_text(json.dumps(config))
+        expected = theirs(folder)
+        np.testing.assert_allclose(
+            *(ours(folder), expected), atol=1e-5 * np.ptp(expected), rtol=0, err_msg=case
+        )
+        if case == "attn_factor":
+            lines = []
+            open_model(str(folder), ["hardware=cpu"]).load(lines.append)
+            assert f"{folder}/config.json: attn_factor of its positions is not read" in str(lines)
+        model = config_of(folder).model
+        for came_in in ({}, config, config | {"rope_scaling": None}):
+            written = config_json.config_of(model, came_in, "float32")
+            (folder / "config.json").write_text(json.dumps(written))
+            np.testing.assert_allclose(
+                *(theirs(folder), expected), atol=1e-5 * np.ptp(expected), rtol=0, err_msg=case
+            )
+
+
+# --- Exports --------------------------------------------------------------------------------------
+
+
+def values_of(folder):
+    """What transformers makes of a config.json."""
+    values = transformers.AutoConfig.from_pretrained(folder).to_dict()
+    return {key: x for key, x in values.items() if key not in ("_name_or_path",)}
+
+
+@pytest.mark.parametrize("writer", ["earlier", "transformers 5"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_export_has_the_config_json_that_came_in(tmp_path, name, writer):
+    """As JSON and to transformers; one below 5, which knows no `rope_parameters`, reads the same
+    positions."""
+    folder, to = write_folder(tmp_path / "in", name), tmp_path / "out"
+    if writer == "transformers 5":
+        transformers.AutoConfig.from_pretrained(folder).save_pretrained(folder)
+    opened = open_model(str(folder), ["hardware=cpu"])
+    export(opened, opened.load(), to)
+    before, after = (json.loads((x / "config.json").read_text()) for x in (folder, to))
+    if writer == "transformers 5":
+        assert before["rope_parameters"] and "rope_theta" not in before
+    more = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
+    assert {key: after[key] for key in before} == before
+    assert after.keys() - before.keys() <= (more if "rope_parameters" in before else set())
+    assert values_of(to) == values_of(folder)
+    del before["model_type"]
+    earlier = {key: x for key, x in after.items() if key not in ("rope_parameters", "model_type")}
+    expected = transformers.AutoConfig.for_model(opened.origin.config["model_type"], **before)
+    found = transformers.AutoConfig.for_model(opened.origin.config["model_type"], **earlier)
+    if name != "olmo3":  # whose earlier form has one base for all layers
+        assert found.rope_parameters == expected.rope_parameters
