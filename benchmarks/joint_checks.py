@@ -23,6 +23,7 @@ from maxramp.config.resolve import resolve
 from maxramp.data.opening import open_rows
 from maxramp.data.rows import PADDING
 from maxramp.errors import ConfigError
+from maxramp.measuring.wall_time import wall_time
 from maxramp.parallel import mesh
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import RampupBatchManager
@@ -202,12 +203,34 @@ def check_killed(runs: Runs) -> None:
     name = "struck"
     for shape, moment in zip(runs.case.shapes, runs.case.moments, strict=False):
         runs.train(name, shape, moment)
+        _harm_records(runs.folder / name, runs.case.has("records"))
     if any(runs.train(name, later[-1])):
         raise Failed("an exit status", "of the last start")
+    _check_report(runs.folder / name)
     exact = {*later} == {first}
     same(runs, "whole", name, exact)
     same_checkpoints(runs, "whole", name, any("TERM" in m for m in runs.case.moments))
     same_exports(runs, "whole", name, exact)
+
+
+def _harm_records(folder: pathlib.Path, how: str) -> None:
+    """Does to the records of a run what a power loss or a clock an hour ahead does."""
+    for path in folder.glob("*.jsonl"):
+        data = path.read_bytes()
+        if how == "torn":
+            path.write_bytes(data + b'{"step": 3, "ti')
+        elif how == "ahead":
+            time = re.compile(rb'(?<="time": )[\d.]+')
+            path.write_bytes(time.sub(lambda found: b"%.6f" % (float(found[0]) + 3600), data))
+
+
+def _check_report(folder: pathlib.Path) -> None:
+    """The shares of a run's wall time add up, and its steps are those of its records."""
+    found = wall_time(folder, None)
+    if abs(sum(found["seconds"].values()) - found["wall_seconds"]) > 1e-3:
+        raise Failed("the report does not add up", json.dumps(found))
+    if found["warnings"] or found["steps"] != len(steps_of(folder)):
+        raise Failed("the report counts other steps", json.dumps(found))
 
 
 def check_moved(runs: Runs) -> None:

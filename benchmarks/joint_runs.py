@@ -88,6 +88,10 @@ class Refused(Exception):
     """The run was refused in one line, before step 0."""
 
 
+class Missing(Exception):
+    """A case needs what is not installed."""
+
+
 # --- The files that runs read --------------------------------------------------------------------
 
 
@@ -106,6 +110,8 @@ class World:
     @functools.cache  # noqa: B019
     def storage(self, scheme: str) -> object_stores.Storage:
         """A running object storage."""
+        if lacks := object_stores.missing(scheme):
+            raise Missing(lacks)
         found = self._closing.enter_context(object_stores.running(scheme))
         os.environ |= found.environment
         return found

@@ -28,14 +28,15 @@ if __name__ == "__main__":  # and not in the processes that are forked from it
     sys.path[:0] = [str(root), str(root / "tests"), str(root / "tests" / "huggingface")]
     from joint_cases import Case, draw_cases, simpler
     from joint_checks import CHECKS, TRAINING, as_planned, frozen_stay, opens
-    from joint_runs import Failed, Refused, Runs, World
+    from joint_runs import Failed, Missing, Refused, Runs, World
 
 
 def run_case(case: Case, world: World, folder: pathlib.Path) -> tuple[str, str]:
     """What does not hold of a case: in a few words that name the fault, and all that is known.
 
     Returns:
-      "" and "" where all holds; "refused" and why, where the case is.
+      "" and "" where all holds; "refused" and why, where the case is; "skipped" and what it needs
+      that is not installed.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -52,7 +53,9 @@ def run_case(case: Case, world: World, folder: pathlib.Path) -> tuple[str, str]:
     except Failed as error:
         return error.what, error.text
     except Refused as error:
-        return "refused", str(error)
+        return "skipped" if "pip install" in str(error) else "refused", str(error)
+    except (Missing, ImportError) as error:
+        return "skipped", str(error)
     except Exception as error:
         return f"{type(error).__name__} in the check", traceback.format_exc()
     return "", ""
@@ -80,10 +83,10 @@ class Session:
         """Runs a case, says what became of it, and makes a failure simpler."""
         began = time.monotonic()
         what, text = run_case(case, self.world, self._folder / "runs")
-        done = what if what in ("", "refused") else "failed"
+        done = what if what in ("", "refused", "skipped") else "failed"
         self.counts[done] += 1
         line = f"{self.counts.total():>4} {time.monotonic() - began:>5.1f} s  {case.check:<9}"
-        line += f"{what or 'holds'}{f': {text[:300]}' * (done == 'refused')}"
+        line += f"{what or 'holds'}{f': {text[:300]}' * (done in ('refused', 'skipped'))}"
         print(line, flush=True)
         if done == "failed":
             print(f"{text}\nas drawn: {_command(case)}", flush=True)
@@ -113,8 +116,10 @@ def main() -> int:
     finally:
         session.world.close()
     counts = session.counts
+    skipped = counts.pop("skipped", 0)
     print(
         f"{counts.total()} cases: {counts['']} hold, {counts['refused']} are refused, in one line"
+        + (f"; {skipped} more need what is not installed" if skipped else "")
     )
     print(f"{counts['failed']} failed", *session.failures, sep="\n")
     return 1 if session.failures else 0

@@ -7,6 +7,7 @@ which windows a long text is cut into.
 
 import dataclasses
 import difflib
+import functools
 import importlib.metadata
 import logging
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from maxramp.commandline import print_note
 from maxramp.data.chats.messages import Chat
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError, Stopped, TrainingError, install
@@ -206,6 +208,8 @@ class Model(TemplateLM):
         windows, texts = [], []
         for number, request in enumerate(requests):
             tokens, longest = self.tok_encode(request.args[0]), self.max_length
+            if tokens[:1] == [self.prefix_token_id]:
+                _note_two_marks(self._tokenizer.decode(tokens[:1]))
             cut = get_rolling_token_windows(tokens, self.prefix_token_id, longest, context_len=1)
             for context, continuation in map(make_disjoint_window, cut):
                 windows.append((None, context, continuation))
@@ -269,6 +273,15 @@ class Model(TemplateLM):
         sampling = Sampling(**given, vocab_size=vocab_size)
         sampling.check()
         return sampling
+
+
+@functools.cache  # once in a process
+def _note_two_marks(mark: str) -> None:
+    print_note(
+        f"the tokenizer begins texts with {mark}, and lm-eval puts it before them again: the "
+        f"likelihood of a whole text counts log p({mark} | {mark}), as with lm-eval's own "
+        "backend; add_bos=False leaves it out"
+    )
 
 
 def _check_writing(asked: Mapping[str, Any]) -> dict[str, Any]:

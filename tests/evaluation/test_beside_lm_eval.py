@@ -45,13 +45,18 @@ def theirs(model, tasks, dtype="float32", longest=None, **options):
     )["samples"]
 
 
-def ours(model, tasks, output, *more):
+def ours(model, tasks, output, *more, begins=None):
+    """Every request of each task and what we answer. A model whose tokenizer `begins` texts with a
+    mark gets one line about whole texts.
+    """
     line = ("--tasks", ",".join(NAMES), "--include_path", str(tasks), "--output_path", str(output))
     done = run(
         str(model), *line, "--log_samples", *more, module="evaluate", optimized=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "|made_choices|" in done.stdout
+    if begins is not None:
+        assert done.stderr.count("as with lm-eval's own backend; add_bos=False") == begins
     return json.loads(output.read_text())["samples"]
 
 
@@ -88,7 +93,7 @@ def test_small_models(kind, begins, options, longest, tmp_path):
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
     line += [f"max_target_length={longest}"]
-    found = ours(model, tasks, tmp_path / "ours.json", *line)
+    found = ours(model, tasks, tmp_path / "ours.json", *line, begins=begins)
     assert compare(found, theirs(model, tasks, longest=longest, **options)) == 72
 
 
