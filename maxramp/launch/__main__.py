@@ -22,7 +22,7 @@ from maxramp.keys.section import is_object_storage, refuse
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
 
-_CLUSTERS = {"local": local.launch, "slurm": slurm.submit, "gke": gke.apply}
+_CLUSTERS = {"local": local.launch, "slurm": slurm.submit, "gke": gke.launch}
 
 
 @command
@@ -33,8 +33,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "show the jobs of a run under slurm"
     parser.add_argument("--status", action="store_true", help=text)
-    given = parser.parse_intermixed_args(arguments)
-    config, cluster = load(given.arguments, "launch"), given.cluster
+    options = parser.parse_intermixed_args(arguments)
+    config, cluster = load(options.arguments, "launch"), options.cluster
     devices, output = config.batch.devices_per_node, config.run.base_output_directory
     refuse(
         [
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
                 "node; give devices_per_node",
             ),
             (
-                given.status and cluster != "slurm",
+                options.status and cluster != "slurm",
                 f"--status works with --cluster slurm, not {cluster}",
             ),
             (
@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> int:
     )
     devices = _local_devices(config) if devices == -1 else devices
     config = config.replace(devices_per_node=devices, num_nodes=config.batch.nodes)
-    run = Run.from_config(config, given.arguments, given.dry_run)
-    return slurm.print_status(run) if given.status else _CLUSTERS[cluster](run, given.dry_run)
+    run = Run.from_config(config, options.arguments, options.dry_run)
+    return slurm.print_status(run) if options.status else _CLUSTERS[cluster](run, options.dry_run)
 
 
 def _local_devices(config: Config) -> int:

@@ -1,26 +1,21 @@
-"""Jobs on Kubernetes: a JobSet for the stages on the same nodes, applied one after another.
+"""A run on Kubernetes: a JobSet for every number of nodes, applied one after another.
 
-`gke/NAME/` in the folder of the launch holds the YAML and `run.sh`, which applies a JobSet, waits
-for its end before the next. It can be ended and started again at any time: what is
-completed stays so.
+`gke/NAME/` in the folder of the launch holds the YAML. NAME ends in a hash of what the objects are
+made from, so a changed configuration gets its own: it neither changes those of a job that runs nor
+finds them completed. The label `maxramp/run` joins all objects of a run, which a launch does not
+start beside a job of the same run.
 
-NAME ends in a hash of what the objects are made from, so a changed configuration gets its own: it
-neither changes those of a job that runs nor finds them completed. The label `maxramp/run` joins all
-objects of a run; run.sh refuses to start beside a job of the same run.
-
-What the exit statuses become: 75 completes the JobSet (it fails the last one, which nothing
-follows); 76, and pods that Kubernetes takes away, are replaced without being counted; 2 fails the
-JobSet at once; anything else restarts all its pods, up to `max_restarts` times.
+What the exit statuses of a pod's supervisor become: 0 completes the JobSet; 76, and pods that
+Kubernetes takes away, are replaced without being counted; where a pod is killed (137), all are
+replaced, up to `max_restarts` times; anything else fails the JobSet at once.
 """
 
+import dataclasses
 import hashlib
-import itertools
 import json
 import pathlib
 import re
-import shlex
 import shutil
-import subprocess
 from typing import Any
 
 import yaml
@@ -28,10 +23,11 @@ import yaml
 import maxramp
 from maxramp.commandline import count
 from maxramp.config.load import dump_config
-from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError
+from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.keys.section import is_object_storage, refuse
-from maxramp.launch import gke_nodes
+from maxramp.launch.gke_cluster import GkeCluster
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
+from maxramp.launch.supervisor import stop_on_signals, supervise
 from maxramp.planning import topology
 from maxramp.processes.nodes import VARIABLE
 
@@ -41,59 +37,12 @@ TPUS = {
     "tpu-v6e-slice": "v6e",
 }
 
-_HEAD = r"""#!/bin/sh
-# Runs the JobSets of a run one after another. Written by maxramp.launch; it can be started again.
-set -eu
-cd "$(dirname "$0")"
-is() {
-    kubectl -n @NAMESPACE@ wait "--for=condition=$1" "--timeout=$2" "jobset/$name" 2> /dev/null
-}
-stop_if_failed() {
-    is Failed 0s || return 0
-    echo "$name failed: kubectl -n @NAMESPACE@ describe jobset $name says why;" \
-        "delete it and start again to continue" >&2
-    exit 1
-}
-# JobSets of this run that another configuration started, each with the conditions that are true.
-states='{.status.conditions[?(@.status=="True")].type}'
-others=$(kubectl -n @NAMESPACE@ get jobset -l 'maxramp/run=@RUN@,maxramp/launch!=@LAUNCH@' \
-    -o "jsonpath={range .items[*]}{.metadata.name} $states{\"\n\"}{end}")
-active=$(echo "$others" | grep -v -E "^$| (.* )?(Completed|Failed)( |$)" || true)
-if [ -n "$active" ]; then
-    echo "error:" ${active%% *} "of this run is active with another configuration;" \
-        "kubectl -n @NAMESPACE@ delete jobset" ${active%% *} "ends it" >&2
-    exit 2
-fi
-kubectl apply -f config.yaml
-"""
-
-_CHAIN = r"""
-for name in @NAMES@; do
-    if is Completed 0s; then
-        echo "$name was completed before; kubectl -n @NAMESPACE@ delete jobset $name forgets it"
-        continue
-    fi
-    kubectl apply -f "$name.yaml"
-    until is Completed 60s; do
-        stop_if_failed
-        sleep 1
-    done
-done
-"""
-
-# Process 1 of a container: Kubernetes sends it the SIGTERM, and has one status for success.
-_ENTRY = """"$@" &
-child=$!
-trap 'kill -TERM "$child"' TERM
-wait "$child"; status=$?
-while kill -0 "$child" 2> /dev/null; do wait "$child"; status=$?; done
-@SAY_NODES@[ "$status" = @SUCCESS@ ] && exit 0
-exit "$status"
-"""
+_KILLED = 137
 
 
-def apply(run: Run, dry_run: bool) -> int:
-    launch, files = manifests(run)
+def launch(run: Run, dry_run: bool) -> int:
+    run = check(run)
+    labels, files = manifests(run)
     if dry_run:
         for name, text in files.items():
             print(f"### {name}\n{text}")
@@ -103,51 +52,36 @@ def apply(run: Run, dry_run: bool) -> int:
             "--cluster gke: no kubectl on the path; install it and get the cluster's "
             "credentials, or use --dry-run to see the YAML"
         )
-    folder = pathlib.Path("gke") / launch  # here: the run's own is the cluster's
+    folder = pathlib.Path("gke") / labels["maxramp/launch"]  # here: the run's own is the cluster's
     write_private(folder, files)
-    return subprocess.run(["sh", str(folder / "run.sh")], check=False).returncode
+    selector = ",".join(f"{key}={value}" for key, value in _selector(run).items())
+    cluster = GkeCluster(run, folder, labels, selector)
+    stop_on_signals(cluster)
+    return supervise(run, cluster, cluster.nodes_of_jobset() or run.next_nodes)
 
 
-def manifests(run: Run) -> tuple[str, dict[str, str]]:
-    """The name of a launch, and its files by theirs: config.yaml, a JobSet for each job, run.sh."""
-    _check(run)
-    keys, name = run.config.launch, run.config.run.run_name
-    counts = [nodes for nodes, _ in itertools.groupby(stage.nodes for stage in run.stages)]
-    of_slice, planned = _slice_nodes(run), run.node_counts()
-    if keys.elastic:
-        found = sorted(run.all_node_counts())
-        counts = [nodes for nodes in found if nodes in planned or nodes % of_slice == 0]
+def manifests(run: Run) -> tuple[dict[str, str], dict[str, str]]:
+    """The labels of a launch, and its files: config.yaml, and a JobSet for each number of nodes."""
+    keys, name, counts = run.config.launch, run.config.run.run_name, sorted(run.all_node_counts())
     # As the jobs read it: what the command line would have changed is in it.
     config = dump_config(run.config.replace(**TRAINER_KEYS))
-    made_from = [maxramp.__version__, config, counts, list(keys.setup_lines)]
-    launch = _hash_name(name, json.dumps(made_from))  # another configuration has another name
+    content = [maxramp.__version__, config, counts, list(keys.setup_lines)]
+    launch = _hash_name(name, json.dumps(content))  # another configuration has another name
     # A run is a folder of a storage, whatever volume the data may be on.
     far = is_object_storage(str(run.folder))
     storage = ["", ""] if far else [keys.gke_bucket, keys.gke_volume_claim]
     joined = _hash_name(name, json.dumps([keys.gke_namespace, *storage, str(run.folder)]))
     labels = {"maxramp/run": joined, "maxramp/launch": launch}
     metadata = {"namespace": keys.gke_namespace, "name": launch, "labels": labels}
-    names = [f"{launch}-{of}" for of in (counts if keys.elastic else range(len(counts)))]
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
-    found = {"config": config_map | {"data": {"config.yml": config}}}
-    found |= {
-        name: _jobset(
-            run, metadata | {"name": name}, nodes, last=name == names[-1] and not keys.elastic
-        )
-        for name, nodes in zip(names, counts, strict=True)
-    }
-    files = {
+    objects = {"config": config_map | {"data": {"config.yml": config}}}
+    for nodes in counts:
+        of_nodes = f"{launch}-{nodes}"
+        objects[of_nodes] = _jobset(run, metadata | {"name": of_nodes}, nodes)
+    return labels, {
         f"{name}.yaml": yaml.dump(one, Dumper=_Manifest, sort_keys=False, width=100)
-        for name, one in found.items()
+        for name, one in objects.items()
     }
-    values = {"NAMES": " ".join(names), "NAMESPACE": shlex.quote(keys.gke_namespace)}
-    values |= {"RUN": joined, "LAUNCH": launch, "FIRST": run.next_nodes}
-    values |= {"COUNTS": " ".join(map(str, counts)), "ALL_NODES": run.config.batch.nodes}
-    values |= {"OF_SLICE": of_slice, "PATIENCE": keys.grace_seconds + 60}
-    values["SELECTOR"] = ",".join(f"{key}={value}" for key, value in _selector(run).items())
-    script = _HEAD + (gke_nodes.FOLLOW if keys.elastic else _CHAIN)
-    script = re.sub("@([A-Z_]+)@", lambda match: str(values[match[1]]), script)
-    return launch, files | {"run.sh": script}
 
 
 def _hash_name(name: str, content: str) -> str:
@@ -213,13 +147,11 @@ def _check(run: Run) -> None:
     )
 
 
-def _jobset(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[str, Any]:
-    """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice.
-
-    `last` says that no job follows.
-    """
+def _jobset(run: Run, metadata: dict[str, Any], nodes: int) -> dict[str, Any]:
+    """A JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; of a TPU one Job a slice."""
     keys, slices = run.config.launch, _slices(run, nodes)
-    on_exit, ends = {"containerName": "train", "operator": "In"}, [EXIT_CONFIG, EXIT_STAGE_END]
+    gave_up = {"operator": "NotIn", "values": [EXIT_PREEMPTED, _KILLED]}
+    stopped = {"operator": "In", "values": [EXIT_PREEMPTED]}
     disruption = {"type": "DisruptionTarget", "status": "True"}
     tpu = keys.gke_accelerator in TPUS
     pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
@@ -231,17 +163,17 @@ def _jobset(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[
         "backoffLimit": 0,
         "podFailurePolicy": {  # which exit status ends the job, and which is only a pod to replace
             "rules": [
-                {"action": "FailJob", "onExitCodes": on_exit | {"values": ends}},
-                {"action": "Ignore", "onExitCodes": on_exit | {"values": [EXIT_PREEMPTED]}},
+                {"action": "FailJob", "onExitCodes": {"containerName": "train"} | gave_up},
+                {"action": "Ignore", "onExitCodes": {"containerName": "train"} | stopped},
                 {"action": "Ignore", "onPodConditions": [disruption]},
             ]
         },
         "template": {
             "metadata": {"annotations": {"gke-gcsfuse/volumes": "true"} if keys.gke_bucket else {}},
-            "spec": _pod(run, metadata, nodes, last),
+            "spec": _pod(run, metadata, nodes),
         },
     }
-    wrong = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    gave_up = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -254,18 +186,15 @@ def _jobset(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[
             "network": {"enableDNSHostnames": True},
             "failurePolicy": {
                 "maxRestarts": keys.max_restarts,
-                "rules": [{"name": "wrong-configuration"} | wrong],
+                "rules": [{"name": "gave-up"} | gave_up],
             },
             "replicatedJobs": [{"name": "nodes", "replicas": slices, "template": {"spec": job}}],
         },
     }
 
 
-def _pod(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[str, Any]:
-    """The pod of a node: where it runs, what it mounts, how it finds the others, and its trainer.
-
-    The end of a stage is the trainer's success where a job follows.
-    """
+def _pod(run: Run, metadata: dict[str, Any], nodes: int) -> dict[str, Any]:
+    """The pod of a node: where it runs, what it mounts, how it finds the others, its supervisor."""
     keys, name = run.config.launch, metadata["name"]
     environment = {"PYTHONUNBUFFERED": "1"}
     if keys.gke_accelerator in TPUS:  # GKE tells a slice's pods of each other, and JAX reads it
@@ -285,18 +214,16 @@ def _pod(run: Run, metadata: dict[str, Any], nodes: int, last: bool) -> dict[str
     if keys.gke_bucket or keys.gke_volume_claim:
         volumes["shared"] = keys.gke_mount_path, shared
     volumes["memory"] = "/dev/shm", {"emptyDir": {"medium": "Memory"}}
-    words = {"SAY_NODES": "", "SUCCESS": 0 if last else EXIT_STAGE_END}
     if keys.elastic:
-        found = {"configMap": {"name": f"{metadata['labels']['maxramp/launch']}-nodes"}}
-        volumes["nodes"] = "/etc/maxramp-nodes", found
-        environment[VARIABLE] = "/etc/maxramp-nodes/nodes"
-        words["SAY_NODES"] = gke_nodes.say_nodes(run.folder)
-    entry = re.sub("@([A-Z_]+)@", lambda match: str(words[match[1]]), _ENTRY)
+        counted = {"configMap": {"name": f"{metadata['labels']['maxramp/launch']}-nodes"}}
+        volumes["nodes"] = "/etc/maxramp-nodes", counted
+        environment[VARIABLE] = f"/etc/maxramp-nodes/{VARIABLE}"
+    program = ["python", "-m", "maxramp.launch.gke_pod", str(nodes), "/dev/termination-log"]
     container = {
         "name": "train",
         "image": keys.container_image,
-        "command": ["/bin/sh", "-c", "\n".join([*keys.setup_lines, entry]), "maxramp"],
-        "args": ["python", "-m", run.module, "/etc/maxramp/config.yml"],
+        "command": ["/bin/sh", "-c", "\n".join([*keys.setup_lines, 'exec "$@"']), "maxramp"],
+        "args": [*program, "/etc/maxramp/config.yml"],
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "ports": [{"containerPort": _PORT}],
         "resources": {"limits": {device: run.config.batch.devices_per_node}},
@@ -330,10 +257,14 @@ def _chips(run: Run) -> int:
     return topology.parse(f"{TPUS[keys.gke_accelerator]}:{keys.gke_topology}").chips
 
 
-def _slice_nodes(run: Run) -> int:
-    """Nodes that come and go together: those of a TPU slice; 1 on GPUs."""
+def check(run: Run) -> Run:
+    """Refuses what cannot run on Kubernetes; returns the run with nodes that on TPUs come and go
+    with their slice.
+    """
+    _check(run)
     tpu = run.config.launch.gke_accelerator in TPUS
-    return max(1, _chips(run) // run.config.batch.devices_per_node) if tpu else 1
+    unit = max(1, _chips(run) // run.config.batch.devices_per_node) if tpu else 1
+    return dataclasses.replace(run, unit=unit)
 
 
 def _slices(run: Run, nodes: int) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
@@ -34,8 +34,7 @@ class Run:
     ramp: RampupBatchManager  # as planned, each stage on its nodes
     stages: tuple[Stage, ...]  # the plan's, to the end; of a run whose ramp changed, from there on
     next_nodes: int  # the nodes of the stage that the run's next step is in
-    # of each stage, the numbers of nodes that it can run on, the planned one first
-    fits: tuple[tuple[int, ...], ...]
+    unit: int = 1  # nodes that come and go together
 
     @classmethod
     def from_config(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
@@ -85,21 +84,28 @@ class Run:
             ramp=planned.ramp,
             stages=planned.stages,
             next_nodes=planned.ramp.stage_at_step(position.step if position else 0).nodes,
-            fits=tuple(
-                tuple(_fits(planned, stage)) if config.launch.elastic else (stage.nodes,)
-                for stage in planned.stages
-            ),
         )
 
     def again(self) -> "Run":
         """The run as it stands now."""
-        return Run.from_config(self.config, self.arguments)
+        return dataclasses.replace(Run.from_config(self.config, self.arguments), unit=self.unit)
 
     def fit(self, step: int, available: int) -> int:
-        """The most of the available nodes that the stage of a step can run on; the planned ones,
-        if it runs on none of them.
+        """The most of the available nodes that the stage of a step can run on; the fewest that it
+        can, if these are too few.
         """
-        return self.ramp.fit(self.ramp.stage_at_step(step), available).nodes
+        fits = self.fits(self.ramp.stage_at_step(step))
+        return next((nodes for nodes in fits if nodes <= available), fits[-1])
+
+    def fits(self, stage: Stage) -> list[int]:
+        """The numbers of nodes that a stage can run on, the planned one first."""
+        fits = [nodes := stage.nodes]
+        while (
+            self.config.launch.elastic
+            and (nodes := self.ramp.fit(stage, nodes - 1).nodes) < fits[-1]
+        ):
+            fits.append(nodes)
+        return [nodes for nodes in fits if nodes % self.unit == 0 or nodes == fits[0]]
 
     def node_counts(self) -> list[int]:
         """Of all jobs, in the order of the plan."""
@@ -107,16 +113,14 @@ class Run:
 
     def all_node_counts(self) -> list[int]:
         """Of all jobs, and of those that an elastic run takes instead where nodes are lost."""
-        return list(dict.fromkeys(itertools.chain(self.node_counts(), *self.fits)))
-
-    def fits_within(self, nodes: int) -> list[int]:
-        """The numbers of nodes, up to `nodes`, on which a job can run; the fewest first."""
-        fitting = itertools.chain([nodes], *(fits for fits in self.fits if nodes in fits))
-        return sorted({number for number in fitting if number <= nodes})
+        return list(
+            dict.fromkeys(itertools.chain(self.node_counts(), *map(self.fits, self.stages)))
+        )
 
     def fewest_within(self, nodes: int) -> int:
         """The fewest nodes on which every stage of a job with up to `nodes` can run."""
-        return max((min(fits) for fits in self.fits if nodes in fits), default=nodes)
+        fits = map(self.fits, self.stages)
+        return max((min(some) for some in fits if nodes in some), default=nodes)
 
     def stages_on(self, nodes: int) -> str:
         """The stages on that many nodes, for a person: "0, 1, 2"."""
@@ -127,13 +131,6 @@ class Run:
 
     def command(self, python: str = sys.executable) -> list[str]:
         return [python, "-m", self.module, *self.arguments]
-
-
-def _fits(planned: PlannedRun, stage: Stage) -> Iterator[int]:
-    nodes = stage.nodes
-    while (fitting := planned.ramp.fit(stage, nodes).nodes) <= nodes:
-        yield fitting
-        nodes = fitting - 1
 
 
 def _check_elastic(planned: PlannedRun) -> None:

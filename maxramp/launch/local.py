@@ -23,7 +23,7 @@ from maxramp.commandline import count, shell_quote
 from maxramp.errors import EXIT_CONFIG, EXIT_FAILED
 from maxramp.files.place import write_whole
 from maxramp.launch.jobs import Run
-from maxramp.launch.supervisor import JobEnd, say, supervise
+from maxramp.launch.supervisor import JobEnd, say, stop_on_signals, supervise
 from maxramp.processes.bound import bind
 from maxramp.processes.lifeline import ORDERLY
 from maxramp.processes.nodes import VARIABLE
@@ -31,6 +31,7 @@ from maxramp.processes.nodes import VARIABLE
 _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
 # Seconds after a loss in which others are lost with it. What is left cannot go on, and the run can.
 _LOSS_GRACE = 0.25
+_PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
 _FAKE_DEVICES = r"--xla_force_host_platform_device_count=\d+"
 # Gloo, which joins the processes on CPUs, prints such a line in each for every group of devices.
 _CONNECTED = "[Gloo] Rank "
@@ -49,8 +50,7 @@ def launch(run: Run, dry_run: bool = False) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="maxramp-") as folder:
         cluster = LocalCluster(run, pathlib.Path(folder) / "nodes")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: cluster.stop())
+        stop_on_signals(cluster)
         return supervise(run, cluster, run.next_nodes)
 
 
@@ -95,11 +95,9 @@ class LocalCluster:
             left = len(self._usable_from)
             say(f"gave up: the run needs {count(nodes, 'node')}, and {left} are left")
             return False
+        processes = count(self._run.processes(nodes), "process")
         devices = count(self._run.config.batch.devices_per_node, "device")
-        say(
-            f"{count(self._run.processes(nodes), 'process')} for {count(nodes, 'node')} of "
-            f"{devices}"
-        )
+        say(f"{processes} for {count(nodes, 'node')} of {devices}")
         self._nodes = self.usable_nodes()[:nodes]
         self._publish()
         with socket.socket() as probe:
@@ -107,15 +105,11 @@ class LocalCluster:
             port = probe.getsockname()[1]
         self._job = []
         for process_id in range(self._run.processes(nodes)):
-            environment = self._environment(process_id, port)
             process = subprocess.Popen(
                 bind(self._run.command()),
-                env=environment,
+                env=self._environment(process_id, port),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
+                **_PIPES,
                 start_new_session=True,
             )
             self._job.append(process)
@@ -191,10 +185,7 @@ class LocalCluster:
         return f"rests for {rest} s"
 
     def _environment(self, process_id: int, port: int) -> dict[str, str]:
-        devices, processes = (
-            self._run.config.batch.devices_per_node,
-            self._keys.processes_per_node,
-        )
+        devices, processes = self._run.config.batch.devices_per_node, self._keys.processes_per_node
         share = devices // processes
         first = self._nodes[process_id // processes] * devices + process_id % processes * share
         return os.environ | {

@@ -8,6 +8,7 @@ time. A cluster starts the jobs, waits for them, and counts its nodes.
 
 import dataclasses
 import json
+import signal
 from typing import Protocol
 
 from maxramp.checkpoints import folder as folder_lib
@@ -85,6 +86,11 @@ def supervise(run: Run, cluster: Cluster, nodes: int, failures: int = 0) -> int:
             return status
         say(f"exit status {status}: starting again ({failures} of {most})")
     return EXIT_PREEMPTED if cluster.is_stopped else status
+
+
+def stop_on_signals(cluster: Cluster) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: cluster.stop())
 
 
 def steps_done(folder: Place) -> int:

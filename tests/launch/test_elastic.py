@@ -93,6 +93,24 @@ def test_a_node_that_keeps_failing_is_left_out(undisturbed, tmp_path, cache_dir)
         assert record["nodes"] == last["nodes"] == record["devices"]
 
 
+@pytest.mark.slow
+def test_a_signal_ends_a_launch_whose_nodes_rest(tmp_path, cache_dir):
+    """Two nodes are killed at once, and both rest; the launch waits for one of them."""
+    more = ("step_batch_size_schedule=0:12", "min_nodes=3", "node_rest_seconds=500", "run_name=x")
+    launched = Launched(arguments(tmp_path, cache_dir, *ELASTIC, *more), tmp_path / "x")
+    victims = by_place(launched, launched.wait_for(7, trainers=4))
+    for place in (1, 3):
+        os.kill(victims[place], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while "waits for 3 nodes: 2 are there" not in launched.text():
+        assert time.monotonic() < deadline, launched.text()
+        time.sleep(0.05)
+    assert re.findall(r"node (\d) was lost, and rests for 500 s", launched.text()) == ["1", "3"]
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end(10) == 76, launched.text()
+    assert gone(launched)
+
+
 def following(launched: Launched, before: list[int]) -> dict[int, int]:
     """The trainers of the job that comes after these, once they are all there."""
     deadline = time.monotonic() + 100

@@ -2,9 +2,7 @@
 
 import os
 import re
-import signal
 import subprocess
-import time
 
 import pytest
 import yaml
@@ -48,14 +46,18 @@ TPU = [
 ]
 
 
-def manifests(*arguments: str) -> dict[str, str]:
+def words_of(*arguments: str) -> list[str]:
     merged = dict(argument.split("=", 1) for argument in (*GPU, *arguments))
-    line = [BASE, *(f"{name}={value}" for name, value in merged.items())]
-    return gke.manifests(Run.from_config(load(line), line))[1]
+    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+
+
+def manifests(*arguments: str) -> dict[str, str]:
+    line = words_of(*arguments)
+    return gke.manifests(gke.check(Run.from_config(load(line), line)))[1]
 
 
 def jobsets(files: dict[str, str]) -> list[dict]:
-    texts = [text for name, text in files.items() if name not in ("config.yaml", "run.sh")]
+    texts = [text for name, text in files.items() if name != "config.yaml"]
     return [yaml.safe_load(text) for text in texts]
 
 
@@ -160,49 +162,31 @@ def test_the_config_in_the_cluster_is_the_one_launched(tmp_path):
 
 
 def test_exit_statuses():
+    """Of the supervisor in a pod: what it gives up fails; a pod that is stopped is replaced."""
     manifest = jobsets(manifests())[0]
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-    rules = [
-        (rule["action"], rule.get("onExitCodes", {}).get("values"))
-        for rule in job["podFailurePolicy"]["rules"]
-    ]
-    assert rules == [("FailJob", [2, 75]), ("Ignore", [76]), ("Ignore", None)]
+    rules = [(rule["action"], rule.get("onExitCodes")) for rule in job["podFailurePolicy"]["rules"]]
+    assert [action for action, _ in rules] == ["FailJob", "Ignore", "Ignore"]
+    codes = [(on["operator"], on["values"]) for _, on in rules if on]
+    assert codes == [("NotIn", [76, 137]), ("In", [76])]
     assert job["backoffLimit"] == 0  # every other failure goes to the JobSet, which restarts all
     assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
+    assert manifest["spec"]["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy asks for it
 
 
-def container_command(*program: str, jobset: int = 0) -> list[str]:
-    job = jobsets(manifests())[jobset]["spec"]["replicatedJobs"][0]["template"]["spec"]
-    return [*job["template"]["spec"]["containers"][0]["command"], *program]
-
-
-@pytest.mark.parametrize("status, seen", [(0, 0), (75, 0), (76, 76), (2, 2), (1, 1), (137, 137)])
-def test_what_a_container_ends_with(status, seen):
-    done = subprocess.run(container_command("sh", "-c", f"exit {status}"), check=False, timeout=20)
-    assert done.returncode == seen
-
-
-def test_the_last_jobset_does_not_complete_with_a_stage_left():
-    """75 asks for a job on other nodes, and none follows: success would hide that."""
-    command = container_command("sh", "-c", "exit 75", jobset=-1)
-    assert subprocess.run(command, check=False, timeout=20).returncode == 75
-
-
-def test_a_container_hands_sigterm_on(tmp_path):
-    """The trainer saves and ends with 76, and so does the container."""
-    trainer = f"trap 'sleep 0.3; exit 76' TERM; touch {tmp_path}/up; while :; do sleep 0.1; done"
-    process = subprocess.Popen(container_command("sh", "-c", trainer))
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 76
+def test_lines_of_setup_run_before_the_supervisor():
+    job = jobsets(manifests('setup_lines=["export A=1"]'))[0]["spec"]["replicatedJobs"][0]
+    container = job["template"]["spec"]["template"]["spec"]["containers"][0]
+    words = [*container["command"], "sh", "-c", "echo $A $0", "b c"]
+    assert subprocess.check_output(words, text=True) == "1 b c\n"
+    program = ["python", "-m", "maxramp.launch.gke_pod", "1", "/dev/termination-log"]
+    assert container["args"] == [*program, "/etc/maxramp/config.yml"]
 
 
 def names_of(*arguments: str) -> set[str]:
     """The names of all objects of a launch."""
-    texts = [t for name, t in manifests(*arguments).items() if name != "run.sh"]
+    texts = manifests(*arguments).values()
     return {yaml.safe_load(text)["metadata"]["name"] for text in texts}
 
 
@@ -230,7 +214,7 @@ def test_another_launch_has_objects_of_its_own(other):
 def test_names_and_labels_are_what_kubernetes_takes(given):
     for name in names_of(given):
         assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) and len(name) < 40
-    for text in [t for name, t in manifests(given).items() if name != "run.sh"]:
+    for text in manifests(given).values():
         for value in yaml.safe_load(text)["metadata"]["labels"].values():
             assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", value)
             assert len(value) < 64
@@ -244,78 +228,21 @@ def test_the_label_joins_the_launches_of_a_run():
     assert label(f"{LONG}1") == label(f"{LONG}1", "steps=91") != label(f"{LONG}2")
 
 
-def run_sh(tmp_path, others="") -> tuple[subprocess.CompletedProcess, list[list[str]]]:
-    """Runs run.sh with a kubectl that writes down what it is asked (there is no cluster here).
-
-    Args:
-      others: what it prints of the run's other JobSets.
-    """
-    for name, text in manifests().items():
-        (tmp_path / name).write_text(text)
-    kubectl = tmp_path / "bin" / "kubectl"
-    kubectl.parent.mkdir()
-    kubectl.write_text(KUBECTL)
-    kubectl.chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{kubectl.parent}:{os.environ['PATH']}",
-        "LOG": str(tmp_path / "log"),
-        "OTHERS": others,
-    }
-    done = subprocess.run(
-        ["sh", tmp_path / "run.sh"], env=environment, timeout=20, capture_output=True, text=True
-    )
-    assert not list(tmp_path.glob("**/pwned"))
-    return done, [line.split() for line in (tmp_path / "log").read_text().splitlines()]
-
-
-# A JobSet is completed at the second look: the first comes before it is applied.
-KUBECTL = """#!/bin/sh
-printf "%s\\n" "$*" >> "$LOG"
-case $* in
-    *" get jobset "*) printf "%s" "$OTHERS" ;;
-    *condition=Completed\\ --timeout=0s*) exit 1 ;;
-esac
-"""
-
-
-def test_run_sh_applies_one_after_another(tmp_path):
-    done, asked = run_sh(tmp_path, "other-1a2b3c4d-0 Completed\nother-1a2b3c4d-1 Failed\n")
-    assert done.returncode == 0, done.stderr
-    assert [words[-1] for words in asked if words[0] == "apply"] == [
-        "config.yaml",
-        *(f"{m['metadata']['name']}.yaml" for m in jobsets(manifests())),
-    ]
-    waited = [words[3] for words in asked if words[-2] == "--timeout=60s"]
-    assert waited == ["--for=condition=Completed"] * 3
-
-
-def test_run_sh_does_not_start_beside_another_configuration(tmp_path):
-    """Two jobs would write to the folder of one run."""
-    done, asked = run_sh(tmp_path, "other-1a2b3c4d-0 Completed\nother-1a2b3c4d-1 \n")
-    assert done.returncode == 2 and "delete jobset other-1a2b3c4d-1" in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
-    assert [words[2] for words in asked] == ["get"]
-    selector = asked[0][asked[0].index("-l") + 1].split(",")
-    labels = jobsets(manifests())[0]["metadata"]["labels"]
-    assert selector == [f"maxramp/run={labels['maxramp/run']}"] + [
-        f"maxramp/launch!={labels['maxramp/launch']}"
-    ]
-
-
-def test_lines_of_setup_are_for_the_job_alone(tmp_path, monkeypatch):
+def test_lines_of_setup_are_for_the_job_alone(tmp_path, monkeypatch, capsys):
     """They may hold passwords: not in the configuration, and the files are their owner's."""
     files = manifests('setup_lines=["export KEY=secret"]')
     assert "secret" not in files["config.yaml"]
     assert all("export KEY=secret" in str(jobset) for jobset in jobsets(files))
     kubectl = tmp_path / "bin" / "kubectl"
     kubectl.parent.mkdir()
-    kubectl.write_text("#!/bin/sh\n")
+    kubectl.write_text("#!/bin/sh\necho no cluster >&2\nexit 1\n")
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{kubectl.parent}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    assert main([BASE, *GPU, 'setup_lines=["export KEY=secret"]', "--cluster", "gke"]) == 0
+    assert main([BASE, *GPU, 'setup_lines=["export KEY=secret"]', "--cluster", "gke"]) == 2
+    assert capsys.readouterr().err.startswith("error: kubectl get jobset")
     written = list(tmp_path.glob("gke/*/*"))
-    assert {path.name for path in written} >= {"config.yaml", "run.sh"}
+    assert {path.name for path in written} >= {"config.yaml"}
     assert {path.stat().st_mode & 0o077 for path in written} == {0}
 
 

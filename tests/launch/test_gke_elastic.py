@@ -1,5 +1,7 @@
-"""The run.sh of an elastic run, with a cluster that is a folder: nodes go and come back."""
+"""The JobSets of a run, on a cluster whose nodes are processes of this machine: nodes go and come
+back."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -9,8 +11,19 @@ import sys
 import time
 
 import pytest
-import yaml
-from test_gke import TPU, dropped, jobsets, manifests, read_by_schema
+from conftest import BASE
+from test_elastic import ELASTIC as SMALL
+from test_elastic import same_training, undisturbed  # noqa: F401
+from test_gke import TPU, dropped, jobsets, manifests, read_by_schema, words_of
+from test_launch import Launched, arguments, gone, steps_of
+
+from maxramp.config.load import load
+from maxramp.errors import ConfigError
+from maxramp.launch import gke, gke_cluster
+from maxramp.launch.gke_cluster import GkeCluster
+from maxramp.launch.jobs import Run
+from maxramp.launch.supervisor import supervise
+from maxramp.run.jobs import read_jobs
 
 # 24 rows divide over 1, 2, 3 and 4 nodes of two GPUs; then 16 over 1, 2 and 4.
 ELASTIC = (
@@ -18,139 +31,211 @@ ELASTIC = (
     *("step_batch_size_schedule=0:24 720:16", "ici_data_parallelism=-1", "ici_fsdp_parallelism=2"),
     *("max_num_checkpoints_to_keep=1", "grace_seconds=1", "run_name=x"),
 )
-
-# What run.sh asks of kubectl, answered from files: `nodes` of the cluster, `jobset` that is there
-# (`ended` once its pods have), the last words of its pods, and the ConfigMap's `available`.
-KUBECTL = """#!/bin/bash
-cd "$CLUSTER"
-case $* in
-    "get nodes"*) cat nodes ;;
-    *" create configmap "*) [[ $* =~ nodes=([0-9]+) ]] && echo "available ${BASH_REMATCH[1]}" ;;
-    "apply -f -") read -r word count; echo "$count" > available.new; mv available.new available ;;
-    "apply -f config.yaml") ;;
-    "apply -f "*)
-        name=${3%.yaml}
-        [ -e "$HERE/$3" ] || exit 1
-        [ "$(cat jobset)" = "$name" ] && exit
-        rm -f ended words lost_pods
-        echo "$name" > jobset
-        echo "$name" >> log ;;
-    *"get jobset -l"*launch!=*) ;;
-    *"get jobset -l"*) cat jobset ;;
-    *condition=Completed*) sleep 0.1; [ -e ended ] ;;
-    *condition=Failed*) exit 1 ;;
-    *"get pods "*Disruption*) cat lost_pods ;;
-    *"get pods "*) cat words ;;
-    *" delete jobset "*) echo > jobset ;;
-    *) echo "unknown: $*" >> log; exit 1 ;;
-esac 2> /dev/null
+# In place of the supervisor: the pod ends with the last words that the test writes for it.
+POD = """#!/bin/sh
+until [ -e "$CLUSTER/say/$POD" ]; do sleep 0.05; done
+read -r status words < "$CLUSTER/say/$POD"
+echo "$words" > "$4"
+exit "$status"
 """
 
 
-class Cluster:
-    def __init__(self, folder: pathlib.Path, *arguments: str):
-        self.folder = folder
-        for name, text in manifests(*ELASTIC, *arguments).items():
+def install_kubectl(folder: pathlib.Path, monkeypatch) -> None:
+    """Puts the cluster of a folder on the path."""
+    (folder / "bin").mkdir(parents=True)
+    program = pathlib.Path(__file__).parent / "kubectl.py"
+    (folder / "bin" / "kubectl").write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
+    (folder / "bin" / "kubectl").chmod(0o755)
+    monkeypatch.setenv("CLUSTER", str(folder))
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(gke_cluster, "_PERIOD", 0.1)
+
+
+class Launch:
+    """A launch on this machine's cluster."""
+
+    def __init__(self, folder: pathlib.Path, monkeypatch, *arguments: str):
+        self.folder, line = folder, words_of(*ELASTIC, *arguments)
+        install_kubectl(folder, monkeypatch)
+        (folder / "bin" / "python").write_text(POD)
+        (folder / "bin" / "python").chmod(0o755)
+        (folder / "say").mkdir()
+        self.run = gke.check(Run.from_config(load(line), line))
+        self.labels, files = gke.manifests(self.run)
+        for name, text in files.items():
             (folder / name).write_text(text)
-        (folder / "bin").mkdir()
-        (folder / "bin" / "kubectl").write_text(KUBECTL)
-        (folder / "bin" / "kubectl").chmod(0o755)
-        self.set(*["a"] * 4)
-        self.start()
+        self.pool = concurrent.futures.ThreadPoolExecutor()
 
     def start(self) -> None:
-        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        more = {"PATH": path, "CLUSTER": str(self.folder), "HERE": str(self.folder)}
-        script = ["sh", self.folder / "run.sh"]
-        self.process = subprocess.Popen(script, env=os.environ | more, start_new_session=True)
+        self.cluster = GkeCluster(self.run, self.folder, self.labels, "of=pool")
+        nodes = self.cluster.nodes_of_jobset() or self.run.next_nodes
+        self.result = self.pool.submit(supervise, self.run, self.cluster, nodes)
 
-    def set(self, *pools: str, rest: str = "") -> None:
-        """The nodes that are ready, by their pools; one more of them may be something else."""
-        lines = [f"pool-{pool} True \n" for pool in pools]
-        (self.folder / "new").write_text("".join(lines) + rest)
+    def set(self, *pools: str) -> None:
+        """The nodes that are ready, by their pools; with a "!" those that take no pods."""
+        (self.folder / "new").write_text("\n".join(pools))
         (self.folder / "new").rename(self.folder / "nodes")
 
-    def says(self, words: str) -> None:
-        """Completes the JobSet that is there, with last words of its pods."""
-        (self.folder / "words").write_text(words)
-        (self.folder / "ended").touch()
+    def say(self, pods: int, **words: int) -> None:
+        """Ends the pods of the JobSet with last words."""
+        jobset = self.applied()[-1]
+        for index in range(pods):
+            new = self.folder / "new"
+            new.write_text(f"{words.get('status', 0)} {json.dumps({'step': 1} | words)}\n")
+            new.rename(self.folder / "say" / f"{jobset}-{index}")
+        wait_until(lambda: self.result.done() or self.applied()[-1] != jobset)
+        for index in range(pods):
+            (self.folder / "say" / f"{jobset}-{index}").unlink()
 
-    def wait_for(self, name: str, content: str) -> None:
-        path, deadline = self.folder / name, time.monotonic() + 30
-        while time.monotonic() < deadline:
-            if path.exists() and path.read_text().split()[-1:] == [content]:
-                return
-            time.sleep(0.02)
-        raise AssertionError((name, content, path.exists() and path.read_text()))
+    def applied(self) -> list[str]:
+        log = self.folder / "log"
+        return log.read_text().split() if log.exists() else []
 
-    def runs(self, nodes: int) -> None:
-        launch = next(self.folder.glob("*-4.yaml")).name.removesuffix("-4.yaml")
-        self.wait_for("log", f"{launch}-{nodes}")
+    def runs(self, *nodes: int) -> None:
+        """Waits until JobSets of these nodes have been applied, one after another."""
+        wait_until(lambda: [int(x.rpartition("-")[2]) for x in self.applied()] == [*nodes])
+
+    def available(self) -> int:
+        (file,) = self.folder.glob("maps/*-nodes/MAXRAMP_AVAILABLE_NODES")
+        return int(file.read_text())
 
 
-def test_a_run_takes_the_nodes_that_are_ready(tmp_path):
-    cluster = Cluster(tmp_path)
-    cluster.runs(4)
-    cluster.wait_for("available", "4")
-    time.sleep(0.5)  # its nodes have been seen
-    cluster.set("a", "a", "a", rest="pool-a False \n")
-    cluster.runs(3)
-    cluster.wait_for("available", "3")
-    os.killpg(cluster.process.pid, signal.SIGKILL)  # and started again by hand
-    cluster.start()
-    cluster.set("a", "a", rest="pool-a True true\npool-a Unknown \n")
-    cluster.runs(2)
-    cluster.set("a", "a", "a", "a")
-    cluster.wait_for("available", "4")
-    cluster.says("4 4")
-    cluster.runs(4)
-    (tmp_path / "lost_pods").write_text("True")  # a pod was evicted, and its node is there
-    deadline = time.monotonic() + 30
-    while (tmp_path / "log").read_text().count("-4\n") < 3 and time.monotonic() < deadline:
+def wait_until(is_so, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    cluster.says("2 2")
-    cluster.runs(2)
-    cluster.says("")
-    assert cluster.process.wait(30) == 0
-    names = (tmp_path / "log").read_text().split()
-    assert [name.rpartition("-")[2] for name in names] == ["4", "3", "2", "4", "4", "2"]
 
 
-def test_slices_come_and_go_whole(tmp_path):
+def test_a_run_takes_the_nodes_that_are_ready(tmp_path, monkeypatch):
+    launch = Launch(tmp_path, monkeypatch)
+    launch.set("a", "a", "a")
+    launch.start()  # an autoscaler may bring the fourth node
+    launch.runs(4)
+    assert launch.available() == 4
+    launch.set("a", "a", "a", "a")
+    wait_until((tmp_path / "whole").exists)
+    launch.set("a", "a", "a")
+    launch.runs(4, 3)
+    wait_until(lambda: launch.available() == 3)
+    launch.cluster.stop()  # and started again by hand
+    assert launch.result.result(60) == 76
+    launch.start()
+    wait_until((tmp_path / "whole").exists)
+    launch.set("a", "a", "a!")
+    launch.runs(4, 3, 2)
+    launch.set("a", "a", "a", "a")
+    wait_until(lambda: launch.available() == 4)
+    launch.say(2, nodes=4)
+    launch.runs(4, 3, 2, 4)
+    launch.say(4, nodes=2)
+    launch.runs(4, 3, 2, 4, 2)
+    launch.say(2, nodes=0)
+    assert launch.result.result(60) == 0
+
+
+def test_slices_come_and_go_whole(tmp_path, monkeypatch):
     """Two slices of two nodes: one that lost a node is gone."""
     keys = [key for key in TPU if not key.startswith(("num_nodes", "devices", "run_name"))]
     keys += ["gke_topology=2x2x2", "devices_per_node=4", "per_device_batch_size=2", "min_nodes=2"]
-    cluster = Cluster(tmp_path, *keys, "step_batch_size_schedule=0:32", "ici_fsdp_parallelism=4")
+    keys += ["step_batch_size_schedule=0:32", "ici_fsdp_parallelism=4"]
+    launch = Launch(tmp_path, monkeypatch, *keys)
     assert sorted(path.name[-6:] for path in tmp_path.glob("x-*.yaml")) == ["2.yaml", "4.yaml"]
-    cluster.set("a", "a", "b", "b")
-    cluster.runs(4)
-    time.sleep(0.5)
-    cluster.set("a", "a", "b", rest="pool-b False \n")
-    cluster.runs(2)
-    cluster.says("")
-    assert cluster.process.wait(30) == 0
+    launch.set("a", "a", "b", "b")
+    launch.start()
+    launch.runs(4)
+    wait_until((tmp_path / "whole").exists)
+    launch.set("a", "a", "b", "b!")
+    launch.runs(4, 2)
+    launch.say(2, nodes=0)
+    assert launch.result.result(60) == 0
 
 
-@pytest.mark.parametrize("status, words, seen", [(0, "", 0), (75, "3\n", 0), (76, "", 76)])
-def test_last_words(status, words, seen, tmp_path):
-    """A pod leaves the nodes of the next stage to run.sh."""
-    (tmp_path / "next_stage.json").write_text(json.dumps({"nodes": 3}))
-    found = jobsets(files := manifests(*ELASTIC))
-    assert len(found) == 4 and "config.yaml" in files
-    for manifest in found:
+def test_what_the_pods_gave_up_ends_the_launch_and_starts_with_the_next(tmp_path, monkeypatch):
+    launch = Launch(tmp_path, monkeypatch)
+    launch.set("a", "a", "a", "a")
+    launch.start()
+    launch.runs(4)
+    launch.say(1, status=2, nodes=0)
+    assert launch.result.result(60) == 2
+    launch.start()
+    launch.runs(4, 4)
+    launch.say(4, nodes=0)
+    assert launch.result.result(60) == 0
+    launch.start()  # what is completed stays so
+    assert launch.result.result(60) == 0
+    launch.runs(4, 4)
+
+
+def test_a_jobset_that_somebody_deletes_ends_the_launch(tmp_path, monkeypatch):
+    launch = Launch(tmp_path, monkeypatch)
+    launch.set("a", "a", "a", "a")
+    launch.start()
+    launch.runs(4)
+    subprocess.run(["kubectl", "-n", "x", "delete", "jobset", launch.applied()[-1]], check=True)
+    assert launch.result.result(60) == 1
+
+
+def test_a_launch_does_not_start_beside_another_configuration(tmp_path, monkeypatch):
+    """Two jobs would write to the folder of one run."""
+    launch = Launch(tmp_path / "first", monkeypatch)
+    launch.set("a", "a", "a", "a")
+    launch.start()
+    launch.runs(4)
+    line = words_of(*ELASTIC, "steps=91")
+    other = gke.check(Run.from_config(load([BASE, *line[1:]]), line))
+    labels, files = gke.manifests(other)
+    (tmp_path / "config.yaml").write_text(files["config.yaml"])
+    with pytest.raises(ConfigError, match="delete jobset") as refused:
+        GkeCluster(other, tmp_path, labels, "of=pool")
+    assert launch.applied()[0] in str(refused.value) and "\n" not in str(refused.value)
+    launch.say(4, nodes=0)
+    assert launch.result.result(60) == 0
+    GkeCluster(other, tmp_path, labels, "of=pool")
+
+
+def test_pods_are_told_how_many_nodes_there_are():
+    files = manifests(*ELASTIC)
+    manifests_of_jobs = jobsets(files)
+    assert len(manifests_of_jobs) == 4 and "config.yaml" in files
+    for manifest in manifests_of_jobs:
         assert dropped(manifest, read_by_schema(manifest)) == []
-    pod = found[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    given = {e["name"]: e["value"] for e in pod["containers"][0]["env"]}
+    pod = manifests_of_jobs[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    values = {e["name"]: e["value"] for e in pod["containers"][0]["env"]}
     mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
-    assert given["MAXRAMP_AVAILABLE_NODES"] == f"{mounts['nodes']}/nodes"
+    assert pathlib.Path(values["MAXRAMP_AVAILABLE_NODES"]).parent == pathlib.Path(mounts["nodes"])
     (launch,) = {v["configMap"]["name"] for v in pod["volumes"] if v["name"] == "config"}
     assert {"name": "nodes", "configMap": {"name": f"{launch}-nodes"}} in pod["volumes"]
-    assert f"create configmap {launch}-nodes" in files["run.sh"]
-    assert yaml.safe_load(files["config.yaml"])["metadata"]["name"] == launch
-    shell, dash, script, *_ = pod["containers"][0]["command"]
-    script = script.replace("/dev/termination-log", str(tmp_path / "words"))
-    script = script.replace("/mnt/shared/runs/x", str(tmp_path))
-    script = script.replace("python -c", f"{sys.executable} -c")
-    line = [shell, dash, script, "maxramp", "sh", "-c", f"exit {status}"]
-    assert subprocess.run(line, timeout=30, check=False).returncode == seen
-    assert not words or (tmp_path / "words").read_text() == words
+
+
+@pytest.mark.slow
+def test_real_pods_train_as_one_process(undisturbed, tmp_path, cache_dir, monkeypatch):  # noqa: F811
+    """A trainer is killed, and all start again in their pods, from a snapshot; a node is lost, and
+    the run continues on three; it comes back, and the run takes it at a save."""
+    cluster = tmp_path / "cluster"
+    install_kubectl(cluster, monkeypatch)
+    (cluster / "nodes").write_text("a a a a")
+    monkeypatch.setenv("POD", "none")  # each pod has its own
+    keys = [*SMALL, "run_name=x", "grace_seconds=20"]
+    keys += ["enable_emergency_checkpoint=true", "local_checkpoint_period=3"]
+    keys += ["local_checkpoint_directory=$CLUSTER/memory/$POD", "gke_accelerator=nvidia-l4"]
+    keys += [f"gke_mount_path={tmp_path}", "gke_volume_claim=disk", "container_image=here"]
+    launched = Launched(arguments(tmp_path, cache_dir, *keys), tmp_path / "x", "gke")
+    victims = launched.wait_for(8, trainers=4)
+    os.kill(victims[2], signal.SIGKILL)
+    wait_until(lambda: len(starts_of(tmp_path / "x")) == 2, 200)
+    launched.wait_for(starts_of(tmp_path / "x")[1]["first_step"] + 1, trainers=4)
+    (cluster / "nodes").write_text("a a a")
+    wait_until(lambda: len(starts_of(tmp_path / "x")) == 3, 200)
+    (cluster / "nodes").write_text("a a a a")
+    assert launched.end() == 0, launched.text()
+    same_training(tmp_path / "x", undisturbed)
+    starts = [(start["nodes"], start["from"]) for start in starts_of(tmp_path / "x")]
+    assert starts[:2] == [(4, "new"), (4, "snapshot")] and starts[2][0] == 3, starts
+    assert starts[3][0] == 4, starts
+    assert {record["devices"] for record in steps_of(tmp_path / "x")} >= {3, 4}
+    assert gone(launched)
+
+
+def starts_of(folder: pathlib.Path) -> list[dict]:
+    return [job for job in read_jobs(folder) if job["event"] == "start"]

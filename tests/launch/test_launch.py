@@ -78,11 +78,12 @@ def uninterrupted(tmp_path_factory, cache_dir) -> pathlib.Path:
 class Launched:
     """A launch in work."""
 
-    def __init__(self, line: list[str], folder: pathlib.Path):
+    def __init__(self, line: list[str], folder: pathlib.Path, cluster: str = "local"):
         self.folder, self.line = folder, line
         self.log = (folder.parent / f"{folder.name}.log").open("a+")
         self.process = subprocess.Popen(
-            command(*line, "--cluster", "local", module="launch"),
+            command(*line, "--cluster", cluster, module="launch"),
+            cwd=folder.parent,
             env=environment(),
             stdout=self.log,
             stderr=subprocess.STDOUT,
@@ -97,7 +98,7 @@ class Launched:
                 state = (path / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            ours = f"base_output_directory={self.folder.parent}".encode() in words
+            ours = any(str(self.folder.parent).encode() in word for word in words)
             if ours and b"maxramp.train" in words and bound.__file__.encode() not in words:
                 found += [int(path.name)] if state != "Z" else []
         return found
@@ -225,10 +226,11 @@ def test_words_of_a_script_are_read_back_as_given(tmp_path):
     launch = Run.from_config(load(line), line)
     script = slurm.script(launch, 2)
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assigned = [x for x in script.splitlines() if x.startswith(("folder=", "command=("))]
-    program = "\n".join([*assigned, 'printf \'%s\\0\' "$folder" "${command[@]}"'])
+    (line,) = [x for x in script.splitlines() if x.startswith("exec ")]
+    program = line.replace("exec ", "printf '%s\\0' ", 1)
     words = subprocess.check_output(["bash", "-c", program], cwd=tmp_path, text=True).split("\0")
-    assert words[:-1] == [str(launch.folder), *launch.command()]
+    assert words[:3] == [sys.executable, "-m", "maxramp.launch.slurm_job"]
+    assert words[3:-1] == launch.command()[3:]
     assert not list(tmp_path.rglob("pwned"))
     options = [x for x in script.splitlines() if x.startswith("#SBATCH")]
     assert "#SBATCH --nodes=2" in options and all("touch" not in x or "-" in x for x in options)
@@ -236,15 +238,17 @@ def test_words_of_a_script_are_read_back_as_given(tmp_path):
 
 
 def test_containers(tmp_path):
-    image = "image=/images/a b.sqsh"
-    mounts = "container_mounts=/data:/data"
-    line = arguments(tmp_path, "", "run_name=x", f"container_{image}", mounts)
-    script = slurm.script(Run.from_config(load(line), line), 1)
-    assert "'--container-image=/images/a b.sqsh'" in script
-    assert "command=(python -m maxramp.train" in script
+    keys = ["container_image=/images/a b.sqsh", "container_mounts=/data:/data"]
+    line = arguments(tmp_path, "", "run_name=x", *keys)
+    launch = Run.from_config(load(line), line)
+    options = slurm.container_options(launch.config.launch)
+    assert options[0] == "--container-image=/images/a b.sqsh"
+    assert slurm.trainer(launch)[0] == "python"
     line.append("container_runtime=apptainer")
-    script = slurm.script(Run.from_config(load(line), line), 1)
-    assert "command=(apptainer exec --nv --bind /data:/data '/images/a b.sqsh' python" in script
+    launch = Run.from_config(load(line), line)
+    words = ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/images/a b.sqsh", "python"]
+    assert slurm.trainer(launch)[:7] == words
+    assert slurm.container_options(launch.config.launch) == []
 
 
 def test_dry_run_shows_what_would_be_submitted(tmp_path, capsys):
@@ -560,7 +564,7 @@ def test_the_program_that_a_config_is_for(tmp_path, capsys):
     assert main([BASE, *line, "--cluster", "local", "--dry-run"]) == 0
     assert capsys.readouterr().out.count("-m maxramp.grpo") == 3
     assert main([BASE, *line, "--cluster", "slurm", "--dry-run"]) == 0
-    assert "-m maxramp.grpo" in capsys.readouterr().out
+    assert "program=grpo" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"program=grpo: this config is for maxramp\.grpo"):
         load([BASE, *line], "train")
     assert load([BASE, *line], "grpo").run.program == "grpo"

@@ -4,11 +4,12 @@ The jobs are real processes that end as they are told; `test_launch` and `test_s
 that train.
 """
 
+import concurrent.futures
+import json
 import os
 import pathlib
 import re
 import signal
-import subprocess
 import time
 
 import pytest
@@ -17,7 +18,7 @@ from conftest import BASE, TINY
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
-from maxramp.launch import local, slurm
+from maxramp.launch import gke_pod, local, slurm, slurm_job
 from maxramp.launch.jobs import Run
 
 # What each job does: its exit status, the step of the checkpoint that it leaves before it ends, and
@@ -73,16 +74,20 @@ class Scripted(Run):
         return ["sh", "-c", JOB, str(self.folder.parent)]
 
 
-def scripted(folder: pathlib.Path, entries: list[tuple]) -> Scripted:
+def scripted(folder: pathlib.Path, entries: list[tuple], *more: str) -> Scripted:
     lines = [(*entry, *[NO] * (3 - len(entry))) for entry in entries]
     words = [" ".join("-" if x is NO else str(x) for x in line) for line in lines]
     (folder / "script").write_text("\n".join([*words, ""]))
-    (folder / "x").mkdir()
+    (folder / "x" / "checkpoints").mkdir(parents=True)
     (folder / "saved").mkdir()
     commit(Checkpoint(folder / "saved", 1, 2, [], "", {}, {}))
     metadata = (folder / "saved" / "checkpoint.json").read_text()
     (folder / "metadata").write_text(metadata.replace('"step": 1,', '"step": @STEP@,'))
-    line = [BASE, *CONFIG, f"base_output_directory={folder}"]
+    return read(folder, *more)
+
+
+def read(folder: pathlib.Path, *more: str) -> Scripted:
+    line = [BASE, *CONFIG, f"base_output_directory={folder}", *more]
     return Scripted.from_config(load(line), line)
 
 
@@ -91,68 +96,79 @@ def ends(folder: pathlib.Path) -> list[int]:
     return [int(status) for status in path.read_text().split()] if path.exists() else []
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_here(name, tmp_path, capsys):
-    entries, expected = CHAINS[name]
-    # A chain that would not end is stopped by a status that no job has.
-    entries = [*entries, *[entries[-1]] * (9 - len(entries)), (0, NO)]
+@pytest.fixture
+def signals():
+    """Puts back what a launch does with signals."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        status = local.launch(scripted(tmp_path, entries))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert (status, ends(tmp_path)) == (expected[-1], expected)
-    printed = capsys.readouterr().out
-    assert "launch   1 process for 1 node of 1 device\n" in printed
-    assert ("gave up after max_restarts=2" in printed) == (expected[-1] in (1, 76))
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 # What SLURM does of it: `srun` runs the command, `sbatch` notes what is submitted.
 FAKES = {
     "scontrol": "echo localhost",
     "squeue": 'echo "$END"',
+    "sinfo": "echo localhost/idle",
     "srun": 'while case $1 in --*) ;; *) false ;; esac; do shift; done; exec "$@"',
     "sbatch": 'echo "$MAXRAMP_RESTARTS $2" > "$NEXT"; echo 7',
 }
 
 
 def under_slurm(folder: pathlib.Path, run: Run) -> dict[str, str]:
-    """Writes the script of the run and the fakes; returns the environment of a job."""
+    """Writes the fakes; returns the environment of a job."""
     (run.folder / "slurm").mkdir(parents=True)
-    (run.folder / "slurm" / "1-nodes.sh").write_text(slurm.script(run, 1))
     (folder / "bin").mkdir()
     for name, text in FAKES.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
-    return os.environ | {
+    return {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "NEXT": str(folder / "next"),
         "END": "2099-01-01T00:00:00",
         "SLURM_JOB_ID": "6",
         "SLURM_JOB_NODELIST": "n0",
+        "MAXRAMP_RESTARTS": "0",
     }
 
 
-@pytest.mark.parametrize("name", [name for name in CHAINS if "snapshot" not in name])
-def test_under_slurm(name, tmp_path):
-    """The batch script by itself, job after job, as far as it submits the next."""
-    entries, expected = CHAINS[name]
-    run = scripted(tmp_path, entries)
-    environment, restarts = under_slurm(tmp_path, run), "0"
+def follow_slurm(folder: pathlib.Path, run: Run, monkeypatch) -> int:
+    """Runs job after job of SLURM, as far as each submits the next."""
+    for name, value in under_slurm(folder, run).items():
+        monkeypatch.setenv(name, value)
     for _ in range(9):
-        script = run.folder / "slurm" / "1-nodes.sh"
-        environment["MAXRAMP_RESTARTS"] = restarts
-        done = subprocess.run(
-            ["bash", script], env=environment, capture_output=True, text=True, timeout=30
-        )
-        if not (tmp_path / "next").exists():
-            break
-        restarts, following = (tmp_path / "next").read_text().split()
-        (tmp_path / "next").unlink()
-        assert following == "1-nodes.sh"
-    assert (done.returncode, ends(tmp_path)) == (expected[-1], expected), done
-    assert ("gave up after max_restarts=2" in done.stdout) == (expected[-1] in (1, 76))
+        status = slurm_job.follow(run)
+        if not (folder / "next").exists():
+            return status
+        restarts, script = (folder / "next").read_text().split()
+        (folder / "next").unlink()
+        monkeypatch.setenv("MAXRAMP_RESTARTS", restarts)
+        assert script == "1-nodes.sh"
+    raise AssertionError("the chain does not end")
+
+
+def follow_here(folder: pathlib.Path, run: Run, monkeypatch) -> int:
+    return local.launch(run)
+
+
+def follow_in_pod(folder: pathlib.Path, run: Run, monkeypatch) -> int:
+    status = gke_pod.follow(run, 1, folder / "words")
+    step = int(max(["0", *os.listdir(run.folder / "checkpoints")], key=int))
+    words = json.loads((folder / "words").read_text())
+    assert words["step"] >= step and words["nodes"] == 0
+    return status
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("follow", [follow_here, follow_slurm, follow_in_pod])
+def test_what_follows_a_job(follow, name, tmp_path, capfd, monkeypatch, signals):
+    entries, expected = CHAINS[name]
+    # A chain that would not end is stopped by a status that no job has.
+    entries = [*entries, *[entries[-1]] * (9 - len(entries)), (0, NO)]
+    status = follow(tmp_path, scripted(tmp_path, entries), monkeypatch)
+    assert (status, ends(tmp_path)) == (expected[-1], expected)
+    printed = capfd.readouterr().out
+    assert ("gave up after max_restarts=2" in printed) == (expected[-1] in (1, 76)), printed
 
 
 def test_a_queue_that_cannot_be_read_starts_nothing(tmp_path, monkeypatch):
@@ -172,22 +188,30 @@ def test_a_queue_that_cannot_be_read_starts_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("checkpoint, restarts", [(NO, "2"), (10, "0")])
-def test_a_time_limit_that_comes_before_any_progress_counts(checkpoint, restarts, tmp_path):
+def test_a_time_limit_that_comes_before_any_progress_counts(
+    checkpoint, restarts, tmp_path, monkeypatch, signals
+):
     """Where it is shorter than the start of a job, the chain would go on for ever."""
     run = scripted(tmp_path, [(0, NO)])
-    environment = under_slurm(tmp_path, run)
-    environment |= {"MAXRAMP_RESTARTS": "1", "END": "2020-01-01T00:00:00"}
-    (tmp_path / "bin" / "srun").write_text(f"#!/bin/sh\ntouch {tmp_path}/up\nexec sleep 300\n")
-    script = run.folder / "slurm" / "1-nodes.sh"
-    process = subprocess.Popen(["bash", script], env=environment, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if checkpoint:
-        path = run.folder / "checkpoints" / str(checkpoint)
-        path.mkdir(parents=True)
-        commit(Checkpoint(path, checkpoint, 2, [], "", {}, {}))
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 1
-    os.killpg(process.pid, signal.SIGKILL)  # the sleep
+    more = {"MAXRAMP_RESTARTS": "1", "END": "2020-01-01T00:00:00"}
+    for name, value in (under_slurm(tmp_path, run) | more).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "bin" / "srun").write_text("#!/bin/sh\necho $$ > $NEXT.srun\nexec sleep 300\n")
+
+    def reach_the_limit() -> None:
+        deadline = time.monotonic() + 120
+        while not (srun := tmp_path / "next.srun").exists() or not srun.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        if checkpoint:
+            path = run.folder / "checkpoints" / str(checkpoint)
+            path.mkdir(parents=True)
+            commit(Checkpoint(path, checkpoint, 2, [], "", {}, {}))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        reached = pool.submit(reach_the_limit)
+        assert slurm_job.follow(run) == 76
+        reached.result()
+    os.kill(int((tmp_path / "next.srun").read_text()), signal.SIGKILL)
     assert (tmp_path / "next").read_text().split() == [restarts, "1-nodes.sh"]

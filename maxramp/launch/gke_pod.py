@@ -1,0 +1,67 @@
+"""The supervisor of a run inside a pod, which the pod's command starts.
+
+Every pod of a JobSet has one, for its process of a job, and all decide the same. For another number
+of nodes they end with success, and say in their last words how many the launch shall apply.
+"""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+from maxramp.commandline import command
+from maxramp.config.load import load
+from maxramp.files.place import Place
+from maxramp.launch.jobs import Run
+from maxramp.launch.supervisor import JobEnd, stop_on_signals, supervise
+
+
+class PodCluster:
+    """Starts this pod's process of jobs on the nodes of its JobSet."""
+
+    def __init__(self, run: Run, nodes: int):
+        self._run, self._nodes = run, nodes
+        self._process: subprocess.Popen | None = None
+        self.is_stopped = False
+        self.end = JobEnd(0, 0)  # of the last job; `next_nodes` are those for another JobSet
+
+    def available(self) -> int:
+        return self._nodes
+
+    def start(self, nodes: int, failures: int) -> bool:
+        is_here = nodes == self._nodes
+        self.end = dataclasses.replace(self.end, next_nodes=0 if is_here else nodes)
+        if self.is_stopped or not is_here:
+            return False
+        self._process = subprocess.Popen(self._run.command("python"))
+        return True
+
+    def wait(self) -> JobEnd:
+        code = self._process.wait()
+        self.end = JobEnd.read(self._run.folder, 128 - code if code < 0 else code)
+        return self.end
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        if self._process:
+            self._process.terminate()
+
+
+def follow(run: Run, nodes: int, words: Place) -> int:
+    """Runs the jobs of a run that take `nodes`; returns the exit status of the pod."""
+    cluster = PodCluster(run, nodes)
+    stop_on_signals(cluster)
+    status = supervise(run, cluster, nodes)
+    words.write_text(json.dumps({"step": cluster.end.step, "nodes": cluster.end.next_nodes}))
+    return 0 if cluster.end.next_nodes else status
+
+
+@command
+def main(arguments: list[str]) -> int:
+    nodes, words, *config = arguments
+    return follow(Run.from_config(load(config, "launch"), config), int(nodes), pathlib.Path(words))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
