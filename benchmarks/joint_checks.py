@@ -364,7 +364,8 @@ def _schedule(arguments: list[str], shape: Shape) -> list[tuple[int, int, int, f
         rate, found = LearningRate.from_keys(config.learning_rate, ramp), []
     except ConfigError as error:
         raise Refused(f"error: {error}") from None
-    for step in range(min(ramp.total_steps, ramp.settled_steps)):
+    is_known = config.batch.rampup_policy != "noise"
+    for step in range(ramp.total_steps if is_known else 0):
         stage, sample = ramp.stage_at_step(step), ramp.samples_before(step)
         rows = stage.global_batch_size
         found.append((sample, rows, stage.spec.row_length, round(float(rate(sample, rows)), 9)))

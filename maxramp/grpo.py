@@ -154,7 +154,7 @@ def _run(begun: start.Start) -> int:
     job = begun.open_run(data, policy_fields)
     if not job.has_work:
         return job.end()
-    check_enough(prompts["prompt_file"], config.rollout, job.span.ramp.total_samples)
+    check_enough(prompts["prompt_file"], config.rollout, job.schedule.ramp.total_samples)
     return train(job, _trainer(job, tokenizer, corpus, prompts))
 
 
@@ -175,18 +175,19 @@ def _evaluation(config: Config, corpus: Corpus) -> str:
 def _trainer(
     job: start.Job, tokenizer: PromptTokenizer, corpus: Corpus, prompts: Mapping[str, Prompts]
 ) -> PolicyTrainer:
-    config, output, span = job.config, job.output, job.span
+    config, output, schedule = job.config, job.output, job.schedule
     abstract, read = job.abstract_state()
     rewards = agreement.raise_everywhere(lambda: _rewards(job))
     options = compiler_options(job.mesh.devices.flat[0].platform)
     ahead = Ahead(device_memory(config.planning.device_memory_gib), output.say, job.preemption.ask)
     job.closing.callback(ahead.close)
-    rate, how = LearningRate.from_keys(config.learning_rate, span.ramp), writing(config, tokenizer)
+    rate = LearningRate.from_keys(config.learning_rate, schedule.ramp)
+    how = writing(config, tokenizer)
     programs = PolicyPrograms(config, rate, abstract, how, ahead, options)
-    for stage in span.stages:
+    for stage in schedule.stages:
         programs.announce(stage)
     ahead.lower()
-    output.say_start(corpus, abstract, config.recipe, span, job.changes)
+    output.say_start(corpus, abstract, config.recipe, schedule, job.changes)
     reference = job.load_reference(abstract.model) if config.policy.grpo_beta else None
     scorer = Scorer(config, programs.generator, tokenizer, rewards)
     state = job.first_state(abstract, read)

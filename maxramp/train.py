@@ -91,7 +91,7 @@ def _run(begun: Start) -> int:
         return job.end()
     if config.data.use_dpo:
         corpus = add_reference(job, corpus, expansion)
-    ramp, first_step = job.span.ramp, job.span.first_step
+    ramp, first_step = job.schedule.ramp, job.schedule.first_step
     loader = Loader(config.data, config.reading, corpus, ramp, expansion, first_step)
     job.closing.callback(loader.close)
     abstract, read = job.abstract_state()
@@ -142,27 +142,27 @@ class Pretrainer:
     ):
         """Announces the programs of every stage, and makes or restores the state meanwhile;
         `abstract` and `read` are from `Job.abstract_state`."""
-        config, span, say = job.config, job.span, job.output.say
+        config, schedule, say = job.config, job.schedule, job.output.say
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
-        self._recipe, self._ramp = config.recipe, span.ramp
+        self._recipe, self._schedule = config.recipe, schedule
         limit = device_memory(config.planning.device_memory_gib)
         self._ahead = Ahead(limit, say, job.preemption.ask)
         job.closing.callback(self._ahead.close)
         self.raise_failure = self._ahead.raise_failure
-        rate = LearningRate.from_keys(config.learning_rate, span.ramp)
+        rate = LearningRate.from_keys(config.learning_rate, schedule.ramp)
         rows, recipe = config.evaluation.rows(job.mesh.size), config.recipe
         self._programs = Programs(recipe, loader.expansion, rate, abstract, self._ahead, rows)
-        for stage in span.stages:
+        for stage in schedule.stages:
             self._programs.add(stage)
             if tasks:
                 tasks.announce(self._ahead, stage)
         self._ahead.lower()
-        job.output.say_start(loader.corpus, abstract, config.recipe, span, job.changes)
+        job.output.say_start(loader.corpus, abstract, config.recipe, schedule, job.changes)
         if jax.process_index() == 0:
-            first = span.ramp.samples_before(span.first_step)
+            first = schedule.ramp.samples_before(schedule.first_step)
             for line in check_batches(config, job.meshes, job.output.here, first):
                 say(f"batch    {line}")
-        for line in loader.cuts(span.stages) if jax.process_index() == 0 else ():
+        for line in loader.cuts(schedule.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
         for line in _describe_rows(loader.corpus, config):
             say(line)
@@ -183,8 +183,9 @@ class Pretrainer:
         return names_of_sums(self._loader.held_out, self._objective.shown) + tasks
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched:
-        batch, data_seconds = self._loader.batch(step)
-        consumed_tokens = self._ramp.tokens(first_sample + stage.global_batch_size)
+        ramp = self._schedule.ramp
+        batch, data_seconds = self._loader.batch(step, ramp)
+        consumed_tokens = ramp.tokens(first_sample + stage.global_batch_size)
         train_step, compile_seconds = self._programs.train_step(stage)
         compile_seconds += self._programs.follow(self._arrays, stage)
         handed_over = time.perf_counter()

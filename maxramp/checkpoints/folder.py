@@ -22,6 +22,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near, place, remove_tree, sizes, write_whole
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.schedule import trained_stages
 from maxramp.stage import SIGHT_KEYS, SightKeys
 
 FILE = "checkpoint.json"
@@ -53,13 +54,11 @@ class Checkpoint:
     path: Place
     step: int  # steps done = the next step
     consumed_samples: int
-    stages: list[dict[str, Any]]  # of the schedule it was trained with, as in plan.json
+    stages: list[dict[str, Any]]  # of the run, as trained and as planned, as in plan.json
     corpus_hash: str
     config: dict[str, Any]  # of all keys, resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
     reference: str = ""  # fingerprint of the weights to stay near to, where there are any
-    # what was trained before the schedule's first stage, with other keys (`start_of`)
-    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # as in `DataIdentity`; of the mixtures after the first, those that it has seen
     parts: list[Any] = dataclasses.field(default_factory=list)
     mixtures: list[Any] = dataclasses.field(default_factory=list)
@@ -71,6 +70,8 @@ class Checkpoint:
     first: dict[str, str] = dataclasses.field(default_factory=dict)
     # the evaluations that were due after its last step and did not come (`EvalKeys.due`)
     owes: list[str] = dataclasses.field(default_factory=list)
+    # of a run with rampup_policy=noise, what it decides by (`NoisePolicy`)
+    noise: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -85,9 +86,9 @@ class Checkpoint:
         keys = BatchKeys.from_values(base.base() | self.config)
         end, of = (keys.steps, "step") if keys.steps != -1 else (keys.total_samples, "sample")
         if keys.total_tokens != -1:
-            first = self.stages[0]["first_sample"]
-            before = sum(s["samples"] * s["max_target_length"] for s in self.history)
-            end = first - (before - keys.total_tokens) // keys.max_target_length
+            trained = trained_stages(self.stages, self.step)
+            tokens = sum(s["samples"] * s["max_target_length"] for s in trained)
+            end = self.consumed_samples - (tokens - keys.total_tokens) // keys.max_target_length
         return self.stages[:1] + [s for s in self.stages[1:] if s[f"first_{of}"] < end]
 
     def stage(self) -> dict[str, Any]:

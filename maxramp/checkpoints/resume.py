@@ -2,10 +2,9 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from maxramp.checkpoints import decisions
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.commandline import count
@@ -14,9 +13,9 @@ from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.schedule import RampupBatchManager, Stage, Start
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint, Stage
 from maxramp.rampup.shape import Meshes
-from maxramp.stage import SIGHT_KEYS, Fields, text_fields
+from maxramp.stage import Fields, text_fields
 from maxramp.training.keys import LearningRateKeys
 from maxramp.training.learning_rate import LearningRate
 
@@ -29,9 +28,6 @@ _HISTORY_KEYS = (
     *("packing", "grain_packing_type", "separate_documents"),
 )
 _SMALL = 1e-3  # relative: a curve that is rounded to other batches does not count as another one
-# Of a stage in plan.json, what no devices decide.
-_SHAPE = ("first_step", "steps", "first_sample", "global_batch_size")
-_SHAPE += ("max_target_length", "row_length", *SIGHT_KEYS)
 _CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
 
 
@@ -106,80 +102,94 @@ def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Chec
     step, values = position.step, base.base() | position.config
     if not 0 < step < ramp.total_steps:
         return ""
-    sizes = [(stage["first_sample"], stage["global_batch_size"]) for stage in position.stages[1:]]
-    start = _start_of_schedule(position, sizes if values["rampup_policy"] == "noise" else [])
-    before = RampupBatchManager(BatchKeys.from_values(values), ramp.stages[0].devices, start)
+    before = _ramp_before(position, ramp.stages[0].devices)
     old = LearningRate.from_keys(LearningRateKeys.from_values(values), before)
     new = LearningRate.from_keys(keys, ramp)
-    sample = before.samples_before(step - 1)
-    batch = before.stage_at_step(step - 1).global_batch_size
-    today = dataclasses.replace(new, ramp=before)  # its ramp may begin after that step
-    last, same = float(old(sample, batch)), float(today(sample, batch))
+    sample = ramp.samples_before(step - 1)
+    batch = position.consumed_samples - sample
+    last, same = float(old(sample, batch)), float(new(sample, batch))
     if abs(same - last) <= _SMALL * max(same, last):
         return ""
-    rate = new(position.consumed_samples, ramp.stage_at_step(step).global_batch_size)
+    rate = new(position.consumed_samples, ramp.stages[0].global_batch_size)
     return (
         f"the learning rate is {float(rate):.3g} from step {step} on, after {last:.3g} in step "
         f"{step - 1}: these keys give it another curve, which was at {same:.3g} there"
     )
 
 
+def _ramp_before(position: Checkpoint, num_devices: int) -> RampupBatchManager:
+    """The schedule from a checkpoint on, by the keys that it was trained with."""
+    keys = BatchKeys.from_values(base.base() | position.config)
+    return RampupBatchManager(keys, num_devices, resume_point(keys, position))
+
+
 def _list_changes(pairs: dict[str, tuple]) -> str:
     return ", ".join(f"{name}={before} (now {after})" for name, (before, after) in pairs.items())
 
 
+Ramps = tuple[RampupBatchManager, RampupBatchManager, RampupBatchManager]
+
+
 @dataclasses.dataclass
-class Span:
-    """The stages of a run as this job takes them up; under rampup_policy=noise they `grow`."""
+class JobSchedule:
+    """The stages of a run from where a job takes it up, and where the job ends.
+
+    Under rampup_policy=noise `ramp` knows the batch that the run stands on, and `take_rung`
+    replaces it.
+    """
 
     # the checkpoint that the job continues from; None for a run that begins
     position: Checkpoint | None
-    ramp: RampupBatchManager  # the stages on this job's devices
-    planned: RampupBatchManager  # the same stages on the nodes that the plan gives them
-    change: str  # what changed in the batch sizes since the checkpoint, in one line; "" if nothing
+    point: dataclasses.InitVar[ResumePoint]  # where it begins
+    # from a point on: on this job's devices the stages that are known, and those that are expected;
+    # and these on the nodes that the plan gives them
+    make_ramps: Callable[[ResumePoint], Ramps]
     keys: CheckpointKeys  # where a job ends before its run does
     num_devices: int  # of this job
-    nodes_there: int | None = None  # for a job; None: as many as are planned
+    available_nodes: int | None = None  # for a job; None: as many as are planned
+    change: str = ""  # what changed in the batch sizes since the checkpoint, in one line
     # the end of this job: of the run, or of a stage under `stop_at_stage_end` or
     # `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its stage
     # ends where it starts.
     last_step: int = dataclasses.field(init=False)
+    stages: list[Stage] = dataclasses.field(init=False)  # those that this job runs, or may run
 
-    def __post_init__(self):
+    def __post_init__(self, point: ResumePoint):
+        self.ramp, self._expected, self.planned = self.make_ramps(point)
         self._find_end()
 
     @property
     def first_step(self) -> int:
         return self.position.step if self.position else 0
 
-    @property
-    def stages(self) -> list[Stage]:
-        """The stages that this job runs, or may run: rungs that are still to be decided too."""
-        known = self.ramp.stages_between(self.first_step, self.last_step)
-        return known + self.ramp.rungs[: max(0, self._end - len(self.ramp.stages))]
-
-    def grow(self, first_step: int) -> Stage:
-        """Takes the next rung of the ladder from a step on; the job may end there."""
-        self.planned.grow(first_step)
-        stage = self.ramp.grow(first_step)
-        self._find_end()
-        return stage
+    def take_rung(self, step: int, global_batch_size: int) -> None:
+        """Replaces the ramp from a step on, as at a restart there; the job may end there."""
+        nodes, sample = self._place(self.planned.stages[0]).nodes, self.ramp.samples_before(step)
+        stages, rungs = self.ramp.to_json()["stages"], [(sample, global_batch_size)]
+        point = ResumePoint(step, sample, stages, rungs)
+        self.ramp, self._expected, self.planned = self.make_ramps(point)
+        moves = self._place(self.planned.stages[0]).nodes != nodes
+        ends = self.keys.stop_at_stage_end or (self.keys.stop_at_node_change and moves)
+        self.last_step = step if ends else self.ramp.total_steps
 
     def _place(self, stage: Stage) -> Stage:
-        """A planned stage on the nodes that are there."""
-        there = self.nodes_there
-        return stage if there is None else self.planned.fit(stage, there)
+        """A planned stage on the nodes that are available."""
+        available = self.available_nodes
+        return stage if available is None else self.planned.fit(stage, available)
+
+    def _planned_at(self, step: int) -> Stage:
+        number = self.ramp.stage_at_step(step).index - self.ramp.stages[0].index
+        return self._place(self.planned.stages[number])
 
     @property
     def following(self) -> Stage:
         """The stage that the next job begins with, on the nodes that it takes."""
-        return self._place(self.planned.stage_at_step(self.last_step))
+        return self._planned_at(self.last_step)
 
-    def end_for_nodes(self, step: int, nodes_there: int) -> bool:
+    def end_for_nodes(self, step: int, available_nodes: int) -> bool:
         """Ends the job before a step whose stage takes more nodes now; whether it does."""
-        self.nodes_there = nodes_there
-        stage = self._place(self.planned.stage_at_step(step))
-        if stage.devices > self.num_devices:
+        self.available_nodes = available_nodes
+        if self._planned_at(step).devices > self.num_devices:
             self.last_step = step
         return self.last_step == step
 
@@ -192,52 +202,58 @@ class Span:
 
     def _find_end(self) -> None:
         ramp, step, keys = self.ramp, self.first_step, self.keys
-        self.last_step, self._end = ramp.total_steps, len(ramp.stages)
+        stages, planned = self._expected.stages, [self._place(one) for one in self.planned.stages]
+        self.last_step, self.stages = ramp.total_steps, stages[:1]
         if step >= self.last_step:
             return
-        here = ramp.stages.index(ramp.stage_at_step(step))
-        planned = [self._place(stage) for stage in self.planned.stages + self.planned.rungs]
-        of_nodes, nodes = keys.stop_at_node_change, planned[here].nodes
+        of_nodes, nodes = keys.stop_at_node_change, planned[0].nodes
         ends = (
             index
-            for index in range(here + 1, len(planned))
+            for index in range(1, len(planned))
             if keys.stop_at_stage_end or (of_nodes and planned[index].nodes != nodes)
         )
         end = next(ends, len(planned))
-        missing = planned[here].devices - self.num_devices
-        if of_nodes and (missing > 0 or (missing and self.nodes_there)):
-            end = here  # the stage may not fit into this job; another one takes it
-        self._end = end
-        ramp.check((ramp.stages + ramp.rungs)[here:end])
+        missing = planned[0].devices - self.num_devices
+        if of_nodes and (missing > 0 or (missing and self.available_nodes)):
+            end = 0  # the stage may not fit into this job; another one takes it
+        self._expected.check(stages[:end])
         self.planned.check(planned[end:])
         if end < len(ramp.stages):
-            self.last_step = min(self.last_step, max(step, ramp.stages[end].first_step))
+            self.last_step = min(self.last_step, ramp.stages[end].first_step)
+        known = len(ramp.stages) == len(stages)
+        reached = [one for one in stages if one.first_step < self.last_step or not known]
+        self.stages = reached[: max(1, end)]
 
 
-def take_up(
+def plan_job(
     batch: BatchKeys,
     keys: CheckpointKeys,
     num_devices: int,
     meshes: Meshes,
     restart_passes: float,
     position: Checkpoint | None = None,
-    recorded: Sequence[dict[str, Any]] = (),
     fields: Fields = text_fields,
-    nodes_there: int | None = None,
-) -> Span:
+    available_nodes: int | None = None,
+) -> JobSchedule:
     """The schedule of a job, from where its run stands at `position`. `meshes` are those of later
-    jobs by devices, `restart_passes` are `PassCost.restart`, `recorded` is from `decisions.read`,
-    `nodes_there` as in `Span`.
+    jobs by devices, `restart_passes` are `PassCost.restart`, `available_nodes` as in `JobSchedule`.
     """
-    start, change = start_of(batch, num_devices, position, recorded)
-    ramp = RampupBatchManager(batch, num_devices, start, fields=fields)
-    planned = RampupBatchManager(
-        batch, start=start, meshes=meshes, fields=fields, restart_passes=restart_passes
-    )
-    span = Span(position, ramp, planned, change, keys, num_devices, nodes_there)
-    if ramp.rungs:  # what the first decision of this job cannot change
-        ramp.settle(span.first_step + ladder.DELAY - 1)
-    return span
+
+    def make_ramps(point: ResumePoint) -> Ramps:
+        rungs = ladder.expected_rungs(batch, point.sample, point.rungs)
+        expected = point._replace(rungs=rungs)
+        on_nodes = {"meshes": meshes, "restart_passes": restart_passes}
+        return (
+            RampupBatchManager(batch, num_devices, point, fields=fields),
+            RampupBatchManager(batch, num_devices, expected, fields=fields),
+            RampupBatchManager(batch, None, expected, fields=fields, **on_nodes),
+        )
+
+    point = resume_point(batch, position)
+    job = JobSchedule(position, point, make_ramps, keys, num_devices, available_nodes)
+    if position:
+        job.change = ramp_change(batch, job.ramp, position)
+    return job
 
 
 def length_by_epochs(
@@ -246,8 +262,7 @@ def length_by_epochs(
     """Samples of the whole steps in num_epoch passes of `rows`, and a line on the rows that no step
     trains on, "" for none.
     """
-    start, _ = start_of(batch, num_devices, position)
-    ramp = RampupBatchManager(batch, num_devices, start)
+    ramp = RampupBatchManager(batch, num_devices, resume_point(batch, position))
     samples = first = ramp.stages[0].first_sample
     if rows > first:
         samples = ramp.samples_before(step := ramp.step_at_sample(rows))
@@ -266,58 +281,60 @@ def length_by_epochs(
     )
 
 
-def start_of(
-    batch: BatchKeys,
-    num_devices: int,
-    position: Checkpoint | None,
-    recorded: Sequence[dict[str, Any]] = (),
-) -> tuple[Start, str]:
-    """Where the schedule of today's keys begins in a run that stands at a checkpoint, and what
-    changed, in one line, "" if nothing.
-
-    If today's keys make the stages that were trained, and the batch sizes that were to come, the
-    checkpoint's schedule holds; else a new one begins where the run stands, and what was trained
-    becomes its history. Stages are numbered on: the first of a new schedule is the stage that the
-    checkpoint's last step was in if it has its batch size, and the next otherwise.
-
-    Batch sizes do not depend on `num_devices`; `recorded` is as in `take_up`.
-    """
-    decided = decisions.binding(batch, recorded, position)
+def resume_point(batch: BatchKeys, position: Checkpoint | None) -> ResumePoint:
+    """Where the schedule of today's keys begins in a run that stands at a checkpoint."""
     if not position:
-        return Start(decided=decided), ""
-    start = _start_of_schedule(position, decided)
-    step, consumed = position.step, position.consumed_samples
-    ramp = RampupBatchManager(batch, num_devices, start)
-    before = _sizes_from(position.stages, consumed)
-    # What was decided after the checkpoint is not a change.
-    known = len(position.stages) if decided else None
-    same = _sizes_from(_json(ramp)[:known], consumed) == before
-    trained, today = _trained_stages(position.stages, step), _trained_stages(_json(ramp), step)
-    if same and ramp.samples_before(step) == consumed and _shapes(today) == _shapes(trained):
-        return start, ""
-    history = [*position.history, *trained]
-    start = Start(step, consumed, start.first_index, history, decided)
-    ramp = RampupBatchManager(batch, num_devices, start)
-    if history:
-        new = ramp.stages[0].global_batch_size != history[-1]["global_batch_size"]
-        start = start._replace(first_index=history[-1]["index"] + new)
-    if same:
-        return start, (
-            f"what today's keys say of the samples before {consumed} (step {step}) is not what was "
-            "trained there, and is ignored; from there on they hold"
+        return ResumePoint()
+    rungs = _rung_of(batch, position)
+    return ResumePoint(position.step, position.consumed_samples, position.stages, rungs)
+
+
+def _rung_of(batch: BatchKeys, position: Checkpoint) -> list[tuple[int, int]]:
+    """(first sample, global batch size) of the rung above the first that a run of
+    rampup_policy=noise stands on, where there is one.
+    """
+    if not batch.rampup_policy == position.config.get("rampup_policy") == "noise":
+        return []
+    stage = [one for one in position.stages if one["first_step"] <= position.step][-1]
+    size, rungs = stage["global_batch_size"], list(batch.rampup_ladder)
+    if size > rungs[0] and size not in rungs:
+        raise ConfigError(
+            f"rampup_ladder={rungs}: the run trains batches of {size} rows ({position}), "
+            f"which is no rung of it; give a ladder with {size}, or another run_name"
         )
-    return start, (
-        f"from sample {consumed} on (step {step}) the batch sizes are "
-        f"{_format_sizes(_sizes_from(_json(ramp), consumed))}; before this start they were to be "
-        f"{_format_sizes(before)}{_keep_devices(batch, position.config)}"
+    return [(stage["first_sample"], size)] if size > rungs[0] else []
+
+
+def ramp_change(batch: BatchKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
+    """How a start changes the batch sizes of its run, in one line; "" if nothing."""
+    step, consumed = position.step, position.consumed_samples
+    before = _sizes_from(position.stages, consumed)
+    today = _sizes_from(ramp.to_json()["stages"], consumed)
+    if today != before:
+        return (
+            f"from sample {consumed} on (step {step}) the batch sizes are {_format_sizes(today)}; "
+            f"before this start they were to be {_format_sizes(before)}"
+            f"{_keep_devices(batch, position.config)}"
+        )
+    if not step:
+        return ""
+    ramps = _ramp_before(position, ramp.stages[0].devices), ramp
+    trained, ignored = (list(_shapes_before(one, consumed)) for one in ramps)
+    if trained == ignored:
+        return ""
+    return (
+        f"what today's keys say of the samples before {consumed} (step {step}) is not what was "
+        "trained there, and is ignored; from there on they hold"
     )
 
 
-def _start_of_schedule(position: Checkpoint, decided: Sequence[tuple[int, int]]) -> Start:
-    """Of the checkpoint's; where a run's ramp was changed before, it starts there."""
-    first = position.stages[0]
-    of_stage = (first[name] for name in ("first_step", "first_sample", "index"))
-    return Start(*of_stage, position.history, decided)
+def _shapes_before(ramp: RampupBatchManager, sample: int) -> Iterator[tuple]:
+    """Of the thresholds before a sample, what no devices decide."""
+    for one in ramp.thresholds:
+        if one.first_sample < sample:
+            held = ramp.keys.keys_at(one.first_sample)
+            lengths = held.max_target_length, held.row_length
+            yield one.first_sample, one.global_batch_size, *lengths, held.sight
 
 
 def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:
@@ -327,24 +344,6 @@ def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:
     if batch.gives_global_batch or before < 1 or before == batch.nodes * batch.devices_per_node:
         return ""
     return f" (rows per device, on {count(before, 'device')}: devices_per_node={before} keeps them)"
-
-
-def _trained_stages(stages: list[dict], step: int) -> list[dict]:
-    """The stages of the steps before one, the last with those of its steps alone."""
-    found = [dict(stage) for stage in stages if stage["first_step"] < step]
-    for last in found[-1:]:
-        steps = step - last["first_step"]
-        last |= {"steps": steps, "samples": steps * last["global_batch_size"]}
-    return found
-
-
-def _shapes(stages: list[dict]) -> list[list]:
-    every = (base.base() | stage for stage in stages)  # older checkpoints know fewer keys
-    return [[stage[name] for name in _SHAPE] for stage in every]
-
-
-def _json(ramp: RampupBatchManager) -> list[dict]:
-    return [stage.to_json() for stage in ramp.stages]
 
 
 def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:

@@ -66,8 +66,6 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.reference = ""
         # As in `Checkpoint`.
         self.first: dict[str, str] = {}
-        # What the run trained before the schedule of this job, which every checkpoint keeps.
-        self.history: list[dict[str, Any]] = []
         self._start = agreement.decide_on_first(lambda: secrets.token_hex(4))
         self.snapshots: Snapshots | None = None
         if keys.enable_emergency_checkpoint:
@@ -193,6 +191,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         stages: list[dict[str, Any]],
         evaluation: Mapping[str, float] = types.MappingProxyType({}),
         owes: Sequence[str] = (),
+        noise: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> Checkpoint:
         """What is to be saved beside the state after `step` steps, as in `Checkpoint`."""
         return Checkpoint(
@@ -204,12 +203,12 @@ class Checkpoints(contextlib.AbstractContextManager):
             config=dict(self.values),
             versions=versions(),
             reference=self.reference,
-            history=self.history,
             parts=list(self._data.parts),
             mixtures=seen_mixtures(self._data.mixtures, consumed_samples),
             evaluations=dict(self.evaluations),
             evaluation=_finite(evaluation),
             owes=list(owes),
+            noise=dict(noise),
             first=self.first,
         )
 

@@ -14,7 +14,6 @@ from maxramp.data.batch import Batch, stack
 from maxramp.data.corpus import Corpus
 from maxramp.data.keys import DataKeys, EvalKeys, ReadingKeys
 from maxramp.data.order import RunRows, read_step
-from maxramp.data.prefetch import SharedRamp
 from maxramp.data.relay import Expansion
 from maxramp.data.rows import PADDING, Row
 from maxramp.errors import ConfigError
@@ -39,22 +38,23 @@ class Loader:
         """Starts to read; a ConfigError says that the run needs more rows than there are."""
         seed = data.data_shuffle_seed if data.enable_data_shuffling else None
         rows = RunRows(corpus.train, data.num_epoch, seed, corpus.later)
-        self._check_enough = functools.partial(check_enough, corpus, rows, data.num_epoch, ramp)
-        self._check_enough()
-        self._rows, self._reading, self._ramp = rows, reading, ramp
+        check_enough(corpus, rows, data.num_epoch, ramp)
+        self._rows, self._reading = rows, reading
         self.corpus, self.expansion = corpus, expansion
         # In random order, so that the first eval_samples are a fair sample of all.
         self.held_out = {part.name: RunRows([part], 1, seed=0) for part in corpus.held_out}
-        self._shared_ramp = SharedRamp(ramp)
-        steps = ramp.total_steps
-        stages = ramp.stages_between(first_step, steps) + ramp.rungs
-        largest = max(stages, key=lambda stage: stage.global_batch_size)
-        read = functools.partial(read_step, rows, self._shared_ramp, expansion.share)
-        what = "the batch of step", read, range(first_step, steps), reading
-        self._batches = expansion.read_ahead(*what, largest.spec)
         # Placed by a thread while the step before runs: the loop's own thread only takes it.
         self._placer = concurrent.futures.ThreadPoolExecutor(1, "place")
-        self._next_step = first_step
+        self._read_from(first_step, ramp)
+
+    def _read_from(self, step: int, ramp: RampupBatchManager) -> None:
+        """Begins to read the steps from one on, along a ramp."""
+        stages = ramp.stages_between(step, ramp.total_steps)
+        largest = max(stages, key=lambda stage: stage.global_batch_size)
+        read = functools.partial(read_step, self._rows, ramp, self.expansion.share)
+        what = "the batch of step", read, range(step, ramp.total_steps), self._reading
+        self._batches = self.expansion.read_ahead(*what, largest.spec)
+        self._ramp, self._next_step = ramp, step
         self._placed = self._place_next()
 
     def cuts(self, stages: Sequence[Stage]) -> Iterator[str]:
@@ -74,23 +74,24 @@ class Loader:
                 f"documents are cut, and {empty:,} of {count * len(numbers):,} rows have no target"
             )
 
-    def batch(self, step: int) -> tuple[Batch, float]:
-        """The rows of `step` and the seconds waited for them; ask for steps in order."""
-        self._check_enough()
-        self._shared_ramp.publish(self._ramp)
-        assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
+    def batch(self, step: int, ramp: RampupBatchManager | None = None) -> tuple[Batch, float]:
+        """The rows of `step` and the seconds waited for them; ask for steps in order. A `ramp` that
+        is not that of the steps before begins with this step.
+        """
         start = time.perf_counter()
-        placed = self._placed or self._place_next()  # the ramp may not have been settled before
-        assert placed, f"asked for step {step}, which the ramp has not settled"
-        batch = placed.result()
+        assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
+        if ramp not in (None, self._ramp):
+            self._stop_reading()
+            self._read_from(step, ramp)
+        batch = self._placed.result()
         waited = time.perf_counter() - start
         self._next_step += 1
         self._placed = self._place_next()
         return batch, waited
 
     def _place_next(self) -> concurrent.futures.Future | None:
-        settled = self._next_step < self._ramp.settled_steps
-        return self._placer.submit(self._place, self._next_step) if settled else None
+        is_last = self._next_step == self._ramp.total_steps
+        return None if is_last else self._placer.submit(self._place, self._next_step)
 
     def _place(self, step: int) -> Batch:
         abstract = self.expansion.abstract_batch(self._ramp.stage_at_step(step).spec)
@@ -102,8 +103,11 @@ class Loader:
         spec = stage.spec.single_pass(keys.rows(self.expansion.mesh.size))
         return read_all(rows, spec, self.expansion, self._reading, most)
 
+    def _stop_reading(self) -> None:
+        concurrent.futures.wait([self._placed] if self._placed else [])
+        self._batches.close()
+
     def close(self) -> None:
-        self._shared_ramp.close()
         self._placer.shutdown(cancel_futures=True)
         self._batches.close()
 
@@ -144,8 +148,8 @@ def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
 
 def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
     keys, there, needed, beyond = ramp.keys, len(rows), ramp.total_samples, 0
-    if ramp.rungs:  # the last step begins before the run's samples are consumed, with any rung
-        beyond = ramp.rungs[-1].global_batch_size - 1
+    if keys.rampup_policy == "noise":  # the last step begins before the run's end, with any rung
+        beyond = keys.rampup_ladder[-1] - 1
         needed = max(needed, keys.samples_of_run + beyond)
     if needed <= there:
         return

@@ -23,8 +23,8 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from maxramp.data.batch import Batch, stack
-from maxramp.data.prefetch import SharedRamp
 from maxramp.data.rows import Row
+from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.stage import StageSpec
 
 _LONGEST_PERIOD = 100_000
@@ -195,8 +195,7 @@ class Share:
         return jax.tree.map(lay_out, stack([row(place) for place in places], spec.fields, places))
 
 
-def read_step(rows: Sequence[Row], ramp: SharedRamp, share: Share, step: int) -> Batch:
-    """What this process reads for a step; waits until the ramp has settled it."""
-    settled = ramp.wait_for_step(step)
-    spec, first = settled.stage_at_step(step).spec, settled.samples_before(step)
+def read_step(rows: Sequence[Row], ramp: RampupBatchManager, share: Share, step: int) -> Batch:
+    """What this process reads for a step."""
+    spec, first = ramp.stage_at_step(step).spec, ramp.samples_before(step)
     return share.read(lambda place: rows[first + place], spec)

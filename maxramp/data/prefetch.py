@@ -1,9 +1,6 @@
-"""Reading ahead, in threads or processes: whole elements in order, along a ramp that may grow."""
+"""Reading ahead, in threads or processes: whole elements in order."""
 
-import copy
-import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.managers import BaseManager
 from typing import Any
 
 import grain
@@ -14,51 +11,8 @@ from absl import flags
 from maxramp.data.keys import ReadingKeys
 from maxramp.errors import ConfigError, TrainingError, one_line
 from maxramp.processes.workers import stay_with_parent
-from maxramp.rampup.schedule import RampupBatchManager
 
 Read = Callable[[int], Any]  # an element by its number
-
-
-class SharedRamp:
-    """The ramp as far as it is settled; asking for a later step waits. Grain's worker processes get
-    a proxy that asks this object.
-    """
-
-    def __init__(self, ramp: RampupBatchManager):
-        self._changed, self._closed = threading.Condition(), False
-        self._ramp, self._proxy = copy.deepcopy(ramp), None
-
-    def __reduce__(self) -> Any:
-        if self._proxy is None:
-            served = type("Served", (BaseManager,), {})
-            served.register("ramp", lambda: self, exposed=["wait_for_step"])
-            # No socket in a folder, which would be cleaned away under a run of weeks.
-            server = served(("127.0.0.1", 0)).get_server()
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            client = served(server.address)
-            client.connect()
-            self._proxy = client.ramp()
-        return self._proxy.__reduce__()
-
-    def publish(self, ramp: RampupBatchManager) -> None:
-        """Only one thread may call it."""
-        if ramp.settled_steps != self._ramp.settled_steps:
-            with self._changed:
-                self._ramp = copy.deepcopy(ramp)
-                self._changed.notify_all()
-
-    def wait_for_step(self, step: int) -> RampupBatchManager:
-        """A copy of the ramp that has the step's stage; a TrainingError if it is closed before."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or step < self._ramp.settled_steps)
-            if step >= self._ramp.settled_steps:
-                raise TrainingError(f"nobody settled what step {step} takes")
-            return self._ramp
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
 
 
 class ReadAhead(Iterator[Any]):

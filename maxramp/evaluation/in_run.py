@@ -61,7 +61,7 @@ class RunTasks:
         self._asked, self.names = broadcast_json(known, self._beat)  # and the names of its numbers
 
     def announce(self, ahead: Ahead, stage: Stage) -> None:
-        end = of_run = self._job.span.ramp.total_samples
+        end = of_run = self._job.schedule.ramp.total_samples
         if stage.samples is not None:
             end = stage.first_sample + stage.samples
         if self._keys.tasks_are_due(stage.first_sample, end, end >= of_run):

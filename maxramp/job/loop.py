@@ -18,8 +18,8 @@ from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
 from maxramp.job.start import Job
 from maxramp.parallel import heap
 from maxramp.processes import agreement
+from maxramp.rampup.adaptive import Decision, NoisePolicy
 from maxramp.rampup.schedule import Stage
-from maxramp.run.growth import Growth
 from maxramp.run.metrics import Dispatched, LastEvaluation, MetricsLog
 from maxramp.run.profiling import Profiler
 from maxramp.stage import SightKeys
@@ -63,10 +63,31 @@ class Trainer(Protocol):
 
 
 class _After:
-    """Evaluates and saves the state after a step."""
+    """Evaluates and saves the state after a step, and takes the rungs of a ladder."""
 
-    def __init__(self, job: Job, trainer: Trainer, log: MetricsLog, numbers: LastEvaluation):
+    def __init__(
+        self,
+        job: Job,
+        trainer: Trainer,
+        log: MetricsLog,
+        numbers: LastEvaluation,
+        policy: NoisePolicy | None,
+    ):
         self._job, self._trainer, self._log, self._numbers = job, trainer, log, numbers
+        self._policy = policy
+
+    def take_rung(self, done: int) -> Decision | None:
+        """Takes the next rung after `done` steps, if the numbers before the last step ask for it:
+        what follows is as after a restart there.
+        """
+        schedule = self._job.schedule
+        decision = self._policy and self._policy.decide(schedule.ramp, done)
+        if decision:
+            schedule.take_rung(done, decision.global_batch_size)
+            if decision.lower is not None:
+                self._log.add(noise_lower_bound=decision.lower)
+            self._job.output.write_decision(decision, schedule.ramp)
+        return decision
 
     def save(self, done: int, last: bool, owes: Sequence[str] = ()) -> None:
         """Saves the state after `done` steps, as one that owes evaluations that are due."""
@@ -83,9 +104,9 @@ class _After:
 
     def _record(self, done: int, owes: Sequence[str] = ()) -> Checkpoint:
         self._log.flush()  # a state whose loss ends the run is never saved
-        ramp, known = self._job.span.ramp, self._numbers.numbers_after(done - 1)
+        ramp, known = self._job.schedule.ramp, self._numbers.numbers_after(done - 1)
         given = done, ramp.samples_before(done), ramp.to_json()["stages"], known, owes
-        return self._job.checkpoints.record(*given)
+        return self._job.checkpoints.record(*given, self._policy.to_json() if self._policy else {})
 
     @contextlib.contextmanager
     def saving(self, done: int, owes: Sequence[str] = ()) -> Iterator[None]:
@@ -99,7 +120,7 @@ class _After:
             self._log.flush()  # the step before may say why
             raise
         except Exception as error:
-            if done > self._job.span.first_step:
+            if done > self._job.schedule.first_step:
                 if isinstance(error, StepError) or self._is_whole(done):
                     self.save(done, last=True, owes=owes)
                 elif not self._job.checkpoints.snapshots:
@@ -116,7 +137,7 @@ class _After:
             low, high = map(int, np.asarray(self._trainer.state.consumed_samples))
         except RuntimeError:  # a step that failed had taken its arrays
             return False
-        consumed = self._job.span.ramp.samples_before(done)
+        consumed = self._job.schedule.ramp.samples_before(done)
         return jax.process_count() == 1 and low + (high << 32) == consumed
 
     def evaluate(self, step: int, consumed: int, stage: Stage, due: Sequence[str]) -> bool:
@@ -159,20 +180,22 @@ def _train(job: Job, trainer: Trainer) -> int:
     """Trains the steps of a job: 0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a
     stage (everything is saved); a TrainingError where the run cannot go on.
     """
-    config, output, checkpoints, span = job.config, job.output, job.checkpoints, job.span
-    ramp, first_step = span.ramp, span.first_step
+    config, output, checkpoints, schedule = job.config, job.output, job.checkpoints, job.schedule
+    position, first_step = schedule.position, schedule.first_step
     checkpoints.best.check(trainer.evaluation_names)
     heap.keep()
     for path in checkpoints.start_saving():
         output.say(f"again    {path} was unfinished, as a save or a removal was killed: removed")
-    writers = output.open_files(ramp, first_step, job.owes, checkpoints.goes_on)
-    growth = Growth(span, output.history(span), output.record_decision, output.write_plan)
-    numbers = LastEvaluation()
-    log = MetricsLog(config.run, [output.jobs, growth, numbers, *writers], checkpoints.goes_on)
+    writers, numbers, policy = [output.jobs], LastEvaluation(), None
+    if config.batch.rampup_policy == "noise":
+        policy = NoisePolicy(schedule.ramp.keys, position and position.noise)
+        writers.append(policy)
+    writers += [numbers, *output.open_files(schedule.ramp, first_step, job.owes)]
+    log = MetricsLog(config.run, writers, checkpoints.goes_on)
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)
-    after = _After(job, trainer, log, numbers)
+    after = _After(job, trainer, log, numbers, policy)
 
     def stop(done: int) -> int:
         trainer.raise_failure()  # which asked for the end
@@ -180,14 +203,14 @@ def _train(job: Job, trainer: Trainer) -> int:
         return EXIT_PREEMPTED
 
     if job.owes:
-        stage, position = ramp.stage_at_step(first_step), span.position
+        stage = schedule.ramp.stage_at_step(first_step)
         spec = dataclasses.replace(stage.spec, sight=position.sight)  # of the step before
         stage, consumed = dataclasses.replace(stage, spec=spec), position.consumed_samples
         if not after.make_up(first_step - 1, consumed, stage, job.owes):
             return stop(first_step)
 
-    for step in span.steps():
-        growth.decide_before(step)
+    for step in schedule.steps():
+        ramp = schedule.ramp
         stage, first_sample = ramp.stage_at_step(step), ramp.samples_before(step)
         with after.saving(step), profiler.annotate_step(step):
             dispatched = trainer.step(step, stage, first_sample)
@@ -197,8 +220,9 @@ def _train(job: Job, trainer: Trainer) -> int:
             return stop(step)
         done, consumed = step + 1, first_sample + stage.global_batch_size
         log.log_step(step, stage, consumed, dispatched)
-        due = config.evaluation.due(done, first_sample, consumed, ramp.total_steps)
-        stopping, ends = job.check(), done == span.last_step
+        decision = after.take_rung(done)
+        due = config.evaluation.due(done, first_sample, consumed, schedule.ramp.total_steps)
+        stopping, ends = job.check(), done == schedule.last_step
         if stopping or ends:
             after.save(done, last=True, owes=due)  # before anything else can fail
             if stopping and (due or not ends):
@@ -213,7 +237,7 @@ def _train(job: Job, trainer: Trainer) -> int:
             after.save(done, last=True, owes=due)
             return stop(done)
         snapshot_is_due = checkpoints.snapshots and checkpoints.snapshots.is_due(done)
-        if (due and after.is_best(step)) or checkpoints.is_due(done, ramp):
+        if decision or (due and after.is_best(step)) or checkpoints.is_due(done, schedule.ramp):
             after.save(done, last=job.grows(done))
         elif snapshot_is_due and job.grows(done):
             after.save(done, last=True)

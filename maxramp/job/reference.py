@@ -126,7 +126,7 @@ def _log_probs(
 
 
 def _spec(job: Job) -> StageSpec:
-    stage = job.span.ramp.stage_at_step(job.span.first_step).spec
+    stage = job.schedule.ramp.stage_at_step(job.schedule.first_step).spec
     fields = text_fields(stage.tokens, separate=True)
     return dataclasses.replace(stage.resize(1, stage.rows), fields=fields)
 

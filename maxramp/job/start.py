@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
-from maxramp.checkpoints import arrays, decisions
+from maxramp.checkpoints import arrays
 from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.pieces import Snapshot
-from maxramp.checkpoints.resume import Span, length_by_epochs, rate_change, take_up
+from maxramp.checkpoints.resume import JobSchedule, length_by_epochs, plan_job, rate_change
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.checkpoints.weights import SavedWeights, keep_released
 from maxramp.commandline import print_note
@@ -138,20 +138,18 @@ class Start:
                     SavedWeights(position) if position else self.first.weights, output.folder
                 )
             )
-        recorded = agreement.decide_on_first(lambda: decisions.read(output.here) if goes_on else [])
         batch, restart = config.batch, PassCost(config).restart
-        given = batch, config.checkpoints, devices, self.meshes, restart, position, recorded
+        given = batch, config.checkpoints, devices, self.meshes, restart, position
         # Whatever nodes come while the job starts, it grows at a save.
-        nodes_there = None if count_nodes() is None else devices // batch.devices_per_node
-        span = take_up(*given, fields, nodes_there)
-        checkpoints.history = span.ramp.history
-        jump = rate_change(config.learning_rate, span.ramp, position) if position else ""
+        available = None if count_nodes() is None else devices // batch.devices_per_node
+        schedule = plan_job(*given, fields, available)
+        jump = rate_change(config.learning_rate, schedule.ramp, position) if position else ""
         lines = {"keys": changed, "rate": jump, "rows": left_over}
         changes = [f"{name}     {line}" for name, line in lines.items() if line]
-        own = {"output": output, "checkpoints": checkpoints, "span": span, "changes": changes}
-        job = Job(**vars(self) | own | {"config": config})
+        own = {"output": output, "checkpoints": checkpoints, "schedule": schedule}
+        job = Job(**vars(self) | own | {"changes": changes, "config": config})
         if job.has_work:
-            output.begin_job(span)
+            output.begin_job(schedule)
         return job
 
 
@@ -161,17 +159,17 @@ class Job(Start):
 
     output: Output  # the run's folder and display
     checkpoints: Checkpoints  # reads and saves
-    span: Span  # the steps of this job, and the checkpoint that they continue from
+    schedule: JobSchedule  # the steps of this job, and the checkpoint that they continue from
     changes: list[str]  # since that checkpoint, and what no step trains on, in lines
 
     @property
     def has_work(self) -> bool:
-        return self.span.first_step < self.span.last_step or bool(self.owes)
+        return self.schedule.first_step < self.schedule.last_step or bool(self.owes)
 
     @property
     def owes(self) -> list[str]:
         """The evaluations that were due with the state of the job before, and did not come."""
-        position, keys = self.span.position, self.config.evaluation
+        position, keys = self.schedule.position, self.config.evaluation
         known = {HELD_OUT: keys.eval_interval != -1, TASKS: bool(keys.evaluate_tasks)}
         return [what for what in (position.owes if position else ()) if known[what]]
 
@@ -179,8 +177,8 @@ class Job(Start):
         """The state on the mesh of the first step, and what reads the weights that `first_state`
         takes. Refuses a checkpoint or weights that do not fit.
         """
-        config, position = self.config, self.span.position
-        spec = self.span.ramp.stage_at_step(self.span.first_step).spec
+        config, position = self.config, self.schedule.position
+        spec = self.schedule.ramp.stage_at_step(self.schedule.first_step).spec
         mesh = mesh_lib.reshape_mesh(self.mesh, spec.mesh)
         abstract = abstract_state(config.recipe, mesh)
         if position:
@@ -193,7 +191,7 @@ class Job(Start):
 
     def first_state(self, abstract: TrainState, read: Callable[[], Decoder] | None) -> TrainState:
         """The state that the job begins with: of a checkpoint, of the first weights, or new."""
-        recipe, position = self.config.recipe, self.span.position
+        recipe, position = self.config.recipe, self.schedule.position
         if read:
             model = self._bind(read) if self.config.model.lora_rank else read()
             if position:
@@ -211,7 +209,7 @@ class Job(Start):
     @property
     def known_reference(self) -> str:
         """The hash of the weights that the run adapts or stays near to so far; "" = any."""
-        position = self.span.position
+        position = self.schedule.position
         # A run that begins with a state takes its weights, and not those that these stayed near to.
         is_own = position and position.path.parent.parent == self.config.run.folder.absolute()
         return position.reference if is_own else ""
@@ -235,9 +233,9 @@ class Job(Start):
         """Whether the job ends after `done` steps because nodes came for which its stage is
         planned; the same answer on every process.
         """
-        if self.span.nodes_there is None:
+        if self.schedule.available_nodes is None:
             return False
-        return self.span.end_for_nodes(done, count_nodes())
+        return self.schedule.end_for_nodes(done, count_nodes())
 
     def check(self) -> bool:
         """Whether to save and end after a step; the same answer on every process. A TrainingError
@@ -250,19 +248,19 @@ class Job(Start):
 
     def end(self) -> int:
         """Says what comes next when no step is left to this job; returns the exit status."""
-        span = self.span
+        schedule = self.schedule
         if best := str(self.checkpoints.best):
             self.output.say(f"best     {best}")
-        if span.last_step < span.ramp.total_steps:
-            span.nodes_there = count_nodes()
-            self.output.write_next_stage(span)
+        if schedule.last_step < schedule.ramp.total_steps:
+            schedule.available_nodes = count_nodes()
+            self.output.write_next_stage(schedule)
             return EXIT_STAGE_END
-        if span.first_step >= span.ramp.total_steps:
-            if isinstance(span.position, Snapshot):  # which nobody saves, and nobody else reads
+        if schedule.first_step >= schedule.ramp.total_steps:
+            if isinstance(schedule.position, Snapshot):  # which nobody saves, and nobody else reads
                 raise ConfigError(
-                    f"steps={span.ramp.total_steps}: the run stands after {span.first_step} steps, "
-                    "of which there is a snapshot and no checkpoint; use more steps, after which "
-                    "the run saves one"
+                    f"steps={schedule.ramp.total_steps}: the run stands after "
+                    f"{schedule.first_step} steps, of which there is a snapshot and no checkpoint; "
+                    "use more steps, after which the run saves one"
                 )
-            self.output.say_finished(span)
+            self.output.say_finished(schedule)
         return 0

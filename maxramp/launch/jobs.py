@@ -6,9 +6,8 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from maxramp.checkpoints import decisions
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.resume import start_of
+from maxramp.checkpoints.resume import resume_point
 from maxramp.commandline import count, print_note
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of, resolve
@@ -32,7 +31,7 @@ class Run:
     arguments: tuple[str, ...]  # its command line
     folder: Place  # the run's output folder, on a disk or in an object storage
     ramp: RampupBatchManager  # as planned, each stage on its nodes
-    stages: tuple[Stage, ...]  # the plan's, to the end; of a run whose ramp changed, from there on
+    stages: tuple[Stage, ...]  # the plan's, from where the run stands to its end
     next_nodes: int  # the nodes of the stage that the run's next step is in
     unit: int = 1  # nodes that come and go together
 
@@ -60,16 +59,13 @@ class Run:
             ]
         )
         folder = config.run.folder.absolute()
-        position, decided = None, []
+        position = None
         if dry_run and not is_near(folder):
             print_note(f"{folder} is not looked into; the jobs are those of a run that begins")
         else:
             position = folder_lib.newest(folder / "checkpoints")[0]
-            decided = decisions.read(folder)
         planned = PlannedRun.from_config(
-            config,
-            meshes_of(config),
-            lambda batch: start_of(batch, config.batch.num_devices, position, decided)[0],
+            config, meshes_of(config), lambda batch: resume_point(batch, position)
         )
         for nodes in {stage.nodes for stage in planned.stages}:
             resolve(config, nodes * devices)

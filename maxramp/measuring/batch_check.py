@@ -1,4 +1,4 @@
-"""Checks a run's batches against published laws (`rampup/laws.py`) and its own noise scale."""
+"""Checks a run's batches against published laws (`measuring/laws.py`) and its own noise scale."""
 
 import contextlib
 import math
@@ -9,9 +9,9 @@ from maxramp.commandline import short, show_keys
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
+from maxramp.measuring import laws
 from maxramp.measuring.noise import Block, noise_blocks, run_records
 from maxramp.measuring.rebatching import Batches, Rebatching, ramp_keys
-from maxramp.rampup import laws
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rampup.shape import Meshes
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.resume import start_of
+from maxramp.checkpoints.resume import resume_point
 from maxramp.commandline import Throttle, count
 from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
@@ -131,8 +131,7 @@ class Experiment:
             )
         self._first, self._batch = position.consumed_samples, position.stage()["global_batch_size"]
         batch, self._row = config.batch, config.batch.max_target_length
-        start, _ = start_of(batch, batch.num_devices, position)
-        ramp = RampupBatchManager(batch, batch.num_devices, start)
+        ramp = RampupBatchManager(batch, batch.num_devices, resume_point(batch, position))
         self._rate = LearningRate.from_keys(config.learning_rate, ramp)
         if not (rate := float(self._rate(self._first, self._batch))) > 0:
             raise ConfigError(

@@ -31,8 +31,8 @@ from maxramp.model.size import describe_weights, pass_bytes, pipeline_bubble
 from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
 from maxramp.planning.machine import usable_memory
 from maxramp.planning.stages import PlannedRun, price, with_nodes
-from maxramp.rampup import adaptive, ladder
-from maxramp.rampup.schedule import RampupBatchManager, Stage, Start
+from maxramp.rampup import ladder
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint, Stage
 from maxramp.stage import StageSpec
 from maxramp.training import moving
 from maxramp.training.device_memory import GIB
@@ -223,16 +223,16 @@ def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
     keys = expected.keys
 
     def bound(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        ramp = RampupBatchManager(keys, 1, Start(decided=pairs))
+        ramp = RampupBatchManager(keys, 1, ResumePoint(rungs=pairs))
         stages = ramp.stages_between(0, ramp.total_steps)
         batches = [[stage.first_sample, stage.global_batch_size] for stage in stages]
         return {"batches": batches, "steps": ramp.total_steps}
 
     return {
         "period_samples": ladder.period(keys),
-        "earliest": bound(adaptive.simulate(keys, noise=math.inf)),
-        "expected": bound(ladder.plan_rungs(keys)),
-        "latest": bound(adaptive.simulate(keys, noise=0.0)),
+        "earliest": bound(ladder.simulate(keys, lambda rung: 0)),
+        "expected": bound(ladder.expected_rungs(keys)),
+        "latest": bound(ladder.simulate(keys, lambda rung: math.inf)),
     }
 
 

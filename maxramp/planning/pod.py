@@ -29,7 +29,7 @@ from maxramp.planning import machine as machines
 from maxramp.planning.machine import Machine
 from maxramp.processes import backend
 from maxramp.rampup import ladder
-from maxramp.rampup.schedule import RampupBatchManager, Start
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
 from maxramp.stage import StageSpec
 from maxramp.training import moving
 from maxramp.training.device_memory import GIB, compiled_bytes
@@ -65,9 +65,8 @@ class Pod:
             machine = machines.local_machine()
         config = resolve(config, len(machine.devices), machine.slices, 1)
         batch, number = config.batch, len(machine.devices)
-        ramp = RampupBatchManager(
-            batch, number, Start(decided=ladder.plan_rungs(batch)), fields=config.data.fields
-        )
+        point = ResumePoint(rungs=ladder.expected_rungs(batch))
+        ramp = RampupBatchManager(batch, number, point, fields=config.data.fields)
         return cls(config, ramp, machine, say)
 
     @property

@@ -20,11 +20,11 @@ from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
 from maxramp.rampup.phases import MESH_KEYS
-from maxramp.rampup.schedule import RampupBatchManager, Stage, Start
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint, Stage
 from maxramp.rampup.shape import Meshes
 
 # From the batch keys, resolved: the arguments of `RampupBatchManager` that say where a run stands.
-Origin = Callable[[BatchKeys], Start]
+Origin = Callable[[BatchKeys], ResumePoint]
 
 # As base.yml says at restart_minutes. The peak is 989, in bfloat16 (NVIDIA's data sheet).
 _ASSUMED_TFLOPS = 400.0
@@ -116,13 +116,14 @@ class PlannedRun:
         """Plans a run of `with_nodes`' config and `meshes_of`; `origin`: where it stands."""
         target = resolve(config, config.batch.num_devices)
         cost = PassCost(target)
-        begins = Start(decided=ladder.plan_rungs(target.batch))
-        start = origin(target.batch) if origin else begins
+        point = origin(target.batch) if origin else ResumePoint()
+        rungs = ladder.expected_rungs(target.batch, point.sample, point.rungs)
+        point = point._replace(rungs=rungs)
         ramp = RampupBatchManager(
-            target.batch, start=start, meshes=meshes, restart_passes=cost.restart
+            target.batch, point=point, meshes=meshes, restart_passes=cost.restart
         )
         first = ramp.stages[0].first_step
-        stages = ramp.stages_between(first, max(ramp.total_steps, first + 1)) + ramp.rungs
+        stages = ramp.stages_between(first, max(ramp.total_steps, first + 1))
         try:
             ramp.check(stages)
         except ConfigError as error:

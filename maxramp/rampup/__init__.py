@@ -1,5 +1,5 @@
 """The batch-size schedule as data. Imports no JAX."""
 
-from maxramp.rampup.schedule import RampupBatchManager, Stage, Start
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint, Stage
 
-__all__ = ["RampupBatchManager", "Stage", "Start"]
+__all__ = ["RampupBatchManager", "ResumePoint", "Stage"]

@@ -1,7 +1,7 @@
 """A ramp that decides while it runs (`rampup_policy=noise`): as large as the gradients are noisy.
 
-The samples of a run are cut into periods of `rampup_decision_samples`. After the last step of each,
-the next rung of the ladder is taken if in this period and in the one before
+The samples of a run are cut into periods of `rampup_decision_samples`. A run takes the next rung of
+the ladder when in the last whole period and in the one before
 
     factor * noise scale * exp(-1.64 * relative standard error) >= rung
 
@@ -10,134 +10,110 @@ maxramp/training) over the targets of a row, all of them means over the period's
 error follows from their scatter (delta method): a lower bound that holds in 19 of 20 cases,
 confirmed once. The norms' is the one estimate that exists without accumulation and that no split of
 the batch changes. A rung has an earliest and a latest sample (`ladder`). One rung is taken at a
-time, none is given back.
+time, none is given back, and each needs a period that ends with steps of the one below.
 
-A decision holds from the step `ladder.DELAY` after its period on, as the rows until then are being
-read already. All processes have these numbers, so they need not speak. Imports no JAX.
+The numbers of a step come one step late, so a period is decided on a step after it. All processes
+have these numbers, and every checkpoint holds the periods: a restart decides as the run would have.
+Imports no JAX.
 """
 
-import dataclasses
+import decimal
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from maxramp.errors import ConfigError
 from maxramp.rampup import ladder
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager
 
 _Z = 1.64
-_NAMES = "norms_noise_signal", "norms_noise_variance"
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """A rung that was taken."""
+class Decision(NamedTuple):
+    """A rung that is taken."""
 
-    first_step: int  # from which on
-    first_sample: int  # from which on
-    global_batch_size: int  # rows of the rung
-    previous_batch_size: int  # rows of the rung below it
-    after_step: int  # steps done when it was taken
-    reason: str  # noise, or latest where the rung's latest sample was reached
-    lower: float  # the smaller of the two lower bounds, in rows
+    global_batch_size: int  # its rows
+    lower: float | None  # the smaller of the two lower bounds, in rows; None at its latest sample
+
+
+class Period(NamedTuple):
+    """Sums over the steps of a period; each step counts by its rows."""
+
+    steps: int = 0
+    rows: int = 0
+    targets: int = 0
+    signal: float = 0.0
+    variance: float = 0.0
+    # of products
+    signal_signal: float = 0.0
+    signal_variance: float = 0.0
+    variance_variance: float = 0.0
+
+    def add(self, rows: int, targets: int, signal: float, variance: float) -> "Period":
+        x, y = rows * signal, rows * variance
+        step = Period(1, rows, targets, x, y, x * x, x * y, y * y)
+        return Period(*(old + new for old, new in zip(self, step, strict=True)))
+
+    def lower_bound(self, factor: float) -> float:
+        """In rows; 0 where the period's steps say too little."""
+        if self.steps < ladder.FEWEST_STEPS or min(self.signal, self.variance) <= 0:
+            return 0.0
+        # Of the quotient, relative: the squares of what each step is off by in both parts.
+        x, y = self.signal, self.variance
+        squares = self.variance_variance / y**2 - 2 * self.signal_variance / (x * y)
+        squares = max(0.0, squares + self.signal_signal / x**2)
+        error = math.sqrt(self.steps / (self.steps - 1) * squares)
+        return factor * y / x * self.rows / self.targets * _exp(-_Z * error)
+
+
+class NoisePolicy:
+    """Decides when a run takes its next rung; a writer of records."""
+
+    def __init__(self, keys: BatchKeys, periods: Mapping[str, Any] | None = None):
+        """`periods` are those of the checkpoint that the run continues from."""
+        self._keys, self._length = keys, ladder.period(keys)
+        self._periods: dict[int, Period] = {}  # the last ones, by their number
+        if periods and periods["samples"] == self._length:
+            self._periods = {int(n): Period(*sums) for n, sums in periods["sums"].items()}
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"lower": self.lower.hex(), "lower_rows": self.lower}
+        return {"samples": self._length, "sums": {str(n): p for n, p in self._periods.items()}}
 
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Adds a step to its period; steps that were skipped or are not finite say nothing."""
+        names = "norms_noise_signal", "norms_noise_variance"
+        values = [record.get(name) for name in names]
+        if record.get("bad_steps") or not all(map(_is_finite, values)):
+            return
+        rows = record["global_batch_size"]
+        number = (record["consumed_samples"] - rows) // self._length
+        period = self._periods.get(number, Period()).add(rows, record["target_tokens"], *values)
+        last = {n: p for n, p in self._periods.items() if number - 3 < n < number}
+        self._periods = last | {number: period}
 
-class Policy:
-    """The rule of a run: which rung is taken when."""
-
-    def __init__(self, keys: BatchKeys):
-        self._keys = keys
-        self._rungs = {rung.global_batch_size: rung for rung in ladder.rungs(keys)}
-        self.period = ladder.period(keys)
-
-    def decide(
-        self, ramp: RampupBatchManager, step: int, lower: Callable[[int], float]
-    ) -> Decision | None:
-        """`ramp` has all decisions so far; `lower` gives a period's lower bound, in rows."""
-        if step <= ramp.stages[0].first_step:
-            return None  # nothing is done by this schedule
-        if not ramp.rungs or ramp.stages[-1].first_step > step:
-            return None  # the end of the ladder, or a decision on its way
-        done = ramp.samples_before(step)
-        period = done // self.period - 1
-        if ramp.samples_before(step - 1) // self.period > period:
-            return None  # inside a period
-        size = ramp.rungs[0].global_batch_size
-        rung, first = self._rungs[size], step + ladder.DELAY
-        begins = ramp.samples_before(first)
-        if begins >= self._keys.samples_of_run:
+    def decide(self, ramp: RampupBatchManager, step: int) -> Decision | None:
+        """The rung that steps take from `step` on, if not that of `ramp`; asked after step - 1."""
+        batch, done = ramp.stages[0].global_batch_size, ramp.samples_before(step)
+        rung = next(iter(ladder.rungs(self._keys, batch)), None)
+        if rung is None or done >= self._keys.samples_of_run:
             return None
-        taken = first, begins, size, ramp.stages[-1].global_batch_size, step
-        if rung.latest is not None and done >= rung.latest:
-            return Decision(*taken, "latest", 0.0)
-        if done < rung.earliest or period < 1:
+        size = rung.global_batch_size
+        if done >= rung.latest:
+            return Decision(size, None)
+        # The last period of whose steps all numbers are there.
+        last = ramp.samples_before(step - 1) // self._length - 1
+        begins = ramp.thresholds[-1].first_sample
+        if done < rung.earliest or last < 1 or (last + 1) * self._length <= begins:
             return None
-        bound = min(lower(period - 1), lower(period))
-        return Decision(*taken, "noise", bound) if bound >= size else None
-
-    def settled_after(self, ramp: RampupBatchManager, step: int) -> int:
-        """How many steps no later decision changes than the one after `step` steps: those up to the
-        next decision and its delay.
-        """
-        done = ramp.samples_before(max(ramp.stages[0].first_step, step))
-        following = (done // self.period + 1) * self.period
-        return ramp.step_at_sample(following - 1) + 1 + ladder.DELAY
+        periods = [self._periods.get(number, Period()) for number in (last - 1, last)]
+        lower = min(period.lower_bound(self._keys.rampup_noise_factor) for period in periods)
+        return Decision(size, lower) if lower >= size else None
 
 
-def simulate(keys: BatchKeys, noise: float) -> list[tuple[int, int]]:
-    """The decisions of a run whose lower bound is always this many rows."""
-    ramp, policy = RampupBatchManager(keys, 1), Policy(keys)
-    for end in range(policy.period, keys.samples_of_run, policy.period):
-        decision = policy.decide(ramp, ramp.step_at_sample(end - 1) + 1, lambda period: noise)
-        if decision:
-            ramp.grow(decision.first_step)
-    return [(stage.first_sample, stage.global_batch_size) for stage in ramp.stages[1:]]
+def _exp(x: float) -> float:
+    """The same on every host, which the C library's need not be in its last bit."""
+    return float(decimal.Decimal(x).exp())
 
 
-def period_of(record: dict[str, Any], length: int) -> int:
-    return (record["consumed_samples"] - record["global_batch_size"]) // length
-
-
-def lower_bound(records: Iterable[dict[str, Any]], factor: float) -> float:
-    """In rows; 0 where the period's steps say too little. Skipped steps say nothing."""
-    rows, pairs, targets = [], [], 0
-    for record in (r for r in records if not r.get("bad_steps")):
-        values = [record[name] for name in _NAMES]
-        if all(isinstance(value, float) and math.isfinite(value) for value in values):
-            rows.append(record["global_batch_size"])
-            pairs.append(values)
-            targets += record["target_tokens"]
-    count, weight = len(rows), math.fsum(rows)
-    if count < ladder.FEWEST_STEPS:
-        return 0.0
-    shares = [r / weight for r in rows]
-    signal, variance = (
-        math.fsum(share * value for share, value in zip(shares, column, strict=True))
-        for column in zip(*pairs, strict=True)
-    )
-    if signal <= 0 or variance <= 0:
-        return 0.0
-    # Of the quotient, relative: each step's share of what it is off by in both parts.
-    residuals = [w * (v / variance - s / signal) for w, (s, v) in zip(shares, pairs, strict=True)]
-    error = math.sqrt(count / (count - 1) * math.fsum(r * r for r in residuals))
-    return factor * variance / signal * weight / targets * math.exp(-_Z * error)
-
-
-def check_decisions(
-    keys: BatchKeys,
-    recorded: Sequence[tuple[int, int]],
-    first: int | None = None,
-    source: str = "decisions.json",
-) -> list[tuple[int, int]]:
-    sizes = [first or keys.rampup_ladder[0], *(size for _, size in recorded)]
-    if recorded and sizes != list(keys.rampup_ladder[: len(sizes)]):
-        raise ConfigError(
-            f"rampup_ladder={list(keys.rampup_ladder)}: this run has taken the batches {sizes} "
-            f"({source}), and they bind it; give a ladder that begins with them, or another "
-            "run_name"
-        )
-    return list(recorded)
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)

@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from maxramp.keys.numbers import show
 from maxramp.keys.section import Relations
@@ -10,9 +13,6 @@ from maxramp.rampup.curve import Curve
 from maxramp.rampup.keys import BatchKeys
 
 FEWEST_STEPS = 8  # of a period: fewer say too little about their own spread
-# Steps from a decision to its first: a batch is read and placed ahead, and the numbers of a step
-# come one step late.
-DELAY = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,44 +21,73 @@ class Rung:
 
     global_batch_size: int  # its rows
     earliest: int  # samples consumed before which it is not taken
-    latest: int | None  # samples from which on it is taken whatever was measured; None = never
+    expected: int  # and from which on it is, in a plan without measurements
+    latest: float  # samples from which on it is taken whatever was measured; infinity = never
 
 
-def rungs(keys: BatchKeys) -> list[Rung]:
+def rungs(keys: BatchKeys, above: int = 0) -> list[Rung]:
+    """The rungs above a batch; the first of the ladder is where a run begins."""
     first, *sizes = keys.rampup_ladder
     warm = int(Curve.from_keys(keys, keys.samples_in_batches_of(first), first).warmup)
-    return [
-        Rung(
-            size,
-            max(warm, keys.rampup_earliest[i] if keys.rampup_earliest else 0),
-            keys.rampup_latest[i] if keys.rampup_latest else None,
-        )
-        for i, size in enumerate(sizes)
-    ]
+    ladder = []
+    for i, size in enumerate(sizes):
+        earliest = max(warm, keys.rampup_earliest[i] if keys.rampup_earliest else 0)
+        # In the middle of its two; without a latest sample, rungs share the run from there on.
+        expected = earliest + (keys.samples_of_run - earliest) * (i + 1) // len(keys.rampup_ladder)
+        latest = math.inf
+        if keys.rampup_latest:
+            latest = keys.rampup_latest[i]
+            expected = (earliest + latest) // 2
+        ladder.append(Rung(size, earliest, expected, latest))
+    return [rung for rung in ladder if rung.global_batch_size > above]
 
 
-def plan_rungs(keys: BatchKeys) -> list[tuple[int, int]]:
-    """(from which sample on, global batch size) of a plan without measurements; of other policies
-    empty. A rung with a latest sample is expected in the middle of its two; the others share the
-    samples from their earliest to the run's end. A rung that comes too late begins after that end.
+def simulate(
+    keys: BatchKeys, noisy_from: Callable[[Rung], float], sample: int = 0, rows: int = 0
+) -> list[tuple[int, int]]:
+    """(first sample, global batch size) of the rungs that a run takes which stands at a sample with
+    a batch of `rows` (0: the ladder's first), if the noise asks for each from some sample on.
     """
-    found: list[tuple[int, int]] = []
+    pairs, rows, length = [], rows or keys.rampup_ladder[0], period(keys)
+    for rung in rungs(keys, rows):
+        # Noise needs two periods, the last one of which ends with steps of the rung below.
+        ends = max(2, sample // length + 1) * length
+        begins = max(noisy_from(rung), rung.earliest, ends + rows)
+        begins = min(begins, rung.latest)
+        if begins == math.inf:
+            break
+        sample += max(1, -(-(int(begins) - sample) // rows)) * rows
+        rows = rung.global_batch_size
+        pairs.append((sample, rows))
+    return pairs
+
+
+def expected_rungs(
+    keys: BatchKeys, sample: int = 0, taken: Sequence[tuple[int, int]] = ()
+) -> list[tuple[int, int]]:
+    """The rungs of a plan without measurements, after those that were `taken`; of other policies
+    none. A rung that comes too late begins after the run's end.
+    """
     if keys.rampup_policy != "noise":
-        return found
-    begins, rows, length = 0, keys.rampup_ladder[0], period(keys)
-    for number, rung in enumerate(rungs(keys), 1):
-        left = keys.samples_of_run - rung.earliest
-        middle = rung.earliest + left * number // len(keys.rampup_ladder)
-        if rung.latest is not None:
-            middle = (rung.earliest + rung.latest) // 2
-        # Decided after the first step of the rung below that ends a period there; noise takes two.
-        least = max(middle, min(2 * length, rung.latest or 2 * length))
-        end = -(-max(begins, least - rows) // length) * length
-        while (done := begins + -(-(end - begins) // rows) * rows) < least:
-            end += length
-        begins, rows = done + DELAY * rows, rung.global_batch_size
-        found.append((begins, rows))
-    return found
+        return []
+    rows = taken[-1][1] if taken else 0
+    return [*taken, *simulate(keys, operator.attrgetter("expected"), sample, rows)]
+
+
+def fixed_ramp(keys: BatchKeys, stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The keys of a ramp that repeats the `stages` of a run with rampup_policy=noise; none of one
+    whose batches were changed, which no single ramp repeats.
+    """
+    sizes = [stage["global_batch_size"] for stage in stages]
+    if keys.rampup_policy != "noise" or sizes != list(keys.rampup_ladder[: len(sizes)]):
+        return {}
+    pairs = (f"{stage['first_sample']}:{stage['global_batch_size']}" for stage in stages)
+    return {
+        "step_batch_size_schedule": " ".join(pairs),
+        "step_batch_size_unit": "samples",
+        "batch_size_lr_scaling": "sqrt",
+        "batch_size_lr_reference": "initial",
+    }
 
 
 def period(keys: BatchKeys) -> int:
@@ -112,7 +141,7 @@ def noise(keys: BatchKeys) -> Relations:
         yield bounds != sorted(bounds), text
     for rung in rungs(keys):
         yield (
-            rung.latest is not None and rung.latest < rung.earliest,
+            rung.latest < rung.earliest,
             f"rampup_latest={list(keys.rampup_latest)}: {rung.latest} comes before the rung's "
             f"earliest sample, {rung.earliest} (the later of rampup_earliest and the warm-up's "
             "end); raise it",

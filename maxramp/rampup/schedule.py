@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -58,23 +58,28 @@ def layouts(
     restart_passes: float,
 ) -> Layouts:
     """None where a batch does not divide. Without `num_devices` (of one job), on the nodes that
-    `node_schedule` gives each.
+    `node_schedule` gives each. These are those of the whole run, wherever the stretches begin.
     """
     if num_devices or keys.node_schedule == "fixed":
         devices = num_devices or keys.num_devices
         nodes = -(-devices // keys.devices_per_node)
         return [layout.spread(keys, one.threshold, nodes, devices) for one in stretches]
-    expected, is_open = stretches, keys.rampup_policy == "noise"
-    if is_open:  # the nodes of a size do not depend on when it will be decided
-        decided = [Threshold(*pair) for pair in ladder.plan_rungs(keys)]
-        expected = list(walk(notations.thresholds(keys) + decided, 0, 0))
-    thresholds = [one.threshold for one in expected]
-    steps = [_steps_of_run(keys, one) for one in expected]
-    found = layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
-    if not is_open:
-        return found
-    by_size = dict(zip((one.global_batch_size for one in thresholds), found, strict=True))
-    return [by_size[one.threshold.global_batch_size] for one in stretches]
+
+    def schedule_nodes(walked: Sequence[Stretch]) -> dict[Threshold | int, layout.Layout | None]:
+        thresholds, steps = [x.threshold for x in walked], [_steps_of_run(keys, x) for x in walked]
+        chosen = layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
+        return dict(zip(map(batch, thresholds), chosen, strict=True))
+
+    def batch(threshold: Threshold) -> Threshold | int:
+        # The nodes of a rung do not depend on when it is decided.
+        return threshold.global_batch_size if keys.rampup_policy == "noise" else threshold
+
+    expected = [Threshold(*pair) for pair in ladder.expected_rungs(keys)]
+    whole = schedule_nodes(list(walk(notations.thresholds(keys) + expected, 0, 0)))
+    # A threshold that the steps from 0 on pass over may be met by those of a ramp that was changed.
+    others = [one for one in stretches if batch(one.threshold) not in whole]
+    whole |= schedule_nodes(others) if others else {}
+    return [whole[batch(one.threshold)] for one in stretches]
 
 
 _LONG = 10**6  # steps that the last stretch of a run without a length is planned with
@@ -118,27 +123,31 @@ class Stage:
         return {name: value for name, value in found.items() if name != "spec"}
 
 
-class Start(NamedTuple):
-    """Where a schedule is taken up: a run whose batch keys changed at a restart has steps and
-    stages behind it that today's keys would have made otherwise.
-    """
+class ResumePoint(NamedTuple):
+    """Where a schedule begins: what the run trained before it stays as it was trained."""
 
-    first_step: int = 0
-    first_sample: int = 0
-    first_index: int = 0  # the number of the stage that the schedule begins with
-    history: Sequence[dict[str, Any]] = ()  # the stages before, as in plan.json
-    # (first sample, global batch size) of the rungs that a run with rampup_policy=noise has taken
-    decided: Sequence[tuple[int, int]] = ()
+    step: int = 0
+    sample: int = 0
+    # of the schedule until then, as in plan.json: those that were trained, and those to come
+    stages: Sequence[dict[str, Any]] = ()
+    # (first sample, global batch size) of the rungs above the first, under rampup_policy=noise
+    rungs: Sequence[tuple[int, int]] = ()
+
+
+def trained_stages(stages: Sequence[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    """The stages of the steps before one, the last with those of its steps alone."""
+    trained = [dict(stage) for stage in stages if stage["first_step"] < step]
+    for last in trained[-1:]:
+        steps = step - last["first_step"]
+        last |= {"steps": steps, "samples": steps * last["global_batch_size"]}
+    return trained
 
 
 class RampupBatchManager:
-    """The stages of a run and its length.
+    """The stages of a run from a step on, and the run's length.
 
-    The list may grow at its end, and only there; everything else is derived from it. A ramp that is
-    decided while it runs says with `settle` how far it is fixed; `grow` adds to it after that.
-
-    Under rampup_policy=noise `rungs` are the stages still to be decided, as they will lie on the
-    devices, from step -1 on.
+    A schedule never changes. Every start makes it anew where the run stands, and so does a decision
+    of rampup_policy=noise: the stages to come do not depend on where it begins.
 
     Args:
       config: a mapping of batch keys (`BatchKeys`), or any object with them as attributes, such as
@@ -146,6 +155,7 @@ class RampupBatchManager:
       num_devices: lay every stage on these devices of one job; without it the keys `num_nodes`,
         `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do not
         depend on it where `devices_per_node` is given.
+      point: where the schedule begins; None for a new run.
       meshes: None where the model has none on this many devices: `node_schedule` does not take
         them. By default, what these keys give.
       restart_passes: how long a change of nodes takes, in passes of the largest micro batch
@@ -156,22 +166,23 @@ class RampupBatchManager:
         self,
         config: Any,
         num_devices: int | None = None,
-        start: Start | None = None,
+        point: ResumePoint | None = None,
         *,
         meshes: Meshes | None = None,
         fields: Fields = text_fields,
         restart_passes: float = 0.0,
     ):
-        keys, start = BatchKeys.read(config), start or Start()
+        keys, point = BatchKeys.read(config), point or ResumePoint()
         if keys.devices_per_node < 1 and num_devices:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
-        self.history, self.shown_length = list(start.history), keys.shown_length
+        self.trained = trained_stages(point.stages, point.step)
+        self.shown_length = keys.shown_length
         # How many tokens more the samples before were than as many of today.
         length = keys.max_target_length
-        longer = [(s["max_target_length"] - length, s["samples"]) for s in self.history]
+        longer = [(s["max_target_length"] - length, s["samples"]) for s in self.trained]
         self._more_tokens = sum(more * samples for more, samples in longer)
         if any(more for more, _ in longer) and (unit := keys.unit_of_token_thresholds):
-            before = sorted({s["max_target_length"] for s in self.history} - {length})
+            before = sorted({s["max_target_length"] for s in self.trained} - {length})
             raise ConfigError(
                 f"{unit}=tokens: the run has trained rows of {', '.join(map(str, before))} tokens, "
                 f"and thresholds in tokens are those of rows of max_target_length={length}; give "
@@ -180,116 +191,61 @@ class RampupBatchManager:
         if keys.total_tokens != -1:
             rest = keys.total_tokens - self._more_tokens
             keys = dataclasses.replace(keys, total_tokens=max(1, rest))
-        thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in start.decided]
-        walked = list(walk(thresholds, start.first_step, start.first_sample))
-        sizes = keys.rampup_ladder if keys.rampup_policy == "noise" else ()
-        undecided = (n for n in sizes if n > thresholds[-1].global_batch_size)
-        stretches = walked + [Stretch(Threshold(-1, n), -1, -1, None) for n in undecided]
+        thresholds = notations.thresholds(keys) + [Threshold(*pair) for pair in point.rungs]
+        stretches = list(walk(thresholds, point.step, point.sample))
         meshes = functools.cache(meshes or keys.mesh_at)
-        found = layouts(keys, stretches, num_devices, meshes, restart_passes)
+        placements = layouts(keys, stretches, num_devices, meshes, restart_passes)
         self.keys, self.thresholds, self._meshes = keys, thresholds, meshes
         self._refusals: dict[int, ConfigError] = {}
-        stages: list[Stage] = []
-        pairs = zip(stretches, found, strict=True)
-        for index, ((threshold, first_step, first_sample, steps), placed) in enumerate(
-            pairs, start.first_index
-        ):
-            if placed is None:
-                self._refusals[index] = layout.refusal(keys, index, threshold, num_devices)
-                placed = layout.uneven(keys, threshold, num_devices)
+        self.stages: list[Stage] = []
+        for stretch, placed in zip(stretches, placements, strict=True):
+            threshold, steps = stretch.threshold, stretch.steps
+            refused = placed is None
+            placed = placed or layout.uneven(keys, threshold, num_devices)
             size, passes = threshold.global_batch_size, placed.gradient_accumulation_steps
-            mesh = meshes(placed.devices, threshold.first_sample)
             held = keys.keys_at(threshold.first_sample)
-            stages.append(
-                Stage(
-                    index=index,
-                    first_step=first_step,
-                    steps=steps,
-                    first_sample=first_sample,
-                    samples=None if steps is None else steps * size,
-                    global_batch_size=size,
-                    spec=held.spec(passes, size // passes, mesh, fields),
-                    **vars(placed),
-                )
+            mesh = meshes(placed.devices, threshold.first_sample)
+            spec = held.spec(passes, size // passes, mesh, fields)
+            index = self.stages[-1].index + 1 if self.stages else _number(point, size, spec)
+            if refused:
+                self._refusals[index] = layout.refusal(keys, index, threshold, num_devices)
+            samples = None if steps is None else steps * size
+            first = stretch.first_step, steps, stretch.first_sample, samples
+            self.stages.append(
+                Stage(index, *first, global_batch_size=size, spec=spec, **vars(placed))
             )
-        self.stages, self.rungs = stages[: len(walked)], stages[len(walked) :]
-        self._settled = 0 if self.rungs else None  # all is decided
+        names = "first_step", "first_sample", "global_batch_size"
+        # of all stages of the run, those that were trained too
+        self.batches = [tuple(stage[name] for name in names) for stage in self.trained]
+        self.batches += [tuple(getattr(stage, name) for name in names) for stage in self.stages]
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_meshes": None}  # for readers in other processes, which ask for none
 
-    def fit(self, stage: Stage, there: int) -> Stage:
-        """A stage on as many nodes as are `there`, of those that are planned for it."""
+    def fit(self, stage: Stage, available_nodes: int) -> Stage:
+        """A stage on the available nodes, of those that are planned for it."""
         begins = operator.attrgetter("first_sample")
         last = bisect.bisect_right(self.thresholds, stage.first_sample, key=begins) - 1
         threshold = self.thresholds[max(0, last)]
-        if stage.first_sample < 0:  # a rung that is still to be decided
-            threshold = Threshold(-1, stage.global_batch_size)
-        placed = layout.fit(self.keys, threshold, stage.nodes, there, self._meshes)
+        placed = layout.fit(self.keys, threshold, stage.nodes, available_nodes, self._meshes)
         return dataclasses.replace(stage, **vars(placed)) if placed else stage
 
-    def settle(self, step: int) -> None:
-        """Fixes the stages of steps 0 .. step-1, so that their batches may be read. Call it, like
-        `grow`, in the main thread, on every process before the same step and with the same
-        arguments.
-        """
-        if step < (self._settled or 0):
-            raise ValueError(f"{self._settled} steps are settled, more than {step}")
-        self._settled = step
-
-    @property
-    def settled_steps(self) -> int:
-        """Steps whose stage is fixed: all of the run, unless `settle` was called."""
-        total = self.total_steps
-        return total if self._settled is None else min(self._settled, total)
-
-    def grow(self, first_step: int) -> Stage:
-        """Ends the last stage at a step, where the next of `rungs` begins. The loader and the loop
-        look a step's stage up here, so they need no notice.
-        """
-        last, sample = self.stages[-1], self.samples_before(first_step)
-        if first_step <= last.first_step or first_step < self.settled_steps:
-            raise ValueError(
-                f"a stage from step {first_step} on: {self.settled_steps} steps are settled, and "
-                f"the last stage begins at step {last.first_step}"
-            )
-        steps, samples = first_step - last.first_step, sample - last.first_sample
-        last = dataclasses.replace(last, steps=steps, samples=samples)
-        stage = dataclasses.replace(self.rungs[0], first_step=first_step, first_sample=sample)
-        self.stages[-1:], self.rungs = [last, stage], self.rungs[1:]
-        self.thresholds = [*self.thresholds, Threshold(sample, stage.global_batch_size)]
-        return stage
-
     def stage_at_step(self, step: int) -> Stage:
-        return self._last_begun("first_step", step)
+        return _last_begun(self.stages, "first_step", step, operator.attrgetter("first_step"))
 
     def stage_at_sample(self, sample: int) -> Stage:
-        return self._last_begun("first_sample", sample)
-
-    def _last_begun(self, name: str, value: int) -> Stage:
-        begun = bisect.bisect_right(self.stages, value, key=operator.attrgetter(name))
-        if not begun:
-            first = getattr(self.stages[0], name)
-            raise ValueError(f"{value} lies before {name}={first}, where the schedule starts")
-        return self.stages[begun - 1]
+        name = "first_sample"
+        return _last_begun(self.stages, name, sample, operator.attrgetter(name))
 
     def samples_before(self, step: int) -> int:
-        """Step k trains on rows [samples_before(k), samples_before(k + 1))."""
-        stage = self.stage_at_step(step)
-        return stage.first_sample + (step - stage.first_step) * stage.global_batch_size
-
-    def batch_before(self, step: int) -> tuple[int, int]:
-        """The size of step - 1, which may lie in the history, and the samples after it."""
-        for stage in self.history:
-            if stage["first_step"] < step <= stage["first_step"] + stage["steps"]:
-                size = stage["global_batch_size"]
-                return size, stage["first_sample"] + (step - stage["first_step"]) * size
-        return self.stage_at_step(step - 1).global_batch_size, self.samples_before(step)
+        """Step k trains on rows [samples_before(k), samples_before(k + 1)), of any step."""
+        first, sample, size = _last_begun(self.batches, "step", step, operator.itemgetter(0))
+        return sample + (step - first) * size
 
     def step_at_sample(self, sample: int) -> int:
         """The step that trains on row `sample`: samples_before(step) <= sample."""
-        stage = self.stage_at_sample(sample)
-        return stage.first_step + (sample - stage.first_sample) // stage.global_batch_size
+        first, begins, size = _last_begun(self.batches, "sample", sample, operator.itemgetter(1))
+        return first + (sample - begins) // size
 
     def stages_between(self, first_step: int, last_step: int) -> list[Stage]:
         first = self.stage_at_step(first_step).index - self.stages[0].index
@@ -327,11 +283,11 @@ class RampupBatchManager:
     @property
     def sample_lengths(self) -> list[int]:
         """The tokens of the run's samples: another max_target_length may lie behind a restart."""
-        before = [stage["max_target_length"] for stage in self.history]
+        before = [stage["max_target_length"] for stage in self.trained]
         return list(dict.fromkeys([*before, self.keys.max_target_length]))
 
     def tokens(self, samples: int) -> int:
-        """Tokens of the run's first samples, at least of those before this schedule."""
+        """Tokens of the run's first samples, of as many as were trained or more."""
         return samples * self.keys.max_target_length + self._more_tokens
 
     @property
@@ -355,15 +311,45 @@ class RampupBatchManager:
         return found
 
     def to_json(self) -> dict[str, Any]:
+        """The stages of the whole run, as trained and as to come, and its length."""
+        first, *later = (stage.to_json() for stage in self.stages)
+        before = self.trained
+        if before and before[-1]["index"] == first["index"]:  # it goes on
+            *before, begun = before
+            first |= {name: begun[name] for name in ("first_step", "first_sample")}
+            if first["steps"] is not None:
+                first |= {name: begun[name] + first[name] for name in ("steps", "samples")}
         return {
-            "stages": [stage.to_json() for stage in self.stages],
+            "stages": [*before, first, *later],
             "total_steps": self.total_steps,
             "total_samples": self.total_samples,
             "total_tokens": self.tokens(self.total_samples),
-            "history": self.history,
         }
 
     def check(self, stages: Sequence[Stage]) -> None:
         for stage in stages:
             if stage.index in self._refusals:
                 raise self._refusals[stage.index]
+
+
+def _last_begun(items: Sequence[Any], name: str, value: int, first: Callable[[Any], int]) -> Any:
+    begun = bisect.bisect_right(items, value, key=first)
+    if not begun:
+        raise ValueError(f"{name} {value} lies before {first(items[0])}, where the schedule starts")
+    return items[begun - 1]
+
+
+def _number(point: ResumePoint, size: int, spec: StageSpec) -> int:
+    """The number of the first stage of a schedule: where it is as the schedule before had it, that
+    one's; else that of the last step's stage, which it continues or follows.
+    """
+    shape = {"global_batch_size": size, "max_target_length": spec.tokens}
+    shape |= {"row_length": spec.row_length, **vars(spec.sight)}
+    begun = [stage for stage in point.stages if stage["first_step"] <= point.step]
+    trained = [stage for stage in begun if stage["first_step"] < point.step]
+    for stage in begun[-1:]:
+        if shape.items() <= stage.items():
+            return stage["index"]
+    for stage in trained[-1:]:
+        return stage["index"] + (not shape.items() <= stage.items())
+    return 0

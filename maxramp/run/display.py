@@ -5,31 +5,35 @@ import json
 import statistics
 import sys
 import time
+from typing import Any
 
 from maxramp.commandline import count
-from maxramp.keys.numbers import plain_number
-from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import OF_SET, TASK, Record
+from maxramp.stage import SIGHT_KEYS
 
 _LAST = 10  # the closing line averages this many steps
 _SIGN_OF_LIFE = 30.0  # seconds after which the next step gets a line
 
 
-def describe_stage(stage: Stage, before: Stage, last: int, steps: int) -> str:
-    """A stage in one line, with what its tokens see otherwise than those of the stage `before`;
-    `last` is the run's last stage, `steps` are those of this one in the run.
+def describe_stage(plan: dict[str, Any], number: int, last: int) -> str:
+    """A stage of a plan in one line, with what its tokens see otherwise than those before; `last`
+    is the run's last stage.
     """
-    per_device = plain_number(stage.per_device_batch_size)
-    cut, sight = stage.spec.rows_of_sample > 1, vars(before.spec.sight)
-    changed = [f"{n}={x}" for n, x in vars(stage.spec.sight).items() if x != sight[n]]
+    steps = plan["total_steps"]
+    *before, stage = [stage for stage in plan["stages"] if stage["index"] <= number]
+    changed = [name for one in before[-1:] for name in SIGHT_KEYS if stage[name] != one[name]]
+    if stage["steps"] is not None:
+        steps = min(steps, stage["first_step"] + stage["steps"])
+    cut = stage["row_length"] < stage["max_target_length"]
     return (
-        f"stage {stage.index}{f' (of 0 to {last})' if last else ''}: global batch "
-        f"{stage.global_batch_size} = "
-        f"{per_device} per device x {count(stage.devices, 'device')} x "
-        f"{stage.gradient_accumulation_steps} accumulation, from step {stage.first_step} for "
-        f"{count(steps, 'step')}"
-        + (f", in rows of {stage.spec.row_length} tokens" if cut else "")
-        + "".join(f", {key}" for key in changed)
+        f"stage {number}{f' (of 0 to {last})' if last else ''}: global batch "
+        f"{stage['global_batch_size']} = {stage['per_device_batch_size']} per device x "
+        f"{count(stage['devices'], 'device')} x {stage['gradient_accumulation_steps']} "
+        f"accumulation, from step {stage['first_step']} for "
+        f"{count(steps - stage['first_step'], 'step')}"
+        + (f", in rows of {stage['row_length']} tokens" if cut else "")
+        + "".join(f", {name}={stage[name]}" for name in changed)
     )
 
 
@@ -61,8 +65,14 @@ class Display:
         self._last = collections.deque(maxlen=_LAST)  # losses or rewards of the last steps
         self._held_out = ""  # the last evaluation
 
+    def follow(self, ramp: RampupBatchManager) -> None:
+        """Shows a run whose stages are these."""
+        self._plan = ramp.to_json()
+        reached = [x for x in self._plan["stages"] if x["first_step"] < self._plan["total_steps"]]
+        self._last_stage = reached[-1]["index"]
+
     def start(self, ramp: RampupBatchManager) -> None:
-        self._ramp = ramp
+        self.follow(ramp)
         if sys.stdout.isatty() and not self._quiet:
             from rich import progress
 
@@ -72,12 +82,8 @@ class Display:
                 transient=True,
                 redirect_stdout=False,
             )
-            self._task = self._progress.add_task("compiling", total=ramp.total_samples)
+            self._task = self._progress.add_task("compiling", total=self._plan["total_samples"])
             self._progress.start()
-
-    @property
-    def _last_stage(self) -> int:
-        return self._ramp.stage_at_step(self._ramp.total_steps - 1).index  # a ramp may grow
 
     def say(self, line: str) -> None:
         if self._progress is not None:
@@ -94,21 +100,19 @@ class Display:
         if bad := record.get("bad_steps"):
             loss, norm = record["loss"], record["grad_norm"]
             self.say(f"{step}  skipped: loss {loss:.4f}, gradient norm {norm:.4g} ({bad} in a row)")
-        stage = self._ramp.stage_at_step(record["step"])
-        if stage.index != self._stage_index:
-            self._stage_index = stage.index
-            ramp = self._ramp
-            before = ramp.stage_at_step(max(stage.first_step - 1, ramp.stages[0].first_step))
-            self.say(describe_stage(stage, before, self._last_stage, ramp.run_steps(stage)))
+        plan, stage = self._plan, record["stage"]
+        if stage != self._stage_index:
+            self._stage_index = stage
+            self.say(describe_stage(plan, stage, self._last_stage))
         self._add_step(record)
-        left = self._ramp.total_samples - record["consumed_samples"]
+        left = plan["total_samples"] - record["consumed_samples"]
         eta = f"{duration(left * statistics.median(self._paces))} left" if self._paces else ""
         pairs = ""
         if "rewards/margins" in record:
             accuracy, margin = record["rewards/accuracies"], record["rewards/margins"]
             pairs = f"accuracy {accuracy:.2f}  margin {margin:.3f}  "
         line = (
-            f"{step}  stage {stage.index} of 0-{self._last_stage}  batch "
+            f"{step}  stage {stage} of 0-{self._last_stage}  batch "
             f"{record['global_batch_size']:>4}  {self._result} {self._last[-1]:.4f}  {pairs}"
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )
@@ -117,7 +121,7 @@ class Display:
                 self._task, completed=record["consumed_samples"], description=line
             )
         is_shown = record["step"] % self._log_period == 0
-        is_shown |= record["step"] == self._ramp.total_steps - 1
+        is_shown |= record["step"] == plan["total_steps"] - 1
         is_shown |= time.perf_counter() - self._shown >= _SIGN_OF_LIFE
         if self._progress is None and is_shown:
             self._shown = time.perf_counter()
@@ -169,8 +173,9 @@ class Display:
         """The closing line: what this start of the run did, and whether the run is done."""
         if not self._steps_done:
             return "so far   no step was done"
-        end, steps = "done     ", count(self._ramp.total_steps, "step")
-        if (done := self._last_step + 1) < self._ramp.total_steps:
+        total = self._plan["total_steps"]
+        end, steps = "done     ", count(total, "step")
+        if (done := self._last_step + 1) < total:
             end = f"so far   {done:,} of {steps}; this start: "
         elif self._steps_done < done:
             end = f"done     {steps}; this start: "

@@ -15,8 +15,7 @@ from typing import Any
 
 import jax
 
-from maxramp.checkpoints import decisions
-from maxramp.checkpoints.resume import Span
+from maxramp.checkpoints.resume import JobSchedule
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError, exit_status
@@ -30,11 +29,11 @@ from maxramp.model.parts.attention import cost_of_packing, select_for
 from maxramp.model.size import describe_weights
 from maxramp.parallel.mesh import format_sizes, mesh_of
 from maxramp.processes import agreement
+from maxramp.rampup import ladder
 from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
 from maxramp.run.experts import draw_experts
-from maxramp.run.growth import recent
 from maxramp.run.jobs import FILE as JOBS
 from maxramp.run.jobs import Jobs, read_jobs
 from maxramp.run.keys import RunKeys
@@ -46,10 +45,7 @@ from maxramp.training.state import TrainState, num_trained
 
 _SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
 # Or cut at a start.
-_OVERWRITTEN = (
-    *("plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", "experts.png", JOBS),
-    decisions.FILE,
-)
+_OVERWRITTEN = "plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", "experts.png", JOBS
 _CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first is a person's
 _HEADER = b"# Written by maxramp; the next start replaces this file unless you edit it (%08x)."
 
@@ -131,11 +127,11 @@ class Output:
                 f"does not see what process 0 wrote to {self.folder}; give one that all hosts share"
             )
 
-    def begin_job(self, span: Span) -> None:
+    def begin_job(self, schedule: JobSchedule) -> None:
         """Writes down that a job begins, once where the run stands is known."""
-        stage = span.ramp.stage_at_step(span.first_step)
-        origin = span.position.kind if span.position else "new"
-        given = span.first_step, stage.nodes, stage.devices, origin
+        stage = schedule.ramp.stage_at_step(schedule.first_step)
+        origin = schedule.position.kind if schedule.position else "new"
+        given = schedule.first_step, stage.nodes, stage.devices, origin
         agreement.raise_everywhere(lambda: self._is_first and self._begin_job(*given))
 
     def _begin_job(self, *given: Any) -> None:
@@ -145,28 +141,22 @@ class Output:
             raise self._refusal(error) from None
 
     def open_files(
-        self,
-        ramp: RampupBatchManager,
-        first_step: int,
-        owes: Sequence[str] = (),
-        goes_on: bool = False,
+        self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str] = ()
     ) -> list[Callable[[Record], None]]:
         """Writes config.yml and plan.json; returns what a record goes to.
 
         Called when nothing can be refused any more: metrics of an earlier start are cut back to the
         first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl, with the
-        evaluations that the last of them `owes`. A run that `goes_on` has left a state.
+        evaluations that the last of them `owes`.
         """
-        position = ramp, first_step, owes, goes_on
+        position = ramp, first_step, owes
         agreement.raise_everywhere(lambda: self._is_first and self._open_files(*position))
         if not self._is_first:
             return []
         self._display.start(ramp)
         return [*self._writers, self._display]
 
-    def _open_files(
-        self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str], goes_on: bool
-    ) -> None:
+    def _open_files(self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str]) -> None:
         try:
             config = self._config_text.encode()
             write_whole(self._config_file, _header(config) + b"\n" + config)
@@ -182,7 +172,7 @@ class Output:
                 first = first_step, ramp.samples_before(first_step)
                 files += tensorboard_writers(self.here / "tensorboard", *first)
             self._writers = files
-            self.kept.growing = [*self.kept.growing, *files, self._open_decisions(goes_on)]
+            self.kept.growing = [*self.kept.growing, *files]
             if project := self._keys.wandb_project:
                 config = parse(self._config_text)
                 try:
@@ -194,80 +184,47 @@ class Output:
         except OSError as error:
             raise self._refusal(error) from None
 
-    def _open_decisions(self, goes_on: bool) -> decisions.DecisionsFile:
-        """The decisions about the batch; those of a start that left no checkpoint do not hold."""
-        self._decisions = decisions.DecisionsFile(self.here)
-        if not goes_on and (before := self._decisions.taken):
-            self._decisions.write([], None)
-            self.say(
-                f"again    {count(len(before), 'decision')} about the batch, of a start that left "
-                "no checkpoint"
-            )
-        return self._decisions
-
-    def history(self, span: Span) -> list[Record]:
-        """The records of earlier starts that decide how the ramp grows, the same everywhere."""
-        if not span.ramp.rungs:
-            return []
-        records = agreement.raise_everywhere(self._records)
-        return agreement.all_gather_json(recent(records, span))[0]
-
-    def _records(self) -> list[Record]:
-        try:
-            return read_records(self.here / "metrics.jsonl") if self._is_first else []
-        except OSError as error:
-            raise ConfigError(f"{self.folder / 'metrics.jsonl'}: {error.strerror}") from None
-
-    def record_decision(self, decision: Decision, ramp: RampupBatchManager) -> None:
-        """Makes a decision binding: on disk when this returns, or before a checkpoint counts."""
+    def write_decision(self, decision: Decision, ramp: RampupBatchManager) -> None:
+        """Writes the plan that follows from a decision, and says why it fell."""
+        self._display.follow(ramp)
         if not self._is_first:
             return
-        known = {d["global_batch_size"]: d for d in self._decisions.taken}
-        first, *taken = ((t.first_sample, t.global_batch_size) for t in ramp.thresholds)
-        before = [  # of a run that this one continues, no more is known
-            known.get(size, {"first_sample": sample, "global_batch_size": size})
-            for sample, size in taken
-        ]
-        whole = ramp.stages[0].first_step == 0
-        self._decisions.write([*before, decision.to_json()], first[1] if whole else None)
-        why = (
-            "its latest sample is reached"
-            if decision.reason == "latest"
-            else f"the noise scale asks for {decision.lower:.4g} rows or more"
-        )
+        try:
+            _write_json(self.here / "plan.json", self._plan(ramp))
+        except OSError as error:  # the checkpoint says the same
+            self.warn(str(self._refusal(error)))
+        why = "its latest sample is reached"
+        if decision.lower is not None:
+            why = f"the noise scale asks for {decision.lower:.4g} rows or more"
+        stage = ramp.stages[0]
         self.say(
-            f"ramp     batch {decision.global_batch_size} from step {decision.first_step} (sample "
-            f"{decision.first_sample:,}) on: {why}"
+            f"ramp     batch {stage.global_batch_size} from step {stage.first_step} (sample "
+            f"{stage.first_sample:,}) on: {why}"
         )
-
-    def write_plan(self, ramp: RampupBatchManager) -> None:
-        if self._is_first:
-            try:
-                _write_json(self.here / "plan.json", self._plan(ramp))
-            except OSError as error:  # decisions.json says the same, and is there
-                self.warn(str(self._refusal(error)))
 
     def _plan(self, ramp: RampupBatchManager) -> dict[str, Any]:
         """The stages; and of the jobs so far on which nodes: a step ran in the last of those that
-        began with it or before it.
+        began with it or before it. Of a ramp that is decided, the one that repeats it.
         """
         names = ("first_step", "nodes", "devices")
         starts = [job for job in read_jobs(self.here) if job["event"] == "start"]
-        return ramp.to_json() | {"jobs": [{name: job[name] for name in names} for job in starts]}
+        plan = ramp.to_json() | {"jobs": [{name: job[name] for name in names} for job in starts]}
+        fixed = ladder.fixed_ramp(ramp.keys, plan["stages"])
+        return plan | {"as_fixed_ramp": fixed} if fixed else plan
 
-    def write_next_stage(self, span: Span) -> None:
+    def write_next_stage(self, schedule: JobSchedule) -> None:
         """For whoever starts the next job."""
         if not self._is_first:
             return
-        stage = span.following
-        following = batch_record(stage, span.planned.samples_before(span.last_step))
+        stage = schedule.following
+        following = batch_record(stage, schedule.ramp.samples_before(schedule.last_step))
         try:
             _write_json(self.here / "next_stage.json", following)
         except OSError as error:  # the next start plans the same
             self.warn(str(self._refusal(error)))
         size, nodes = stage.global_batch_size, count(stage.nodes, "node")
         what = f"the next stage has a global batch of {size}"
-        if stage.first_step < span.last_step:
+        if stage.first_step < schedule.last_step:
             what = f"stage {stage.index} goes on with its global batch of {size}"
         per_node = stage.devices // stage.nodes
         self.say(f"{what}, planned for {nodes} of {per_node}: start again (next_stage.json)")
@@ -279,9 +236,14 @@ class Output:
         print(f"warning: {' '.join(line.splitlines())}", file=sys.stderr, flush=True)
 
     def say_start(
-        self, corpus: Corpus, state: TrainState, recipe: Recipe, span: Span, changes: Sequence[str]
+        self,
+        corpus: Corpus,
+        state: TrainState,
+        recipe: Recipe,
+        schedule: JobSchedule,
+        changes: Sequence[str],
     ) -> None:
-        ramp, mesh = span.ramp, mesh_of(state)
+        ramp, mesh = schedule.ramp, mesh_of(state)
         # With those behind a ramp that was changed, as they are numbered.
         last_step = max(ramp.total_steps - 1, ramp.stages[0].first_step)
         stages = ramp.stage_at_step(last_step).index + 1
@@ -295,27 +257,28 @@ class Output:
             f"samples of {tokens} tokens in {count(stages, 'stage')}",
         ]
         platform = mesh.devices.flat[0].platform
-        lengths = {stage.spec.row_length for stage in span.stages}
+        lengths = {stage.spec.row_length for stage in schedule.stages}
         of_rows = (dataclasses.replace(recipe.model, max_target_length=n) for n in lengths)
         kernels = {select_for(of_length, platform) for of_length in of_rows}
         costs = map(cost_of_packing, sorted(kernels) if corpus.packed else ())
         lines += [f"packing  {cost}" for cost in costs if cost]
         if kernel := grouped.select_for(recipe.model, platform):
             lines.append(f"experts  by grouped_matmul={kernel}")
-        if ramp.rungs:
-            rungs = ", ".join(f"{rung.global_batch_size}" for rung in ramp.rungs)
-            lines.append(f"ramp     decided while the run trains: batch {rungs}")
+        batch = ramp.stages[0].global_batch_size
+        if rungs := ladder.rungs(ramp.keys, batch) if ramp.keys.rampup_policy == "noise" else []:
+            sizes = ", ".join(f"{rung.global_batch_size}" for rung in rungs)
+            lines.append(f"ramp     decided while the run trains: batch {sizes}")
         lines += [f"ramp     {line}" for line in ramp.warnings]
-        if step := span.first_step:
-            before = [s for s in span.position.stages if s["first_step"] < step][-1:]
+        if step := schedule.first_step:
+            before = [s for s in schedule.position.stages if s["first_step"] < step][-1:]
             devices = [s["devices"] for s in before if s.get("devices", mesh.size) != mesh.size]
-            kind = span.position.kind
+            kind = schedule.position.kind
             moved = f", on {count(mesh.size, 'device')} in place of {devices[0]}" if devices else ""
             lines.append(
                 f"resume   from step {step}{f' ({kind})' * (kind != 'checkpoint')}, "
                 f"{ramp.samples_before(step):,} samples consumed{moved}"
             )
-        lines += [*changes, *([f"change   {span.change}"] if span.change else [])]
+        lines += [*changes, *([f"change   {schedule.change}"] if schedule.change else [])]
         for line in lines:
             self.say(line)
 
@@ -327,8 +290,8 @@ class Output:
         left = "saved; start again to continue" if self._keys.enable_checkpointing else left
         self.say(f"stopped by a signal after step {step}, {left}")
 
-    def say_finished(self, span: Span) -> None:
-        state, where = span.position.path, self.folder
+    def say_finished(self, schedule: JobSchedule) -> None:
+        state, where = schedule.position.path, self.folder
         rest = "for a new run give another run_name, to continue more steps"
         if state.parent != where / "checkpoints":
             where = state
@@ -336,7 +299,7 @@ class Output:
                 f"there is nothing to train or export in {self.folder}; to continue give more "
                 "steps, to export that state maxramp.convert"
             )
-        done = f"{span.first_step} steps are done of {span.ramp.total_steps}"
+        done = f"{schedule.first_step} steps are done of {schedule.ramp.total_steps}"
         self.say(f"{where}: finished, {done}; {rest}")
 
     def __enter__(self) -> "Output":

@@ -35,7 +35,8 @@ class LearningRate:
         steps = keys.learning_rate_schedule_steps
         spans_run = steps == -1
         steps = ramp.total_steps if spans_run else steps
-        reference, samples = ramp.batch_before(steps)
+        samples = ramp.samples_before(steps)
+        reference = samples - ramp.samples_before(steps - 1)
         if keys.batch_size_lr_reference == "initial":
             reference = ramp.thresholds[0].global_batch_size
             if spans_run and ramp.keys.samples_of_run != -1:  # whatever the batch will be
@@ -88,7 +89,6 @@ class LearningRate:
         return jnp.clip(since / (length - self.curve.quantum), 0.0, 1.0)
 
     def _step_at(self, samples: Any) -> Any:
-        found = [(x.first_sample, x.first_step, x.global_batch_size) for x in self.ramp.stages]
-        starts, steps, sizes = jnp.asarray(found, jnp.float32).T
+        steps, starts, sizes = jnp.asarray(self.ramp.batches, jnp.float32).T
         i = jnp.searchsorted(starts, samples, side="right") - 1
         return jnp.round(steps[i] + (samples - starts[i]) / sizes[i])

@@ -72,7 +72,7 @@ def mirror_of(run, warn=print):
 
 def test_cleaning_the_temporary_folder_removes_nothing_there(client):
     run, warnings = place("gs://bucket/runs/run"), []
-    names = {"metrics.jsonl", "decisions.json", "config.yml", "next_stage.json"}
+    names = {"metrics.jsonl", "config.yml", "next_stage.json"}
     for name in names:
         write_whole(run / name, b"{}")
     mirror = Mirror(run, warnings.append, Held())

@@ -12,9 +12,9 @@ from maxramp import plan, suggest
 from maxramp.config.load import load
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.files.place import place
+from maxramp.measuring import laws
 from maxramp.measuring.batch_check import check_batches
 from maxramp.planning.stages import PlannedRun, with_nodes
-from maxramp.rampup import laws
 
 SHIPPED = [
     path.relative_to(ROOT)

@@ -19,14 +19,15 @@ from conftest import BASE, ROOT, TINY, environment, make_config, make_mesh, run
 from matplotlib.figure import Figure
 
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import Span, take_up
+from maxramp.checkpoints.resume import JobSchedule, plan_job
+from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.model.size import training_flops_per_token
 from maxramp.plan import main, print_plan
 from maxramp.planning.plan import estimate, make_plan
-from maxramp.rampup.schedule import RampupBatchManager, Start
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
 from maxramp.training.ahead import Ahead
@@ -460,57 +461,57 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     assert prints == [r["batch_fingerprint"] for r in records[:13]]
 
 
-def standing(step: int, consumed_samples: int, stages: list[dict]) -> Checkpoint:
-    return Checkpoint(pathlib.Path(), step, consumed_samples, stages, "", {}, {})
+def by_schedule(schedule: str, *more: str, devices: int = 1) -> Config:
+    keys = f"step_batch_size_schedule={schedule}", "step_batch_size_unit=samples", "steps=50"
+    return make_config(*keys, *more, devices=devices)
 
 
-def taken_up(schedule: str, position: Checkpoint | None) -> Span:
-    config = make_config(
-        f"step_batch_size_schedule={schedule}",
-        "step_batch_size_unit=samples",
-        "steps=50",
-        devices=1,
-    )
-    return take_up(config.batch, config.checkpoints, 1, config.batch.mesh_at, 0.0, position)
+def stand(step: int, job: JobSchedule, config: Config) -> Checkpoint:
+    """A checkpoint of a job after some steps."""
+    consumed, stages = job.ramp.samples_before(step), job.ramp.to_json()["stages"]
+    return Checkpoint(pathlib.Path(), step, consumed, stages, "", dict(config.values), {})
+
+
+def plan_schedule(schedule: str, position: Checkpoint | None = None) -> JobSchedule:
+    config = by_schedule(schedule)
+    return plan_job(config.batch, config.checkpoints, 1, config.batch.mesh_at, 0.0, position)
 
 
 def test_what_is_said_of_a_change_is_what_will_be():
     """Steps of 7 from sample 60 pass 100 at 102, although from sample 0 they would at 105."""
-    old = taken_up("0:4 50:8", None)
-    saved = [stage.to_json() for stage in old.ramp.stages]
-    new = taken_up("0:7 100:16 130:2", standing(14, 60, saved))
+    old, first = plan_schedule("0:4 50:8"), by_schedule("0:4 50:8")
+    new = plan_schedule("0:7 100:16 130:2", stand(14, old, first))
     assert new.change == (
         "from sample 60 on (step 14) the batch sizes are 7, 16 from 102, 2 from 134; before this "
         "start they were to be 8"
     )
     assert [s.first_sample for s in new.ramp.stages] == [60, 102, 134]
-    saved = [stage.to_json() for stage in new.ramp.stages]
-    again = taken_up("0:7 100:16 130:2", standing(17, 81, saved))
-    assert not again.change and again.ramp.stages == new.ramp.stages
+    position = stand(17, new, by_schedule("0:7 100:16 130:2"))
+    again = plan_schedule("0:7 100:16 130:2", position)
+    assert not again.change and again.ramp.to_json() == new.ramp.to_json()
 
 
 def test_stages_are_numbered_on_after_a_change():
     """The stage that the last step was in goes on under its number; another batch is the next."""
-    old = taken_up("0:4 24:8 64:16", None)  # 6 steps of 4, 5 of 8
-    saved = [stage.to_json() for stage in old.ramp.stages]
-    for schedule, step, sample, indices in (
-        ("0:4 24:8 64:16", 8, 40, [0, 1, 2]),  # nothing changed
-        ("0:8 80:32", 8, 40, [1, 2]),  # in stage 1, with its batch
-        ("0:12 80:32", 8, 40, [2, 3]),  # in stage 1, with another
-        ("0:8 80:32", 6, 24, [1, 2]),  # at the end of stage 0
-        ("0:4 80:32", 6, 24, [0, 1]),  # there, which now goes on
-        ("0:8 80:32", 0, 0, [0, 1]),  # before the first step
+    trained = "0:4 24:8 64:16"  # 6 steps of 4, 5 of 8
+    old, first = plan_schedule(trained), by_schedule(trained)
+    for schedule, step, indices in (
+        (trained, 8, [1, 2]),  # nothing changed
+        ("0:8 80:32", 8, [1, 2]),  # in stage 1, with its batch
+        ("0:12 80:32", 8, [2, 3]),  # in stage 1, with another
+        ("0:8 80:32", 6, [1, 2]),  # at the end of stage 0
+        ("0:4 80:32", 6, [0, 1]),  # there, which now goes on
+        ("0:8 80:32", 0, [0, 1]),  # before the first step
     ):
-        new = taken_up(schedule, standing(step, sample, saved))
+        new = plan_schedule(schedule, stand(step, old, first))
         for ramp in (new.ramp, new.planned):
             assert [s.index for s in ramp.stages] == indices, schedule
             assert ramp.stages_between(step, 10**6)[-1].index == indices[-1]
-        if new.change:  # and once more, a few steps later
-            again = new.ramp.samples_before(step + 3)
-            later = standing(step + 3, again, [s.to_json() for s in new.ramp.stages])
-            assert taken_up(schedule, later).ramp.stages == new.ramp.stages
-            third = taken_up("0:24 100:48", later).ramp.stages
-            assert [s.index for s in third] == [indices[0] + 1, indices[0] + 2]
+        later = stand(step + 2, new, by_schedule(schedule))  # and once more, a few steps later
+        again = plan_schedule(schedule, later)
+        assert again.ramp.to_json() == new.ramp.to_json() and not again.change
+        third = plan_schedule("0:24 100:48", later).ramp.stages
+        assert [s.index for s in third] == [indices[0] + 1, indices[0] + 2]
 
 
 def test_a_job_that_is_smaller_than_planned_leaves_the_stage_to_a_larger_one(tmp_path):
@@ -518,11 +519,11 @@ def test_a_job_that_is_smaller_than_planned_leaves_the_stage_to_a_larger_one(tmp
     line = ["step_batch_size_schedule=0:2 40:4", "step_batch_size_unit=samples", "steps=50"]
     line += ["stop_at_node_change=True", "num_nodes=2", "devices_per_node=1"]
     config = make_config(*line, "per_device_batch_size=2", devices=1)
-    job = functools.partial(take_up, config.batch, config.checkpoints)
-    saved = [stage.to_json() for stage in job(1, lambda devices, sample: True, 0.0).ramp.stages]
+    job = functools.partial(plan_job, config.batch, config.checkpoints)
+    whole = job(1, lambda devices, sample: True, 0.0)
     for devices, step, end in ((1, 10, 20), (1, 20, 20), (1, 22, 22), (2, 22, 50), (2, 10, 20)):
-        at = standing(step, 2 * step + 2 * max(0, step - 20), saved)
-        assert job(devices, lambda devices, sample: True, 0.0, at).last_step == end
+        position = stand(step, whole, config)
+        assert job(devices, lambda devices, sample: True, 0.0, position).last_step == end
 
     given = ["steps=2", "step_batch_size_schedule=0:4", "per_device_batch_size=2"]
     given += ["dataset_type=synthetic", "eval_interval=-1", "run_name=x", "jax_cache_dir="]
@@ -541,7 +542,7 @@ def test_random_changes_keep_the_clock():
         step, sample = rng.randrange(1000), rng.randrange(5000)
         ramp_batch = [8 * rng.randint(1, 3), 8, rng.randint(1, 6000)]
         keys = {"rampup_batch_size": ramp_batch, "global_batch_size": 64, "devices_per_node": 8}
-        ramp = RampupBatchManager(keys, start=Start(first_step=step, first_sample=sample))
+        ramp = RampupBatchManager(keys, point=ResumePoint(step, sample))
         assert ramp.stages[0].first_step == step and ramp.stages[0].first_sample == sample
         for k in range(step, step + 40):
             stage = ramp.stage_at_step(k)

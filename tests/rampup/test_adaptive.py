@@ -1,13 +1,16 @@
 """The ramp that decides while it runs: its bound, its rule, and the fixed ramp that it equals."""
 
+import json
+import math
 import random
 
 import numpy as np
 import pytest
 
 from maxramp.errors import ConfigError
-from maxramp.rampup import adaptive, ladder
-from maxramp.rampup.schedule import RampupBatchManager, Start
+from maxramp.rampup import ladder
+from maxramp.rampup.adaptive import NoisePolicy, Period
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
 
 KEYS = {
     "rampup_policy": "noise",
@@ -22,147 +25,214 @@ def ramp_of(**changes):
     return RampupBatchManager(KEYS | changes)
 
 
-def records_of(rng, steps, scale, spread, rows=8):
-    """Steps whose noise scale is `scale` rows of 16 tokens."""
+def record(consumed, rows, signal, variance, **more):
+    return {
+        "norms_noise_signal": signal,
+        "norms_noise_variance": variance,
+        "global_batch_size": rows,
+        "consumed_samples": consumed,
+        "target_tokens": rows * 16,
+        **more,
+    }
+
+
+def steps_of(rng, steps, scale, spread, rows=8):
+    """(rows, signal, variance) of steps whose noise scale is `scale` rows of 16 tokens."""
     noisy = 1 + spread * rng.standard_normal((steps, 2))
-    return [
-        {
-            "norms_noise_signal": float(x),
-            "norms_noise_variance": float(16 * scale * y),
-            "global_batch_size": rows,
-            "consumed_samples": (k + 1) * rows,
-            "target_tokens": rows * 16,
-        }
-        for k, (x, y) in enumerate(noisy)
-    ]
+    return [(rows, float(x), float(16 * scale * y)) for x, y in noisy]
+
+
+def bound_of(steps, factor=1.0):
+    period = Period()
+    for rows, signal, variance in steps:
+        period = period.add(rows, rows * 16, signal, variance)
+    return period.lower_bound(factor)
+
+
+def bound_by_residuals(steps, factor):
+    """The delta method as it is in books: each step's share of what the quotient is off by."""
+    rows, signal, variance = np.array(steps, np.float64).T
+    weights = rows / rows.sum()
+    x, y = weights @ signal, weights @ variance
+    residuals = weights * (variance / y - signal / x)
+    error = math.sqrt(len(rows) / (len(rows) - 1) * (residuals**2).sum())
+    return factor * y / x / 16 * math.exp(-1.64 * error)
 
 
 def test_the_bound_is_below_the_truth_in_19_of_20_cases():
     rng = np.random.default_rng(0)
-    below = sum(
-        adaptive.lower_bound(records_of(rng, 60, 20.0, 0.8), 1.0) <= 20 for _ in range(1000)
-    )
+    below = sum(bound_of(steps_of(rng, 60, 20.0, 0.8)) <= 20 for _ in range(1000))
     assert 930 < below < 985
-    assert adaptive.lower_bound(records_of(rng, 200, 20.0, 1e-4), 3.0) == pytest.approx(60, 1e-3)
+    assert bound_of(steps_of(rng, 200, 20.0, 1e-4), 3.0) == pytest.approx(60, 1e-3)
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1e-3, 0.3])
+def test_sums_give_the_bound_of_all_steps(spread):
+    rng = np.random.default_rng(1)
+    steps = steps_of(rng, 40, 20.0, spread) + steps_of(rng, 30, 22.0, spread, rows=24)
+    assert bound_of(steps, 2.0) == pytest.approx(bound_by_residuals(steps, 2.0), rel=1e-7)
 
 
 def test_what_says_nothing_allows_nothing():
     rng = np.random.default_rng(0)
-    assert adaptive.lower_bound(records_of(rng, 7, 20.0, 0.1), 1.0) == 0
-    records = records_of(rng, 20, 20.0, 0.1)
-    for record, wrong in zip(records, (None, float("nan"), float("inf")), strict=False):
-        record["norms_noise_signal"] = wrong
-    assert adaptive.lower_bound(records, 1.0) == pytest.approx(20, 0.2)
-    records[4] |= {"norms_noise_signal": 700.0, "bad_steps": 1}  # skipped
-    assert adaptive.lower_bound(records, 1.0) == pytest.approx(20, 0.2)
-    for record in records:
-        record["norms_noise_signal"] = -1.0
-    assert adaptive.lower_bound(records, 1.0) == 0
+    assert bound_of(steps_of(rng, 7, 20.0, 0.1)) == 0
+    assert bound_of([(8, -1.0, 320.0)] * 20) == 0
+    whole, holed = NoisePolicy(ramp_of().keys), NoisePolicy(ramp_of().keys)
+    strange = [(None, 1.0), (float("nan"), 1.0), (1.0, float("inf"))]
+    for k in range(12):
+        step = record(8 * k + 8, 8, 1.0, 320.0 + k)
+        whole(step)
+        holed(step)
+        for pair in strange:
+            holed(record(8 * k + 8, 8, *pair))
+        holed(record(8 * k + 8, 8, 700.0, 1.0, bad_steps=1))  # skipped
+        holed({"step": k, "eval_loss": 1.0})
+    assert whole.to_json() == holed.to_json() and whole.to_json()["sums"]["0"].steps == 12
 
 
-def decisions_of(lower, **changes):
-    """Every step asked, as the loop does."""
+def climb(bound, killed=(), **changes):
+    """The ramp of every step of a run and what was decided: `bound` is that of all steps from a
+    sample on. At the steps `killed` it starts again with what a checkpoint holds.
+    """
     ramp = ramp_of(**changes)
-    policy, found = adaptive.Policy(ramp.keys), []
-    step = 0
+    policy, ramps, decisions = NoisePolicy(ramp.keys), {}, []
+    step, late = 0, None  # numbers come one step late
     while step < ramp.total_steps:
-        if decision := policy.decide(ramp, step, lower):
-            ramp.grow(decision.first_step)
-            found.append(decision)
+        if step in killed:
+            policy(late)
+            late, saved = None, json.loads(json.dumps([policy.to_json(), ramp.to_json()["stages"]]))
+            policy, rungs = NoisePolicy(ramp.keys, saved[0]), ramp.thresholds[1:]
+            rungs = [(one.first_sample, one.global_batch_size) for one in rungs]
+            point = ResumePoint(step, ramp.samples_before(step), saved[1], rungs)
+            ramp = RampupBatchManager(KEYS | changes, None, point)
+        ramps[step] = ramp
+        rows, sample = ramp.stage_at_step(step).global_batch_size, ramp.samples_before(step)
+        if late:
+            policy(late)
+        late = record(sample + rows, rows, 1.0, 16 * bound(sample))
         step += 1
-    return ramp, found
+        if decision := policy.decide(ramp, step):
+            sample = ramp.samples_before(step)
+            decisions.append((sample, *decision))
+            rungs = [(sample, decision.global_batch_size)]
+            point = ResumePoint(step, sample, ramp.to_json()["stages"], rungs)
+            ramp = RampupBatchManager(KEYS | changes, None, point)
+    return ramps, decisions, ramp
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rung_needs_two_periods_in_a_row(seed):
     """One rung at a time, never down; and the ramp is the one whose thresholds were known."""
-    rng = random.Random(seed)
-    bounds = [rng.choice((0.0, 10.0, 20.0, 40.0)) for _ in range(100)]
-    length = 160
-    ramp, found = decisions_of(bounds.__getitem__, rampup_decision_samples=length)
-    sizes = [8, *(d.global_batch_size for d in found)]
-    assert sizes == [8, 16, 32][: len(sizes)]
-    for decision in found:
-        before = decision.global_batch_size // 2
-        period = (decision.first_sample - ladder.DELAY * before) // length - 1
-        assert min(bounds[period], bounds[period - 1]) >= decision.global_batch_size
-        assert decision.lower == min(bounds[period], bounds[period - 1])
-        assert decision.first_step == decision.after_step + ladder.DELAY
-    pairs = [(d.first_sample, d.global_batch_size) for d in found]
-    again = RampupBatchManager(KEYS, start=Start(decided=pairs))
+    rng, length = random.Random(seed), 160
+    bounds = [rng.choice((0.5, 10.0, 20.0, 40.0)) for _ in range(100)]
+    changes = {"rampup_decision_samples": length}
+    ramps, decisions, last = climb(lambda sample: bounds[sample // length], **changes)
+    pairs = [(0, 8), *((sample, size) for sample, size, _ in decisions)]
+    assert [size for _, size in pairs] == [8, 16, 32][: len(pairs)]
+    for (begins, rows), (sample, size, lower) in zip(pairs, decisions, strict=False):
+        period = (sample - rows) // length - 1  # ended a step before
+        assert lower == pytest.approx(min(bounds[period - 1 : period + 1])) and lower >= size
+        for other in range(1, period):  # the first that says so, on the rung below
+            ended_on_it = (other + 1) * length > begins
+            assert min(bounds[other - 1 : other + 1]) < size or not ended_on_it
     fixed = {"step_batch_size_unit": "samples", "total_samples": 6000, "devices_per_node": 1}
-    text = " ".join(f"{n}:{size}" for n, size in [(0, 8), *pairs])
-    plain = RampupBatchManager(fixed | {"step_batch_size_schedule": text})
-    assert ramp.stages == again.stages == plain.stages
-    assert [r.global_batch_size for r in again.rungs] == [8, 16, 32][len(sizes) :]
+    plan = last.to_json()
+    again = ladder.fixed_ramp(last.keys, plan["stages"])["step_batch_size_schedule"]
+    assert again == " ".join(f"{n}:{size}" for n, size in pairs)
+    plain = RampupBatchManager(fixed | {"step_batch_size_schedule": again})
+    assert plain.to_json() == plan
+    for step, ramp in ramps.items():
+        assert ramp.stage_at_step(step).spec == plain.stage_at_step(step).spec
+        assert ramp.samples_before(step) == plain.samples_before(step)
+
+
+def test_a_run_killed_at_any_step_takes_the_rungs_of_a_run_left_alone():
+    def bound(sample):
+        return 4.0 + 60 * sample / 2400 * (1.0 + 0.2 * math.sin(sample))
+
+    changes = {"total_samples": 2400}
+    expected, decisions, last = climb(bound, **changes)
+    assert [size for _, size, _ in decisions] == [16, 32]
+    steps = len(expected)
+    for killed in [[step] for step in range(1, steps)] + [range(1, steps), range(2, steps, 7)]:
+        got, again, ramp = climb(bound, killed, **changes)
+        assert again == decisions and ramp.to_json() == last.to_json()
+        batches = (
+            {k: r.stage_at_step(k).global_batch_size for k, r in x.items()} for x in (got, expected)
+        )
+        assert next(batches) == next(batches)
+
+
+def decided(noise, **changes):
+    return [(sample, size) for sample, size, _ in climb(lambda sample: noise, **changes)[1]]
 
 
 def test_earliest_and_latest():
-    never, always = (lambda period: 0.0), (lambda period: 1e9)
-    _, found = decisions_of(never)
-    assert found == []
-    _, found = decisions_of(never, rampup_latest=[1000, 3000])
-    assert [d.reason for d in found] == ["latest"] * 2
-    # The first period of 128 samples that ends past them, and eight steps.
-    assert [d.first_sample for d in found] == [1024 + 64, 3072 + 128]
-    _, found = decisions_of(always, rampup_earliest=[1000, 3000])
-    assert [d.first_sample for d in found] == [1024 + 64, 3072 + 128]
-    _, found = decisions_of(always, warmup_steps_fraction=0.5)
-    assert found[0].first_sample == 3072 + 64
-    _, found = decisions_of(never, rampup_latest=[5990, 5990])
-    assert found == []  # it would begin after the end
+    never, always = 0.1, 1e9
+    assert decided(never) == []
+    assert decided(never, rampup_latest=[1000, 3000]) == [(1000, 16), (3000, 32)]
+    assert decided(always, rampup_earliest=[1000, 3000]) == [(1000, 16), (3000, 32)]
+    assert decided(always, warmup_steps_fraction=0.5)[0] == (3000, 16)
+    # Two periods of 128 samples and a step; then one more that ends on 16 rows, and a step.
+    assert decided(always) == [(264, 16), (408, 32)]
+    assert decided(never, rampup_latest=[5999, 5999]) == []  # it would begin at the end
 
 
-def test_simulated_as_decided():
-    for noise, changes in ((1e9, {}), (20.0, {"rampup_latest": [3000, 4000]}), (0.0, {})):
-        _, found = decisions_of(lambda period, noise=noise: noise, **changes)
-        pairs = [(d.first_sample, d.global_batch_size) for d in found]
-        assert adaptive.simulate(ramp_of(**changes).keys, noise) == pairs
+@pytest.mark.parametrize("noise", [1e9, 20.0, 0.1])
+def test_simulated_as_decided(noise):
+    draw = random.Random(noise)
+    for _ in range(30):
+        sizes = sorted(draw.sample(range(2, 40), 3))
+        earliest, latest = (sorted(draw.randrange(4000) for _ in sizes[1:]) for _ in range(2))
+        latest = [max(pair) for pair in zip(earliest, latest, strict=True)]
+        changes = {"rampup_ladder": sizes, "total_samples": 4000, "rampup_earliest": earliest}
+        changes |= {"rampup_latest": latest} if draw.randrange(2) else {}
+        keys = ramp_of(**changes).keys
+
+        def noisy_from(rung):
+            return 0 if noise >= rung.global_batch_size else math.inf
+
+        pairs = ladder.simulate(keys, noisy_from)
+        assert decided(noise, **changes) == [pair for pair in pairs if pair[0] < 4000]
 
 
 def test_a_plan_expects_what_may_happen():
-    """Each rung between its earliest and its latest sample, and where these are one, there.
-
-    But for a period: where steps end in it depends on when the rung before was taken.
-    """
+    """Each rung between its earliest and its latest sample, and where these are one, there."""
     draw = random.Random(0)
     for _ in range(300):
         sizes = sorted(draw.sample(range(2, 40), draw.choice([2, 3, 4])))
-        above, total = len(sizes) - 1, draw.randrange(2000, 20_000)
+        total = draw.randrange(2000, 20_000)
         earliest, latest = (sorted(draw.randrange(total) for _ in sizes[1:]) for _ in range(2))
         latest = [max(pair) for pair in zip(earliest, latest, strict=True)]
-        for changes in (
-            {},
-            {"rampup_latest": latest, "rampup_earliest": earliest},
-            {"rampup_latest": latest, "rampup_earliest": latest},
-        ):
-            changes = {"rampup_ladder": sizes, "total_samples": total, **changes}
+        for bounds in ({}, {"rampup_latest": latest, "rampup_earliest": earliest}):
             try:
-                keys = ramp_of(**changes).keys
+                keys = ramp_of(rampup_ladder=sizes, total_samples=total, **bounds).keys
             except ConfigError:  # a rung that the run is too short for
                 continue
-            early, found, late = (
-                ([min(first, total) for first, _ in pairs] + [total] * above)[:above]
-                for pairs in (
-                    adaptive.simulate(keys, 1e9),
-                    ladder.plan_rungs(keys),
-                    adaptive.simulate(keys, 0.0),
-                )
-            )
-            spare = ladder.period(keys) + sizes[-1]
-            for a, b, c in zip(early, found, late, strict=True):
-                assert a - spare <= b <= c + spare, changes
-            if changes.get("rampup_earliest") == latest:
-                assert early == found == late
+            expected = ladder.expected_rungs(keys)
+            early = ladder.simulate(keys, lambda rung: 0)
+            late = ladder.simulate(keys, lambda rung: math.inf)
+            assert [size for _, size in expected] == sizes[1:]
+            for number, rung in enumerate(ladder.rungs(keys)):
+                (first, _), (sample, _) = early[number], expected[number]
+                spare = sizes[-1]  # steps of other batches end elsewhere
+                assert first - spare <= sample and rung.earliest <= max(sample, rung.latest)
+                assert not bounds or sample <= late[number][0] + spare
+            # Seen from where a rung was taken, the others come as they were to.
+            for taken in range(1, len(sizes)):
+                again = ladder.expected_rungs(keys, expected[taken - 1][0], expected[:taken])
+                assert again == expected
 
 
 def test_nodes_do_not_depend_on_decisions():
     keys = KEYS | {"num_nodes": 4, "per_device_batch_size": 8}
     nodes = {}
-    for decided in ([], [(800, 16)], [(800, 16), (4000, 32)], ladder.plan_rungs(ramp_of().keys)):
-        ramp = RampupBatchManager(keys, start=Start(decided=decided))
-        for stage in ramp.stages + ramp.rungs:
-            assert nodes.setdefault(stage.global_batch_size, stage.nodes) == stage.nodes
+    for taken in ([], [(800, 16)], [(1600, 16)], [(4000, 32)]):
+        for sample in (0, 4000):
+            rungs = ladder.expected_rungs(ramp_of().keys, sample, taken)
+            ramp = RampupBatchManager(keys, point=ResumePoint(sample // 8, sample, rungs=rungs))
+            for stage in ramp.stages:
+                assert nodes.setdefault(stage.global_batch_size, stage.nodes) == stage.nodes
     assert sorted(nodes) == [8, 16, 32] and nodes[32] > nodes[8]
 
 
@@ -192,10 +262,3 @@ def test_nodes_do_not_depend_on_decisions():
 def test_refused(change, expected):
     with pytest.raises(ConfigError, match=expected):
         ramp_of(**change)
-
-
-def test_another_ladder_than_the_one_decided_on():
-    keys = ramp_of().keys
-    assert adaptive.check_decisions(keys, [(80, 16)]) == [(80, 16)]
-    with pytest.raises(ConfigError, match=r"has taken the batches \[8, 24\]"):
-        adaptive.check_decisions(keys, [(80, 24)])

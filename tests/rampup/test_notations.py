@@ -15,7 +15,7 @@ from maxramp.config.load import load
 from maxramp.config.resolve import meshes_of
 from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.schedule import RampupBatchManager, Start
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
 
 
 def keys(**values):
@@ -318,7 +318,7 @@ def test_a_changed_ramp_is_taken_up_where_the_run_stands():
     """From sample 100 at step 7, sizes are those of the new thresholds; nothing before counts."""
     ramp = RampupBatchManager(
         keys(step_batch_size_schedule="0:8 110:16 150:32", step_batch_size_unit="samples"),
-        start=Start(7, 100),
+        point=ResumePoint(7, 100),
     )
     assert [(s.first_step, s.first_sample, s.steps) for s in ramp.stages] == [
         (7, 100, 2),

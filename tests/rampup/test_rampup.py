@@ -13,7 +13,7 @@ from conftest import BASE
 
 from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.schedule import RampupBatchManager, Start
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
 
 
 def settings(**changes):
@@ -290,13 +290,15 @@ def test_a_run_that_ends_after_its_ramp_says_nothing():
     constant = settings(enable_rampup_batch_size=False, steps=1)
     assert not RampupBatchManager(constant).warnings
     # Taken up past its end, there is nothing more to run.
-    assert not RampupBatchManager(settings(steps=5), start=Start(6, 24)).warnings
+    assert not RampupBatchManager(settings(steps=5), point=ResumePoint(6, 24)).warnings
 
 
 def test_tokens_of_samples_before_a_change_of_their_length():
     past = {"first_step": 0, "steps": 4, "first_sample": 0, "samples": 16, "global_batch_size": 4}
     config = settings(max_target_length=32, total_samples=32, steps=-1)
-    ramp = RampupBatchManager(config, start=Start(4, 16, 1, [past | {"max_target_length": 16}]))
+    ramp = RampupBatchManager(
+        config, point=ResumePoint(4, 16, [past | {"index": 0, "max_target_length": 16}])
+    )
     assert ramp.sample_lengths == [16, 32] and ramp.tokens(32) == 16 * 16 + 16 * 32
     assert RampupBatchManager(config).sample_lengths == [32]
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import BASE, TINY, make_config, run
 
 from maxramp.checkpoints.folder import Checkpoint, commit, read
-from maxramp.checkpoints.resume import length_by_epochs, rate_change, start_of
+from maxramp.checkpoints.resume import length_by_epochs, ramp_change, rate_change, resume_point
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -66,8 +66,7 @@ def test_another_batch_is_no_other_curve_over_steps(batch):
     stages = [stage.to_json() for stage in RampupBatchManager(before.batch, 1).stages]
     position = Checkpoint("", 30, 240, stages, "", dict(before.values), {})
     now = make_config(*keys, f"global_batch_size={batch}", devices=1)
-    origin, _ = start_of(now.batch, 1, position)
-    ramp = RampupBatchManager(now.batch, 1, origin)
+    ramp = RampupBatchManager(now.batch, 1, resume_point(now.batch, position))
     assert rate_change(now.learning_rate, ramp, position) == ""
     other = make_config(*keys, "learning_rate=1", devices=1)
     assert "after 0.00" in rate_change(other.learning_rate, ramp, position)
@@ -103,30 +102,32 @@ def test_a_run_by_epochs_ends_with_whole_steps_of_its_rows(
     assert line.startswith("num_epoch=1 over the data is 100 rows") if left else not line
     assert f"{left} row" in line and f" no step of {batch}" in line or not left
     closed = dataclasses.replace(keys, total_samples=found)
-    origin, _ = start_of(closed, devices, position)
-    assert RampupBatchManager(closed, devices, origin).total_samples == samples
+    point = resume_point(closed, position)
+    assert RampupBatchManager(closed, devices, point).total_samples == samples
 
 
 PHASED = ("phases_unit=samples", "global_batch_size=4", "total_samples=400")
 
 
-def taken_up(position, *keys):
-    batch = make_config(*keys, devices=1).batch
-    origin, line = start_of(batch, 1, position)
-    return RampupBatchManager(batch, 1, origin), line
+def restart(position, *keys, devices=1):
+    """The schedule of a start with these keys, and what it says of their change."""
+    batch = make_config(*keys, devices=devices).batch
+    ramp = RampupBatchManager(batch, devices, resume_point(batch, position))
+    return ramp, ramp_change(batch, ramp, position)
 
 
 def test_what_was_trained_stays_whatever_phases_say_of_it(tmp_path):
     """Thresholds before the samples consumed change: at the next restart too it is as trained."""
     before = ("phases.40.row_length=4", "phases.80.row_length=8", "phases.200.global_batch_size=8")
     position = standing(30, 120, *PHASED, *before)
-    ramp, line = taken_up(position, *PHASED, *before)
-    assert not line and ramp.history == [] and ramp.stages[0].first_step == 0
+    ramp, line = restart(position, *PHASED, *before)
+    stages = ramp.to_json()["stages"]
+    assert not line and stages == position.stages and ramp.stages[0].first_step == 30
     # The phase at 80 comes at 60, and the batch is as it was.
     now = ("phases.60.row_length=8", "phases.200.global_batch_size=8")
-    ramp, line = taken_up(position, *PHASED, *now)
+    ramp, line = restart(position, *PHASED, *now)
     assert "before 120 (step 30) is not what was trained there, and is ignored" in line
-    lengths = [(s["index"], s["first_sample"], s["samples"], s["row_length"]) for s in ramp.history]
+    lengths = [(s["index"], s["first_sample"], s["samples"], s["row_length"]) for s in ramp.trained]
     assert lengths == [(0, 0, 40, 16), (1, 40, 40, 4), (2, 80, 40, 8)]
     assert [(s.index, s.first_sample, s.global_batch_size) for s in ramp.stages] == [
         (2, 120, 4),
@@ -136,8 +137,8 @@ def test_what_was_trained_stays_whatever_phases_say_of_it(tmp_path):
     path = tmp_path / "45"
     path.mkdir()
     keys = dict(make_config(*PHASED, *now, devices=1).values)
-    commit(Checkpoint(path, 45, 180, plan["stages"], "", keys, {}, history=plan["history"]))
-    again, line = taken_up(read(path), *PHASED, *now)
+    commit(Checkpoint(path, 45, 180, plan["stages"], "", keys, {}))
+    again, line = restart(read(path), *PHASED, *now)
     assert not line and again.to_json() == plan
 
 
@@ -145,7 +146,7 @@ def test_tokens_are_those_that_were_trained():
     """At another length of samples: 80 of 32 tokens, then 80 of 64 to the end of 7,680."""
     keys = ("global_batch_size=8", "total_tokens=7680", "steps=-1", "eval_interval=-1")
     position = standing(10, 80, *keys, "max_target_length=32")
-    ramp, _ = taken_up(position, *keys, "max_target_length=64")
+    ramp, _ = restart(position, *keys, "max_target_length=64")
     assert ramp.tokens(80) == 80 * 32 and ramp.tokens(88) == 80 * 32 + 8 * 64
     assert (ramp.total_samples, ramp.to_json()["total_tokens"]) == (160, 7680)
     assert ramp.shown_length == "total_tokens=7680"
@@ -163,9 +164,9 @@ def test_thresholds_in_tokens_are_of_rows_of_one_length(key, thresholds):
     keys = ("total_samples=800", "steps=-1", "eval_interval=-1")
     position = standing(10, 80, *keys, *thresholds, "max_target_length=32")
     with pytest.raises(ConfigError, match=f"{key}=tokens: .* rows of 32 tokens.*{key}=samples"):
-        taken_up(position, *keys, *thresholds, "max_target_length=64")
+        restart(position, *keys, *thresholds, "max_target_length=64")
     now = [text.replace("4096", "128") for text in thresholds]
-    ramp, _ = taken_up(position, *keys, *now, f"{key}=samples", "max_target_length=64")
+    ramp, _ = restart(position, *keys, *now, f"{key}=samples", "max_target_length=64")
     stages = [(stage.first_sample, stage.global_batch_size) for stage in ramp.stages]
     assert stages == [(80, 8), (128, 16)]
 
@@ -201,7 +202,7 @@ def test_other_devices_say_what_keeps_the_batch():
         (("global_batch_size=4",), False),
     ):
         position = standing(10, 40, *keys, "steps=100")
-        _, line = start_of(make_config(*keys, "steps=100", devices=2).batch, 2, position)
+        _, line = restart(position, *keys, "steps=100", devices=2)
         assert (
             line.endswith(" (rows per device, on 1 device: devices_per_node=1 keeps them)") == said
         )

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxramp.rampup.schedule import RampupBatchManager, Start
+from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
 from maxramp.training.learning_rate import LearningRate
 
 MOST_STEPS = 128  # one length for all curves: one compilation
@@ -258,15 +258,15 @@ def test_documented_values():
     "steps, total, reference", [(5, 20, 4), (40, 160, 4), (49, 232, 8), (51, 248, 8)]
 )
 def test_a_schedule_that_ended_before_the_changed_ramp(steps, total, reference):
-    """The samples and the batch of a step before today's ramp are in the run's history."""
+    """The samples and the batch of a step before today's ramp are those that were trained."""
     config = settings(learning_rate_schedule_steps=steps)
-    stages = [(0, 40, 0, 4), (40, 10, 160, 8)]
-    names = ("first_step", "steps", "first_sample", "global_batch_size")
-    history = [
-        dict(zip(names, stage, strict=True)) | {"samples": 0, "max_target_length": 1}
-        for stage in stages
+    stages = [(0, 40, 0, 160, 4), (40, 10, 160, 80, 8)]
+    names = ("first_step", "steps", "first_sample", "samples", "global_batch_size")
+    trained = [
+        dict(zip(names, stage, strict=True)) | {"index": index, "max_target_length": 1}
+        for index, stage in enumerate(stages)
     ]
-    ramp = RampupBatchManager(config, start=Start(50, 240, 2, history))
+    ramp = RampupBatchManager(config, point=ResumePoint(50, 240, trained))
     rate = LearningRate.from_keys(config, ramp)
     assert rate.curve.total == total and rate.reference == reference
 
