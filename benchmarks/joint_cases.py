@@ -24,6 +24,7 @@ class Choice:
 
     keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     phase: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    between: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     without: Sequence[str] = ()
     needs: str = ""
     exact: bool = False
@@ -358,7 +359,8 @@ def cases(draw) -> Case:
         case = drawn if drawn.is_valid else case
     case = dataclasses.replace(case, check=draw(st.sampled_from(list(fitting_checks(case)))))
     if case.check in ("killed", "moved"):
-        for _ in range(draw(st.sampled_from([1, 1, 1, 2] if case.check == "killed" else [1]))):
+        starts = [2] if case.has("restarts") != "same" else [1, 1, 1, 2]
+        for _ in range(draw(st.sampled_from(starts if case.check == "killed" else [1]))):
             moved = dataclasses.replace(case, shapes=(*case.shapes, draw(_SHAPES)))
             case = (
                 moved

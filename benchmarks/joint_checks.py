@@ -201,8 +201,9 @@ def check_killed(runs: Runs) -> None:
     """Struck, and continued on other devices, a run is the uninterrupted one."""
     first, *later = runs.case.shapes
     name = "struck"
-    for shape, moment in zip(runs.case.shapes, runs.case.moments, strict=False):
-        runs.train(name, shape, moment)
+    starts = zip(runs.case.shapes, runs.case.moments, strict=False)
+    for number, (shape, moment) in enumerate(starts):
+        runs.train(name, shape, moment, **(runs.other_keys() if number % 2 else {}))
         _harm_records(runs.folder / name, runs.case.has("records"))
     if any(runs.train(name, later[-1])):
         raise Failed("an exit status", "of the last start")

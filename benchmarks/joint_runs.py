@@ -184,14 +184,23 @@ class Runs:
 
     def arguments(self, name: str, shape: Shape, notation: str = "", **keys: Any) -> list[str]:
         """The command line of a run."""
-        given = keys_of(self.case, shape, notation) | {k: str(v) for k, v in keys.items()}
-        given = {k: v.replace("{world}", str(self.world.folder)) for k, v in given.items()}
         scheme = self.case.has("storage")
         output = str(self.folder)
         if scheme != "disk":
             output = f"{self.world.storage(scheme).address}/{self.remote}"
+        given = keys_of(self.case, shape, notation)
         given |= {"base_output_directory": output, "run_name": name}
+        given |= {k: str(v) for k, v in keys.items()}
+        given = {k: v.replace("{world}", str(self.world.folder)) for k, v in given.items()}
         return [BASE, *(f"{k}={v}" for k, v in given.items()), f"jax_cache_dir={self.world.cache}"]
+
+    def other_keys(self) -> dict[str, str]:
+        """The keys of every second start, by which it looks for what the first left elsewhere."""
+        link = self.folder.with_name("link")
+        link.unlink(missing_ok=True)
+        link.symlink_to(self.folder)
+        pairs = [pair for choice in self.case.choices for pair in choice.between.items()]
+        return {name: str(value).replace("{link}", str(link)) for name, value in pairs}
 
     def train(self, name: str, shape: Shape, moment: str = "", **others: Any) -> list[int]:
         """Starts a run, struck at a moment; returns the exit statuses.
