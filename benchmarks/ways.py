@@ -55,9 +55,9 @@ FIRST_WEIGHTS = {
     "weights": [
         ("config/load.py", "_read_folder"),
         *(("handover/first_weights.py", f"{do}_first_weights") for do in ("check", "pin")),
-        ("checkpoints/weights.py", "open_weights"),
-        ("checkpoints/weights.py", "keep_released"),
-        ("checkpoints/weights.py", "ReleasedWeights.prepare"),
+        ("handover/weights.py", "open_weights"),
+        ("handover/weights.py", "keep_released"),
+        ("handover/weights.py", "ReleasedWeights.prepare"),
         ("job/start.py", "Job.first_state"),
     ]
 }

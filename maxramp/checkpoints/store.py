@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
-import pathlib
 import platform
 import secrets
 import types
@@ -32,6 +31,7 @@ from maxramp.checkpoints.starts import Starts
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import Place, is_near, place, set_aside
+from maxramp.files.run_folder import Disk
 from maxramp.processes import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import TrainState
@@ -43,19 +43,19 @@ class Checkpoints(contextlib.AbstractContextManager):
     def __init__(
         self,
         folder: Place,
-        here: pathlib.Path,
+        kept: Disk,
         data: DataIdentity,
         values: Mapping[str, Any],
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ):
         """Every process of the job sees the `folder` of the checkpoints, which keep the `values` of
-        all keys, resolved. The first process writes the run's other files `here`. `say` takes a
-        line, and `warn` one about a fault that need not end the run.
+        all keys, resolved. None counts before the records of `kept` are there. `say` takes a line,
+        and `warn` one about a fault that need not end the run.
         """
         self._keys = keys = CheckpointKeys.from_values(values)
         self._folder, self._warn = folder.absolute(), warn
-        self._run, self._here = self._folder.parent, here
+        self._run, self._kept = self._folder.parent, kept
         self._saves = Saves(self._folder, keys, warn)
         self._data, self.values = data, values
         # As in `DataIdentity`; of DPO, "eval_reference" comes when the reference is known.
@@ -64,8 +64,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         # A fingerprint of the weights that the run stays near to, "" for none, that every
         # checkpoint keeps.
         self.reference = ""
-        # As in `Checkpoint`.
-        self.first: dict[str, str] = {}
+        self._first: Mapping[str, str] = {}
         self._start = agreement.decide_on_first(lambda: secrets.token_hex(4))
         self.snapshots: Snapshots | None = None
         if keys.enable_emergency_checkpoint:
@@ -87,20 +86,22 @@ class Checkpoints(contextlib.AbstractContextManager):
     def check(self) -> None:
         self._saves.check()
 
-    def latest(self) -> Checkpoint | None:
+    def latest(self, first: Mapping[str, str] = types.MappingProxyType({})) -> Checkpoint | None:
         """The newest whole checkpoint, or that of load_full_state_path, as the first process sees
-        it, or a newer snapshot; None without one. Nothing in the folder changes.
+        it, or a newer snapshot; None without one. Nothing in the folder changes. `first` are the
+        weights of a run that begins, as in `Checkpoint`.
         """
+        self._first = first
         position = None
         if chosen := agreement.decide_on_first(self._choose):
             position = agreement.raise_everywhere(lambda: folder_lib.read(place(chosen)))
             if position.path.parent == self._folder:
                 self._saves.newest = position.step
-        self._starts = Starts(*agreement.decide_on_first(lambda: starts_lib.read(self._here)))
+        self._starts = Starts(*agreement.decide_on_first(lambda: starts_lib.read(self._kept.here)))
         if not self.snapshots:
             self._name_passed_over(position)
         elif found := self.snapshots.find(self._folder, self._starts, position):
-            position, self.first = found, found.first
+            position, self._first = found, found.first
         self.goes_on = position is not None and position.path.parent == self._folder
         self._position = position
         return position
@@ -166,7 +167,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         directory = keys.local_checkpoint_directory if self.snapshots else None
         try:
             first_step = position.step if position else 0
-            before.begin(self._start, first_step, directory).write(self._here)
+            before.begin(self._start, first_step, directory).write(self._kept.here)
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}; make room") from None
 
@@ -209,26 +210,16 @@ class Checkpoints(contextlib.AbstractContextManager):
             evaluation=_finite(evaluation),
             owes=list(owes),
             noise=dict(noise),
-            first=self.first,
+            first=dict(self._first),
         )
 
-    def save(
-        self,
-        record: Checkpoint,
-        state: TrainState,
-        prepare: Callable[[], Callable[[], None]],
-        last: bool,
-    ) -> None:
+    def save(self, record: Checkpoint, state: TrainState, last: bool) -> None:
         """Saves the state of a `record`, unless that was the last save. A TrainingError where
         max_failed_saves saves in a row have failed, or the last one.
 
         Returns when the state is copied; files are written in the background if
-        `async_checkpointing`. A checkpoint that is not complete is never seen by a restart.
-
-        Args:
-          prepare: writes what must be there before the checkpoint counts, and returns what waits
-            until it is there, for the first process; where either raises, nothing counts.
-          last: nothing is trained after it: returns when it is written.
+        `async_checkpointing`, or if nothing is trained after the `last`. A checkpoint that is not
+        complete is never seen by a restart.
         """
         step = record.step
         if not self._keys.enable_checkpointing or (not last and self._saves.is_late(step)):
@@ -237,24 +228,17 @@ class Checkpoints(contextlib.AbstractContextManager):
         if step == self.newest:
             return
         checkpoint = dataclasses.replace(record, saved=secrets.token_hex(8))
-        self._saves.begin(step, self._writer(checkpoint, state, prepare))
+        self._saves.begin(step, self._writer(checkpoint, state))
         if last or not self._keys.async_checkpointing:
             self._saves.settle(last)
 
-    def take_snapshot(
-        self, record: Checkpoint, state: TrainState, prepare: Callable[[], Callable[[], None]]
-    ) -> float:
-        """Takes a snapshot of a state that is there; returns the seconds that this takes the loop.
-        Arguments are as in `save`.
-        """
-        return self.snapshots.take(record, state, _begin(prepare))
+    def take_snapshot(self, record: Checkpoint, state: TrainState) -> float:
+        """Takes a snapshot of a state that is there; returns the seconds that the copy took."""
+        return self.snapshots.take(record, state, _begin(self._kept.flush))
 
-    def make_up(
-        self, step: int, evaluation: Mapping[str, float], prepare: Callable[[], Callable[[], None]]
-    ) -> None:
+    def make_up(self, step: int, evaluation: Mapping[str, float]) -> None:
         """Adds to this run's last checkpoint the numbers of the evaluations that it owes; nothing
-        where it is another run's. `prepare` is as in `save`; a TrainingError where they cannot be
-        written.
+        where it is another run's. A TrainingError says that they cannot be written.
         """
 
         def write() -> None:
@@ -264,7 +248,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             evaluations = there.evaluations | select_kinds(self.evaluations, kinds)
             whole = dataclasses.replace(there, evaluation=numbers, evaluations=evaluations, owes=[])
             try:
-                prepare()()
+                self._kept.flush()()
                 folder_lib.commit(whole)
             except OSError as error:
                 raise TrainingError(f"{whole.path}: {arrays.reason_of(error)}") from None
@@ -273,17 +257,15 @@ class Checkpoints(contextlib.AbstractContextManager):
 
         agreement.raise_everywhere(lambda: self._is_first and self.newest == step and write())
 
-    def _writer(
-        self, checkpoint: Checkpoint, state: TrainState, prepare: Callable[[], Callable[[], None]]
-    ) -> Callable[[], None]:
+    def _writer(self, checkpoint: Checkpoint, state: TrainState) -> Callable[[], None]:
         written = _begin(lambda: arrays.save(checkpoint.path, state))
-        prepared = _begin(prepare)
+        recorded = _begin(self._kept.flush)
 
         def write() -> None:
             try:
                 written()
                 if self._is_first:
-                    prepared()
+                    recorded()
                     folder_lib.commit(checkpoint)
                     self._note(checkpoint)
                     self._tidy()

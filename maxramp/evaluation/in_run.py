@@ -8,7 +8,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from maxramp.checkpoints.weights import find_kept
 from maxramp.commandline import Throttle
 from maxramp.data.corpus import hash_of
 from maxramp.data.keys import EvalKeys
@@ -16,6 +15,7 @@ from maxramp.errors import ConfigError, StepError, Stopped, TrainingError
 from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.together import Asking, Rehearsal, Together, expect
 from maxramp.handover.opening import tokenizer_of
+from maxramp.handover.weights import find_kept
 from maxramp.job.start import Job
 from maxramp.parallel.mesh import attach_mesh, mesh_of, reshape_mesh
 from maxramp.processes.agreement import broadcast_json, run_on_first

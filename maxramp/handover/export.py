@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import steps_in
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
@@ -30,6 +29,7 @@ from maxramp.model.adapters import (
     without_adapters,
 )
 from maxramp.model.decoder import Decoder
+from maxramp.model.fingerprint import fingerprint_of_weights
 from maxramp.model.order import order_by_layer
 from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement

@@ -5,10 +5,10 @@ import dataclasses
 import functools
 
 from maxramp.checkpoints import folder, starts
-from maxramp.checkpoints.weights import Weights, open_weights
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
+from maxramp.handover.weights import Weights, open_weights
 from maxramp.huggingface import folder as released
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.processes import agreement

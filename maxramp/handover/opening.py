@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from maxramp.checkpoints import folder
-from maxramp.checkpoints.weights import ReleasedWeights, SavedWeights, Weights, open_weights
 from maxramp.commandline import print_note
 from maxramp.config import load as config_files
 from maxramp.config.keys import Config
@@ -29,6 +28,7 @@ from maxramp.data.files.records import BadRecord
 from maxramp.data.keys import MARK_KEYS, ChatKeys, DataKeys
 from maxramp.errors import ConfigError
 from maxramp.files.place import is_near, place
+from maxramp.handover.weights import ReleasedWeights, SavedWeights, Weights, open_weights
 from maxramp.huggingface.folder import KEPT_IN, ModelFolder, find_or_kept
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder

@@ -91,15 +91,14 @@ class _After:
 
     def save(self, done: int, last: bool, owes: Sequence[str] = ()) -> None:
         """Saves the state after `done` steps, as one that owes evaluations that are due."""
-        record, flush = self._record(done, owes), self._job.output.kept.flush
+        record = self._record(done, owes)
         with self._job.output.jobs.saving():
-            self._job.checkpoints.save(record, self._trainer.state, flush, last)
+            self._job.checkpoints.save(record, self._trainer.state, last)
         self._log.restart_clock()
 
     def take_snapshot(self, done: int) -> None:
         """Keeps the state after `done` steps with the nodes; only the copy takes time."""
-        record, flush = self._record(done), self._job.output.kept.flush
-        seconds = self._job.checkpoints.take_snapshot(record, self._trainer.state, flush)
+        seconds = self._job.checkpoints.take_snapshot(self._record(done), self._trainer.state)
         self._log.add(snapshot_seconds=seconds)
 
     def _record(self, done: int, owes: Sequence[str] = ()) -> Checkpoint:
@@ -158,8 +157,7 @@ class _After:
         if not self.evaluate(step, consumed, stage, owed):
             return False
         self._log.flush()
-        flush = self._job.output.kept.flush
-        self._job.checkpoints.make_up(step + 1, self._numbers.numbers_after(step), flush)
+        self._job.checkpoints.make_up(step + 1, self._numbers.numbers_after(step))
         return True
 
     def is_best(self, step: int) -> bool:

@@ -12,11 +12,9 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.checkpoints import arrays
-from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.pieces import Snapshot
 from maxramp.checkpoints.resume import JobSchedule, length_by_epochs, plan_job, rate_change
 from maxramp.checkpoints.store import Checkpoints
-from maxramp.checkpoints.weights import SavedWeights, keep_released
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
 from maxramp.config.load import dump_config
@@ -26,8 +24,10 @@ from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError, Stopped, report
 from maxramp.handover.export import export_run
 from maxramp.handover.first_weights import FirstWeights, pin_first_weights
+from maxramp.handover.weights import SavedWeights, keep_released
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import Decoder
+from maxramp.model.fingerprint import fingerprint_of_weights
 from maxramp.model.order import order_by_layer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
@@ -117,12 +117,11 @@ class Start:
         output = self.closing.enter_context(Output(self.config.run, dump_config(self.config)))
         if jax.process_index() == 0:
             self.preemption.say = output.say
-        config, where = self.config, (output.folder / "checkpoints", output.here)
+        config, where = self.config, (output.folder / "checkpoints", output.kept)
         lines = output.say, output.warn
         checkpoints = self.closing.enter_context(Checkpoints(*where, data, config.values, *lines))
         self.closing.enter_context(agreement.report_lost_peers())
-        checkpoints.first = self.first.states
-        position = checkpoints.latest()
+        position = checkpoints.latest(self.first.states)
         left_over, devices = "", jax.device_count()
         if config.batch.is_open:
             samples, left_over = length_by_epochs(

@@ -20,9 +20,10 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.arrays import compare, load, restore, stored_arrays
 from maxramp.checkpoints.resume import changes_since
 from maxramp.checkpoints.store import Checkpoints, versions
-from maxramp.checkpoints.weights import open_weights
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
+from maxramp.files.run_folder import Disk
+from maxramp.handover.weights import open_weights
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training.state import abstract_state, initial_state
@@ -51,10 +52,9 @@ class Folder:
     def __init__(self, path: pathlib.Path, config, corpus_hash="data"):
         self.path, self.config, self.said = path, config, []
         path.mkdir(exist_ok=True)
-        self.checkpoints = Checkpoints(
-            *(path, path.parent, DataIdentity(corpus_hash), config.values),
-            *(print, self.said.append),
-        )
+        self.kept = Disk(path.parent)
+        given = self.kept, DataIdentity(corpus_hash), config.values, print, self.said.append
+        self.checkpoints = Checkpoints(path, *given)
         self.ramp = RampupBatchManager(config.batch, 8)
 
     def save(self, *steps: int, state=None):
@@ -65,11 +65,11 @@ class Folder:
                 self.begin(step, state)
         return self
 
-    def begin(self, step: int, state, prepare=lambda: lambda: None, last=False):
+    def begin(self, step: int, state, last=False):
         stages = self.ramp.to_json()["stages"]
         samples = self.ramp.samples_before(step)
         record = self.checkpoints.record(step, samples, stages)
-        self.checkpoints.save(record, state, prepare, last)
+        self.checkpoints.save(record, state, last)
 
     def restore(self):
         mesh = make_mesh(self.config)
@@ -272,7 +272,8 @@ def test_minutes_count_from_the_end_of_a_save(tmp_path):
     with jax.set_mesh(make_mesh(config)), folder.checkpoints as checkpoints:
         checkpoints.start_saving()
         assert checkpoints.is_due(4, folder.ramp)
-        folder.begin(4, first_state(), lambda: lambda: go_on.wait(60))
+        folder.kept.publish = lambda: go_on.wait(60)
+        folder.begin(4, first_state())
         assert not checkpoints.is_due(5, folder.ramp)
         go_on.set()
         folder.begin(4, first_state(), last=True)  # waits

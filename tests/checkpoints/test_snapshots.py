@@ -26,6 +26,7 @@ from maxramp.checkpoints.pieces import (
 )
 from maxramp.checkpoints.starts import Starts
 from maxramp.errors import EXIT_CONFIG, EXIT_LOST
+from maxramp.files.place import place
 from maxramp.run.metrics import read_records
 
 # Trains, and kills its process where a function is called for the nth time, or fills its memory.
@@ -303,26 +304,36 @@ def test_a_run_does_not_end_with_a_snapshot_alone(tmp_path, cache_dir):
     assert (cluster.run / "checkpoints" / str(stands + 1)).is_dir()
 
 
+FIRST = {  # the key that gives the first weights, where all runs are, and the nodes
+    "weights": ("load_parameters_path", "disk", "a"),
+    "state": ("load_full_state_path", "disk", "ab"),
+    "state in a storage": ("load_full_state_path", "gs", "ab"),
+}
+
+
 @pytest.mark.slow
-def test_the_first_weights_stay_where_their_run_trains_on(tmp_path, cache_dir):
+@pytest.mark.parametrize("first", FIRST)
+def test_the_first_weights_stay_where_their_run_trains_on(tmp_path, cache_dir, storages, first):
     """Before the first checkpoint, too: what the first start began with is with the snapshots."""
-    cluster = Cluster(tmp_path, cache_dir)
-    model, calm = tmp_path / "runs" / "model", tmp_path / "runs" / "calm"
-    run, begin = ("run_name=model", "steps={}"), f"load_parameters_path={model}"
+    key, where, nodes = FIRST[first]
+    runs = place(tmp_path / "runs" if where == "disk" else f"{storages(where).address}/first")
+    cluster = Cluster(tmp_path, cache_dir, f"base_output_directory={runs}")
+    cluster.run = runs / "run"
+    run, begin = ("run_name=model", "steps={}"), f"{key}={runs / 'model'}"
     for name, *keys in (["model", *run], ["calm", "run_name=calm", begin]):
-        ((_, errors, status),) = cluster.train("a", keys=[key.format(3) for key in keys])
-        assert status == 0, (name, errors)
-    cluster.train("a", killed="a", at=("pieces", "write_parts", "3"), keys=[begin])
-    stands = cluster.files("a")[-1].step
-    ((_, errors, status),) = cluster.train("b", keys=[key.format(5) for key in run])
+        for _, errors, status in cluster.train(nodes, keys=[key.format(3) for key in keys]):
+            assert status == 0, (name, errors)
+    cluster.train(nodes, killed=nodes[-1], at=KILLS["in a snapshot"], keys=[begin])
+    stands = min(name.step for name in cluster.files(nodes[-1]))
+    ((_, errors, status),) = cluster.train("c", keys=[key.format(5) for key in run])
     assert status == 0, errors
-    ((output, errors, status),) = cluster.train("a", keys=[begin])
-    assert status == 0, errors
-    assert resumed_from(output) == stands
-    losses = [r["loss"] for r in read_records(calm / "metrics.jsonl") if "loss" in r]
+    done = cluster.train(nodes, keys=[begin])
+    assert {status for *_, status in done} == {0}, done
+    assert resumed_from(done[0][0]) == stands
+    losses = [r["loss"] for r in read_records(runs / "calm" / "metrics.jsonl") if "loss" in r]
     assert [r["loss"] for r in cluster.records()] == losses
-    saved = json.loads((cluster.run / "checkpoints" / "13" / "checkpoint.json").read_text())
-    assert saved["config"]["load_parameters_path"] == str(model / "checkpoints" / "3")
+    saved = json.loads((cluster.run / "checkpoints" / "13" / "checkpoint.json").read_bytes())
+    assert saved["config"][key] == str(runs / "model" / "checkpoints" / "3")
 
 
 @pytest.mark.long

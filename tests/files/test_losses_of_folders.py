@@ -14,7 +14,7 @@ from maxramp.config.load import load
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole
-from maxramp.files.run_folder import Mirror
+from maxramp.files.run_folder import Disk, Mirror
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 
@@ -142,9 +142,8 @@ def test_a_kill_in_a_save_stops_no_restart(client, tmp_path):
     folder, warnings = place("gs://bucket/run/checkpoints"), []
     for name in ("model/d", "_CHECKPOINT_METADATA"):
         write_whole(folder / "4" / name, b"{}")
-    checkpoints = Checkpoints(
-        *(folder, tmp_path, DataIdentity(""), make_config().values), *(print, warnings.append)
-    )
+    given = Disk(tmp_path), DataIdentity(""), make_config().values, print, warnings.append
+    checkpoints = Checkpoints(folder, *given)
     assert checkpoints.latest() is None
     assert checkpoints.start_saving() == [folder / "4"]
     assert sizes(folder) == {} and not warnings

@@ -12,6 +12,7 @@ from maxramp import generate, prepare
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
+from maxramp.files.run_folder import Disk
 from maxramp.generation.generator import Answer
 from maxramp.generation.text import AnswerText
 from maxramp.handover.opening import open_model
@@ -26,13 +27,13 @@ def save_run(folder, *keys):
     ramp = RampupBatchManager(config.batch, 8)
     with jax.set_mesh(make_mesh(config)):
         saving = Checkpoints(
-            *(folder / "checkpoints", folder, DataIdentity("data"), config.values), *(print, print)
+            *(folder / "checkpoints", Disk(folder), DataIdentity("data"), config.values),
+            *(print, print),
         )
         with saving:
             saving.start_saving()
-            stages, nothing = ramp.to_json()["stages"], lambda: lambda: None
-            record = saving.record(0, 0, stages)
-            saving.save(record, initial_state(config.recipe), nothing, last=True)
+            record = saving.record(0, 0, ramp.to_json()["stages"])
+            saving.save(record, initial_state(config.recipe), last=True)
     return str(folder)
 
 

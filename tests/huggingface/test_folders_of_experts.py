@@ -17,8 +17,8 @@ from small_models import (
 from test_weights import MESHES, assert_same_tensors, on_mesh, write
 
 from maxramp import convert
-from maxramp.checkpoints.weights import open_weights
 from maxramp.errors import ConfigError
+from maxramp.handover.weights import open_weights
 from maxramp.huggingface import config_json
 from maxramp.model.families.table import unify_keys
 from maxramp.training.state import abstract_state

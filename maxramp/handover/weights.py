@@ -12,7 +12,6 @@ from typing import Any
 
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as checkpoints
-from maxramp.checkpoints.fingerprint import fingerprint_of_weights
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place, write_whole
@@ -23,6 +22,7 @@ from maxramp.keys.section import refuse
 from maxramp.model.adapters import attach_adapters, has_adapters, stored_part, without_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.families.table import is_of_experts, unify_keys
+from maxramp.model.fingerprint import fingerprint_of_weights
 from maxramp.model.keys import MODEL_KEYS
 from maxramp.model.order import order_by_layer
 
