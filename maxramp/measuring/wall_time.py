@@ -36,10 +36,10 @@ _WAITS = {"compiles": "compile_seconds", "data": "data_seconds", "snapshots": "s
 # Of a record; NaN where it has none.
 _COLUMNS = (
     *("step", "stage", "consumed_tokens", "step_seconds", "data_seconds", "compile_seconds"),
-    *("time", "snapshot_seconds", "eval_seconds", "save_seconds"),
+    *("time", "snapshot_seconds", "eval_seconds", "save_seconds", "restarted"),
 )
 _NEEDED = ("step", "time")
-# Most steps as `train` writes them, without the last three columns: several times as fast as JSON,
+# Most steps as `train` writes them, without the last four columns: several times as fast as JSON,
 # which reads all other records.
 _STEP = re.compile(
     rb'\{"step": (N), "stage": (N), [^\n]*"consumed_tokens": (N), '
@@ -155,8 +155,10 @@ def _owners(found: Columns, jobs: Sequence[dict[str, Any]]) -> np.ndarray:
     by_time = np.maximum(np.searchsorted(starts, found["time"], "right") - 1, 0)
     # A job evaluates the state that it begins with, if the one before it did not.
     until = found["step"] + np.isnan(found["step_seconds"])
-    # A step that counts is of the last job that began with it or before it.
-    lowest = np.minimum.accumulate(first_steps[::-1])[::-1]
+    # A step that counts is of the last job that began with it or before it. The last job of all may
+    # still hold the records of the one before it, which it drops before its first step.
+    trained = first_steps if len(jobs) == 1 or _has_trained(found, jobs[-1]) else first_steps[:-1]
+    lowest = np.minimum.accumulate(trained[::-1])[::-1]
     least, most = (np.searchsorted(lowest, x, "right") - 1 for x in (found["step"], until))
     owner = np.clip(by_time, least, most)
     # One that was dropped is of an earlier job, of which the clock tells.
@@ -168,6 +170,13 @@ def _owners(found: Columns, jobs: Sequence[dict[str, Any]]) -> np.ndarray:
     for i in range(len(jobs)):
         owner[lost[(first_steps[i] <= until) & (i <= by_time)]] = i
     return owner
+
+
+def _has_trained(found: Columns, job: dict[str, Any]) -> bool:
+    """Whether the records that count have one of the last job, by its mark or by its clock."""
+    later = ~found["lost"] & (found["step"] >= job["first_step"])
+    is_first = later & (found["step"] == job["first_step"]) & (found["restarted"] == 1)
+    return not later.any() or is_first.any() or (found["time"][later] >= job["start"]).any()
 
 
 def _read(path: Place) -> tuple[np.ndarray, int]:
@@ -203,6 +212,7 @@ def _parse(line: bytes) -> list[float | None] | None:
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         if isinstance(record, dict) and all(is_count(record.get(name)) for name in _NEEDED):
+            record["restarted"] = int("restarted" in record)
             return [x if is_count(x := record.get(name)) else None for name in _COLUMNS]
     return None
 

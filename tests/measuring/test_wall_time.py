@@ -164,6 +164,7 @@ def adjusted(lines, ahead):
 
 FIRST = [step_of(i, 1001.0 + i) for i in range(70)]  # to step 70, of which 50 are saved
 SECOND = [step_of(i, 1101.0 + i - 50) for i in range(50, 100)]
+SECOND[0]["restarted"] = True
 STARTS = [start_of(1000.0), start_of(1100.0, 50)]
 
 
@@ -186,6 +187,20 @@ def test_clocks_that_jump_move_no_step_to_another_job(tmp_path, first, second, a
     assert [(job["steps"], job["lost_steps"]) for job in found["jobs"]] == [(50, 20), (50, 0)]
     assert [(s["steps"], s["tokens"]) for s in found["stages"]] == [(50, 800), (50, 800)]
     assert found["wall_seconds"] <= 151 + ahead and not found["warnings"]
+
+
+def test_a_job_that_has_not_trained_yet_owns_no_step(tmp_path):
+    """The records behind its first step are of the job before it until they are dropped."""
+    for starts in (STARTS, [*STARTS[:1], start_of(1090.0, 60), *STARTS[1:]]):
+        found = wall_time.wall_time(write_run(tmp_path, starts, FIRST), None)
+        adds_up(found, found["wall_seconds"])
+        assert [job["steps"] for job in found["jobs"]][-1] == 0 and found["steps"] == 70
+
+
+def test_the_only_job_owns_all_steps(tmp_path):
+    found = wall_time.wall_time(write_run(tmp_path, [start_of(2000.0)], FIRST), None)
+    adds_up(found, found["wall_seconds"])
+    assert found["steps"] == 70 and not found["warnings"]
 
 
 def test_a_job_whose_clock_is_behind_begins_where_the_last_one_ended(tmp_path):
