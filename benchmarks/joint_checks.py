@@ -408,7 +408,7 @@ def opens(runs: Runs, name: str) -> None:
         case.shapes[0].processes,
     )
     later = [(p.first_sample, p.given[MIXTURE]) for p in config.batch.changing(MIXTURE)]
-    corpus = open_rows(config.data, config.reading, True, later=later)
+    corpus = open_rows(config.data, True, later=later)
     total = count = 0
     for part in corpus.held_out:
         for index in range(len(part.items)):

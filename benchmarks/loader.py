@@ -96,7 +96,7 @@ def make_loader(config) -> tuple[Loader, RampupBatchManager]:
     mesh = mesh_lib.make_mesh(config.mesh)
     expansion = Expansion(mesh, 1)
     ramp = RampupBatchManager(config.batch, 1)
-    corpus = open_rows(config.data, config.reading, True)
+    corpus = open_rows(config.data, True)
     return Loader(config.data, config.reading, corpus, ramp, expansion, first_step=0), ramp
 
 

@@ -232,7 +232,7 @@ def open_chats(folder: pathlib.Path) -> None:
     keys += ["dataset_type=grain", f"grain_train_files={file}", "tokenizer_type=huggingface"]
     keys += ["max_target_length=64", "enable_rampup_batch_size=False"]
     config = resolve(load([str(ROOT / "configs" / "base.yml"), *TINY, *keys]), 1, 1, 1)
-    opening.open_rows(config.data, config.reading, True)
+    opening.open_rows(config.data, True)
 
 
 def main() -> None:

@@ -97,9 +97,10 @@ def _with_length(config: Config) -> Config:
     planned = with_nodes(config)
     devices = planned.batch.num_devices
     later = [(p.first_sample, p.given[MIXTURE]) for p in config.batch.changing(MIXTURE)]
-    corpus = open_rows(config.data, config.reading, True, later=later)
+    resolved = resolve(planned, devices)
+    corpus = open_rows(resolved.data, True, later=later)
     rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
-    batch = resolve(planned, devices).batch
+    batch = resolved.batch
     samples, _ = length_by_epochs(batch, devices, None, rows, config.data.num_epoch)
     return config.replace(total_samples=samples)
 

@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before the imports that take a second
         console.outlive_readers()
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -33,18 +32,20 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
 from maxramp.commandline import Parser, command, count, print_note
 from maxramp.config.load import load
-from maxramp.data import preparation, shards, sources, tokenizers
+from maxramp.config.resolve import data_values
+from maxramp.data import preparation, shards, tokenizers
+from maxramp.data.cached import progress
 from maxramp.data.chats.chats import ChatEncoder
 from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
+from maxramp.data.inputs import escape_path, find_files, open_files
 from maxramp.data.keys import MARK_KEYS, ChatKeys, DataKeys
+from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import place, storage
 from maxramp.keys.base import CONFIGS, base
@@ -58,6 +59,7 @@ KEYS = (
 )
 INSPECTION_KEYS = (
     *("max_target_length", "separate_documents", "tokenizer_path", "grain_file_type"),
+    "data_cache_dir",
     *ChatKeys.names(),
 )
 
@@ -107,8 +109,8 @@ def main(arguments: list[str]) -> int:
 
 def _inspect(named: str, arguments: list[str]) -> None:
     if named.endswith((".yml", ".yaml")):
-        keys = load([named, *arguments], "train").data
-        keys = dataclasses.replace(keys, tokenizer_type=keys.type_of_tokenizer)
+        config = load([named, *arguments], "train")
+        keys = config.replace(**data_values(config)).data
         if keys.dataset_type != "grain" or (";" in keys.grain_train_files and not keys.reads_chats):
             raise ConfigError(
                 f"{named} trains on dataset_type={keys.dataset_type} "
@@ -134,8 +136,8 @@ def _write_tokenizer(given: argparse.Namespace, names: Sequence[str], keys: Data
     file = pathlib.Path(given.output).expanduser() / "tokenizer.json"
     if file.exists() or prepared.is_prepared(given.output):
         raise ConfigError(f"--output {given.output} has a tokenizer already; give another folder")
-    inputs = preparation.open_inputs(names, keys)
-    preparation.open_tokenizer(given.train_bpe, keys, inputs)
+    inputs = _open_inputs(names, keys)
+    _open_tokenizer(given.train_bpe, keys, inputs)
     _train_bpe(given, file, inputs)
     found = tokenizers.load("huggingface", str(file), **keys.mark_keys).vocab_size
     if found < given.train_bpe:
@@ -162,7 +164,7 @@ def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
     )
     if is_address(given.output):
         raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
-    sources.escape_path("--output", given.output)
+    escape_path("--output", given.output)
 
 
 def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKeys:
@@ -173,22 +175,61 @@ def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKe
     config = load([str(CONFIGS / "base.yml"), *source, *arguments], "prepare")
     listed = f"{doing} takes only {', '.join(taken)}"
     refuse((text.partition("=")[0] not in taken, f"{text}: {listed}") for text in arguments)
-    found = dataclasses.replace(config.data, tokenizer_type=config.data.type_of_tokenizer)
+    keys = config.replace(**data_values(config)).data
     no_marks = {"add_bos": False, "add_eos": False}  # chats have their template's
-    return dataclasses.replace(found, **no_marks) if found.reads_chats else found
+    return dataclasses.replace(keys, **no_marks) if keys.reads_chats else keys
+
+
+def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
+    files = open_files(keys, "hf", [keys.train_split]) if keys.hf_path else []
+    for name in names:
+        kind, paths = find_files("INPUT", name, keys.grain_file_type)
+        if kind == "prepared":
+            raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
+        opened = open_files(keys, kind, paths)
+        if kind == "megatron":
+            if keys.reads_chats:
+                raise ConfigError(f"INPUT: {name} holds tokens, and {keys.reads_chats} reads chats")
+            for file in opened:
+                file.check()
+        files += opened
+    if len({file.tokens for file in files}) > 1:
+        raise ConfigError("INPUT: Megatron's files hold tokens and the others text; prepare each")
+    return files
+
+
+def _open_tokenizer(
+    bpe_size: int | None, keys: DataKeys, inputs: Sequence[RecordFile]
+) -> Tokenizer | None:
+    """None where one is to be trained, or the inputs hold tokens."""
+    kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
+    tokens, flag = inputs[0].tokens, f"--train_bpe {bpe_size}"
+    named = flag if training else f"tokenizer_path={path}" if path else ""
+    refuse(
+        [
+            (tokens and named, f"{named}: the inputs hold no text but tokens; leave it out"),
+            (
+                training and (path or kind != "bytes"),
+                f"{flag} trains a tokenizer, and the keys name another, {path or kind}; leave one "
+                "of them out",
+            ),
+            (training and bpe_size < 258, f"{flag} must be 258 or more: 256 bytes and two marks"),
+        ]
+    )
+    return None if tokens or training else tokenizers.load(kind, path, **keys.mark_keys)
 
 
 def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
-    files = preparation.open_inputs(names, keys)
-    tokenizer = preparation.open_tokenizer(given.train_bpe, keys, files)
+    files = _open_inputs(names, keys)
+    tokenizer = _open_tokenizer(given.train_bpe, keys, files)
     trained = shards.bpe_name(given.train_bpe, files) if given.train_bpe else ""
     how = tokenizer.hash if tokenizer else f"{trained} {keys.mark_keys}"
     encoder = ChatEncoder(tokenizer, keys) if keys.reads_chats else None
     how += f" {encoder.made_by}" if encoder else ""
     refuse([(encoder and given.deduplicate, "--deduplicate compares documents, not chats")])
-    with shards.sole_writer(output) as folder:
+    with shards.sole_writer(output, label := f"--output {given.output}") as folder:
         size = max(1, int(given.shard_megabytes * 1e6))
         planned = shards.plan(files, how, size, given.deduplicate)
         if prepared.is_prepared(str(output)):
@@ -213,6 +254,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
             if tokenizer:
                 _say(f"tokenizer  {tokenizer.describe()}")
             how = given.deduplicate, planned, encoder, given.workers, given.max_bad_records
+            how = *how, "the inputs", label
             work = shards.Preparation(folder, tokenizer, *how)
             there, size = len(work.finished_shards()), sum(shard.size for shard in planned)
             earlier = f", {there} of them made by an earlier start" if there else ""
@@ -220,7 +262,7 @@ def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> 
                 f"input      {count(len(files), 'file')}, {size / 1e6:,.1f} MB, in "
                 f"{count(len(planned), 'shard')}{earlier}"
             )
-            with _progress(size) as show:
+            with progress(size) as show:
                 manifest = preparation.make(work, show)
     seconds = time.perf_counter() - start
     _say(f"done       {prepared.contents(manifest)} in {seconds:.1f}s (hash {manifest['hash']})")
@@ -251,7 +293,7 @@ def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: Data
             _say(f"left out   {count(left_out, what)}{see}")
     for line in prepared.left_out(manifest):
         _say(f"left out   {line}")
-    entry = shlex.quote(sources.escape_path("--output", str(output)))
+    entry = shlex.quote(escape_path("--output", str(output)))
     name = shlex.quote(output.resolve().name)
     config = f"configs/base.yml run_name={name} dataset_type=grain"
     sizes = f"vocab_size={prepared.vocab_size_for(manifest)}"
@@ -261,27 +303,6 @@ def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: Data
         own = [f"{name}={value}" for name, value in own.items() if value != base()[name]]
         sizes = shlex.join(["load_parameters_path=MODEL", *own])
     _say(f"train      python -m maxramp.train {config} grain_train_files={entry} {sizes}")
-
-
-@contextlib.contextmanager
-def _progress(size: int) -> Iterator[preparation.Show]:
-    """Shows documents, tokens and bytes: a bar on a terminal, elsewhere a line at every tenth."""
-    start, tenths = time.perf_counter(), 0
-    columns = (BarColumn(30), "{task.description}", TimeRemainingColumn())
-    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
-        task = bar.add_task("starting", total=size)
-
-        def show(documents: int, tokens: int, done: int) -> None:
-            nonlocal tenths
-            rate = tokens / (time.perf_counter() - start)
-            line = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
-            bar.update(task, completed=done, description=line)
-            read = min(done * 10 // max(1, size), 9)  # ahead of what is made; `done` has the rest
-            if bar.disable and documents and read > tenths:
-                tenths = read
-                _say(f"{tenths:>3}0%       {line}")
-
-        yield show
 
 
 if __name__ == "__main__":

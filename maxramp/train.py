@@ -80,7 +80,7 @@ def _run(begun: Start) -> int:
     expansion = Expansion(begun.mesh, config.data.expansion_factor_real_data)
     phases, beat = config.batch.changing(MIXTURE), begun.watchdog.beat
     later = [(phase.first_sample, phase.given[MIXTURE]) for phase in phases]
-    corpus = open_rows(config.data, config.reading, expansion.reads, beat, later)
+    corpus = open_rows(config.data, expansion.reads, beat, later)
     begun.watchdog.beat()
     fields = functools.partial(text_fields, separate=corpus.packed)
     if config.data.use_dpo:

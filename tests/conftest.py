@@ -1,5 +1,6 @@
 """Eight CPU devices for the tests that run in this process, and real subprocesses for the rest."""
 
+import atexit
 import contextlib
 import functools
 import importlib.metadata
@@ -9,6 +10,7 @@ import math
 import os
 import pathlib
 import sys
+import tempfile
 
 # Programs of a tiny model take seconds to compile and no time to run. Compiled so they take a
 # seventh of that, on the JAX that has the second flag; XLA ends at a flag that it does not know.
@@ -135,9 +137,18 @@ def smollm2(tmp_path_factory):
     return path
 
 
+@functools.cache
+def data_cache() -> str:
+    """A folder of prepared sets, which goes with this process."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
 def make_config(*arguments: str, devices: int = DEVICES):
     """A resolved config of the tiny model for a job of `devices` devices; later arguments win."""
-    merged = dict(argument.split("=", 1) for argument in (*TINY, *arguments))
+    own = f"data_cache_dir={data_cache()}"
+    merged = dict(argument.split("=", 1) for argument in (*TINY, own, *arguments))
     loaded = load([BASE, *(f"{name}={value}" for name, value in merged.items())])
     return resolve(loaded, devices, 1, 1)
 

@@ -46,7 +46,7 @@ def serve(first_step: int, loaded) -> dict:
     mesh = mesh_lib.make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         expansion = Expansion(mesh, config.data.expansion_factor_real_data)
-        corpus = open_rows(config.data, config.reading, expansion.reads)
+        corpus = open_rows(config.data, expansion.reads)
         fields = functools.partial(text_fields, separate=corpus.packed)
         ramp = RampupBatchManager(config.batch, jax.device_count(), fields=fields)
         loader = Loader(config.data, config.reading, corpus, ramp, expansion, first_step)

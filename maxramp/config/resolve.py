@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +11,7 @@ from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.keys.numbers import exact, nearest_multiples, show
+from maxramp.keys.section import is_address
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys, key_copies
 from maxramp.parallel.axes import NAME_IN_KEYS, ROW_AXES
@@ -34,7 +36,7 @@ def resolve(
         run_name=config.run.run_name or config.run.model_name,
         expansion_factor_real_data=1.0 if factor == -1 else factor,
         mu_dtype=_dtype_of_means(config),
-        tokenizer_type=config.data.type_of_tokenizer,
+        **data_values(config),
         **_scaling(config),
         **_nodes(config.batch, num_devices, num_processes),
         **dataclasses.asdict(mesh),
@@ -68,6 +70,16 @@ def meshes_of(config: Config) -> Meshes:
         return batch and batch.mesh_at(num_devices, sample)
 
     return mesh
+
+
+def data_values(config: Config) -> dict[str, str]:
+    """The keys of the data that other keys decide where they are not given."""
+    output = config.run.base_output_directory
+    cache = "~/.cache/maxramp/prepared" if is_address(output) else os.path.join(output, ".prepared")
+    return {
+        "tokenizer_type": config.data.type_of_tokenizer,
+        "data_cache_dir": config.data.data_cache_dir or cache,
+    }
 
 
 def _dtype_of_means(config: Config) -> str:

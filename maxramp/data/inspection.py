@@ -17,7 +17,7 @@ from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.rows import PADDING, Chain, Document, StreamRows
-from maxramp.data.sources import open_sources
+from maxramp.data.sources import find_mixtures
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.stage import text_fields
 
@@ -68,24 +68,14 @@ def inspect(folder: str, keys: DataKeys) -> None:
 
 
 def inspect_chats(files: str, keys: DataKeys) -> None:
-    """`files` has the form of `grain_train_files`."""
-    whole = {"grain_train_files": files, "eval_interval": -1, "eval_fraction": 0.0}
+    """The same of chats, or pairs, that a run would prepare; `files` has the form of
+    `grain_train_files`.
+    """
+    whole = {"grain_train_files": files, "grain_eval_files": "", "eval_sets": {}}
     no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
-    sources = open_sources(dataclasses.replace(keys, **whole, **no_model))
-    (part, *_), console = sources.train, Console(highlight=False)
-    total = sum(len(part.items) for part in sources.train)
-    print(f"{part.noun}      {files}: {total} {part.noun}")
-    for index in _spread(len(part.items), _DOCUMENTS):
-        texts = (_cut(text, spans) for text, spans in part.items.texts(index))
-        _show_chat(console, index, part.items[index], texts, keys.use_dpo)
-
-
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> Pieces:
-    at = 0
-    for begin, end in spans:
-        yield from ((text[at:begin], False), (text[begin:end], True))
-        at = end
-    yield text[at:], False
+    for cached in find_mixtures(dataclasses.replace(keys, **whole, **no_model)).cached_sets:
+        cached.prepare(lambda: None)
+        inspect(str(cached.folder), keys)
 
 
 def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[Pieces]:

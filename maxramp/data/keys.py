@@ -54,6 +54,7 @@ class DataKeys(ChatKeys):
     hf_name: str
     train_split: str
     hf_eval_split: str
+    data_cache_dir: str
     eval_sets: Mapping[str, str] = section.named_texts()
     train_data_columns: Sequence[str] = limit(
         lambda value: len(value) == 1 and isinstance(value[0], str),

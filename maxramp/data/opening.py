@@ -1,76 +1,78 @@
-"""The rows of a run: its sources opened, their documents counted and laid out.
+"""The rows of a run: its data prepared where it has to be, opened, and documents laid out.
 
 Every process of a job calls this; those that do not read learn the sizes from those that do. An
 error in one ends all with the same line, before anything is trained.
 """
 
-import contextlib
 import dataclasses
-import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from maxramp.commandline import count
 from maxramp.data import packing
+from maxramp.data.cached import CachedSet
 from maxramp.data.corpus import Corpus, Part, hash_of
-from maxramp.data.keys import DataKeys, ReadingKeys
-from maxramp.data.prefetch import ReadAhead
-from maxramp.data.rows import LEFT_OUT, Document
-from maxramp.data.sources import open_sources, parse_mixture
+from maxramp.data.inputs import parse_mixture
+from maxramp.data.keys import DataKeys
+from maxramp.data.rows import LEFT_OUT
+from maxramp.data.sources import find_mixtures
 from maxramp.errors import ConfigError
 from maxramp.keys.section import refuse
-from maxramp.processes.agreement import all_gather_json, raise_everywhere
+from maxramp.processes.agreement import all_gather_json, raise_everywhere, run_on
 
 Beat = Callable[[], None]
-_BLOCK = 256  # documents whose lengths are counted together
-_ROUND = 4096  # blocks that a process counts between two words with the others
 
 
 def open_rows(
-    data: DataKeys,
-    reading: ReadingKeys,
-    reads: bool,
-    beat: Beat = lambda: None,
-    later: Sequence[tuple[int, str]] = (),
+    data: DataKeys, reads: bool, beat: Beat = lambda: None, later: Sequence[tuple[int, str]] = ()
 ) -> Corpus:
     """Opens the rows that the keys name; called by all processes of the job.
 
-    Documents are laid out in rows by their lengths, which takes a pass that the reading processes
-    share. A TrainingError says on every process that one could not read a document.
+    Text, chats and token ids are prepared once, into sets below data_cache_dir.
 
     Args:
       reads: whether this process opens the data. The others get rows with a number only.
-      beat: called on every process whenever more lengths are to be counted.
+      beat: called on every process now and then while a set is prepared.
       later: (first row, grain_train_files) of the phases that change the mixture. A part is the
         same in all mixtures that name it.
     """
     values = [value for _, value in later]
-    opened = raise_everywhere(lambda: open_sources(data, values) if reads else None)
+    mixtures = raise_everywhere(lambda: find_mixtures(data, values) if reads else None)
+    _prepare(mixtures.cached_sets if reads else [], beat)
+    weights = [(row, dict(parse_mixture("grain_train_files", value))) for row, value in later]
+    opened = raise_everywhere(lambda: _open(data, mixtures.open(), weights) if reads else None)
     known = all_gather_json(opened.summary if opened else None)
-    readers = [process for process, sources in enumerate(known) if sources is not None]
-    for process in readers:
-        if known[process] != known[0]:
+    for process, summary in enumerate(known):
+        if summary not in (None, known[0]):
             raise ConfigError(
-                f"process {process} sees other data than process 0 (hash "
-                f"{hash_of(known[process])}, not {hash_of(known[0])}); give all processes the same "
-                "files"
+                f"process {process} sees other data than process 0 (hash {hash_of(summary)}, not "
+                f"{hash_of(known[0])}); give all processes the same files"
             )
-    sources = opened or Corpus.from_summary(known[0])
-    mixtures = [(row, dict(parse_mixture("grain_train_files", value))) for row, value in later]
-    rows = sources
-    if sources.train[0].noun != "rows":
-        beat()
-        rows = _lay_out(data, sources, lambda x: _count(reading, x.items, readers, beat))
-    return dataclasses.replace(
-        rows,
-        description=f"{_describe(sources, mixtures)}{rows.description}",
-        later=[(row, [of.get(part.name, 0.0) for part in rows.train]) for row, of in mixtures],
-    )
+    rows = opened or Corpus.from_summary(known[0])
+    by_part = [(row, [of.get(part.name, 0.0) for part in rows.train]) for row, of in weights]
+    return dataclasses.replace(rows, later=by_part)
+
+
+def _prepare(cached: Sequence[CachedSet], beat: Beat) -> None:
+    """Makes the sets that are not there. The first process begins, as the others may see what it
+    writes; then each makes what it still lacks, where machines share no disk.
+    """
+    for is_first in (True, False):
+        is_turn = (jax.process_index() == 0) is is_first
+        missing = [one for one in cached if is_turn and not one.is_prepared]
+        lacking = [process for process, n in enumerate(all_gather_json(len(missing))) if n]
+        run_on(lacking, lambda missing=missing: [one.prepare(beat) for one in missing], beat)
+
+
+def _open(
+    data: DataKeys, sources: Corpus, weights: Sequence[tuple[int, dict[str, float]]]
+) -> Corpus:
+    rows = sources if sources.train[0].noun == "rows" else _lay_out(data, sources)
+    description = f"{_describe(sources, weights)}{rows.description}"
+    return dataclasses.replace(rows, description=description)
 
 
 def _describe(sources: Corpus, mixtures: Sequence[tuple[int, dict[str, float]]]) -> str:
@@ -92,9 +94,7 @@ def _shares(weights: Iterable[tuple[str, float]]) -> str:
     return ", ".join(shown) if len(shown) > 1 else weights[0][0]
 
 
-def _lay_out(
-    data: DataKeys, sources: Corpus, count_documents: Callable[[Part], np.ndarray]
-) -> Corpus:
+def _lay_out(data: DataKeys, sources: Corpus) -> Corpus:
     length, lay_out = data.max_target_length, packing.one_per_row
     separate = data.use_dpo or (data.packing and data.separate_documents)
     if data.packing:
@@ -105,10 +105,10 @@ def _lay_out(
 
     def make_rows(part: Part, counted: np.ndarray) -> Part:
         rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
-        digest = hashlib.blake2b(part.hash.encode() + counted.tobytes(), digest_size=8).hexdigest()
+        digest = hash_of([part.hash, part.rows_id])
         return Part(part.name, part.weight, rows, digest, rows_id=hash_of([digest, *how]))
 
-    counts = [count_documents(part) for part in sources.train]
+    counts = [part.items.counts() for part in sources.train]
     documents = np.concatenate(counts)
     left_out = np.bincount(documents[:, 2], minlength=len(LEFT_OUT))
     left_out = [f"{n} {why}" for n, why in zip(left_out, LEFT_OUT, strict=True) if n and why]
@@ -116,7 +116,7 @@ def _lay_out(
     train = list(map(make_rows, sources.train, counts))
     refuse((not len(part.items), f"{part.name}: nothing to predict: {nothing}") for part in train)
     # Also where none is evaluated: the hash of the data does not depend on that.
-    held_out = [make_rows(part, count_documents(part)) for part in sources.held_out]
+    held_out = [make_rows(part, part.items.counts()) for part in sources.held_out]
     if data.eval_interval == -1:
         held_out = [dataclasses.replace(part, items=()) for part in held_out]
     else:
@@ -143,41 +143,3 @@ def _held_out_key(data: DataKeys, name: str) -> str:
     names = ("grain_eval_files", "hf_eval_split")
     given = (f"{name}={value}" for name in names if (value := getattr(data, name)))
     return next(given, f"eval_fraction={data.eval_fraction}")
-
-
-def _measure_block(documents: Sequence[Document], index: int) -> np.ndarray:
-    """int32 [documents, 4]: tokens, targets of them, number in LEFT_OUT, and a hash of it all."""
-    block = range(len(documents))[index * _BLOCK : (index + 1) * _BLOCK]
-    return np.array([_measure(documents[i]) for i in block], np.int32)
-
-
-def _measure(document: Document) -> tuple[int, int, int, int]:
-    tokens, is_target, left_out, begins = document
-    targets = len(tokens) - 1 if is_target is None else int(is_target[1:].sum())
-    digest = hashlib.blake2b(f"{begins}".encode() + tokens.tobytes(), digest_size=4)
-    digest.update(b"" if is_target is None else is_target.tobytes())
-    found = int.from_bytes(digest.digest(), "little", signed=True)
-    return len(tokens), targets, LEFT_OUT.index(left_out), found
-
-
-def _count(
-    reading: ReadingKeys, documents: Sequence[Document], readers: list[int], beat: Beat
-) -> np.ndarray:
-    """Works in rounds, so that every process learns whether the others proceed."""
-    nothing = np.empty((0, 4), np.int32)
-    if not len(documents):
-        return nothing
-    blocks, me = range(-(-len(documents) // _BLOCK)), jax.process_index()
-    per_reader = -(-len(blocks) // len(readers))
-    first = readers.index(me) * per_reader if me in readers else len(blocks)
-    what, read = f"{documents}: block of {_BLOCK} documents", partial(_measure_block, documents)
-    ahead = ReadAhead(what, read, blocks[first : first + per_reader], reading, 4 * _BLOCK)
-    counts = [nothing]
-    with contextlib.closing(ahead):
-        for _ in range(0, per_reader, _ROUND):
-            counts += raise_everywhere(lambda: list(itertools.islice(ahead, _ROUND)))
-            beat()
-    counted = np.concatenate(counts)
-    padded = np.pad(counted, ((0, per_reader * _BLOCK - len(counted)), (0, 0)))
-    everyone = multihost_utils.process_allgather(padded).reshape(-1, *padded.shape)
-    return np.concatenate([everyone[reader] for reader in readers])[: len(documents)]

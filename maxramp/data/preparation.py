@@ -19,19 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.data import sources, tokenizers
-from maxramp.data.chats.chats import fit_to_row
-from maxramp.data.files import formats, prepared
+from maxramp.commandline import count
+from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronWriter
-from maxramp.data.files.records import WHOLE, BadRecord, Record, RecordFile
-from maxramp.data.hub import HubSet
-from maxramp.data.keys import DataKeys
-from maxramp.data.rows import MARKED, UNANSWERED
+from maxramp.data.files.records import BadRecord, Record, RecordFile
+from maxramp.data.rows import MARKED, UNANSWERED, fit_to_row
 from maxramp.data.shards import Preparation, Shard, publish, source_of
-from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files import place
-from maxramp.keys.section import refuse
 from maxramp.processes.workers import delay_signals, stay_with_parent
 
 _SIZE = 16  # bytes of a hash
@@ -90,7 +85,9 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     shards = [{"name": shard.name, **done[shard.name]} for shard in work.shards]
     documents, tokens = (sum(shard[name] for shard in shards) for name in ("documents", "tokens"))
     if not tokens:
-        raise ConfigError(f"the inputs hold {documents} documents and no tokens")
+        raise ConfigError(
+            f"{work.inputs}: no records with tokens, of {count(documents, 'document')}"
+        )
     whole = 0
     for shard in shards:
         whole = prepared.join(whole, int(shard["hash"], 16), shard["documents"])
@@ -138,12 +135,22 @@ def _run(
     work: Preparation, task: Callable[..., None], given: list[tuple], counted: list[int], show: Show
 ) -> None:
     """Counts documents, tokens and bytes read; whether the workers are to leave; bad records."""
+    if not work.workers:
+        _use(work, _OwnCounts(counted), os.cpu_count() or 1)
+        with _told_in_a_line(work):
+            for one in given:
+                task(*one)
+                show(*_counts[:3])
+        return
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", counted)
     mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
     makers = max(1, min(work.workers, len(given)))
     start = (work, counts, max(1, work.workers // makers))
-    with concurrent.futures.ProcessPoolExecutor(makers, context, _start_worker, start) as pool:
+    with (
+        _told_in_a_line(work),
+        concurrent.futures.ProcessPoolExecutor(makers, context, _start_worker, start) as pool,
+    ):
         try:
             with delay_signals():
                 pending = {pool.submit(task, *one) for one in given}
@@ -154,23 +161,39 @@ def _run(
                     future.result()
         except concurrent.futures.process.BrokenProcessPool:
             raise TrainingError(
-                "a worker was killed, for want of memory perhaps (--workers takes fewer); start "
-                "again to go on"
-            ) from None
-        except OSError as error:  # of a file that is read it would be a ConfigError
-            raise TrainingError(
-                f"--output {work.work.parent}: cannot write {error.filename or 'there'}: "
-                f"{error.strerror or error}; make room, and start again to continue"
+                "a worker was killed, for want of memory perhaps (maxramp.prepare takes fewer with "
+                "--workers); start again to go on"
             ) from None
         finally:
             mine[3] = 1
             pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(*given: Any) -> None:
-    """Of a maker, like all that follows down to `_read`."""
+@contextlib.contextmanager
+def _told_in_a_line(work: Preparation) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # of a file that is read it would be a ConfigError
+        raise TrainingError(
+            f"{work.label}: cannot write {error.filename or 'there'}: "
+            f"{error.strerror or error}; make room, and start again to continue"
+        ) from None
+
+
+class _OwnCounts(list):
+    """Stands for the counts that processes share where one works alone."""
+
+    __enter__ = __exit__ = lambda *_: None
+
+
+def _use(*given: Any) -> None:
+    """For a maker, like all that follows down to `_read`."""
     global _job, _counts, _threads
     _job, _counts, _threads = given
+
+
+def _start_worker(*given: Any) -> None:
+    _use(*given)
     stay_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a pool ends what is left of it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads are the parallelism
@@ -222,7 +245,7 @@ def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[li
                 # A line has its byte; its number would take a count.
                 bad.append({"file": file.path, file.unit: record.place, "reason": str(record)})
                 if _count(0, 0, 0, bad=1) > _job.allowed:
-                    _refuse(f"{file.where_place(record.place)}: {record}", _job.allowed)
+                    _refuse(f"{file.where(record.place)}: {record}", _job.allowed)
                 continue
             number += 1
             if number in skipped:
@@ -289,49 +312,6 @@ def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Itera
                 yield text
                 left -= len(text)
             elif (bad := bad + 1) > allowed:
-                _refuse(f"{file.where_place(text.place)}: {text}", allowed)
+                _refuse(f"{file.where(text.place)}: {text}", allowed)
             if left <= 0 and total > most:
                 break
-
-
-def open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
-    (column,) = keys.train_data_columns
-    tokens = not keys.tokenize_train_data
-    column = WHOLE if keys.reads_chats else column
-    named = keys.hf_path, keys.hf_name, keys.train_split
-    inputs: list[RecordFile] = [HubSet(*named, column, tokens)] if keys.hf_path else []
-    for name in names:
-        kind, paths = sources.find_files("INPUT", name, keys.grain_file_type)
-        if kind == "prepared":
-            raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
-        files = [formats.READERS[kind](path, column, tokens) for path in paths]
-        if kind == "megatron":
-            if keys.reads_chats:
-                raise ConfigError(f"INPUT: {name} holds tokens, and {keys.reads_chats} reads chats")
-            for file in files:
-                file.check()
-        inputs += files
-    if len({file.tokens for file in inputs}) > 1:
-        raise ConfigError("INPUT: Megatron's files hold tokens and the others text; prepare each")
-    return inputs
-
-
-def open_tokenizer(
-    bpe_size: int | None, keys: DataKeys, inputs: Sequence[RecordFile]
-) -> Tokenizer | None:
-    """None where one is to be trained, or the inputs hold tokens."""
-    kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
-    tokens, flag = inputs[0].tokens, f"--train_bpe {bpe_size}"
-    named = flag if training else f"tokenizer_path={path}" if path else ""
-    refuse(
-        [
-            (tokens and named, f"{named}: the inputs hold no text but tokens; leave it out"),
-            (
-                training and (path or kind != "bytes"),
-                f"{flag} trains a tokenizer, and the keys name another, {path or kind}; leave one "
-                "of them out",
-            ),
-            (training and bpe_size < 258, f"{flag} must be 258 or more: 256 bytes and two marks"),
-        ]
-    )
-    return None if tokens or training else tokenizers.load(kind, path, **keys.mark_keys)

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxramp.data.files.records import RecordFile
-from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 
 # Why a document is left out, and counted; of most there is nothing to say.
@@ -25,6 +23,7 @@ LEFT_OUT = (
 
 
 PADDING = -1  # no token: never a target
+NO_TOKENS = np.empty(0, np.int32)
 
 
 class Row(NamedTuple):
@@ -107,52 +106,63 @@ class Chain(Items):
         super().__init__(int(self._starts[-1]))
 
     def _item(self, number: int) -> Any:
-        part, inside = self._find(number)
-        return part[inside]
-
-    def _find(self, number: int) -> tuple[Any, int]:
         which = int(np.searchsorted(self._starts, number, "right")) - 1
-        return self._parts[which], number - int(self._starts[which])
+        return self._parts[which][number - int(self._starts[which])]
+
+    def counts(self) -> np.ndarray:
+        """int32 [documents, 3]: tokens, targets among them, and number in LEFT_OUT."""
+        counts = np.concatenate([self._counts_of(part) for part in self._parts])
+        return counts[self._numbers.start : self._numbers.stop]
+
+    def _counts_of(self, part: Any) -> np.ndarray:
+        return part.counts()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} items of {len(self._parts)} files)"
 
 
 class Documents(Chain):
-    """The texts of several files, tokenized when they are asked for."""
+    """The documents of prepared sets, as rows take them."""
 
-    def __init__(self, files: Sequence[RecordFile], tokenizer: Tokenizer):
-        super().__init__(files)
-        self._tokenizer = tokenizer
+    def __init__(self, shards: Sequence[Any], length: int = 0, cut: bool = False):
+        """Chats longer than rows of `length` are left out or, with `cut`, keep their beginning."""
+        super().__init__(shards)
+        self._length, self._cut = length, cut
 
     def _item(self, number: int) -> Document:
-        return Document(self._tokenizer.encode([super()._item(number)])[0])
+        document = super()._item(number)
+        if isinstance(document, Document):
+            return fit_to_row(document, self._length, self._cut)
+        return Document(document)
+
+    def _counts_of(self, part: Any) -> np.ndarray:
+        return part.counts(self._length, self._cut)
 
 
-class TokenRecords(Chain):
-    """Records of token ids: documents or, with `length`, rows that predict this many tokens."""
+def fit_to_row(document: Document, length: float, cut: bool) -> Document:
+    tokens, is_target, left_out, begins = document
+    if left_out:
+        return document
+    if len(tokens) > length + 1:
+        if not cut:
+            return Document(NO_TOKENS, left_out=LONG)
+        tokens, is_target = tokens[: length + 1], is_target[: length + 1]
+    ends = (*begins[1:], len(tokens))
+    if not all(is_target[a + 1 : b].any() for a, b in zip(begins, ends, strict=True)):
+        return Document(NO_TOKENS, left_out=UNANSWERED)
+    return Document(tokens, is_target, begins=begins)
 
-    def __init__(self, files: Sequence[RecordFile], vocab_size: int, length: int | None = None):
-        super().__init__(files)
-        self._vocab_size, self._length = vocab_size, length
 
-    def _item(self, number: int) -> Document | Row:
-        file, record = self._find(number)
-        tokens, length = file[record], self._length
-        if length and len(tokens) != length + 1:
-            raise ConfigError(
-                f"{file.where(record)}: has {len(tokens)} tokens, but a row takes "
-                f"max_target_length + 1 = {length + 1}; use max_target_length={len(tokens) - 1}, "
-                "or prepare the files with maxramp.prepare, which takes any length"
-            )
-        _check(tokens, self._vocab_size, lambda _: file.where(record))
-        return Row(tokens) if length else Document(tokens)
+class WholeRows(Chain):
+    """The documents of prepared sets, each of which is a row."""
+
+    def _item(self, number: int) -> Row:
+        return Row(super()._item(number))
 
 
 def _check(tokens: np.ndarray, vocab_size: int, where: Callable[[int], str]) -> None:
-    unsigned = tokens.view(np.uint32)  # negative ids are large ones
-    if tokens.size and unsigned.max() >= vocab_size:
-        position = int(np.argmax(unsigned >= vocab_size))
+    if tokens.size and tokens.max() >= vocab_size:
+        position = int(np.argmax(tokens >= vocab_size))
         raise ConfigError(
             f"{where(position)}: token id {tokens[position]} is not below "
             f"vocab_size={vocab_size}; use the vocab_size of its tokenizer"

@@ -13,7 +13,8 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from maxramp.data.chats.chats import ChatEncoder
@@ -25,6 +26,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import lock
 
 _WORK, _LOCK = ".preparing", "lock"
+_POLL = 0.2  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +51,10 @@ class Preparation:
     deduplicate: bool  # whether a document that an earlier one equals is left out
     shards: tuple[Shard, ...]
     encoder: ChatEncoder | None  # of chats; None where the inputs hold documents
-    workers: int  # processes
+    workers: int  # processes; 0 = this one works
     allowed: int  # bad records
+    inputs: str  # what errors call the inputs,
+    label: str  # and the folder
 
     @property
     def staging_folder(self) -> pathlib.Path:
@@ -117,32 +121,67 @@ def bpe_name(size: int, inputs: Sequence[RecordFile]) -> str:
 
 
 @contextlib.contextmanager
-def sole_writer(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives DIR/.preparing, locked against other preparations until this process ends."""
+def sole_writer(
+    output: pathlib.Path, label: str, wait: Callable[[], None] | None = None
+) -> Iterator[pathlib.Path]:
+    """Gives DIR/.preparing, locked against other preparations until this process ends.
+
+    Args:
+      label: what errors call DIR.
+      wait: called while another process prepares DIR; without it that is an error.
+    """
     work = output / _WORK
     with contextlib.ExitStack() as closing:
         try:
             output.mkdir(parents=True, exist_ok=True)
-            there = sorted(os.listdir(output))
-            if there and _WORK not in there and prepared.NAME not in there:
+            others = sorted(os.listdir(output))
+            if others and _WORK not in others and prepared.NAME not in others:
                 raise ConfigError(
-                    f"--output {output} holds {there[0]}, which maxramp.prepare did not write; "
+                    f"{label} holds {others[0]}, which maxramp.prepare did not write; "
                     "give another folder"
                 )
-            work.mkdir(exist_ok=True)
-            if warning := lock(closing.enter_context(open(work / _LOCK, "w"))):
-                print(f"warning: {warning}", file=sys.stderr, flush=True)
-        except BlockingIOError:
-            raise ConfigError(f"--output {output}: another process is preparing it; wait") from None
+            while _lock(work, closing):
+                if wait is None:
+                    raise ConfigError(f"{label}: another process is preparing it; wait")
+                wait()
+                time.sleep(_POLL)
         except OSError as error:
             why = error.strerror or error
-            raise ConfigError(f"--output {output}: cannot write there: {why}") from None
+            raise ConfigError(f"{label}: cannot write there: {why}") from None
         try:
             publish(work)  # where an earlier start was killed just before
             yield work
         finally:
             if prepared.is_prepared(str(output)) or os.listdir(work) == [_LOCK]:
-                shutil.rmtree(work)
+                _remove(work)
+
+
+def _remove(work: pathlib.Path) -> None:
+    """The lock last: whoever waits for it may make the folder anew at once."""
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != _LOCK:
+            path.unlink()
+    (work / _LOCK).unlink()
+    with contextlib.suppress(OSError):
+        work.rmdir()
+
+
+def _lock(work: pathlib.Path, closing: contextlib.ExitStack) -> bool:
+    """Whether another process has the lock of a folder; else this one has it from now on."""
+    with contextlib.ExitStack() as opened:
+        try:
+            work.mkdir(exist_ok=True)
+            file = opened.enter_context(open(work / _LOCK, "w"))
+            if warning := lock(file):
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+            if not os.path.samestat(os.fstat(file.fileno()), os.stat(work / _LOCK)):
+                return True
+        except (BlockingIOError, FileNotFoundError):  # the other one removes it when it is done
+            return True
+        closing.push(opened.pop_all())
+    return False
 
 
 def publish(work: pathlib.Path) -> None:

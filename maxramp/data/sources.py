@@ -4,32 +4,29 @@ A mixture is `glob,weight;glob,weight`: of grain_train_files, grain_eval_files a
 """
 
 import dataclasses
-import glob
+import functools
 import hashlib
 import itertools
-import math
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from maxramp.data import tokenizers
-from maxramp.data.chats.chats import ChatEncoder, Chats
+from maxramp.data.cached import CachedSet
+from maxramp.data.chats.chats import ChatEncoder
 from maxramp.data.corpus import Corpus, Part, hash_of
-from maxramp.data.files import formats, prepared
-from maxramp.data.files.megatron import TokenStream
-from maxramp.data.files.records import WHOLE, RecordFile
-from maxramp.data.hub import HubSet
+from maxramp.data.files import prepared
+from maxramp.data.files.megatron import MegatronFile, TokenStream
+from maxramp.data.inputs import find_files, open_files, parse_mixture
 from maxramp.data.keys import MARK_KEYS, DataKeys
-from maxramp.data.rows import Chain, Documents, StreamRows, SyntheticRows, TokenRecords
+from maxramp.data.rows import Chain, Documents, StreamRows, SyntheticRows, WholeRows
 from maxramp.data.texts import open_texts
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
-from maxramp.files import storage
 from maxramp.keys.section import refuse
 
-_SAMPLED = 64  # items of a part that are read at the start, for its hash
+_SAMPLED = 64  # rows of Megatron's files that are read at the start, for their hash
 # The keys of what is trained on and what is held out, by dataset_type.
 _NAMES = {
     "grain": ("grain_train_files", "grain_eval_files"),
@@ -39,62 +36,176 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """One entry of a mixture: `sets` are the manifests of prepared sets by their folders."""
+    """One entry of a mixture: paths of prepared sets or Megatron's files, or a set to be made."""
 
     name: str
     weight: float
-    kind: str
-    files: list[RecordFile]
-    sets: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    noun: str  # what its items are: rows, documents, chats or pairs
+    paths: Sequence[str] = ()
+    manifests: Sequence[dict[str, Any]] = ()  # of prepared sets
+    cached: CachedSet | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixtures:
+    """What the keys name: the entries to train on, and those of each held-out set by its name."""
+
+    keys: DataKeys
+    train: Sequence[_Entry] = ()
+    evaluated: Mapping[str, Sequence[_Entry]] = dataclasses.field(default_factory=dict)
 
     @property
-    def are_documents(self) -> bool:
-        if self.kind == "prepared":
-            return self.are_chats
-        are_rows = self.kind == "arrayrecord" and self.files[0].tokens
-        return self.kind != "megatron" and not are_rows
+    def entries(self) -> list[_Entry]:
+        return [*self.train, *itertools.chain(*self.evaluated.values())]
 
     @property
-    def are_chats(self) -> bool:
-        return any("chats" in manifest for manifest in self.sets.values())
+    def cached_sets(self) -> list[CachedSet]:
+        """The sets that have to be there before `open`."""
+        return [entry.cached for entry in self.entries if entry.cached]
+
+    def open(self) -> Corpus:
+        """Opens sources; documents are still to be laid out."""
+        keys, length = self.keys, self.keys.max_target_length
+        if keys.dataset_type == "text":
+            return open_texts(keys)
+        if keys.dataset_type == "synthetic":
+            return _open_synthetic(keys)
+        parts = [_open_entry(keys, entry) for entry in self.train]
+        held_out = []
+        for name, entries in self.evaluated.items():
+            chosen = [_open_entry(keys, entry) for entry in entries]
+            digest = hash_of([length, [part.hash for part in chosen]])
+            held_out.append(_hold_out(name, chosen, length, digest))
+        separate = any(map(_is_separate, (*parts, *held_out)))
+        if not held_out:  # the end of every part of the first mixture
+            ends = []
+            for i, part in enumerate(parts):
+                if part.weight:
+                    cut = len(part.items) - round(len(part.items) * keys.eval_fraction)
+                    ends.append(dataclasses.replace(part, items=part.items[cut:]))
+                    parts[i] = dataclasses.replace(part, items=part.items[:cut])
+            held_out = [_hold_out("", ends, length)]
+        _check_counts(keys, parts, held_out)
+        parts = [
+            dataclasses.replace(x, hash=hash_of([length, len(x.items), x.hash])) for x in parts
+        ]
+        note, path = "", keys.tokenizer_path
+        has_tokenizer = any(m["tokenizer"] for entry in self.entries for m in entry.manifests)
+        if path and not (has_tokenizer or any(one.tokenizer for one in self.cached_sets)):
+            note = f"; tokenizer_path={path} is not used, the files hold tokens"
+        return Corpus(parts, held_out, note, separate)
 
 
 def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Corpus:
-    """`later` are values of grain_train_files after the first. A part is the same in all that name
-    it; nothing is held out of parts that the first does not have.
+    """Opens what the keys name in this process alone, preparing what has to be prepared."""
+    mixtures = find_mixtures(keys, later)
+    for cached in mixtures.cached_sets:
+        cached.prepare(lambda: None)
+    return mixtures.open()
+
+
+def find_mixtures(keys: DataKeys, later: Sequence[str] = ()) -> Mixtures:
+    """Finds the files and checks what can be known without reading them.
+
+    Args:
+      later: values of grain_train_files after the first. A part is the same in all that name it;
+        nothing is held out of parts that the first does not have.
     """
-    if keys.dataset_type == "text":
-        return open_texts(keys)
-    if keys.dataset_type == "synthetic":
-        return _open_synthetic(keys)
-    train, evaluated = _find_all(keys, later)
-    entries = [*train, *itertools.chain(*evaluated.values())]
-    noun, has_tokenizer = _check_kinds(keys, entries), _check_sets(keys, entries)
-    encodes = noun != "rows" and keys.tokenize_train_data
-    tokenizer = _open_tokenizer(keys) if encodes else None
-    encoder = ChatEncoder(tokenizer, keys) if keys.reads_chats else None
-    opened = [_open_entry(keys, entry, noun, tokenizer, encoder) for entry in entries]
-    parts, others = opened[: len(train)], iter(opened[len(train) :])
-    held_out, length = [], keys.max_target_length
-    for name, of in evaluated.items():
-        chosen = list(itertools.islice(others, len(of)))
-        digest = hash_of([length, [part.hash for part in chosen]])
-        held_out.append(_hold_out(name, chosen, length, digest))
-    if not held_out:  # the end of every part of the first mixture
-        ends = []
-        for i, part in enumerate(parts):
-            if part.weight:
-                cut = len(part.items) - round(len(part.items) * keys.eval_fraction)
-                ends.append(dataclasses.replace(part, items=part.items[cut:]))
-                parts[i] = dataclasses.replace(part, items=part.items[:cut])
-        held_out = [_hold_out("", ends, length)]
-    _check_counts(keys, parts, held_out)
-    parts = [dataclasses.replace(x, hash=hash_of([length, len(x.items), x.hash])) for x in parts]
-    note, path = "", keys.tokenizer_path
-    if path and not (tokenizer or has_tokenizer):
-        note = f"; tokenizer_path={path} is not used, the files hold tokens"
-    packed = any(map(_is_separate, opened))
-    return Corpus(parts, held_out, note, packed)
+    if keys.dataset_type not in _NAMES:
+        return Mixtures(keys)
+    train_key, eval_key = _NAMES[keys.dataset_type]
+    finder = _Finder(keys)
+    train = finder.find(train_key, getattr(keys, train_key))
+    others = [finder.find(train_key, value) for value in later]
+    for mixture in [train, *others] if others else ():
+        names = [entry.name for entry in mixture]
+        refuse(
+            (
+                names.count(name) > 1,
+                f"{train_key}: {name} stands there twice, and where phases change the mixture a "
+                "part is known by its name; give it once, with the sum of its weights",
+            )
+            for name in names
+        )
+    known = {entry.name for entry in train}
+    new = {x.name: dataclasses.replace(x, weight=0.0) for x in itertools.chain(*others)}
+    train += (entry for name, entry in new.items() if name not in known)
+    sets = {name: (f"eval_sets.{name}", value) for name, value in sorted(keys.eval_sets.items())}
+    if alone := getattr(keys, eval_key):
+        sets = {"": (eval_key, alone)}
+    evaluated = {name: finder.find(*key_and_value) for name, key_and_value in sets.items()}
+    mixtures = Mixtures(keys, train, evaluated)
+    _check_kinds(mixtures.entries)
+    _check_sets(keys, mixtures.entries)
+    return mixtures
+
+
+class _Finder:
+    """Finds the entries of mixtures, which have one tokenizer."""
+
+    def __init__(self, keys: DataKeys):
+        self._keys = keys
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return _open_tokenizer(self._keys)
+
+    @functools.cached_property
+    def _encoder(self) -> ChatEncoder | None:
+        return ChatEncoder(self._tokenizer, self._keys) if self._keys.reads_chats else None
+
+    def find(self, name: str, value: str) -> list[_Entry]:
+        keys = self._keys
+        if keys.dataset_type == "hf":
+            return [self._plan_set("hf", [value], 1.0)]
+        entries = []
+        for pattern, weight in parse_mixture(name, value):
+            kind, paths = find_files(name, pattern, keys.grain_file_type)
+            if kind == "prepared":
+                entries.append(self._find_sets(pattern, weight, paths))
+            elif kind == "megatron":
+                refuse([(keys.reads_chats, _no_chats(keys, pattern))])
+                entries.append(_Entry(pattern, weight, "rows", paths))
+            else:
+                entries.append(self._plan_set(kind, paths, weight, pattern))
+        return entries
+
+    def _find_sets(self, pattern: str, weight: float, paths: Sequence[str]) -> _Entry:
+        keys, manifests = self._keys, list(map(prepared.read_manifest, paths))
+        are_chats = ["chats" in manifest for manifest in manifests]
+        refuse(
+            [
+                (keys.reads_chats and not all(are_chats), _no_chats(keys, pattern)),
+                (
+                    any(are_chats) and not keys.reads_chats,
+                    f"{pattern} is a prepared set of chats; give use_sft=True",
+                ),
+            ]
+        )
+        for folder, manifest in zip(paths, manifests, strict=True) if any(are_chats) else ():
+            _check_made_by(folder, manifest["chats"]["made_by"], self._encoder.made_by)
+        return _Entry(pattern, weight, _noun(keys) if any(are_chats) else "rows", paths, manifests)
+
+    def _plan_set(self, kind: str, paths: Sequence[str], weight: float, name: str = "") -> _Entry:
+        keys = self._keys
+        files = open_files(keys, kind, paths)
+        tokenizer = self._tokenizer if keys.tokenize_train_data else None
+        name = name or files[0].path
+        cached = CachedSet(name, keys.data_cache_dir, files, tokenizer, self._encoder)
+        are_rows = kind == "arrayrecord" and not keys.tokenize_train_data
+        refuse([(are_rows and keys.reads_chats, _no_chats(keys, name))])
+        return _Entry(name, weight, "rows" if are_rows else _noun(keys), cached=cached)
+
+
+def _noun(keys: DataKeys) -> str:
+    return "pairs" if keys.use_dpo else "chats" if keys.use_sft else "documents"
+
+
+def _no_chats(keys: DataKeys, name: str) -> str:
+    return (
+        f"{keys.reads_chats} reads chats, and {name} holds rows or tokens; give files of JSON "
+        "lines or Parquet, or prepare those with the same key"
+    )
 
 
 def _hold_out(name: str, parts: Sequence[Part], length: int, digest: str = "") -> Part:
@@ -119,179 +230,81 @@ def _open_synthetic(keys: DataKeys) -> Corpus:
     return Corpus([Part("synthetic", 1.0, train, digest)], [evaluated], note)
 
 
-def _find_all(keys: DataKeys, later: Sequence[str]) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
-    train_key, eval_key = _NAMES[keys.dataset_type]
-    train = _find_entries(keys, train_key, getattr(keys, train_key))
-    others = [_find_entries(keys, train_key, value) for value in later]
-    for mixture in [train, *others] if others else ():
-        names = [entry.name for entry in mixture]
-        refuse(
-            (
-                names.count(name) > 1,
-                f"{train_key}: {name} stands there twice, and where phases change the mixture a "
-                "part is known by its name; give it once, with the sum of its weights",
-            )
-            for name in names
-        )
-    known = {entry.name for entry in train}
-    new = {x.name: dataclasses.replace(x, weight=0.0) for x in itertools.chain(*others)}
-    train += (entry for name, entry in new.items() if name not in known)
-    sets = {name: (f"eval_sets.{name}", of) for name, of in sorted(keys.eval_sets.items())}
-    if alone := getattr(keys, eval_key):
-        sets = {"": (eval_key, alone)}
-    return train, {name: _find_entries(keys, *of) for name, of in sets.items()}
-
-
-def _find_entries(keys: DataKeys, name: str, value: str) -> list[_Entry]:
-    (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
-    column = WHOLE if keys.reads_chats else column  # a chat's messages may be in several
-    found = []
-    if keys.dataset_type == "hf":
-        file = HubSet(keys.hf_path, keys.hf_name, value, column, tokens)
-        return [_Entry(file.path, 1.0, "hf", [file])]
-    for pattern, weight in parse_mixture(name, value):
-        kind, paths = find_files(name, pattern, keys.grain_file_type)
-        sets = {}
-        if kind == "prepared":
-            manifests, files = zip(*map(prepared.open_set, paths), strict=True)
-            sets, files = dict(zip(paths, manifests, strict=True)), list(itertools.chain(*files))
-        else:
-            files = [formats.READERS[kind](path, column, tokens) for path in paths]
-        found.append(_Entry(pattern, weight, kind, files, sets))
-    return found
-
-
-def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
-    """(glob, weight) of every entry; a single one needs no weight."""
-    entries = value.split(";")
-    parsed = []
-    for entry in entries:
-        pattern, comma, text = (part.strip() for part in entry.rpartition(","))
-        if not comma and len(entries) == 1:
-            pattern, text = text, "1"
-        try:
-            weight = float(text)
-        except ValueError:
-            weight = math.nan
-        if not pattern or not 0 < weight < math.inf:
-            lacks = "has no weight" if entry.strip() else "is empty"
-            what = f'has the weight "{text}", which is not a number above 0' if pattern else lacks
-            raise ConfigError(
-                f'{key}={value}: the entry "{entry}" {what}; write glob,weight;glob,weight'
-            )
-        parsed.append((pattern, weight))
-    return parsed
-
-
-def escape_path(key: str, path: str) -> str:
-    """The value of grain_train_files that stands for a path, whatever characters it has."""
-    if ";" in path:
-        raise ConfigError(
-            f"{key} {path}: a ; ends an entry of grain_train_files; give a path without it"
-        )
-    return f"{glob.escape(path)},1" if "," in path else glob.escape(path)
-
-
-def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
-    """The format and, in order, the files that a path, glob or URL (`pattern`) stands for: of
-    prepared sets the folders, of Megatron's files the names without .bin and .idx.
-    """
-    paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
-    if not paths:
-        raise ConfigError(f"{key}: {pattern}: no such file, and no glob that matches one")
-    are_sets = all(storage.exists(f"{path}/{prepared.NAME}") for path in paths)
-    if are_sets and file_type in ("", "prepared"):
-        return "prepared", paths
-    refuse(
-        (
-            file_type == "prepared" or os.path.isdir(path),
-            f"{key}: {path} is not a prepared set (it has no {prepared.NAME}), or is not finished; "
-            "name the files in a folder by a glob, such as folder/*.parquet",
-        )
-        for path in paths
-    )
-    kinds = {file_type or formats.detect(path): path for path in paths}
-    if len(kinds) > 1:
-        (one, path), (other, other_path), *_ = kinds.items()
-        raise ConfigError(
-            f"{key}: {pattern} matches files of several formats, {path} ({one}) and {other_path} "
-            f"({other}); give each its own entry"
-        )
-    (kind,) = kinds
-    if kind == "megatron":
-        paths = sorted({path.removesuffix(".bin").removesuffix(".idx") for path in paths})
-    return kind, paths
-
-
-def _open_entry(
-    keys: DataKeys,
-    entry: _Entry,
-    noun: str,
-    tokenizer: Tokenizer | None,
-    encoder: ChatEncoder | None,
-) -> Part:
-    files, length, size = entry.files, keys.max_target_length, keys.vocab_size
-    for file in () if entry.sets else files:
-        file.check()
-    if encoder:
-        for folder, manifest in entry.sets.items():
-            _check_made_by(folder, manifest["chats"]["made_by"], encoder.made_by)
-        items = Chats(files, encoder, length, keys.long_chats == "cut")
-    elif tokenizer:
-        items = Documents(files, tokenizer)
-    elif entry.are_documents or entry.kind == "arrayrecord":
-        items = TokenRecords(files, size, None if entry.are_documents else length)
+def _open_entry(keys: DataKeys, entry: _Entry) -> Part:
+    length, made_by = keys.max_target_length, ""
+    folders = [str(entry.cached.folder)] if entry.cached else entry.paths
+    if entry.manifests or entry.cached:
+        manifests, shards = zip(*map(prepared.open_set, folders), strict=True)
+        files = list(itertools.chain(*shards))
+        if entry.cached:
+            _check_ids(keys, entry.name, manifests[0], files)
+        digest = "+".join(f"{manifest['hash']}{manifest['sample']}" for manifest in manifests)
     else:
-        stream = TokenStream(files)
+        manifests, files = (), list(map(MegatronFile, folders))
+        for file in files:
+            file.check()
+    if entry.noun != "rows":
+        if keys.reads_chats:
+            template = manifests[0]["chats"]["made_by"]["template"]
+            made_by = f" {template} {keys.long_chats}"
+        items = Documents(files, length, keys.long_chats == "cut")
+    elif entry.cached:
+        _check_lengths(entry.name, files, length)
+        items = WholeRows(files)
+    else:
         separate = keys.separate_documents and sum(map(len, files)) > 1
-        items = StreamRows(stream, length, size, separate)
+        items = StreamRows(TokenStream(files), length, keys.vocab_size, separate)
     if not len(items):
         raise ConfigError(
             f"{entry.name} has not one row of max_target_length + 1 = {length + 1} tokens; give "
             "more data or shorter rows"
         )
-    made_by = f" {encoder.made_by['template']} {keys.long_chats}" if encoder else ""
-    if entry.sets:
-        known = (f"{of_set['hash']}{of_set['sample']}" for of_set in entry.sets.values())
-        digest = "+".join(known) + made_by
-    else:
-        digest = _hash_files(files, items, made_by)
-    return Part(entry.name, entry.weight, items, digest, noun)
+    digest = f"{digest}{made_by}" if manifests else _hash_files(files, items)
+    return Part(entry.name, entry.weight, items, digest, entry.noun)
 
 
-def _hash_files(files: Sequence[RecordFile], items: Sequence[Any], made_by: str) -> str:
-    """Of the sizes, where documents begin, and of evenly spaced items: all would take hours."""
-    text = f"{len(items)} {sum(file.num_bytes for file in files)}{made_by}"
+def _hash_files(files: Sequence[MegatronFile], rows: StreamRows) -> str:
+    """Of the sizes, where documents begin, and of evenly spaced rows: all would take hours."""
+    text = f"{len(rows)} {sum(file.num_bytes for file in files)}"
     digest = hashlib.blake2b(text.encode(), digest_size=8)
     for file in files:
         digest.update(file.index)
-    for index in np.unique(np.linspace(0, len(items) - 1, _SAMPLED).astype(np.int64)):
-        item = items[int(index)]
-        digest.update(f"{len(item.tokens)} ".encode() + item.tokens.tobytes())
-        if item.is_target is not None:
-            digest.update(item.is_target.tobytes())
+    for index in np.unique(np.linspace(0, len(rows) - 1, _SAMPLED).astype(np.int64)):
+        tokens = rows[int(index)].tokens
+        digest.update(f"{len(tokens)} ".encode() + tokens.tobytes())
     return digest.hexdigest()
 
 
-def _check_kinds(keys: DataKeys, entries: list[_Entry]) -> str:
-    """Returns a noun for the entries' items."""
-    for entry in entries:
-        if keys.reads_chats and not entry.are_documents:
-            raise ConfigError(
-                f"{keys.reads_chats} reads chats, and {entry.name} holds rows or tokens; give "
-                "files of JSON lines or Parquet, or prepare those with the same key"
-            )
-        if entry.are_chats and not keys.reads_chats:
-            raise ConfigError(f"{entry.name} is a prepared set of chats; give use_sft=True")
-    kinds = {entry.are_documents: entry.name for entry in entries}
+def _check_lengths(name: str, files: Sequence[MegatronFile], length: int) -> None:
+    lengths = np.concatenate([file.lengths() for file in files])
+    for record in np.flatnonzero(lengths != length + 1)[:1]:
+        raise ConfigError(
+            f"{name}: record {record} has {lengths[record]} tokens, but a row takes "
+            f"max_target_length + 1 = {length + 1}; use max_target_length={lengths[record] - 1}, "
+            "or prepare the files with maxramp.prepare, which takes any length"
+        )
+
+
+def _check_ids(
+    keys: DataKeys, name: str, manifest: dict[str, Any], files: Sequence[MegatronFile]
+) -> None:
+    if (largest := manifest["max_token"]) < keys.vocab_size:
+        return
+    documents = Chain(files)
+    record = next(i for i in range(len(documents)) if largest in documents[i])
+    raise ConfigError(
+        f"{name}: record {record} has token id {largest}, which is not below "
+        f"vocab_size={keys.vocab_size}; use the vocab_size of its tokenizer"
+    )
+
+
+def _check_kinds(entries: Sequence[_Entry]) -> None:
+    kinds = {entry.noun == "rows": entry.name for entry in entries}
     if len(kinds) > 1:
         raise ConfigError(
-            f"{kinds[False]} holds rows or a stream of tokens and {kinds[True]} documents, which "
+            f"{kinds[True]} holds rows or a stream of tokens and {kinds[False]} documents, which "
             "do not mix; prepare the documents with maxramp.prepare"
         )
-    if keys.reads_chats:
-        return "chats" if keys.use_sft else "pairs"
-    return "documents" if True in kinds else "rows"
 
 
 def _check_counts(keys: DataKeys, train: list[Part], held_out: list[Part]) -> None:
@@ -328,9 +341,8 @@ def _check_made_by(folder: str, there: dict[str, Any], here: dict[str, Any]) -> 
         )
 
 
-def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
-    """Returns whether a set has a tokenizer."""
-    sets = [one for entry in entries for one in entry.sets.items()]
+def _check_sets(keys: DataKeys, entries: Sequence[_Entry]) -> None:
+    sets = [pair for x in entries for pair in zip(x.paths, x.manifests, strict=False)]
     known = [(folder, manifest["tokenizer"]) for folder, manifest in sets if manifest["tokenizer"]]
     for folder, tokenizer in known:
         if tokenizer["hash"] != known[0][1]["hash"]:
@@ -356,11 +368,13 @@ def _check_sets(keys: DataKeys, entries: list[_Entry]) -> bool:
                 f"{folder}: its largest token id is {manifest['max_token']}, not below vocab_size="
                 f"{keys.vocab_size}; use {prepared.vocab_size_for(manifest)} or more"
             )
-    return bool(known)
 
 
 def _open_tokenizer(keys: DataKeys) -> Tokenizer:
-    tokenizer = tokenizers.load(keys.tokenizer_type, keys.tokenizer_path, **keys.mark_keys)
+    marks = keys.mark_keys
+    if keys.reads_chats:  # which have their template's
+        marks |= {"add_bos": False, "add_eos": False}
+    tokenizer = tokenizers.load(keys.tokenizer_type, keys.tokenizer_path, **marks)
     if tokenizer.vocab_size > keys.vocab_size:
         raise ConfigError(
             f"vocab_size={keys.vocab_size} is below the {tokenizer.vocab_size} ids of "

@@ -91,9 +91,9 @@ def size_of(path: str) -> int:
     return _ask(path, lambda: os.stat(path).st_size, lambda store: store.size(path))
 
 
-def changed_at(path: str) -> int:
-    """When a local file was changed last, in nanoseconds; 0 for a remote one."""
-    return _ask(path, lambda: os.stat(path).st_mtime_ns, lambda store: 0)
+def version_of(path: str) -> int | str:
+    """Changes when the file does: its time in nanoseconds, or what a storage tells of it."""
+    return _ask(path, lambda: os.stat(path).st_mtime_ns, lambda store: store.ukey(path))
 
 
 def read_bytes(path: str) -> bytes:

@@ -33,6 +33,7 @@ _MAPPINGS = {  # keys that are one, as an error says it
 # among them: each node has variables of its own.
 PATHS = (
     *("base_output_directory", "jax_cache_dir", "text_files", "grain_train_files", "hf_path"),
+    "data_cache_dir",
     *("grain_eval_files", "eval_sets", "tokenizer_path", "evaluate_tasks_include_path"),
     *("load_parameters_path", "load_full_state_path", "chat_template", "prompt_file"),
     *("eval_prompt_file", "container_image", "container_mounts", "gke_mount_path"),

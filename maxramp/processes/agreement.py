@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -99,6 +99,22 @@ def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | N
     result, failure = _try(function) if jax.process_index() == 0 else (None, None)
     _raise(broadcast_json(failure, beat))
     return result
+
+
+def run_on(chosen: Sequence[int], function: Callable[[], Any], beat: Callable[[], None]) -> None:
+    """Calls a function on some processes, for as long as that takes; others wait, or raise its
+    errors.
+    """
+    word, failure = f"maxramp/ran/{next(_WORDS)}", None
+    if jax.process_index() in chosen:
+        _, failure = _try(function)
+        if jax.process_count() > 1:
+            distributed.global_state.client.key_value_set(f"{word}/{jax.process_index()}", "")
+    for process in chosen if jax.process_count() > 1 else ():
+        while not _has_come(f"{word}/{process}"):
+            beat()
+    for other in all_gather_json(failure):
+        _raise(other)
 
 
 @contextlib.contextmanager

@@ -207,7 +207,7 @@ CASES = {
     "negative id in a document": grain("{f}/negative.jsonl", "line 2", "-2", **TOKENS),
     "fractions for ids": grain("{f}/floats.jsonl", "floats.jsonl: line 1", **TOKENS),
     "id above the vocabulary in a document": grain(
-        "{f}/tokens.jsonl", "line 1", "token id 3", "vocab_size=3", **TOKENS, vocab_size="3"
+        "{f}/tokens.jsonl", "record 0", "token id 3", "vocab_size=3", **TOKENS, vocab_size="3"
     ),
     "empty file": grain("{f}/empty.jsonl", "{f}/empty.jsonl", "no records"),
     "empty shard of many": grain("{f}/[eg]*.jsonl", "{f}/empty.jsonl", "no records"),
@@ -356,10 +356,10 @@ def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
     given = (*keys, *(key.replace("{f}", str(tmp_path)) for key in more))
     with pytest.raises(ConfigError) as caught:
         config = make_config("dataset_type=grain", *given)
-        open_rows(config.data, config.reading, True)
+        open_rows(config.data, True)
     check_line(str(caught.value), (*names, "eval_interval=-1"), tmp_path)
     unread = make_config("dataset_type=grain", *given, "eval_interval=-1")
-    assert len(open_rows(unread.data, unread.reading, True).train[0].items)
+    assert len(open_rows(unread.data, True).train[0].items)
 
 
 @pytest.mark.parametrize("name", list(CASES)[::4])

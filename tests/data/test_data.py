@@ -36,7 +36,7 @@ def small(texts, *arguments, devices=8):
 
 def make_loader(config, first_step=0):
     """A loader of the whole corpus in this process, and its ramp."""
-    corpus = open_rows(config.data, config.reading, True)
+    corpus = open_rows(config.data, True)
     ramp = RampupBatchManager(config.batch)
     given = config.data, config.reading, corpus, ramp
     return Loader(*given, Expansion(make_mesh(config), 1), first_step), ramp

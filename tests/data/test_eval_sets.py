@@ -39,7 +39,7 @@ def sets_of(files, *names):
 
 def test_each_set_has_its_rows_and_training_keeps_all(files):
     config = make_config(*keys(files, sets_of(files, "wiki", "code")))
-    corpus = open_rows(config.data, config.reading, True)
+    corpus = open_rows(config.data, True)
     found = {
         part.name: {chr(c) for row in part.items for c in row.tokens if 0 <= c < 256}
         for part in (*corpus.train, *corpus.held_out)
@@ -51,10 +51,10 @@ def test_each_set_has_its_rows_and_training_keeps_all(files):
     unread = {part.name: len(part.items) for part in Corpus.from_summary(told).held_out}
     assert unread == {"code": 12, "wiki": 8}
     other = make_config(*keys(files, sets_of(files, "code", "wiki")))  # in another order
-    assert open_rows(other.data, other.reading, True).hash == corpus.hash
+    assert open_rows(other.data, True).hash == corpus.hash
     renamed = f"eval_sets={{code: {files}/wiki.jsonl, wiki: {files}/code.jsonl}}"
     renamed = make_config(*keys(files, renamed))
-    assert open_rows(renamed.data, renamed.reading, True).hash != corpus.hash
+    assert open_rows(renamed.data, True).hash != corpus.hash
 
 
 GRAIN = ("dataset_type=grain", "grain_train_files={}/train.jsonl")
@@ -100,7 +100,7 @@ def test_evaluations_of_the_same_rows_compare(files, given, changed, same):
     def find(*more):
         filled = (x.format(files) for x in more)
         config = make_config("enable_data_shuffling=True", *filled)
-        corpus = open_rows(config.data, config.reading, True)
+        corpus = open_rows(config.data, True)
         return train._evaluations(config, corpus)["eval"]
 
     assert (find(*given) == find(*given, changed)) is same
@@ -132,7 +132,7 @@ def test_a_set_in_which_nothing_is_predicted_is_named(files):
         *keys(files, sets_of(files, "wiki", "code"), "add_bos=False", "add_eos=False")
     )
     with pytest.raises(ConfigError, match=r"eval_sets.code=.*code.jsonl holds out 1 document of"):
-        open_rows(config.data, config.reading, True)
+        open_rows(config.data, True)
 
 
 def test_numbers_of_sets():

@@ -106,7 +106,7 @@ def opened(files, *more):
     config = make_config(*keys_of(files, *more))
     phases = config.batch.changing(MIXTURE)
     later = [(phase.first_sample, phase.given[MIXTURE]) for phase in phases]
-    return open_rows(config.data, config.reading, True, later=later), config
+    return open_rows(config.data, True, later=later), config
 
 
 def test_a_part_is_known_by_its_name(files):

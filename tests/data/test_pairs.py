@@ -7,9 +7,9 @@ import pytest
 from conftest import make_config
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 
+from maxramp.data import tokenizers
 from maxramp.data.batch import stack
 from maxramp.data.chats import messages
-from maxramp.data.keys import ReadingKeys
 from maxramp.data.opening import open_rows
 from maxramp.errors import ConfigError
 
@@ -26,7 +26,7 @@ def opened(folder, records, *arguments):
     keys = keys_of(folder, write_pairs(folder / "pairs.jsonl", records))
     keys = [key for key in keys if not key.startswith("load_parameters_path")]
     config = make_config(*keys, "vocab_size=320", *arguments)
-    return open_rows(config.data, ReadingKeys.from_values(config.values), reads=True), config
+    return open_rows(config.data, True), config
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_row_is_a_pair(tmp_path):
     (part,) = corpus.train
     batch = stack([part.items[i] for i in range(4)], config.data.fields(127))
     assert len(part.items) == 4 and batch.reference_log_probs.shape == (4, 2)
-    decode = part.items._documents.encoder.tokenizer.decode
+    decode = tokenizers.load("huggingface", str(tmp_path), False, False).decode
     for row, record in enumerate(records[:4]):
         for segment, name in enumerate(("chosen", "rejected")):
             here = (batch.segments[row] == segment) & (batch.targets[row] >= 0)

@@ -66,7 +66,7 @@ def keys(folder, source, *arguments, reads="use_sft"):
 
 def opened(folder, source, *arguments, reads="use_sft"):
     config = make_config(*keys(folder, source, *arguments, reads=reads))
-    return open_rows(config.data, config.reading, True)
+    return open_rows(config.data, True)
 
 
 def assert_same_rows(one, other):
@@ -180,12 +180,15 @@ def test_inspection(folder):
     assert "<|im_start|>assistant\n⟦0 a" in shown and "<|im_end|>⟧" in shown and "60 chats" in shown
     lines = run(
         *("--inspect", str(folder / "pairs.jsonl"), "use_dpo=true", f"tokenizer_path={folder}"),
+        f"data_cache_dir={folder}/cache",
         module="prepare",
     )
     assert "⟦yes 0<|im_end|>⟧" in lines.stdout and "⟦no<|im_end|>⟧" in lines.stdout, lines.stderr
     config = (BASE, *keys(folder, "pairs.jsonl", reads="use_dpo"), "load_parameters_path=x")
+    config += (f"data_cache_dir={folder}/cache",)
     of_config = run("--inspect", *config, module="prepare")
     assert of_config.stdout == lines.stdout, of_config.stderr
+    assert len([*(folder / "cache").iterdir()]) == 1  # the same set
     assert "\npair 0, " in lines.stdout and "\nrejected:\n<|im_start|>user" in lines.stdout
 
 

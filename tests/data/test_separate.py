@@ -38,7 +38,7 @@ def first_tokens(documents) -> list[bool]:
 def opened(files, *arguments: str):
     given = ("dataset_type=grain", f"grain_train_files={files}", "vocab_size=264")
     config = make_config(*given, "eval_fraction=0", "eval_interval=-1", *arguments)
-    return open_rows(config.data, config.reading, True), config
+    return open_rows(config.data, True), config
 
 
 def batch_of(corpus):

@@ -12,7 +12,6 @@ from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 from small_models import write_folder
 
 from maxramp.data.batch import stack
-from maxramp.data.keys import ReadingKeys
 from maxramp.data.opening import open_rows
 from maxramp.huggingface.names import name_tensors
 from maxramp.parallel.sharding import ROWS_BT
@@ -93,7 +92,7 @@ def test_losses_and_gradients(folders, tmp_path, name):
         *keys_of(reference, file),
         *("dpo_beta=0.3", f"dpo_loss_type={ours}", f"dpo_label_smoothing={smoothing}"),
     )
-    (part,) = open_rows(config.data, ReadingKeys.from_values(config.values), reads=True).train
+    (part,) = open_rows(config.data, True).train
     rows = [part.items[i] for i in range(len(part.items))]
     assert len(rows) == len(PAIRS)
     batch = stack(rows, config.data.fields(config.model.max_target_length))

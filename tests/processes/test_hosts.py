@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -226,6 +227,22 @@ def test_documents_of_a_mixture_are_the_same_rows(mixtures, case):
     for seen in both:
         for name in ("steps", "evaluations", "hash", "packed"):
             assert seen[name] == alone[name]
+
+
+@pytest.mark.slow
+def test_machines_that_share_no_disk_prepare_a_set_each(data, mixtures, tmp_path):
+    """Of the same rows; what lies below the folder of each process is its own."""
+    case = PACKINGS[0]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        shutil.copytree(data / "with", folder, ignore=shutil.ignore_patterns("output"))
+    program = [*PROGRAM, json.dumps([[0, keys(2, *mixture(*case))]])]
+    for out, err, status in finish(start(program, 2, 1, folders)):
+        assert status == 0, err[-2000:]
+        (answer,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert answer["steps"] == mixtures[case][0][0]["steps"]
+    sets = [sorted(x.name for x in (f / "output" / ".prepared").iterdir()) for f in folders]
+    assert sets[0] == sets[1] and len(sets[0]) == 2
 
 
 # Makes a process of a job see the file boot_id of its folder as the machine's: a host of its own.

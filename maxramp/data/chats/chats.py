@@ -1,8 +1,8 @@
-"""The chats of several files, as tokens with what each is a target for."""
+"""Chats as tokens, with which of them are targets."""
 
 import datetime
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,15 +10,14 @@ import numpy as np
 from maxramp.data.chats import messages
 from maxramp.data.chats.messages import Chat
 from maxramp.data.chats.template import ChatTemplate, Span
-from maxramp.data.files.records import BadRecord, RecordFile
+from maxramp.data.files.records import BadRecord
 from maxramp.data.keys import ChatKeys
-from maxramp.data.rows import LONG, MARKED, UNANSWERED, Chain, Document
+from maxramp.data.rows import MARKED, NO_TOKENS, Document
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 from maxramp.keys.yamlfile import parse
 
-_NONE = np.empty(0, np.int32)
 # Keys that decide the tokens of a chat, and which are targets; besides them, its template does.
 MADE_BY = (
     *("use_sft", "use_dpo", "sft_train_on_completion_only", "sft_train_on_last_answer_only"),
@@ -40,15 +39,11 @@ class ChatEncoder:
     def encode(self, record: Mapping[str, Any]) -> Document:
         chats = self._read(record)
         if any([self._is_marked(chat) for chat in chats]):
-            return Document(_NONE, left_out=MARKED)
+            return Document(NO_TOKENS, left_out=MARKED)
         parts = [self._encode_text(*self._render_targets(chat)) for chat in chats]
         begins = itertools.accumulate((len(ids) for ids, _ in parts[:-1]), initial=0)
         ids, is_target = map(np.concatenate, zip(*parts, strict=True))
         return Document(ids, is_target, begins=tuple(begins))
-
-    def texts(self, record: Mapping[str, Any]) -> list[tuple[str, list[Span]]]:
-        """The text of a chat and the spans trained on; of a pair both."""
-        return [self._render_targets(chat) for chat in self._read(record)]
 
     def _read(self, record: Mapping[str, Any]) -> Sequence[Chat]:
         return messages.read_pair(record) if self._keys.use_dpo else [messages.read(record)]
@@ -81,43 +76,6 @@ class ChatEncoder:
             return text, spans[-1:]
         spans = [span for span, is_trained in zip(spans, chat.trained, strict=True) if is_trained]
         return text, spans[-1:] if keys.sft_train_on_last_answer_only else spans
-
-
-class Chats(Chain):
-    """Chats or pairs as rows take them, tokenized when they are asked for."""
-
-    def __init__(self, files: Sequence[RecordFile], encoder: ChatEncoder, length: int, cut: bool):
-        """`cut`: a chat longer than a row keeps its beginning; else it is left out."""
-        super().__init__(files)
-        self.encoder, self._length, self._cut = encoder, length, cut
-
-    def _item(self, number: int) -> Document:
-        return fit_to_row(self._read(number, self.encoder.encode), self._length, self._cut)
-
-    def texts(self, number: int) -> list[tuple[str, list[Span]]]:
-        return self._read(number, self.encoder.texts)
-
-    def _read(self, number: int, make: Callable[[Any], Any]) -> Any:
-        file, record = self._find(number)
-        found = file[record]
-        try:
-            return found if isinstance(found, Document) else make(found)
-        except BadRecord as bad:
-            raise ConfigError(f"{file.where(record)}: {bad}") from None
-
-
-def fit_to_row(document: Document, length: float, cut: bool) -> Document:
-    tokens, is_target, left_out, begins = document
-    if left_out:
-        return document
-    if len(tokens) > length + 1:
-        if not cut:
-            return Document(_NONE, left_out=LONG)
-        tokens, is_target = tokens[: length + 1], is_target[: length + 1]
-    ends = (*begins[1:], len(tokens))
-    if not all(is_target[a + 1 : b].any() for a, b in zip(begins, ends, strict=True)):
-        return Document(_NONE, left_out=UNANSWERED)
-    return Document(tokens, is_target, begins=begins)
 
 
 def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:

@@ -6,9 +6,6 @@ import gzip
 import io
 import json
 import os
-import shutil
-import tempfile
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -114,8 +111,6 @@ def _example_message() -> type:
 
 
 _LINES = "JSON lines have an object on each line; jq -c '.[]' FILE makes them of an array"
-_SPACES = list(b" \t\r\n\v\f")
-_MOST_KEPT = 512 << 20  # bytes of row groups of Parquet files
 LONGEST_LINE = 1 << 30  # bytes of JSON; no document is longer, and it takes memory several times
 
 SUFFIXES = {
@@ -171,17 +166,11 @@ class JsonLines(RecordFile):
                     yield records.attempt(position, self._parse, line)
                 position += len(line)
 
-    def __len__(self) -> int:
-        return len(self._index[1]) - 1
+    @property
+    def is_empty(self) -> bool:
+        return not self.num_bytes
 
-    def _record(self, index: int) -> Record:
-        data, starts = self._index
-        return self._parse(data[int(starts[index]) : int(starts[index + 1])].tobytes())
-
-    def where(self, index: int) -> str:
-        return self.where_place(int(self._index[1][index]))
-
-    def where_place(self, place: int) -> str:
+    def where(self, place: int) -> str:
         count = 1
         with self._reading() as file:
             while place > 0 and (block := file.read(min(place, 1 << 20))):
@@ -220,25 +209,6 @@ class JsonLines(RecordFile):
             )
         return line
 
-    @functools.cached_property
-    def _index(self) -> tuple[Any, np.ndarray]:
-        """The bytes of the file, of which a compressed or remote one is first copied here, and
-        where its lines that are not blank begin (and the last ends).
-        """
-        if self._compression or storage.is_remote(self.path):
-            with tempfile.TemporaryFile() as copy, self._reading() as file:
-                shutil.copyfileobj(file, copy, 1 << 20)
-                copy.flush()
-                data = np.memmap(copy, np.uint8, "r") if copy.tell() else np.empty(0, np.uint8)
-        else:
-            data = storage.map_bytes(self.path)
-        blocks = range(0, len(data), 1 << 24)
-        breaks = [1 + a + np.flatnonzero(data[a : a + (1 << 24)] == ord("\n")) for a in blocks]
-        starts = np.unique(np.concatenate([[0], *breaks, [len(data)]]).astype(np.int64))
-        may_be = np.flatnonzero(np.isin(data[starts[:-1]], _SPACES))
-        blank = [i for i in may_be if data[starts[i] : starts[i + 1]].tobytes().isspace()]
-        return data, np.append(np.delete(starts[:-1], blank), len(data))
-
     def _parse(self, line: bytes) -> Record:
         if records.is_utf16(line):
             raise BadRecord(records.UTF16)
@@ -261,23 +231,8 @@ class JsonLines(RecordFile):
         return self._validate(record[self.column])
 
 
-_recent: dict[Any, Any] = {}  # columns of row groups, the last used last
-_recent_lock = threading.Lock()
-
-
-def _cached_column(key: Any, read: Callable[[], Any]) -> Any:
-    """From those used last, up to _MOST_KEPT bytes."""
-    with _recent_lock:
-        there = key in _recent
-        _recent[key] = _recent.pop(key) if there else read()
-        kept = _recent.values()
-        while not there and len(kept) > 1 and sum(column.nbytes for column in kept) > _MOST_KEPT:
-            del _recent[next(iter(_recent))]
-        return _recent[key]
-
-
 class ParquetFile(RecordFile):
-    """The rows of one column. Row groups are read whole, and the last ones kept."""
+    """The rows of one column, or of all."""
 
     def split(self, size: int) -> list[Piece]:
         pieces, start, held = [], 0, 0
@@ -299,17 +254,6 @@ class ParquetFile(RecordFile):
 
     def __len__(self) -> int:
         return int(self._starts[-1])
-
-    def _record(self, index: int) -> Record:
-        group = int(np.searchsorted(self._starts, index, "right")) - 1
-
-        def read() -> Any:
-            with self._open(self._metadata) as file:
-                whole = functools.partial(file.read_row_group, group, self._columns)
-                return self._call_arrow(lambda: self._select_column(whole()))
-
-        column = _cached_column((self.path, self.column, group), read)
-        return self._value(column[index - int(self._starts[group])])
 
     @property
     def _columns(self) -> list[str] | None:

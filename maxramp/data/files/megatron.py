@@ -50,8 +50,7 @@ class MegatronFile(RecordFile):
 
     def tokens_between(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int32."""
-        size = self.dtype.itemsize
-        tokens = self._data[start * size : stop * size].view(self.dtype)
+        tokens = self.raw_tokens(start, stop)
         if self.dtype.kind == "i" and tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
             position = int(np.argmax((tokens < 0) | (tokens >= 2**31)))
             raise ConfigError(
@@ -59,6 +58,11 @@ class MegatronFile(RecordFile):
                 "2^31 - 1)"
             )
         return tokens.astype(np.int32)
+
+    def raw_tokens(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """The same or, without a `stop`, all from `start` on, in the file's dtype."""
+        size, stop = self.dtype.itemsize, self.num_tokens if stop is None else stop
+        return self._data[start * size : stop * size].view(self.dtype)
 
     def where_token(self, position: int) -> str:
         sequence = bisect.bisect_right(self._pointers, position * self.dtype.itemsize) - 1
@@ -78,12 +82,24 @@ class MegatronFile(RecordFile):
     def __len__(self) -> int:
         return max(0, self._header[2] - 1)
 
-    def _record(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> np.ndarray:
         return self.tokens_between(*map(self._start_of, self._borders[index : index + 2]))
 
+    _record = __getitem__
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document: int64."""
+        starts = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
+        return np.diff(starts[self._borders])
+
+    def counts(self, length: int, cut: bool) -> np.ndarray:
+        """As `Documents.counts`: every token of a text but the first is a target."""
+        lengths = self.lengths()
+        return np.stack([lengths, lengths - 1, 0 * lengths], 1).astype(np.int32)
+
     def _start_of(self, sequence: int) -> int:
-        there = sequence < self._header[1]
-        return int(self._pointers[sequence]) // self.dtype.itemsize if there else self.num_tokens
+        exists = sequence < self._header[1]
+        return int(self._pointers[sequence]) // self.dtype.itemsize if exists else self.num_tokens
 
     def where(self, index: int) -> str:
         return f"{self.path}.bin: document {index}"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from maxramp.data.files.megatron import MegatronFile, TokenStream
-from maxramp.data.rows import MARKED, Document
+from maxramp.data.rows import LEFT_OUT, LONG, MARKED, UNANSWERED, Document
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 
@@ -38,20 +38,49 @@ class ChatShard:
     """A shard of a set of chats; a record is a chat, or a pair."""
 
     def __init__(self, tokens: MegatronFile, targets: MegatronFile):
-        self.path, self._tokens, self._targets = tokens.path, tokens, targets
+        self.tokens, self._targets = tokens, targets
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> Document:
-        tokens, what = self._tokens[index], self._targets[index]
+        tokens, what = self.tokens[index], self._targets[index]
         if not len(tokens):
             return Document(tokens, left_out=MARKED)
         begins = np.flatnonzero(what & _BEGINS).tolist()
         return Document(tokens, (what & _TARGET).astype(bool), begins=(0, *begins))
 
-    def where(self, index: int) -> str:
-        return self._tokens.where(index)
+    def counts(self, length: int, cut: bool) -> np.ndarray:
+        """What `rows.fit_to_row` makes of every chat, as in `Documents.counts`."""
+        lengths, what = self.tokens.lengths(), self._targets.raw_tokens()
+        starts = np.cumsum(lengths) - lengths
+        is_target, is_text = what & _TARGET, np.zeros(len(what) + 1, bool)
+        is_text[starts] = True
+        is_target[starts[lengths > 0]] = 0  # what begins a document is nobody's target
+        for chat in np.flatnonzero(lengths > length + 1):
+            is_target[starts[chat] + length + 1 : starts[chat] + lengths[chat]] = 0
+        targets = _sum_parts(is_target, starts)
+        is_text[:-1] |= (what & _BEGINS) > 0
+        texts = np.flatnonzero(is_text[:-1])
+        is_target[texts] = 0
+        answered = np.ones(len(lengths), bool)
+        owners = np.searchsorted(starts, texts, "right") - 1
+        answered[owners[_sum_parts(is_target, texts) == 0]] = False
+        reasons = np.where(answered, 0, LEFT_OUT.index(UNANSWERED))
+        if not cut:
+            reasons[lengths > length + 1] = LEFT_OUT.index(LONG)
+        reasons[lengths == 0] = LEFT_OUT.index(MARKED)
+        counts = np.stack([np.minimum(lengths, length + 1), targets, reasons], 1).astype(np.int32)
+        counts[reasons > 0, :2] = 0
+        return counts
+
+
+def _sum_parts(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The sums of values from each start up to the next; 0 where that is the same."""
+    sums, ends = np.zeros(len(starts), np.int64), np.append(starts[1:], len(values))
+    if (filled := ends > starts).any():
+        sums[filled] = np.add.reduceat(values, starts[filled], dtype=np.int32)
+    return sums
 
 
 def targets_of(document: Document) -> np.ndarray:
@@ -126,8 +155,8 @@ def vocab_size_for(manifest: dict[str, Any]) -> int:
 
 
 def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[ChatShard]]:
-    """The manifest and the files, in order. Indexes are read whole, and of tokens, unless they are
-    chats', evenly spaced ones: the manifest gets their hash as `sample`.
+    """The manifest and the files, in order. Indexes are read whole, and of tokens evenly spaced
+    ones: the manifest gets their hash as `sample`.
     """
     manifest = read_manifest(folder)
 
@@ -159,5 +188,6 @@ def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[Cha
     # Thousands of files on slow storage: in threads.
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         files = list(pool.map(open_shard, manifest["shards"]))
-    # Every chat is read before training. Tokens may have been exchanged since the set was prepared.
-    return manifest | {"sample": "" if "chats" in manifest else TokenStream(files).sample()}, files
+    # Tokens may have been exchanged since the set was prepared.
+    stream = TokenStream([file.tokens if "chats" in manifest else file for file in files])
+    return manifest | {"sample": stream.sample()}, files

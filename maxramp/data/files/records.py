@@ -1,12 +1,11 @@
-"""What every file of records can do: be read in order by pieces, or one record by its number.
+"""What every file of records can do: be read in order, by pieces.
 
 Record: text (str), or with `tokens` the int32 ids of a document; of the column WHOLE all of the
 record's columns by name.
-Piece: (start, stop, bytes) of a file in units of its own (bytes, row groups, records), for reading
-in order without an index; the pieces of a file cover it once.
+Piece: (start, stop, bytes) of a file in units of its own (bytes, row groups, records); the pieces
+of a file cover it once.
 """
 
-import abc
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +13,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from maxramp.errors import ConfigError
 from maxramp.files import storage
 
 Record = str | np.ndarray | dict[str, Any]
@@ -30,7 +28,7 @@ class BadRecord(Exception):
         self.place = place  # in the file, in its `unit`
 
 
-class RecordFile(abc.ABC):
+class RecordFile:
     """The records of one file. Handles are opened when first needed and stay in their process."""
 
     unit = "record"  # what a place in the file counts
@@ -51,19 +49,14 @@ class RecordFile(abc.ABC):
         return storage.size_of(self.data_path)
 
     @property
-    def index(self) -> bytes | np.ndarray:
-        """The bytes of another file that says where documents begin; b"" without one."""
-        return b""
-
-    @property
     def stamp(self) -> tuple[Any, ...]:
         """Changes when the file does, or what is read of it."""
-        path = self.data_path
-        return os.path.basename(path), self.num_bytes, storage.changed_at(path), self.column
+        path, how = self.data_path, (type(self).__name__, self.column, self.tokens)
+        return os.path.basename(path), self.num_bytes, storage.version_of(path), *how
 
-    def check(self) -> None:
-        if not len(self):
-            raise ConfigError(f"{self.path}: holds no records; leave it out")
+    @property
+    def is_empty(self) -> bool:
+        return not len(self)
 
     def split(self, size: int) -> list[Piece]:
         count, total = len(self), self.num_bytes
@@ -75,22 +68,14 @@ class RecordFile(abc.ABC):
         """In order; in the place of a wrong record, a BadRecord."""
         return (attempt(index, self._record, index) for index in range(start, stop))
 
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError  # of a file whose pieces are records
 
-    def __getitem__(self, index: int) -> Record:
-        try:
-            return self._record(index)
-        except BadRecord as bad:
-            raise ConfigError(f"{self.where(index)}: {bad}") from None
+    def _record(self, index: int) -> Record:
+        raise NotImplementedError
 
-    @abc.abstractmethod
-    def _record(self, index: int) -> Record: ...
-
-    def where(self, index: int) -> str:
-        return f"{self.path}: record {index}"
-
-    where_place = where
+    def where(self, place: int) -> str:
+        return f"{self.path}: record {place}"
 
     def __reduce__(self):
         return type(self), (self.path, self.column, self.tokens)

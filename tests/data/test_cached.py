@@ -1,0 +1,163 @@
+"""Text, chats and ids that are prepared once, and found again."""
+
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import BASE, TINY, environment, make_config
+from test_formats import TEXTS, write_file
+
+from maxramp.data.files import prepared
+from maxramp.data.files.megatron import MegatronFile, MegatronWriter
+from maxramp.data.opening import open_rows
+from maxramp.data.rows import LEFT_OUT, MARKED, Document, Documents
+from maxramp.errors import ConfigError
+
+COLUMN, ALL = "train_data_columns=[body]", "eval_interval=-1"
+
+
+def keys(source, cache, *arguments):
+    given = ("dataset_type=grain", COLUMN, "vocab_size=320", f"data_cache_dir={cache}")
+    return (*given, f"grain_train_files={source}", *arguments)
+
+
+def rows_of(source, cache, *arguments):
+    corpus = open_rows(make_config(*keys(source, cache, *arguments)).data, True)
+    (part,) = corpus.train
+    return [part.items[i].tokens.tolist() for i in range(len(part.items))]
+
+
+def sets_in(cache) -> set[str]:
+    """The sets of a cache; nothing but whole ones is there."""
+    folders = [*pathlib.Path(cache).iterdir()]
+    assert all(prepared.is_prepared(str(folder)) for folder in folders)
+    assert not list(pathlib.Path(cache).glob("*/.*"))
+    return {folder.name for folder in folders}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "zstd", "arrayrecord"])
+def test_a_set_is_found_again_until_a_file_changes(kind, tmp_path):
+    source, cache = write_file(tmp_path, kind, TEXTS), tmp_path / "cache"
+    first, known = rows_of(source, cache), sets_in(cache)
+    times = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    assert rows_of(source, cache) == first and sets_in(cache) == known
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == times
+    changed = write_file(tmp_path / "other", kind, [TEXTS[0].upper(), *TEXTS[1:]])
+    with open(source, "r+b") as file:  # in place
+        file.write(changed.read_bytes())
+        file.truncate()
+    assert rows_of(source, cache) != first and len(sets_in(cache)) == 2
+
+
+def test_keys_that_shape_a_set_make_another(tmp_path):
+    """Those that lay out its documents do not."""
+    source, cache = write_file(tmp_path, "jsonl", TEXTS), tmp_path / "cache"
+    for given in ((), ("max_target_length=24",), ("packing=False",), ("eval_fraction=0.5",)):
+        rows_of(source, cache, *given)
+    assert len(sets_in(cache)) == 1
+    for given in (("add_bos=False",), ("train_data_columns=[id]",), ("grain_file_type=text", ALL)):
+        before = len(sets_in(cache))
+        rows_of(source, cache, *given)
+        assert len(sets_in(cache)) == before + 1
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(tmp_path, moved, ignore=shutil.ignore_patterns("cache"))
+    rows_of(moved / source.name, cache)  # with its time
+    assert len(sets_in(cache)) == 4
+
+
+def test_what_cannot_be_prepared_leaves_no_set(tmp_path):
+    source, cache = write_file(tmp_path, "jsonl", TEXTS), tmp_path / "cache"
+    with open(source, "a") as file:
+        file.write('\n{"body": 3}')
+    with pytest.raises(ConfigError, match="jsonl.jsonl: line .*int '3', not text"):
+        rows_of(source, cache)
+    assert not list(cache.glob("*/manifest.json"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"data_cache_dir={tmp_path}/file: cannot write there"):
+        rows_of(source, tmp_path / "file")
+
+
+def test_counts_are_those_of_every_chat(tmp_path):
+    """Of many at once as of each that is read, cut or left out."""
+    random, chats = np.random.default_rng(0), []
+    for _ in range(400):
+        length = int(random.integers(0, 30))
+        if not length:
+            chats.append(Document(np.empty(0, np.int32), left_out=MARKED))
+            continue
+        second = int(random.integers(1, length)) if length > 2 and random.random() < 0.4 else 0
+        is_target = random.random(length) < random.choice([0.05, 0.5])
+        begins = (0, second) if second else (0,)
+        chats.append(Document(np.arange(length, dtype=np.int32), is_target, begins=begins))
+    shards = []
+    for name, part in (("a", chats[:300]), ("b", chats[300:])):
+        files = []
+        for suffix, documents in (
+            ("", [chat.tokens for chat in part]),
+            (prepared.TARGETS, [prepared.targets_of(chat) for chat in part]),
+        ):
+            with MegatronWriter(f"{tmp_path}/{name}{suffix}", np.dtype("uint8")) as writer:
+                writer.add(documents)
+                writer.finish()
+            files.append(MegatronFile(f"{tmp_path}/{name}{suffix}"))
+        shards.append(prepared.ChatShard(*files))
+    for length, cut in ((12, False), (12, True), (99, False)):
+        documents = Documents(shards, length, cut)[20:390]
+        counts = documents.counts()
+        for number, (tokens, targets, reason) in enumerate(counts.tolist()):
+            chat = documents[number]
+            assert (tokens, LEFT_OUT[reason]) == (len(chat.tokens), chat.left_out)
+            assert targets == (0 if chat.left_out else int(chat.is_target[1:].sum()))
+        assert len({*counts[:, 2].tolist()}) == 3 + (length == 12 and not cut)
+
+
+# Opens data as a run does, with workers and in many shards.
+OPEN = """
+import sys
+from maxramp.config.load import load
+from maxramp.config.resolve import resolve
+from maxramp.data import cached
+from maxramp.data.opening import open_rows
+cached._SMALL, cached._SHARD = 0, 2000
+if __name__ == "__main__":
+    print(open_rows(resolve(load(sys.argv[1:]), 1, 1, 1).data, True).hash, flush=True)
+"""
+
+
+def start(source, cache):
+    line = [sys.executable, "-c", OPEN, BASE, *TINY, *keys(source, cache), "steps=1"]
+    given = dict(argument.split("=", 1) for argument in line[4:])
+    line = [*line[:4], *(f"{name}={value}" for name, value in given.items())]
+    return subprocess.Popen(line, env=environment(), text=True, stdout=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_what_the_next_start_continues(tmp_path):
+    source, cache = write_file(tmp_path, "jsonl", TEXTS * 40), tmp_path / "cache"
+    expected = rows_of(source, tmp_path / "other")
+    killed = start(source, cache)
+    while not list(cache.glob("*/.preparing/shard-*.json")):
+        assert killed.poll() is None
+        time.sleep(0.002)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert not list(cache.glob("*/manifest.json"))
+    again = start(source, cache)
+    again.communicate()
+    assert again.returncode == 0 and len(sets_in(cache)) == 1
+    assert rows_of(source, cache) == expected
+
+
+@pytest.mark.slow
+def test_several_processes_prepare_once(tmp_path):
+    source, cache = write_file(tmp_path, "jsonl", TEXTS * 20), tmp_path / "cache"
+    started = [start(source, cache) for _ in range(3)]
+    said = [one.communicate()[0] for one in started]
+    assert [one.returncode for one in started] == [0] * 3 and len(sets_in(cache)) == 1
+    assert len({text.split()[-1] for text in said}) == 1
+    assert sum("preparing" in text for text in said) == 1
