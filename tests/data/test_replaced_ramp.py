@@ -38,7 +38,7 @@ def loading(keys, ramp, first_step=0, corpus=None):
     loader = Loader(
         keys.data,
         keys.reading,
-        corpus or open_rows(keys.data, keys.reading, True),
+        corpus or open_rows(keys.data, True),
         ramp,
         Expansion(make_mesh(keys), 1),
         first_step,
