@@ -19,6 +19,7 @@ from maxramp.commandline import command
 from maxramp.config.load import load
 from maxramp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_PREEMPTED
 from maxramp.files.place import write_whole
+from maxramp.files.run_folder import Appending
 from maxramp.launch import slurm, slurm_guard
 from maxramp.launch.jobs import Run
 from maxramp.launch.supervisor import JobEnd, say, steps_done, stop_on_signals, supervise
@@ -28,7 +29,7 @@ from maxramp.processes.nodes import VARIABLE
 _RESTARTS = "MAXRAMP_RESTARTS"  # failures since progress, for the next job
 _PERIOD = 10.0  # seconds between two looks at the nodes
 _TOGETHER = 1.0  # seconds after a loss in which others are lost with it
-_WORKING = {"allocated", "mixed", "mixed-", "idle", "completing"}
+_WORKING = {"allocated", "mixed", "idle", "completing"}
 # SLURM kills the tasks of a job that has lost a node.
 _FAILED_NODE = re.compile(r"srun: error: Node failure on (\S+)")
 _KILLED_TASK = re.compile(r"srun: error: (\S+): tasks? \S+: (?:Killed|Bus error)")
@@ -42,6 +43,8 @@ class SlurmCluster:
         self._id, self._node = os.environ["SLURM_JOB_ID"], os.environ.get("SLURMD_NODENAME", "")
         self._limit = self._read_limit()
         self._file = self._folder / f"{self._id}.nodes"  # for the trainer (`processes.nodes`)
+        self._chain = Appending(self._folder / slurm.CHAIN)
+        self._lost = Appending(self._folder / "lost_nodes")  # a line for every loss
         self._is_asked = False  # to end, by SLURM: at the time limit, or by somebody's scancel
         self._is_leaving = False  # another job continues
         self._errors: list[tuple[float, str]] = []  # srun's lines of this start, and when they came
@@ -109,8 +112,8 @@ class SlurmCluster:
             lost = self._find_lost()
         if lost:
             say(f"lost {' '.join(lost)}")
-            with (self._folder / "lost_nodes").open("a") as file:
-                file.writelines(f"{node}\n" for node in lost)
+            for node in lost:
+                self._lost.append(f"{node}\n".encode())
         return JobEnd.read(self._run.folder, status, bool(lost))
 
     def _submit(self, nodes: int, failures: int) -> None:
@@ -174,8 +177,7 @@ class SlurmCluster:
         """Adds a line to chain.jsonl."""
         job = {"job": int(self._id), "nodes": len(self._nodes), "time": int(time.time())}
         job |= {"event": event, "status": status, "samples": slurm.samples_done(self._run.folder)}
-        with (self._folder / slurm.CHAIN).open("a") as file:
-            file.write(json.dumps(job) + "\n")
+        self._chain.append((json.dumps(job) + "\n").encode())
 
     def _read_limit(self) -> float:
         """Unix seconds at which SLURM ends this job."""
@@ -196,10 +198,11 @@ class SlurmCluster:
         return slurm.hostnames(*slurm.query("squeue", "-h", "-j", self._id, "-o", "%N"))
 
     def _usable(self) -> list[str]:
-        """The nodes of this job that work."""
-        working = {
-            node for node, state in _node_states() if state in _WORKING
-        } - self._find_excluded()
+        """The nodes of this job; of an elastic run those that work."""
+        if not self._keys.elastic:
+            return slurm.hostnames(os.environ["SLURM_JOB_NODELIST"])
+        states = {node: state.rstrip("+-") for node, state in _node_states()}
+        working = {node for node in states if states[node] in _WORKING} - self._find_excluded()
         return [node for node in self._read_nodes() if node in working]
 
     def _idle(self) -> set[str]:
@@ -223,8 +226,7 @@ class SlurmCluster:
     def _find_excluded(self) -> set[str]:
         """Nodes that were lost too often, or that an option of sbatch excludes."""
         options = dict(option.partition("=")[::2] for option in self._keys.slurm_options)
-        file = self._folder / "lost_nodes"
-        losses = collections.Counter(file.read_text().split() if file.exists() else ())
+        losses = collections.Counter((self._folder / "lost_nodes").read_text().split())
         often = {node for node, times in losses.items() if times >= self._keys.max_node_failures}
         return often | {*slurm.hostnames(options.get("--exclude", ""))}
 

@@ -61,7 +61,7 @@ n=$(wc -l < started)
 set -- $(sed -n "${n}p" script) $(tail -n 1 script)
 [ "$2" = - ] || mkdir -p "x/checkpoints/$2"
 [ "$2" = - ] || sed "s/@STEP@/$2/" metadata > "x/checkpoints/$2/checkpoint.json"
-[ "$3" = - ] || echo "{\\"event\\": \\"start\\", \\"first_step\\": $3}" >> x/jobs.jsonl
+[ "$3" = - ] || sed "s/@STEP@/$3/" start >> x/jobs.jsonl
 echo "$1" >> ended
 exit "$1"
 """
@@ -82,6 +82,8 @@ def scripted(folder: pathlib.Path, entries: list[tuple], *more: str) -> Scripted
     (folder / "saved").mkdir()
     commit(Checkpoint(folder / "saved", 1, 2, [], "", {}, {}))
     metadata = (folder / "saved" / "checkpoint.json").read_text()
+    start = '{"event": "start", "time": 1, "first_step": @STEP@, "nodes": 1, "devices": 1}'
+    (folder / "start").write_text(f"{start}\n")
     (folder / "metadata").write_text(metadata.replace('"step": 1,', '"step": @STEP@,'))
     return read(folder, *more)
 
@@ -109,7 +111,6 @@ def signals():
 FAKES = {
     "scontrol": "echo localhost",
     "squeue": 'echo "$END"',
-    "sinfo": "echo localhost/idle",
     "srun": 'while case $1 in --*) ;; *) false ;; esac; do shift; done; exec "$@"',
     "sbatch": 'echo "$MAXRAMP_RESTARTS $2" > "$NEXT"; echo 7',
 }
