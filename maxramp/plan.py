@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from maxramp.checkpoints.resume import length_by_epochs
 from maxramp.commandline import (
     amount,
     command,
@@ -45,6 +44,7 @@ from maxramp.planning.pod import Pod
 from maxramp.planning.stages import with_nodes
 from maxramp.planning.translation import TRAINERS, translate_file
 from maxramp.rampup.phases import MIXTURE
+from maxramp.run.job_schedule import length_by_epochs
 from maxramp.stage import SIGHT_KEYS
 
 

@@ -22,9 +22,9 @@ from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints import starts as starts_lib
 from maxramp.checkpoints.best import Best, select_kinds
+from maxramp.checkpoints.changes import changes_since, seen_mixtures
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
-from maxramp.checkpoints.resume import changes_since, seen_mixtures
 from maxramp.checkpoints.saving import Saves
 from maxramp.checkpoints.snapshots import Snapshots, list_held, local_folder
 from maxramp.checkpoints.starts import Starts

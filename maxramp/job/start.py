@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints.pieces import Snapshot
-from maxramp.checkpoints.resume import JobSchedule, length_by_epochs, plan_job, rate_change
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
 from maxramp.config.keys import Config
@@ -35,6 +34,7 @@ from maxramp.processes import agreement, backend
 from maxramp.processes.ending import Preemption, Watchdog
 from maxramp.processes.nodes import count_nodes
 from maxramp.rampup.shape import Meshes
+from maxramp.run.job_schedule import JobSchedule, length_by_epochs, plan_job, rate_change
 from maxramp.run.output import Output
 from maxramp.stage import Fields
 from maxramp.training.state import TrainState, abstract_state, initial_state

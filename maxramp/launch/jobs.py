@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.resume import resume_point
 from maxramp.commandline import count, print_note
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of, resolve
@@ -16,6 +15,7 @@ from maxramp.files.place import Place, is_near
 from maxramp.keys.section import refuse
 from maxramp.planning.stages import PlannedRun
 from maxramp.rampup.schedule import RampupBatchManager, Stage
+from maxramp.run.job_schedule import resume_point
 
 # What a launched trainer gets whatever the command line says. The lines of setup are the job's: the
 # trainer would copy them, and the passwords in them, to its config.yml and checkpoints.

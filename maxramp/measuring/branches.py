@@ -21,7 +21,6 @@ from typing import IO, Any
 import numpy as np
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.resume import resume_point
 from maxramp.commandline import Throttle, count
 from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
@@ -35,6 +34,7 @@ from maxramp.measuring.inheritance import branch_keys, inherited_keys
 from maxramp.measuring.noise import KINDS, noise_blocks, student
 from maxramp.processes.bound import bind
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.job_schedule import resume_point
 from maxramp.run.metrics import as_json, read_records
 from maxramp.training.learning_rate import LearningRate
 

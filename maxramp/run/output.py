@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 
-from maxramp.checkpoints.resume import JobSchedule
 from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError, exit_status
@@ -34,6 +33,7 @@ from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
 from maxramp.run.experts import draw_experts
+from maxramp.run.job_schedule import JobSchedule
 from maxramp.run.jobs import FILE as JOBS
 from maxramp.run.jobs import Jobs, read_jobs
 from maxramp.run.keys import RunKeys

@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 from maxramp import checkpoint as command
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.arrays import compare, load, restore, stored_arrays
-from maxramp.checkpoints.resume import changes_since
+from maxramp.checkpoints.changes import changes_since
 from maxramp.checkpoints.store import Checkpoints, versions
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError

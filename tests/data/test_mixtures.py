@@ -10,8 +10,8 @@ import pytest
 from conftest import BASE, TINY, make_config, run
 from jobs import finish, run_signalled, start
 
+from maxramp.checkpoints.changes import changes_since
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import changes_since
 from maxramp.data.corpus import Part
 from maxramp.data.opening import open_rows
 from maxramp.data.order import Interleaving, RunRows

@@ -9,8 +9,8 @@ import pytest
 from conftest import make_config
 from test_formats import TEXTS, write_file, write_megatron
 
+from maxramp.checkpoints.changes import changes_since
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import changes_since
 from maxramp.data.batch import stack
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
 from maxramp.data.opening import open_rows

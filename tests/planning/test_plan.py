@@ -19,7 +19,6 @@ from conftest import BASE, ROOT, TINY, environment, make_config, make_mesh, run
 from matplotlib.figure import Figure
 
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import JobSchedule, plan_job
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.relay import Expansion
@@ -28,6 +27,7 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.plan import main, print_plan
 from maxramp.planning.plan import estimate, make_plan
 from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
+from maxramp.run.job_schedule import JobSchedule, plan_job
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
 from maxramp.training.ahead import Ahead

@@ -13,8 +13,8 @@ from conftest import BASE, TINY, make_config, run
 from test_faults import Job
 
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.resume import plan_job
 from maxramp.errors import ConfigError
+from maxramp.run.job_schedule import plan_job
 from maxramp.run.metrics import read_records
 
 POLICY = [

@@ -7,9 +7,9 @@ import pytest
 from conftest import BASE, TINY, make_config, run
 
 from maxramp.checkpoints.folder import Checkpoint, commit, read
-from maxramp.checkpoints.resume import length_by_epochs, ramp_change, rate_change, resume_point
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run.job_schedule import length_by_epochs, ramp_change, rate_change, resume_point
 from maxramp.run.metrics import read_records
 
 

@@ -1,0 +1,89 @@
+"""What a start changes in its run, against the checkpoint that it continues from."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxramp.checkpoints.folder import Checkpoint
+from maxramp.data.corpus import DataIdentity
+from maxramp.errors import ConfigError
+
+# Keys that decide which rows the run has seen, and from which weights it began.
+_HISTORY_KEYS = (
+    *("dataset_type", "max_target_length", "eval_fraction"),
+    *("enable_data_shuffling", "data_shuffle_seed"),
+    *("init_weights_seed", "lora_alpha", "use_rslora", "trainable_layers"),
+    *("tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "split_special_tokens"),
+    *("packing", "grain_packing_type", "separate_documents"),
+)
+_CORPUS = "corpus"  # in allow_changed: what the corpus hash stands for
+
+
+def changes_since(
+    checkpoint: Checkpoint,
+    values: Mapping[str, Any],
+    allow_changed: Sequence[str],
+    data: DataIdentity,
+    versions: Mapping[str, str],
+) -> str:
+    """The keys and versions that a start changes against its checkpoint, in one line; "" for none.
+    Refuses what makes the run another one, unless `allow_changed` names it. Mixtures to come may
+    differ.
+    """
+    pairs = checkpoint.differences(values)
+    pairs.pop("allow_changed", None)
+    refused = {name: pair for name, pair in pairs.items() if name in _HISTORY_KEYS}
+    if checkpoint.corpus_hash != data.hash:
+        refused[_CORPUS] = _changed_parts(checkpoint, data)
+    today = seen_mixtures(data.mixtures, checkpoint.consumed_samples)
+    for before, now in itertools.zip_longest(checkpoint.mixtures, today):
+        if before != now:
+            refused.setdefault(_CORPUS, (_mixture(before), _mixture(now)))
+    if _CORPUS in refused:
+        pairs[_CORPUS] = refused[_CORPUS]
+    for kind, digest in data.evaluations.items():
+        if (before := checkpoint.evaluations.get(kind, digest)) != digest:
+            pairs[f"{kind} hash"] = before, digest
+    refused = {name: pair for name, pair in refused.items() if name not in allow_changed}
+    if refused:
+        raise ConfigError(
+            f"{checkpoint}: trained with {_list_changes(refused)}, which would change what "
+            "the run has seen; give the values from before, "
+            f"allow_changed=[{','.join([*allow_changed, *refused])}], or another run_name"
+        )
+    pairs |= {
+        name: (checkpoint.versions[name], version)
+        for name, version in versions.items()
+        if checkpoint.versions.get(name, version) != version
+    }
+    return _list_changes(pairs)
+
+
+def seen_mixtures(mixtures: Sequence[Any], consumed_samples: int) -> list[Any]:
+    return [mixture for mixture in mixtures if mixture[0] < consumed_samples]
+
+
+def _changed_parts(checkpoint: Checkpoint, data: DataIdentity) -> tuple[str, str]:
+    """The parts that differ, then and now; a name alone makes no difference."""
+    both = itertools.zip_longest(checkpoint.parts, data.parts)
+    pairs = [pair for pair in both if not all(pair) or pair[0][1:] != pair[1][1:]]
+    if not pairs:
+        return checkpoint.corpus_hash, data.hash
+    then, now = (_parts([part for part in of if part]) for of in zip(*pairs, strict=True))
+    return then, now
+
+
+def _parts(parts: Sequence[Any]) -> str:
+    shown = (
+        f"{name}{f' weight {weight:g}' if weight != 1 else ''}{f' (hash {x})' if x else ''}"
+        for name, weight, x in parts
+    )
+    return ", ".join(shown) or "nothing"
+
+
+def _mixture(mixture: list[Any] | None) -> str:
+    return f"{_parts(mixture[1])} from sample {mixture[0]} on" if mixture else "the mixture before"
+
+
+def _list_changes(pairs: dict[str, tuple]) -> str:
+    return ", ".join(f"{name}={before} (now {after})" for name, (before, after) in pairs.items())
