@@ -57,11 +57,12 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     name = _family_of(values, where)
     family, written = FAMILIES[name], values
     released, values = family.released, _complete(values, family.released)
+    cast_key("max_target_length", "max_position_embeddings", values, where)  # no key of the model
     rope = rope_json.keys_of(values, released, where)
     refuse(
         (
             value not in (None, _NOTHING[key], family.fixed.get(key)),
-            f"{where}: {key}={value} is not supported",
+            f"{where}: {key}={value} is not supported, but {_NOTHING[key]}",
         )
         for key, value in written.items()
         if key in _NOTHING and key not in released.names.values()
@@ -74,7 +75,6 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         values["num_key_value_heads"] = heads
     if values.get("head_dim") is None:
         values["head_dim"] = cast_key("base_emb_dim", "hidden_size", values, where) // max(heads, 1)
-    cast_key("max_target_length", "max_position_embeddings", values, where)  # no key of the model
     activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
     activation = str(values[released.activation])
     if activation not in activations:
@@ -95,20 +95,20 @@ def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def longest_text(values: Mapping[str, Any], where: str) -> int:
-    """The tokens of the longest text that a config.json's model is for."""
+    """Returns the tokens of the longest text that a config.json's model is for."""
     released = FAMILIES[_family_of(values, where)].released
     return _complete(values, released)["max_position_embeddings"]
 
 
 def unread(values: Mapping[str, Any], where: str) -> list[str]:
-    """Lines about what a config.json says and transformers passes over, as we do."""
+    """Makes a line of each key of a config.json that transformers passes over, as we do."""
     released = FAMILIES[_family_of(values, where)].released
     names = rope_json.unread(_complete(values, released), released)
     return [f"{where}: {name} of its positions is not read, as in transformers" for name in names]
 
 
 def _family_of(values: Mapping[str, Any], where: str) -> str:
-    """The value of decoder_block."""
+    """Returns the value of decoder_block."""
     families = {family.released.model_type: name for name, family in FAMILIES.items()}
     kind = str(values.get("model_type"))
     if kind not in families:
@@ -120,7 +120,7 @@ def _family_of(values: Mapping[str, Any], where: str) -> str:
 
 
 def _complete(values: Mapping[str, Any], released: Released) -> dict[str, Any]:
-    """With what transformers' class has where a config.json does not say."""
+    """Fills in what transformers' class has where a config.json leaves it open."""
     values = {released.other_names.get(name, name): value for name, value in values.items()}
     return {**_DEFAULTS, **released.defaults, **values}
 
@@ -132,13 +132,14 @@ def _layer_types(layers: int, period: int) -> list[str]:
 def _refuse_architectures(values: Mapping[str, Any], released: Released, where: str) -> None:
     """Refuses classes that are not transformers' own of the family: they compute something else."""
     own = released.architecture, released.architecture.replace("ForCausalLM", "Model")
+    names = values.get("architectures") or []
     refuse(
         (
             name not in own,
             f"{where}: architectures={name} is not supported, but {' and '.join(own)}; if it "
             f"computes what {own[0]} does, write that there",
         )
-        for name in values.get("architectures") or ()
+        for name in (names if isinstance(names, list) else [names])
     )
 
 
@@ -172,10 +173,10 @@ def _refuse_windows(values: Mapping[str, Any], released: Released, where: str) -
 
 
 def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config.json of a model that was trained here, with tensors of this dtype.
+    """Returns the config.json of a model that was trained here, with tensors of this dtype.
 
-    `came_in` is the one that its weights came with, of which all stays that the run did not change;
-    {} where they were made here.
+    `came_in` is the one that its weights came with; what the run did not change stays as it is in
+    it. {} = the run began with new weights.
     """
     gate, other = keys.mlp_activations
     if gate not in _ACTIVATIONS or other != "linear":

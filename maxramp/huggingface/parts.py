@@ -15,12 +15,12 @@ def is_of_text(name: str) -> bool:
 
 
 def name_in_larger(name: str) -> str:
-    """The name of a layer's tensor where transformers opens the text model with its other parts."""
+    """Returns a layer's name where transformers opens the text model with its other parts."""
     return name.replace("model.layers.", "model.language_model.layers.", 1)
 
 
 def rename(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their names in a text model."""
+    """Returns tensors by their names in a text model."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         before = _ADAPTED if name.startswith(_ADAPTED) else ""

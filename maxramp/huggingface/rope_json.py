@@ -54,7 +54,7 @@ def keys_of(values: Mapping[str, Any], released: Released, where: str) -> dict[s
 
 
 def unread(values: Mapping[str, Any], released: Released) -> list[str]:
-    """What is said of positions that neither transformers nor we read."""
+    """Names the keys of positions that neither transformers nor we read."""
     rope, _ = _ropes(values, released, "")
     _, names = _SCALINGS.get(_kind(rope), ("", {}))
     read = {*_COMMON, *names.values(), *(_MSCALES if _kind(rope) == "yarn" else ())}
@@ -64,17 +64,15 @@ def unread(values: Mapping[str, Any], released: Released) -> list[str]:
 def _ropes(
     values: Mapping[str, Any], released: Released, where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json says of layers that see all, and of those that see a window where they have
-    their own; read as transformers reads it, where `rope_scaling` counts before `rope_parameters`.
+    """Returns the positions of layers that see all, and of those that see a window where they have
+    their own, as transformers reads them: `rope_scaling` counts before `rope_parameters`.
     """
     scaling = values.get("rope_scaling") or {}
     parameters = values.get("rope_parameters") or {}
-    refuse(
-        (not isinstance(said, dict), f"{where}: {name}={said} is not supported, but a mapping")
-        for name, said in (("rope_scaling", scaling), ("rope_parameters", parameters))
-    )
+    _refuse_others({"rope_scaling": scaling, "rope_parameters": parameters}, where)
     theta = {"rope_theta": values.get("rope_theta", 10_000.0)}
-    by_layer = {_FULL, _LOCAL} & parameters.keys()
+    by_layer = {name: parameters[name] or {} for name in (_FULL, _LOCAL) if name in parameters}
+    _refuse_others(by_layer, where)
     if not released.local_rope:
         if by_layer:
             raise ConfigError(
@@ -87,8 +85,15 @@ def _ropes(
             f"for {_LOCAL}"
         )
     name, local = released.local_rope
-    own = {"rope_theta": values.get(name, local)} | (parameters.get(_LOCAL) or {})
-    return theta | (parameters.get(_FULL) or {}) | scaling, own
+    own = {"rope_theta": values.get(name, local)} | by_layer.get(_LOCAL, {})
+    return theta | by_layer.get(_FULL, {}) | scaling, own
+
+
+def _refuse_others(mappings: Mapping[str, Any], where: str) -> None:
+    refuse(
+        (not isinstance(value, dict), f"{where}: {name}={value} is not supported, but a mapping")
+        for name, value in mappings.items()
+    )
 
 
 def _kind(rope: Mapping[str, Any]) -> str:
@@ -135,7 +140,7 @@ def _scaling(
 def _complete_yarn(
     rope: Mapping[str, Any], longest: int, by_layer: bool, where: str
 ) -> dict[str, Any]:
-    """With the values that transformers takes where numbers are missing."""
+    """Fills in the values that transformers uses where numbers are missing."""
     length = cast_key(_LENGTH, _LENGTH, rope, where)
     rope = {"truncate": True, **rope}
     rope |= {"beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0}
@@ -145,7 +150,7 @@ def _complete_yarn(
             "not read it where layers have their own positions; leave it out"
         )
     if "factor" in rope and rope["factor"] is None:
-        rope["factor"] = longest / length
+        rope["factor"] = longest / max(1, length)
     if rope.get("factor") is None:
         return rope
     factor = cast_key("rope_factor", "factor", rope, where)
@@ -160,7 +165,7 @@ def _complete_yarn(
 
 
 def config_of(keys: ModelKeys, released: Released, came_in: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json has to say of positions besides what `came_in`: in both forms, as
+    """Returns what config.json lacks about positions beside what `came_in`: in both forms, as
     transformers below 5 reads no `rope_parameters`.
     """
     if came_in:
@@ -186,7 +191,7 @@ def config_of(keys: ModelKeys, released: Released, came_in: Mapping[str, Any]) -
 
 
 def _forms(rope: Mapping[str, Any], local: Mapping[str, Any], released: Released) -> dict[str, Any]:
-    """Positions of all layers, or of those that see all and of `local` ones, in both forms."""
+    """Writes the positions of all layers, or of those that see all and `local` ones, both ways."""
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     forms = {"rope_theta": rope["rope_theta"], "rope_parameters": dict(rope)}
     forms["rope_scaling"] = None if _kind(rope) == "default" else scaling

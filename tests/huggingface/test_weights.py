@@ -386,7 +386,9 @@ def test_end_marks_that_are_no_ids(tmp_path, ids):
             "truncate=False of full_attention is not supported: transformers does not read it",
         ),
         (CONFIGS["olmo3"] | {"rope_parameters": {"rope_theta": 1e6}}, "one for full_attention and"),
-        ({"is_causal": False}, "is_causal=False is not supported"),
+        (CONFIGS["olmo3"] | {"rope_parameters": {"full_attention": 5}}, "full_attention=5 is not"),
+        ({"architectures": 5}, "architectures=5 is not supported, but LlamaForCausalLM and Llama"),
+        ({"is_causal": False}, "is_causal=False is not supported, but True"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
         (
             {"architectures": ["LlamaBidirectionalModel"]},
