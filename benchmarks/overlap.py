@@ -24,13 +24,14 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data import tokenizers
 from maxramp.handover.opening import PromptTokenizer
+from maxramp.objectives.rewards import REWARDS
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Sums
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.tasks import brevity
-from maxramp.rl.trainer import PolicyTrainer, Scorer, policy_fields, writing
+from maxramp.rl.trainer import PolicyTrainer, Scorer, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, initial_state
@@ -53,7 +54,7 @@ class Steps:
         keys = ("rampup_batch_size=none", f"micro_batch_size={part}", f"rewards=[{reward}]")
         keys += ("base_num_decoder_layers=2",)  # of configs/pre_train/sums.yml
         config = resolve(load([CONFIG, *keys], note=lambda line: None), 1, 1, 1)
-        self._ramp = RampupBatchManager(config.batch, 1, fields=policy_fields)
+        self._ramp = RampupBatchManager(config.batch, 1, fields=REWARDS.fields)
         self._mesh = mesh_lib.make_mesh(config.mesh)
         tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
         rewards = Rewards(config.rollout.rewards, 1, 60.0)

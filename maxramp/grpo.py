@@ -43,7 +43,7 @@ from maxramp.processes.ending import Preemption, run
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, open_prompts
 from maxramp.rl.rewards import Rewards, sources
-from maxramp.rl.trainer import PolicyTrainer, Scorer, policy_fields, writing
+from maxramp.rl.trainer import PolicyTrainer, Scorer, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
@@ -61,37 +61,10 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
     def load_config(note: Callable[[str], None]) -> Config:
         config = load(parse_config(__doc__, given), "grpo", note)
-        _refuse(config)
         check_first_weights(config)
         return _take_keys(config, note)
 
     return start.run(load_config, _run, preemption)
-
-
-def _refuse(config: Config) -> None:
-    if config.model.max_target_length <= config.rollout.max_completion_length:
-        raise ConfigError(
-            f"max_completion_length={config.rollout.max_completion_length} leaves no room for a "
-            f"prompt in max_target_length={config.model.max_target_length}; raise that, or lower it"
-        )
-    if config.model.lora_rank:
-        raise ConfigError(
-            f"lora_rank={config.model.lora_rank}: reinforcement learning trains all weights; leave "
-            "it out"
-        )
-    hang, reward = config.run.hang_timeout_seconds, config.rollout.reward_timeout_seconds
-    if 0 < hang <= reward:
-        raise ConfigError(
-            f"reward_timeout_seconds={reward:g} must be below hang_timeout_seconds={hang:g}, or "
-            "rewards that may take so long would end the run as one that hangs; lower it, or raise "
-            "hang_timeout_seconds"
-        )
-    measured = "rampup_policy=noise" * (config.batch.rampup_policy == "noise")
-    if measured or config.optimizer.log_gradient_noise_scale:
-        raise ConfigError(
-            f"{measured or 'log_gradient_noise_scale=True'}: steps of reinforcement learning do "
-            "not measure the noise scale; leave it out, and give a ramp or rampup_policy=seesaw"
-        )
 
 
 def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
@@ -151,7 +124,7 @@ def _run(begun: start.Start) -> int:
             )
     corpus = _corpus(prompts)
     data = corpus.identity({"eval": _evaluation(config, corpus)})
-    job = begun.open_run(data, policy_fields)
+    job = begun.open_run(data, config.objective.fields)
     if not job.has_work:
         return job.end()
     check_enough(prompts["prompt_file"], config.rollout, job.schedule.ramp.total_samples)
@@ -167,8 +140,7 @@ def _corpus(prompts: Mapping[str, Prompts]) -> Corpus:
 
 def _evaluation(config: Config, corpus: Corpus) -> str:
     """A hash of what the numbers of evaluations depend on but the weights."""
-    names = "rewards", "reward_weights", "num_generations", "max_completion_length", "rollout_seed"
-    values = [config.values[name] for name in (*names, "decode_sampling_temperature")]
+    values = [config.values[name] for name in config.objective.in_evaluations]
     return hash_of([corpus.held_out_hash, values, sources(config.rollout.rewards)])
 
 

@@ -298,7 +298,7 @@ def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: Data
     config = f"configs/base.yml run_name={name} dataset_type=grain"
     sizes = f"vocab_size={prepared.vocab_size_for(manifest)}"
     if keys.reads_chats:
-        config = f"configs/post_train/{'dpo' if keys.use_dpo else 'sft'}.yml run_name={name}"
+        config = f"{keys.objective.example} run_name={name}"
         own = {name: getattr(keys, name) for name in ChatKeys.names() if name[:4] != "use_"}
         own = [f"{name}={value}" for name, value in own.items() if value != base()[name]]
         sizes = shlex.join(["load_parameters_path=MODEL", *own])

@@ -29,11 +29,6 @@ def text_fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:
     return *(Field(name, "int32", (tokens,)) for name in names), Field("hashes", "uint32", (2,))
 
 
-def pair_fields(tokens: int) -> tuple[Field, ...]:
-    """Of T tokens for both chats of a pair, which are two segments."""
-    return *text_fields(tokens, separate=True), Field("reference_log_probs", "float32", (2,))
-
-
 @dataclasses.dataclass(frozen=True)
 class SightKeys(Keys):
     """How a token sees those before it: by which positions, and how far back."""

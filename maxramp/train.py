@@ -55,13 +55,13 @@ from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Dispatched, Record, evaluation_from_sums, names_of_sums
-from maxramp.stage import SightKeys, text_fields
+from maxramp.stage import SightKeys
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
 from maxramp.training.state import TrainState
-from maxramp.training.step import objective_of
+from maxramp.training.step import loss_of
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -82,14 +82,12 @@ def _run(begun: Start) -> int:
     later = [(phase.first_sample, phase.given[MIXTURE]) for phase in phases]
     corpus = open_rows(config.data, expansion.reads, beat, later)
     begun.watchdog.beat()
-    fields = functools.partial(text_fields, separate=corpus.packed)
-    if config.data.use_dpo:
-        fields = config.data.fields
+    fields = functools.partial(config.objective.fields, separate=corpus.packed)
     rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
     job = begun.open_run(corpus.identity(_evaluations(config, corpus)), fields, rows)
     if not job.has_work:
         return job.end()
-    if config.data.use_dpo:
+    if config.objective.has_reference:
         corpus = add_reference(job, corpus, expansion)
     ramp, first_step = job.schedule.ramp, job.schedule.first_step
     loader = Loader(config.data, config.reading, corpus, ramp, expansion, first_step)
@@ -122,8 +120,8 @@ def _describe_rows(corpus: Corpus, config: Config) -> Iterator[str]:
 
 def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
     """What the numbers of evaluations depend on, as in `DataIdentity`."""
-    names = "eval_samples", "use_dpo", "dpo_beta", "dpo_loss_type", "dpo_label_smoothing"
-    found = {"eval": hash_of([corpus.held_out_hash, *(config.values[name] for name in names)])}
+    names = "eval_samples", *config.objective.in_evaluations
+    found = {"eval": hash_of([corpus.held_out_hash, *((n, config.values[n]) for n in names)])}
     if config.evaluation.evaluate_tasks:
         found["task"] = hash_of_tasks(config.evaluation)
     return found
@@ -169,8 +167,8 @@ class Pretrainer:
         # Flat between steps: modules cost a millisecond a step.
         self._arrays, self._structure = jax.tree.flatten(job.first_state(abstract, read))
         # Of an evaluation, on the devices.
-        self._objective = objective_of(config.recipe)
-        count = len(self._objective.shown)
+        self._loss = loss_of(config.recipe)
+        count = len(self._loss.shown)
         self._no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * count)()
 
     @property
@@ -180,7 +178,7 @@ class Pretrainer:
     @property
     def evaluation_names(self) -> list[str]:
         tasks = self._tasks.names if self._tasks else []
-        return names_of_sums(self._loader.held_out, self._objective.shown) + tasks
+        return names_of_sums(self._loader.held_out, self._loss.shown) + tasks
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched:
         ramp = self._schedule.ramp
@@ -225,7 +223,7 @@ class Pretrainer:
             found[name] = sums = [] if by_batch else [no_sums]
             for batch in self._loader.eval_batches(stage, self._keys, name):
                 sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
-        return evaluation_from_sums(found, by_batch, self._objective.shown, self._objective.divisor)
+        return evaluation_from_sums(found, by_batch, self._loss.shown, self._loss.divisor)
 
     def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
         return self._tasks.evaluate(self._ahead, self.state, sight)

@@ -19,10 +19,10 @@ def take_step(config, batch):
     held-out sums of its rows."""
     mesh = make_mesh(config)
     step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(1))
-    objective = next_token_prediction(config.recipe.objective, config.model)
+    objective = next_token_prediction(config.recipe.loss, config.model)
 
     def evaluate(model, batch):
-        return eval_step(model, (jnp.float32(0),) * 2, batch, objective=objective)
+        return eval_step(model, (jnp.float32(0),) * 2, batch, loss=objective)
 
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe))()

@@ -21,6 +21,7 @@ FLOORS = (
     ("parallel", "processes"),
     ("stage",),
     ("rampup", "model"),
+    ("objectives",),
     ("data",),
     ("huggingface",),
     ("training",),
@@ -98,7 +99,7 @@ def test_imports_go_down():
     [
         (
             {"model.a": "from maxramp.training import loss", "training.loss": ""},
-            "model.a (floor 7) imports training.loss (floor 10)",
+            "model.a (floor 7) imports training.loss (floor 11)",
         ),
         (
             {"model.a": "def f():\n    import maxramp.run.b", "run.b": ""},

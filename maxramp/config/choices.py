@@ -6,10 +6,12 @@ they change nothing that is trained, and nobody waits for their output.
 
 from maxramp.keys.choices import Choices
 from maxramp.model.families.table import family_choices
+from maxramp.objectives.chats import CHATS
+from maxramp.objectives.pairs import PAIRS
 from maxramp.rampup.keys import CHOICES as RAMPS
 from maxramp.training.keys import CHOICES as TRAINING
 
-_CHATS = "use_sft=True or use_dpo=True"
+_CHATS = f"{CHATS.asked_by} or {PAIRS.asked_by}"
 CHOICES: Choices = {
     **RAMPS,
     **TRAINING,
@@ -24,7 +26,7 @@ CHOICES: Choices = {
     "dataset_type=hf": ("hf_path", "hf_name", "train_split", "hf_eval_split"),
     "dataset_type=grain|hf": (
         *("eval_sets", "train_data_columns", "tokenize_train_data", "add_bos", "add_eos"),
-        *("packing", "separate_documents", "grain_packing_type", "use_sft", "use_dpo"),
+        *("packing", "separate_documents", "grain_packing_type", CHATS.key, PAIRS.key),
     ),
     "dataset_type=grain|hf|synthetic": ("tokenizer_path", "split_special_tokens"),
     "enable_data_shuffling=True": ("data_shuffle_seed",),
@@ -32,7 +34,7 @@ CHOICES: Choices = {
         *("sft_train_on_last_answer_only", "chat_template", "chat_template_date"),
         *("chat_template_switches", "chats_with_marks"),
     ),
-    "use_sft=True": ("sft_train_on_completion_only", "long_chats"),
+    CHATS.asked_by: ("sft_train_on_completion_only", "long_chats"),
     "sft_train_on_completion_only=True": ("sft_train_on_last_answer_only",),
     f"without {_CHATS}": ("tokenize_train_data",),
     # evaluations and checkpoints

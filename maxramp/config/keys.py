@@ -15,6 +15,9 @@ from maxramp.keys.base import PATHS, base, expand_path
 from maxramp.keys.section import Keys, refuse
 from maxramp.launch.keys import LaunchKeys
 from maxramp.model.keys import ModelKeys
+from maxramp.objectives.objective import Objective
+from maxramp.objectives.rewards import REWARDS, PolicyKeys
+from maxramp.objectives.table import find_objective
 from maxramp.parallel.keys import MeshKeys
 from maxramp.planning.keys import PlanKeys
 from maxramp.processes.keys import BackendKeys
@@ -22,13 +25,10 @@ from maxramp.rampup import notations
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
-from maxramp.training.keys import LearningRateKeys, ObjectiveKeys, OptimizerKeys, PolicyKeys, Recipe
+from maxramp.training.keys import LearningRateKeys, LossKeys, OptimizerKeys, Recipe
 
 # Sections that one of the programs that train reads, and the other does not.
-OF_ONE_PROGRAM = {
-    "train": ("data", "reading", "objective", "evaluation"),
-    "grpo": ("policy", "rollout"),
-}
+OF_ONE_PROGRAM = {"train": ("data", "reading", "loss", "evaluation"), "grpo": ("policy", "rollout")}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Config:
     model: ModelKeys
     data: DataKeys
     reading: ReadingKeys
-    objective: ObjectiveKeys
+    loss: LossKeys
     optimizer: OptimizerKeys
     learning_rate: LearningRateKeys
     policy: PolicyKeys
@@ -88,8 +88,13 @@ class Config:
             config_json.config_of(self.model, {}, "")
 
     @property
+    def objective(self) -> Objective:
+        return find_objective(self.values)
+
+    @property
     def recipe(self) -> Recipe:
-        return Recipe(self.model, self.objective, self.optimizer)
+        loss = self.policy if self.objective is REWARDS else self.loss
+        return Recipe(self.model, self.objective, loss, self.optimizer)
 
     def replace(self, **values: Any) -> Self:
         return self.from_values({**self.values, **values})

@@ -22,6 +22,7 @@ from maxramp.keys.choices import find_unmade
 from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump, parse, read_yaml
 from maxramp.model.families.table import is_of_experts
+from maxramp.objectives.table import find_objective
 from maxramp.rampup import phases
 from maxramp.rampup.keys import MAXTEXT_RAMP, RAMP_CHOICES
 from maxramp.run.keys import PROGRAMS
@@ -51,7 +52,6 @@ _LENGTHS = (("steps",), ("total_samples",), ("total_tokens",))
 _SIZES_OF_A_PASS = (("per_device_batch_size",), ("micro_batch_size",))
 _BATCHES = (("global_batch_size",), ("global_batch_tokens",))
 _BEGINNINGS = (("load_parameters_path",), ("load_full_state_path",))
-_STAYS_NEAR = "lora_rank", "use_dpo"  # beside a state, they take the weights that it began with
 
 
 def choose(values: MutableMapping[str, Any], given: Given) -> None:
@@ -60,7 +60,9 @@ def choose(values: MutableMapping[str, Any], given: Given) -> None:
     """
     before = dict(values)
     values.update(given.values)
-    beginnings = () if any(values[name] for name in _STAYS_NEAR) else _BEGINNINGS
+    # Beside a state, some take the weights that it began with.
+    stays_near = values["lora_rank"] or find_objective(values).has_reference
+    beginnings = () if stays_near else _BEGINNINGS
     for ways in (_NOTATIONS, _LENGTHS, _BATCHES, _SIZES_OF_A_PASS, beginnings):
         chosen = {
             way: f"{name}={values[name]}"

@@ -13,12 +13,11 @@ from maxramp.keys.base import base
 from maxramp.keys.section import Relations, is_object_storage
 from maxramp.model.families.table import check_family
 from maxramp.model.keys import ModelKeys
+from maxramp.objectives.objective import measured_noise
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.phases import MESH_KEYS, MIXTURE
 from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import RunKeys
-from maxramp.stage import SIGHT_KEYS
 from maxramp.training.keys import OptimizerKeys, half_lives
 
 _NEEDED = {
@@ -117,34 +116,8 @@ def _check_data(keys: DataKeys) -> Relations:
         f"tokenizer_type=bytes has no file, but tokenizer_path={keys.tokenizer_path}; leave one "
         "out",
     )
-    yield from _check_chats(keys)
     if keys.tokenizer_path:
         _ = keys.type_of_tokenizer  # raises where the name says nothing
-
-
-def _check_chats(keys: DataKeys) -> Relations:
-    if not (asked := keys.reads_chats):
-        return
-    yield (
-        keys.use_sft and keys.use_dpo,
-        "use_sft=True trains on chats and use_dpo=True on pairs of them; leave one of them out",
-    )
-    yield (
-        keys.type_of_tokenizer != "huggingface",
-        f"{asked}: tokenizer_type={keys.type_of_tokenizer} has no marks for turns; give "
-        "tokenizer_path=FOLDER of a tokenizer.json with a chat template",
-    )
-    yield (
-        keys.use_dpo and keys.packing,
-        "packing=True would put several pairs into a row, and a sample of use_dpo=True is one; use "
-        "packing=false",
-    )
-    yield (
-        keys.packing and not (keys.separate_documents and keys.grain_packing_type == "best_fit"),
-        f"separate_documents={keys.separate_documents}, grain_packing_type="
-        f"{keys.grain_packing_type}: use_sft=True packs chats whole and apart; use "
-        "separate_documents=true grain_packing_type=best_fit, or packing=false",
-    )
 
 
 def _check_optimizer(keys: OptimizerKeys) -> Relations:
@@ -204,9 +177,8 @@ def _check_rollout(keys: RolloutKeys) -> Relations:
     )
 
 
-def _check_frozen(config: Any, measured: str) -> Relations:
-    """`measured` is what measures the noise scale, or ""."""
-    optimizer, lora = config.optimizer, config.model.lora_rank
+def _check_frozen(config: Any) -> Relations:
+    optimizer, lora, measured = config.optimizer, config.model.lora_rank, measured_noise(config)
     mask = list(optimizer.trainable_parameters_mask)
     yield (
         lora and mask not in ([], ["adapter"]),
@@ -237,17 +209,11 @@ def _check_frozen(config: Any, measured: str) -> Relations:
 
 
 def _check_together(config: Any) -> Relations:
-    rate, steps, optimizer = config.learning_rate, config.batch.steps, config.optimizer
-    measured = "rampup_policy=noise" * (config.batch.rampup_policy == "noise")
-    measured = measured or "log_gradient_noise_scale=True" * optimizer.log_gradient_noise_scale
-    yield (
-        config.data.use_dpo and measured,
-        f"{measured}: the noise scale is measured of a mean over tokens, and "
-        "use_dpo=True takes one over pairs; leave it out, and give a ramp or rampup_policy=seesaw",
-    )
+    rate, steps = config.learning_rate, config.batch.steps
     lora = config.model.lora_rank
     full, first = config.checkpoints.load_full_state_path, config.checkpoints.load_parameters_path
-    begins = f"lora_rank={lora}" * bool(lora) or "use_dpo=True" * config.data.use_dpo
+    begins = f"lora_rank={lora}" * bool(lora)
+    begins = begins or config.objective.asked_by * config.objective.has_reference
     yield (
         full and begins and not first,
         f"load_full_state_path={full} with {begins}: its checkpoint does not hold the weights that "
@@ -258,26 +224,13 @@ def _check_together(config: Any) -> Relations:
         "steps=-1, total_samples=-1 and total_tokens=-1 leave the length of the run open: there is "
         "no end of synthetic data; give one of them",
     )
-    yield from _check_frozen(config, measured)
+    yield from _check_frozen(config)
+    yield from config.objective.refuses(config)
     yield (
         rate.batch_size_lr_reference == "final" and config.batch.rampup_policy == "noise",
         "batch_size_lr_reference=final with rampup_policy=noise: the learning rate would depend on "
         "a batch that is not decided yet; use initial, or leave it out",
     )
-    whole = {"use_sft=True": config.data.use_sft, "use_dpo=True": config.data.use_dpo}
-    whole["grpo"] = config.run.program == "grpo"
-    for reader, is_used in whole.items():
-        yield (
-            config.batch.row_length != -1 and is_used,
-            f"row_length={config.batch.row_length} cuts samples into rows, and {reader} reads each "
-            "as a whole; leave it out (-1)",
-        )
-    once = (*SIGHT_KEYS, MIXTURE)
-    fixed = dict.fromkeys(once, "use_dpo=True") if config.data.use_dpo else {}
-    fixed |= dict.fromkeys((*MESH_KEYS, *once), "grpo") if config.run.program == "grpo" else {}
-    for name, reader in fixed.items():
-        given = [f"{phase}.{name}" for phase in config.batch.changing(name)]
-        yield given, f"{''.join(given[:1])}: {reader} takes one for the whole run; leave it out"
     yield (
         -1 != steps < rate.learning_rate_schedule_steps,
         f"learning_rate_schedule_steps={rate.learning_rate_schedule_steps} exceeds steps={steps}; "
@@ -295,9 +248,3 @@ def broken(config: Any) -> Relations:
     yield from _check_run(config.run)
     yield from _check_rollout(config.rollout)
     yield from _check_together(config)
-    factor = config.model.capacity_factor
-    yield (
-        config.run.program == "grpo" and factor > 0,
-        f"capacity_factor={factor:g}: grpo samples texts with no token dropped, and would train on "
-        "others; leave it out (-1)",
-    )

@@ -19,6 +19,8 @@ from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.rows import PADDING, Chain, Document, StreamRows
 from maxramp.data.sources import find_mixtures
 from maxramp.data.tokenizers import Tokenizer
+from maxramp.objectives.pairs import PAIRS
+from maxramp.objectives.table import find_objective
 from maxramp.stage import text_fields
 
 _DOCUMENTS, _ROWS = 5, 3  # that are shown
@@ -46,7 +48,7 @@ def inspect(folder: str, keys: DataKeys) -> None:
     for line in prepared.left_out(manifest):
         print(f"left out   {line}")
     if "chats" in manifest:
-        is_pair = manifest["chats"]["made_by"]["use_dpo"]
+        is_pair = find_objective(manifest["chats"]["made_by"]) is PAIRS
         for index in _spread(len(documents), _DOCUMENTS):
             document = documents[index]
             texts = () if document.left_out else _decode(document, tokenizer)

@@ -10,7 +10,9 @@ from maxramp.errors import ConfigError
 from maxramp.keys import section
 from maxramp.keys.numbers import exact
 from maxramp.keys.section import Keys, day, form, limit, minimum, one_of, positive_or_open, uint32
-from maxramp.stage import Fields, pair_fields, text_fields
+from maxramp.objectives.objective import Objective
+from maxramp.objectives.table import find_objective
+from maxramp.stage import Fields
 
 # Which marks come into documents; a prepared set keeps these with its tokenizer.
 MARK_KEYS = ("add_bos", "add_eos", "split_special_tokens")
@@ -34,9 +36,13 @@ class ChatKeys(Keys):
     chats_with_marks: str = one_of("refuse", "leave_out")
 
     @property
+    def objective(self) -> Objective:
+        return find_objective(vars(self))
+
+    @property
     def reads_chats(self) -> str:
         """The key that asks for chats, with its value; "" where the data is text."""
-        return next((f"{name}=True" for name in ("use_dpo", "use_sft") if getattr(self, name)), "")
+        return self.objective.asked_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +92,7 @@ class DataKeys(ChatKeys):
         """The arrays of a batch, as far as the keys say: prepared sets decide about documents."""
         reads_documents = self.dataset_type in ("grain", "hf")
         apart = reads_documents and self.packing and self.separate_documents
-        return pair_fields if self.use_dpo else functools.partial(text_fields, separate=apart)
+        return functools.partial(self.objective.fields, separate=apart)
 
     @property
     def mark_keys(self) -> dict[str, bool]:

@@ -96,7 +96,7 @@ def _shares(weights: Iterable[tuple[str, float]]) -> str:
 
 def _lay_out(data: DataKeys, sources: Corpus) -> Corpus:
     length, lay_out = data.max_target_length, packing.one_per_row
-    separate = data.use_dpo or (data.packing and data.separate_documents)
+    separate = data.objective.chats > 1 or (data.packing and data.separate_documents)
     if data.packing:
         lay_out = packing.LAYOUTS[data.grain_packing_type]
     how = [length, separate, data.packing and data.grain_packing_type]

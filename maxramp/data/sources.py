@@ -198,7 +198,7 @@ class _Finder:
 
 
 def _noun(keys: DataKeys) -> str:
-    return "pairs" if keys.use_dpo else "chats" if keys.use_sft else "documents"
+    return keys.objective.noun if keys.reads_chats else "documents"
 
 
 def _no_chats(keys: DataKeys, name: str) -> str:

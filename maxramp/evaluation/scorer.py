@@ -68,7 +68,7 @@ class Scorer:
             processes after the same part; what it raises ends the work.
         """
         self.keys, self._abstract, self._mesh = recipe.model, model, mesh_of(model)
-        self._block_tokens = recipe.objective.loss_block_tokens
+        self._block_tokens = recipe.loss.loss_block_tokens
         self._tokenizer, self._ends = tokenizer.tokenizer, tuple(tokenizer.ends)
         self._ahead, self._batch_size, self._beat = ahead, batch_size, beat
         self._options = compiler_options(self._mesh.devices.flat[0].platform)

@@ -40,15 +40,10 @@ def key_of_first_weights(config: Config) -> str:
 def check_first_weights(config: Config) -> None:
     """Refuses a run that needs weights to begin with where no key gives them."""
     values, key = config.values, key_of_first_weights(config)
-    if config.run.program == "grpo":
-        needs = "reinforcement learning begins with the weights of a model that can answer at times"
-    elif config.data.use_dpo:
-        needs = "use_dpo=True begins with the weights of a model, and stays near to them"
-    elif config.model.lora_rank:
+    needs = config.objective.needs_weights
+    if not needs and config.model.lora_rank:
         needs = f"lora_rank={config.model.lora_rank} adapts the weights of a model"
-    else:
-        return
-    if not values[key]:
+    if needs and not values[key]:
         raise ConfigError(f"{key} is empty: {needs}; give its folder, a run or a checkpoint")
 
 

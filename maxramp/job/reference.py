@@ -116,7 +116,7 @@ def _log_probs(
     def find(model: Decoder, batch: Batch) -> jax.Array:
         micro_batch = jax.tree.map(lambda x_AB: x_AB[0], expansion.gather(batch))
         weights = model.cast(recipe.model.dtype)
-        log_p_B2, _ = answer_log_probs(recipe.objective, recipe.model, weights, micro_batch)
+        log_p_B2, _ = answer_log_probs(recipe.loss, recipe.model, weights, micro_batch)
         return jax.reshard(log_p_B2, REPLICATED)
 
     program = Jitted(expansion.mesh_of(spec), find)

@@ -12,6 +12,7 @@ from maxramp.files.place import Place
 from maxramp.measuring import laws
 from maxramp.measuring.noise import Block, noise_blocks, run_records
 from maxramp.measuring.rebatching import Batches, Rebatching, ramp_keys
+from maxramp.objectives.text import TEXT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rampup.shape import Meshes
 
@@ -76,11 +77,11 @@ def check_batches(config: Config, meshes: Meshes, run: Place, consumed: int = 0)
 
 def _is_outside(config: Config) -> bool:
     """Whether the laws say nothing of such a run: they are of training on text from new weights."""
-    begun, data = config.checkpoints, config.data
+    begun = config.checkpoints
     return bool(
         (begun.load_parameters_path or begun.load_full_state_path)
-        or (data.use_sft or data.use_dpo or config.model.lora_rank)
-        or (config.run.program == "grpo" or config.batch.rampup_policy == "noise")
+        or (config.objective is not TEXT or config.model.lora_rank)
+        or config.batch.rampup_policy == "noise"
     )
 
 

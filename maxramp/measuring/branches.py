@@ -32,6 +32,7 @@ from maxramp.keys.choices import find_unmade
 from maxramp.keys.numbers import parse_count
 from maxramp.measuring.inheritance import branch_keys, inherited_keys
 from maxramp.measuring.noise import KINDS, noise_blocks, student
+from maxramp.objectives.rewards import REWARDS
 from maxramp.processes.bound import bind
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.job_schedule import resume_point
@@ -124,7 +125,7 @@ class Experiment:
         self._run, self._sizes, self._keys = place(run).absolute(), parse_sizes(sizes), list(keys)
         self._position = position = _checkpoint(self._run, at)
         self._config = config = Config.from_values(base.base() | position.config)
-        if config.run.program == "grpo":
+        if config.objective is REWARDS:
             raise ConfigError(
                 f"{run}: program=grpo: branches are compared on held-out rows, and this run is "
                 "evaluated by rewards; give a run of maxramp.train"
@@ -228,7 +229,7 @@ class Experiment:
                 f"{folder}: the branch ended without an evaluation of its held-out rows; move the "
                 "folder away and start again"
             )
-        counted = "pairs" if self._config.data.use_dpo else "tokens"
+        counted = self._config.objective.divisor
         losses, tokens = (
             np.array(found[f"eval_batch_{name}"], float) for name in ("loss", counted)
         )

@@ -57,7 +57,7 @@ def branch_keys(
         for name in ("adam_weight_decay", "muon_weight_decay")
         if name in keys.half_lives_in_samples
     }
-    has_base = config.model.lora_rank or config.data.use_dpo
+    has_base = config.model.lora_rank or config.objective.has_reference
     mixtures = {p.name: {MIXTURE: p.given[MIXTURE]} for p in config.batch.changing(MIXTURE)}
     return (
         decays

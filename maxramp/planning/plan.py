@@ -180,7 +180,7 @@ def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
         "weights": weights,
         "optimizer": bytes_per_device(state.opt_state),
         "gradients": _bytes_as(jnp.float32, state.trained) + _bytes_as(model.dtype, others),
-        "activations": pass_bytes(model, spec, recipe.objective.loss_block_tokens),
+        "activations": pass_bytes(model, spec, recipe.loss.loss_block_tokens),
     }
     parts["total"] = sum(parts.values())
     return {name: size / GIB for name, size in parts.items()}

@@ -31,9 +31,8 @@ from maxramp.training.ahead import Ahead
 from maxramp.training.context import share_out
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.log_probs import token_log_probs
-from maxramp.training.policy import policy_gradient
 from maxramp.training.state import TrainState
-from maxramp.training.step import update, zero_sums
+from maxramp.training.step import loss_of, update, zero_sums
 
 # Programs that do not depend on the size of a part.
 _SHARED = ("preparing weights", "zeroing sums", "the update", "later updates")
@@ -71,13 +70,13 @@ class PolicyPrograms:
         self.generator = Generator(recipe.model, state.model, writing, options)
         self.raise_failure = ahead.raise_failure
         self._announced: dict[StageSpec, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
-        dtype, objective = recipe.model.dtype, policy_gradient(policy, recipe.model)
+        dtype, minimized = recipe.model.dtype, loss_of(recipe)
 
         def add(sums: Any, trained: Decoder, frozen: Decoder, buffers: Any, batch: Batch) -> Any:
             def loss(trained: Decoder) -> tuple[jax.Array, Aux]:
                 model = join_parts(frozen.cast(dtype), trained)
                 own = share_out(batch, model.pattern, recipe.model)
-                return objective(balance.with_last_step(model, buffers), own)
+                return minimized(balance.with_last_step(model, buffers), own)
 
             found = jax.grad(loss, has_aux=True)(trained.cast(dtype))
             return jax.tree.map(jnp.add, sums, found)
@@ -86,7 +85,7 @@ class PolicyPrograms:
             how = policy.loss_block_tokens, policy.decode_sampling_temperature
             return token_log_probs(model.cast(dtype), recipe.model, batch, *how)[0]
 
-        self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), objective.shown))
+        self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), minimized.shown))
         self.add = jit(add, donate_argnums=0)
         self.update = jit(
             functools.partial(update, optimizer=recipe.optimizer, learning_rate=learning_rate),

@@ -41,16 +41,8 @@ from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompt, Prompts
 from maxramp.rl.rewards import Rewards
 from maxramp.run.metrics import Dispatched, Record
-from maxramp.stage import Field
 from maxramp.training.policy import advantages, shares
 from maxramp.training.state import TrainState
-
-
-def policy_fields(tokens: int) -> tuple[Field, ...]:
-    """Of T tokens a row."""
-    ids, numbers = ("tokens", "targets"), ("weights", "shares", "sampled_log_probs")
-    dtypes = {**dict.fromkeys(ids, "int32"), **dict.fromkeys(numbers, "float32")}
-    return tuple(Field(name, dtype, (tokens,)) for name, dtype in dtypes.items())
 
 
 def writing(config: Config, tokenizer: PromptTokenizer) -> Writing:

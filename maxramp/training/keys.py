@@ -16,53 +16,18 @@ from maxramp.keys.section import (
     uint32,
 )
 from maxramp.model.keys import ROLES, ModelKeys, dtype_of
+from maxramp.objectives.objective import Objective
+from maxramp.objectives.pairs import PAIRS, PreferenceKeys
+from maxramp.objectives.rewards import PolicyKeys
+from maxramp.objectives.text import TEXT, NextTokenKeys
 from maxramp.rampup.keys import CurveKeys
 from maxramp.stage import StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class NextTokenKeys(Keys):
-    """What is minimized over text and chats."""
-
-    z_loss_multiplier: float = minimum(0)
-    log_token_statistics: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class PreferenceKeys(Keys):
-    """What is minimized over pairs of answers."""
-
-    dpo_beta: float = above_zero()
-    dpo_label_smoothing: float = limit(
-        lambda value: 0 <= value < 0.5,
-        "must be at least 0 and below 0.5, or the chosen answers would count as the worse ones",
-    )
-    dpo_loss_type: str = one_of("sigmoid", "robust", "ipo")
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectiveKeys(PreferenceKeys, NextTokenKeys):
+class LossKeys(PreferenceKeys, NextTokenKeys):
     """What a step minimizes over rows of data."""
 
-    use_dpo: bool
-    loss_block_tokens: int = minimum(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyKeys(Keys):
-    """What reinforcement learning minimizes over the answers to prompts."""
-
-    num_generations: int = limit(
-        lambda value: value >= 2,
-        "must be 2 or more: an answer's advantage is over the others to its prompt",
-    )
-    grpo_normalize_advantages: bool
-    grpo_epsilon: float = minimum(0)
-    grpo_epsilon_high: float = minimum(0)
-    grpo_beta: float = minimum(0)
-    grpo_normalization: str = one_of("token", "sequence")
-    num_iterations: int = minimum(1)
-    decode_sampling_temperature: float = above_zero()
     loss_block_tokens: int = minimum(0)
 
 
@@ -153,9 +118,9 @@ def _optimizer_choices() -> Iterator[tuple[str, tuple[str, ...]]]:
 CHOICES: Choices = {
     **dict(_optimizer_choices()),
     "skip_step_on_spikes=True": ("skip_step_interval", "skip_step_scaling_factor"),
-    "use_dpo=True": PreferenceKeys.names(),
+    PAIRS.asked_by: PAIRS.keys.names(),
     "dpo_loss_type=sigmoid|robust": ("dpo_label_smoothing",),
-    "without use_dpo": NextTokenKeys.names(),
+    f"without {PAIRS.key}": TEXT.keys.names(),
     "lr_schedule_type=wsd": ("wsd_decay_steps_fraction", "wsd_decay_style"),
 }
 
@@ -174,7 +139,8 @@ class Recipe:
     """What a train state and its step are made from."""
 
     model: ModelKeys
-    objective: ObjectiveKeys
+    objective: Objective
+    loss: LossKeys | PolicyKeys  # the keys of the objective
     optimizer: OptimizerKeys
 
     def with_spec(self, spec: StageSpec) -> Self:

@@ -17,6 +17,7 @@ from maxramp.model.decoder import Decoder, pull_back, soft_cap
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.size import loss_blocks
+from maxramp.objectives.text import TEXT
 from maxramp.parallel.axes import BATCH_AXES, SHARD_AXES
 from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
 from maxramp.parallel.sharding import (
@@ -28,7 +29,7 @@ from maxramp.parallel.sharding import (
     summed_at_once,
 )
 from maxramp.training.balance import summing_positions
-from maxramp.training.keys import ObjectiveKeys
+from maxramp.training.keys import LossKeys
 
 _Sums = tuple[jax.Array, ...]
 
@@ -169,28 +170,23 @@ def _blocks(
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
-    """What a step minimizes."""
+class Loss:
+    """What a step minimizes and shows."""
 
     # (model, micro batch) -> (what is minimized, what is shown and counted), each a sum over tokens
     # in float32: sums of any split of the rows add up to the same
     sums: Callable[[Decoder, Batch], tuple[jax.Array, Aux]]
-    # its own names: "loss", "tokens" (the targets), and whatever else
-    shown: tuple[str, ...] = ("loss", "tokens")
-    # which of them all the others, and what is minimized, are divided by once the whole batch is
-    # added up
+    shown: tuple[str, ...]  # as in `Objective`
     divisor: str = "tokens"
 
     def __call__(self, model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
         return self.sums(model, batch)
 
 
-def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objective:
+def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
     """Cross-entropy of every next token, with the z-loss; what is shown is without it."""
     how = keys.z_loss_multiplier, keys.loss_block_tokens, keys.log_token_statistics
-    shown = "loss", "tokens"
-    if keys.log_token_statistics:
-        shown += "token_accuracy", "entropy"
+    shown = TEXT.shown(keys)
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
@@ -202,7 +198,7 @@ def next_token_prediction(keys: ObjectiveKeys, execution: Execution) -> Objectiv
             minimized, *found = cross_entropy_sums(*arrays, *how, model.logits_cap)
         return with_layers(minimized, dict(zip(shown, found, strict=True)), aux)
 
-    return Objective(sums, shown)
+    return Loss(sums, shown)
 
 
 def with_layers(

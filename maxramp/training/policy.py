@@ -11,10 +11,10 @@ from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
+from maxramp.objectives.rewards import REWARDS, PolicyKeys
 from maxramp.parallel.collectives import delay_gradient, wait_for
-from maxramp.training.keys import PolicyKeys
 from maxramp.training.log_probs import token_log_probs
-from maxramp.training.loss import Objective, with_layers
+from maxramp.training.loss import Loss, with_layers
 
 _LEAST_SPREAD = 1e-4  # added to a group's standard deviation
 
@@ -37,7 +37,7 @@ def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
     return (1 / np.asarray(lengths_B, np.float64)).astype(np.float32)
 
 
-def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
+def policy_gradient(keys: PolicyKeys, execution: Execution) -> Loss:
     """The clipped surrogate of GRPO, with a penalty for leaving the reference policy.
 
     Of an answer's token with ratio r = exp(log p - log p when sampled) and advantage A (a batch's
@@ -78,5 +78,4 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Objective:
         loss_BT = delay_gradient(loss_BT, sum(shown.values()))
         return with_layers((share_BT * loss_BT).sum(), shown, aux)
 
-    shown = ("loss", "tokens", "entropy", "clip_share", "sampler_difference")
-    return Objective(sums, (*shown, "kl") if keys.grpo_beta else shown)
+    return Loss(sums, REWARDS.shown(keys))

@@ -14,22 +14,18 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import hash_bits
+from maxramp.objectives.pairs import PAIRS
 from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.collectives import all_gather, delay_gradient, map_shards
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, stack_spec
-from maxramp.training.keys import ObjectiveKeys
+from maxramp.training.keys import LossKeys
 from maxramp.training.log_probs import token_log_probs
-from maxramp.training.loss import Objective, with_layers
+from maxramp.training.loss import Loss, with_layers
 
 _ROUNDING = 2.0**-20  # of a sum of log-probabilities in float32, relative
-# What is shown beside the loss: TRL's names.
-_SHOWN = (
-    *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
-    *("logps/chosen", "logps/rejected"),
-)
 
 
-def preference(keys: ObjectiveKeys, execution: Execution) -> Objective:
+def preference(keys: LossKeys, execution: Execution) -> Loss:
     """The loss of pairs, a sum over them, by how far the policy has gone from the reference.
 
     With the log-ratios c and r of the chosen and the rejected answer (log p - log p of the
@@ -43,7 +39,7 @@ def preference(keys: ObjectiveKeys, execution: Execution) -> Objective:
     0 by more than rounding, and the policy's own log-probabilities.
     """
     beta, smoothing = keys.dpo_beta, keys.dpo_label_smoothing
-    shown = ("loss", "tokens", "pairs", *_SHOWN)
+    shown = PAIRS.shown(keys)
 
     def loss_of(ratio_B2: jax.Array, lengths_B2: jax.Array) -> jax.Array:
         if keys.dpo_loss_type == "ipo":
@@ -72,7 +68,7 @@ def preference(keys: ObjectiveKeys, execution: Execution) -> Objective:
         loss_B = delay_gradient(loss_B, found.sum())
         return with_layers(loss_B.sum(), dict(zip(shown, found, strict=True)), aux)
 
-    return Objective(sums, shown, divisor="pairs")
+    return Loss(sums, shown, PAIRS.divisor)
 
 
 def _are_equal(batch: Batch) -> jax.Array:
@@ -93,7 +89,7 @@ def _are_equal(batch: Batch) -> jax.Array:
 
 
 def answer_log_probs(
-    keys: ObjectiveKeys, execution: Execution, model: Decoder, batch: Batch
+    keys: LossKeys, execution: Execution, model: Decoder, batch: Batch
 ) -> tuple[jax.Array, Aux]:
     """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2], 0 where
     there is no answer; and the layers' sums."""

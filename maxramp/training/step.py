@@ -17,6 +17,10 @@ from maxramp.model.adapters import add_dropout, dropout_of
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import join_parts
+from maxramp.objectives.chats import CHATS
+from maxramp.objectives.pairs import PAIRS
+from maxramp.objectives.rewards import REWARDS
+from maxramp.objectives.text import TEXT
 from maxramp.parallel.axes import COPY_AXES
 from maxramp.parallel.collectives import wait_for
 from maxramp.parallel.sharding import BATCH_ABT, gradient_spec
@@ -24,25 +28,34 @@ from maxramp.training import balance, noise_scale
 from maxramp.training.context import share_out
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.loss import Objective, next_token_prediction
+from maxramp.training.loss import Loss, next_token_prediction
 from maxramp.training.norm import add_up, squares
 from maxramp.training.optimizers import table
 from maxramp.training.optimizers.half_lives import STEADY
+from maxramp.training.policy import policy_gradient
 from maxramp.training.preferences import preference
 from maxramp.training.skipping import skip_bad_step
 from maxramp.training.state import Metrics, TrainState, mask_layers, no_counts
 
+# The arithmetic of each objective, by its keys and how the model runs.
+_LOSSES = {
+    TEXT: next_token_prediction,
+    CHATS: next_token_prediction,
+    PAIRS: preference,
+    REWARDS: policy_gradient,
+}
 
-def objective_of(recipe: Recipe) -> Objective:
-    of_keys = preference if recipe.objective.use_dpo else next_token_prediction
-    return of_keys(recipe.objective, recipe.model)
+
+def loss_of(recipe: Recipe) -> Loss:
+    return _LOSSES[recipe.objective](recipe.loss, recipe.model)
 
 
 def make_train_step(
-    recipe: Recipe, learning_rate: LearningRate, objective: Objective | None = None
+    recipe: Recipe, learning_rate: LearningRate
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    given = {"recipe": recipe, "learning_rate": learning_rate}
-    return functools.partial(train_step, objective=objective or objective_of(recipe), **given)
+    return functools.partial(
+        train_step, recipe=recipe, learning_rate=learning_rate, loss=loss_of(recipe)
+    )
 
 
 def cut(batch: Batch, length: int) -> Batch:
@@ -60,12 +73,7 @@ def cut(batch: Batch, length: int) -> Batch:
 
 
 def train_step(
-    state: TrainState,
-    batch: Batch,
-    *,
-    recipe: Recipe,
-    learning_rate: LearningRate,
-    objective: Objective,
+    state: TrainState, batch: Batch, *, recipe: Recipe, learning_rate: LearningRate, loss: Loss
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on A micro batches of B rows, [A, B, ...] as BATCH_ABT; donates `state`.
 
@@ -85,7 +93,7 @@ def train_step(
         def minimize(trained: Decoder) -> tuple[jax.Array, Aux]:
             model = join_parts(frozen, trained)
             model = balance.with_last_step(model, state.buffers)
-            return objective(add_dropout(model, places_B2) if drops else model, micro_batch)
+            return loss(add_dropout(model, places_B2) if drops else model, micro_batch)
 
         gradient, kept = jax.grad(minimize, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
@@ -101,12 +109,12 @@ def train_step(
     trained = state.trained.cast(recipe.model.dtype, [*apart])
     frozen = state.frozen.cast(recipe.model.dtype)
     before = optimizer, state.opt_state
-    zeros = zero_sums(trained, objective.shown)
+    zeros = zero_sums(trained, loss.shown)
     drops = dropout_of(trained) > 0
     places_AB2 = places_of_rows(state.consumed_samples, batch) if drops else None
     (gradients, found), kept = jax.lax.scan(add_micro_batch, zeros, (batch, places_AB2))
     shown, targets = found.shown, found.shown["tokens"]
-    shown[objective.divisor] = jnp.maximum(shown[objective.divisor], 1)  # of 0, sums are 0
+    shown[loss.divisor] = jnp.maximum(shown[loss.divisor], 1)  # of 0, sums are 0
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.trained
     )
@@ -114,7 +122,7 @@ def train_step(
         *(state, (gradients, found), samples),
         optimizer=optimizer,
         learning_rate=learning_rate,
-        divisor=objective.divisor,
+        divisor=loss.divisor,
     )
     read = jax.tree.map(lambda x: wait_for(x, metrics["grad_norm"]), batch)
     metrics |= {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
@@ -213,12 +221,12 @@ def update(
 
 
 def eval_step(
-    model: Decoder, sums: tuple[jax.Array, ...], batch: Batch, *, objective: Objective
+    model: Decoder, sums: tuple[jax.Array, ...], batch: Batch, *, loss: Loss
 ) -> tuple[jax.Array, ...]:
-    """Adds what a batch shows to `sums`: of the objective's names, the first or all of them."""
+    """Adds what a batch shows to `sums`: of the loss's names, the first or all of them."""
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-        shown = objective(model, micro_batch)[1].shown
-        return tuple(x + shown[name] for name, x in zip(objective.shown, sums, strict=False)), None
+        shown = loss(model, micro_batch)[1].shown
+        return tuple(x + shown[name] for name, x in zip(loss.shown, sums, strict=False)), None
 
     return jax.lax.scan(add_micro_batch, sums, batch)[0]

@@ -174,8 +174,8 @@ def test_a_packed_batch_is_its_documents(arguments):
     @jax.jit
     def total(decoder, batch):
         zeros = (jnp.float32(0), jnp.float32(0))
-        objective = next_token_prediction(config.objective, config.model)
-        return eval_step(decoder, zeros, batch, objective=objective)
+        objective = next_token_prediction(config.loss, config.model)
+        return eval_step(decoder, zeros, batch, loss=objective)
 
     def sums_of(layout, packed):
         rows = rows_of(texts, layout(lengths, LENGTH), LENGTH, separate=packed)

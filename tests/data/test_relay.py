@@ -27,7 +27,7 @@ def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
     mesh = make_mesh(config)
     processes = [place * PROCESSES // mesh.size for place in range(mesh.size)]
     monkeypatch.setattr(relay, "_process_of_place", lambda mesh: processes)
-    objective = next_token_prediction(config.recipe.objective, config.model)
+    objective = next_token_prediction(config.recipe.loss, config.model)
     tokens = config.model.max_target_length
     spec = RampupBatchManager(config.batch).stages[0].spec
     rows = spec.rows
@@ -40,7 +40,7 @@ def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
             """Sums only: rows that are returned as well would be an array of their own."""
 
             def evaluate(model, batch):
-                return eval_step(model, sums, expansion.gather(batch), objective=objective)
+                return eval_step(model, sums, expansion.gather(batch), loss=objective)
 
             return jax.jit(evaluate)
 

@@ -111,7 +111,7 @@ def test_gradients(tmp_path, name):
     config, model = config_of(folder, "max_target_length=23"), opened(folder)
     rows = torch.tensor(TOKENS_BT, dtype=torch.long)
     model(rows, labels=rows).loss.backward()
-    objective = next_token_prediction(config.recipe.objective, config.model)
+    objective = next_token_prediction(config.recipe.loss, config.model)
     batch = batch_of(TOKENS_BT.astype(np.int32))
 
     def loss(weights):

@@ -96,7 +96,7 @@ def test_losses_and_gradients(folders, tmp_path, name):
     rows = [part.items[i] for i in range(len(part.items))]
     assert len(rows) == len(PAIRS)
     batch = stack(rows, config.data.fields(config.model.max_target_length))
-    objective = preference(config.objective, config.model)
+    objective = preference(config.loss, config.model)
 
     def mean(weights, batch):
         total, aux = objective(weights, batch)
@@ -104,9 +104,9 @@ def test_losses_and_gradients(folders, tmp_path, name):
 
     with jax.set_mesh(make_mesh(config)):
         batch = jax.device_put(batch, ROWS_BT)
-        known, _ = jax.jit(
-            lambda model: answer_log_probs(config.objective, config.model, model, batch)
-        )(load(reference, config))
+        known, _ = jax.jit(lambda model: answer_log_probs(config.loss, config.model, model, batch))(
+            load(reference, config)
+        )
         batch = dataclasses.replace(batch, reference_log_probs=known)
         (own, shown), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(
             load(policy, config), batch

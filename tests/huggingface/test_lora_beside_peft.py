@@ -123,7 +123,7 @@ def test_gradients(tmp_path):
     peer(rows, labels=rows).loss.backward()
     opened, model = opened_here(tmp_path / "adapter")
     config = opened.config
-    objective, batch = next_token_prediction(config.objective, config.model), batch_of(TOKENS_BT)
+    objective, batch = next_token_prediction(config.loss, config.model), batch_of(TOKENS_BT)
     trained = stored_part(model)
     frozen = part_of(model, lambda weight: not is_adapter(weight))
 

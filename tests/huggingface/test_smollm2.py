@@ -85,7 +85,7 @@ def test_continued_training_and_out_again(smollm2, tmp_path):
     length = tokens_BT.shape[1] - 1
     here = open_model(str(tmp_path / "tuned"), [f"max_target_length={length}"])
     weights, recipe = here.load(), here.config.recipe
-    objective = next_token_prediction(recipe.objective, recipe.model)
+    objective = next_token_prediction(recipe.loss, recipe.model)
     with jax.set_mesh(make_mesh(here.config)):
         total, aux = jax.jit(objective)(weights, batch_of(tokens_BT))
     rows = torch.tensor(tokens_BT, dtype=torch.long)

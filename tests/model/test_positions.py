@@ -13,7 +13,7 @@ from maxramp.errors import ConfigError
 from maxramp.model.parts.attention import select
 from maxramp.parallel.sharding import ROWS_BT
 from maxramp.training.state import initial_state
-from maxramp.training.step import objective_of
+from maxramp.training.step import loss_of
 
 MESH = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
 WINDOW = ("decoder_block=mistral", "sliding_window_size=5", "base_num_decoder_layers=1")
@@ -54,7 +54,7 @@ def test_rows_of_permuted_tokens(devices, keys, packed):
     rows = random.integers(0, 264, (8, 17), dtype=np.int32)
     batch = batch_of(rows, random.random(rows.shape) < 0.2 if packed else None)
     moved = permuted(batch, 1)
-    objective = objective_of(config.recipe)
+    objective = loss_of(config.recipe)
 
     @jax.jit
     def gradient(model, batch):

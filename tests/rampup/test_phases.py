@@ -191,7 +191,7 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
         ),
         (
             ("program=grpo", "phases.10K.rope_max_timescale=1e6"),
-            "phases.10K.rope_max_timescale: grpo takes one for the whole run; leave it out",
+            "phases.10K.rope_max_timescale: program=grpo takes one for the whole run; leave it out",
         ),
         (
             ("use_dpo=True", "phases.10K.rope_max_timescale=1e6", *CHATS),
@@ -236,7 +236,10 @@ CHATS = ("dataset_type=grain", "grain_train_files=f", "packing=False", "tokenize
             ("learning_rate_by=steps", "phases.10K.warmup_steps_fraction=0.1"),
             "phases.10K: warmup_steps_fraction=0.1",
         ),
-        (("program=grpo", "row_length=64"), "row_length=64 cuts samples into rows, and grpo"),
+        (
+            ("program=grpo", "row_length=64"),
+            "row_length=64 cuts samples into rows, and program=grpo",
+        ),
         (("program=grpo", "phases.10K.row_length=64"), "phases.10K: row_length=64 cuts samples"),
         *(
             (

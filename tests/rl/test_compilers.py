@@ -9,12 +9,13 @@ from conftest import make_config
 from maxramp.config.resolve import resolve
 from maxramp.data import tokenizers
 from maxramp.handover.opening import PromptTokenizer
+from maxramp.objectives.rewards import REWARDS
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.compiler import compiler_options
 from maxramp.planning import machine
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
-from maxramp.rl.trainer import policy_fields, writing
+from maxramp.rl.trainer import writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import lower_step
@@ -22,7 +23,7 @@ from maxramp.training.state import abstract_state
 
 KEYS = (
     *("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "dtype=bfloat16", "grpo_beta=0.1"),
-    "skip_step_on_spikes=True",
+    *("skip_step_on_spikes=True", "program=grpo"),
     *("num_generations=4", "max_completion_length=6", "global_batch_size=4", "num_iterations=2"),
 )
 NO_TPU = importlib.util.find_spec("libtpu") is None
@@ -65,7 +66,7 @@ def test_compilers_take_every_program(topology):
     there = machine.find(config.planning)
     config = resolve(config, len(there.devices), there.slices, 1)
     mesh = mesh_lib.make_mesh(config.mesh, there.devices)
-    ramp = RampupBatchManager(config.batch, 4, fields=policy_fields)
+    ramp = RampupBatchManager(config.batch, 4, fields=REWARDS.fields)
     bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
     options = compiler_options(mesh.devices.flat[0].platform) | there.options
     with jax.set_mesh(mesh):

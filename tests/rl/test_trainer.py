@@ -13,18 +13,25 @@ from conftest import make_config, make_mesh
 
 from maxramp.data import tokenizers
 from maxramp.handover.opening import PromptTokenizer
+from maxramp.objectives.rewards import REWARDS
 from maxramp.parallel.mesh import Jitted
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import FilePrompts, Sums
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.trainer import PolicyTrainer, Scorer, policy_fields, writing
+from maxramp.rl.trainer import PolicyTrainer, Scorer, writing
 from maxramp.training.ahead import Ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, init_state
 
 QUICK = {"xla_backend_optimization_level": 0}
-KEYS = ("num_generations=4", "max_completion_length=6", "opt_type=sgd", "learning_rate=1")
+KEYS = (
+    "program=grpo",
+    "num_generations=4",
+    "max_completion_length=6",
+    "opt_type=sgd",
+    "learning_rate=1",
+)
 KEYS += ("warmup_steps_fraction=0", "steps=4", "global_batch_size=4", "max_target_length=16")
 KEYS += ("base_num_decoder_layers=1",)
 
@@ -49,7 +56,7 @@ class Run:
     def __init__(self, rewards, micro, *keys, devices=1, held_out=None):
         config = make_config(*KEYS, f"micro_batch_size={micro}", *keys, devices=devices)
         self.ramp, self.mesh = (
-            RampupBatchManager(config.batch, devices, fields=policy_fields),
+            RampupBatchManager(config.batch, devices, fields=REWARDS.fields),
             make_mesh(config),
         )
         bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))

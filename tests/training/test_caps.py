@@ -30,7 +30,7 @@ def test_caps_of_logits_are_in_all_that_is_made_of_them(mesh):
         batch_of((np.arange(34, dtype=np.int32) * 7 % 264).reshape(2, 17)),
         config.model,
     )
-    objective = next_token_prediction(config.recipe.objective, execution)
+    objective = next_token_prediction(config.recipe.loss, execution)
 
     def minimize(model):
         log_p_BT, _, _ = token_log_probs(model, execution, batch, 6, temperature=0.5)

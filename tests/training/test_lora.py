@@ -67,7 +67,7 @@ def by_path(model):
 def by_hand(before, batch):
     """The adapters after the step, from the plain model of W + scale * down @ up in each place."""
     config = make_config(*CONSTANT, devices=1)
-    objective = next_token_prediction(config.recipe.objective, config.model)
+    objective = next_token_prediction(config.recipe.loss, config.model)
     adapters = {k: x for k, x in by_path(before).items() if k.endswith(("down", "up"))}
     names = {name.rpartition(".")[0] for name in adapters}
 

@@ -19,9 +19,9 @@ from maxramp.model.parts.weights import weights_of
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.loss import Objective, next_token_prediction
+from maxramp.training.loss import Loss, next_token_prediction
 from maxramp.training.state import abstract_state, init_state
-from maxramp.training.step import make_train_step
+from maxramp.training.step import make_train_step, train_step
 
 LENGTH, VOCAB, ROWS = 16, 264, 32
 LOG = "log_gradient_noise_scale=True"
@@ -90,7 +90,7 @@ def gradients_of_rows(step):
     found = {"": [], "adam_": [], "norms_": []}
     tokens = []
     with jax.set_mesh(make_mesh(config)):
-        objective = next_token_prediction(config.objective, config.model)
+        objective = next_token_prediction(config.loss, config.model)
         gradient = jax.jit(jax.grad(objective, has_aux=True))
         for row_S in rows:
             g, aux = gradient(model, batch_of(row_S[None]))
@@ -173,7 +173,8 @@ def test_truth_lies_in_the_interval():
         return minimized, Aux(shown={"loss": tokens, "tokens": tokens})
 
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
-    step = make_train_step(config.recipe, rate, Objective(sums))
+    loss = Loss(sums, ("loss", "tokens"))
+    step = functools.partial(train_step, recipe=config.recipe, learning_rate=rate, loss=loss)
     pairs = []
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe))()
@@ -210,7 +211,7 @@ def test_norms_of_queries_and_keys(keys):
         model = jax.tree.map(
             lambda x, y: jax.device_put(np.asarray(x), y.sharding), before.model, like
         )
-        objective = next_token_prediction(config.objective, config.model)
+        objective = next_token_prediction(config.loss, config.model)
         gradient = jax.jit(jax.grad(objective, has_aux=True))
         for row_S in random_rows(3, 1, ROWS)[0].reshape(ROWS, -1):
             g, aux = gradient(model, batch_of(row_S[None]))

@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding
 from maxramp.data.rows import PADDING
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import new_weight, part_of
+from maxramp.objectives.rewards import REWARDS, PolicyKeys
 from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.keys import PolicyKeys
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.log_probs import token_log_probs
 from maxramp.training.optimizers import table
-from maxramp.training.policy import advantages, policy_gradient, shares
+from maxramp.training.policy import advantages, shares
 from maxramp.training.state import TrainState, init_state
 from maxramp.training.step import make_train_step, update
 
@@ -84,7 +84,7 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
     mesh = make_mesh(config)
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch, devices))
     policy = dataclasses.replace(KEYS, grpo_normalization=grpo_normalization)
-    step = make_train_step(config.recipe, rate, policy_gradient(policy, config.model))
+    step = make_train_step(dataclasses.replace(config.recipe, objective=REWARDS, loss=policy), rate)
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
         batch = random_batch(grpo_normalization)

@@ -49,7 +49,7 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
 
     @jax.jit
     def gradient(model, batch):
-        objective = next_token_prediction(config.objective, config.model)
+        objective = next_token_prediction(config.loss, config.model)
         return jax.grad(objective, has_aux=True)(model.cast(config.model.dtype), batch)
 
     with jax.set_mesh(mesh):

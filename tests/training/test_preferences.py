@@ -19,7 +19,7 @@ from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.run.metrics import read_records
 from maxramp.training import preferences
 from maxramp.training.state import initial_state
-from maxramp.training.step import eval_step, make_train_step, objective_of
+from maxramp.training.step import eval_step, loss_of, make_train_step
 
 B, T = 8, 16
 KEYS = ("use_dpo=True", "packing=False", "dpo_beta=0.5", "opt_type=sgd", "tokenizer_path=t.json")
@@ -68,14 +68,14 @@ def updated(keys, devices, passes):
     """Weights after a step of gradient descent, its metrics, and an evaluation's."""
     config = make_config(*KEYS, *keys, devices=devices)
     step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(0.1))
-    objective = objective_of(config.recipe)
+    objective = loss_of(config.recipe)
     batch = batch_of_pairs()
     batch = jax.tree.map(lambda x: x.reshape(passes, B // passes, *x.shape[1:]), batch)
     with jax.set_mesh(make_mesh(config)):
         batch = jax.device_put(batch, BATCH_ABT)
         state = initial_state(config.recipe)
         zeros = (jnp.float32(0),) * len(objective.shown)
-        evaluate = jax.jit(lambda m, b: eval_step(m, zeros, b, objective=objective))
+        evaluate = jax.jit(lambda m, b: eval_step(m, zeros, b, loss=objective))
         sums = dict(zip(objective.shown, evaluate(state.model, batch), strict=True))
         state, metrics = jax.jit(step)(state, batch)
     leaves = [np.asarray(x).reshape(-1) for x in jax.tree.leaves(state.model)]
@@ -142,9 +142,9 @@ def test_equal_answers_are_known_wherever_they_stand():
 def test_a_tie_is_no_win(dtype):
     """Of eight pairs with one answer each, and of one whose second answer is another."""
     config = make_config(*KEYS, f"dtype={dtype}")
-    objective, found = objective_of(config.recipe), []
+    objective, found = loss_of(config.recipe), []
     batch, zeros = equal_pairs(), (jnp.float32(0),) * len(objective.shown)
-    evaluate = jax.jit(lambda m, b: eval_step(m, zeros, b, objective=objective))
+    evaluate = jax.jit(lambda m, b: eval_step(m, zeros, b, loss=objective))
     for again in range(2):
         with jax.set_mesh(make_mesh(config)):
             of_pass = jax.device_put(jax.tree.map(lambda x: x[None], batch), BATCH_ABT)

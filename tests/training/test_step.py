@@ -405,8 +405,8 @@ def test_evaluation_of_a_padded_batch():
     rows_RS[3, 9:] = rows_RS[17, 2:] = PADDING
     filled_RS = np.concatenate([rows_RS, np.full((4, LENGTH + 1), PADDING, np.int32)])
     mesh, training = make_mesh(config), trained(*ADAM)
-    objective = next_token_prediction(config.objective, config.model)
-    evaluate = jax.jit(functools.partial(eval_step, objective=objective))
+    objective = next_token_prediction(config.loss, config.model)
+    evaluate = jax.jit(functools.partial(eval_step, loss=objective))
     with jax.set_mesh(mesh):
         sums = jnp.float32(0), jnp.float32(0)
         for batch_BS in np.split(filled_RS, 3):

@@ -58,7 +58,7 @@ def test_a_step_is_that_of_one_by_hand():
     assert_others_stay(before, after)
 
     config = make_config(*FOUR, devices=1)
-    objective = next_token_prediction(config.recipe.objective, config.model)
+    objective = next_token_prediction(config.recipe.loss, config.model)
     rows = batch_of(ROWS[0])
     with jax.set_mesh(make_mesh(config)):
         mean = jax.jit(jax.grad(lambda model: objective(model, rows)[0] / (16 * 16)))

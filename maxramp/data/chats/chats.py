@@ -17,10 +17,12 @@ from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files import storage
 from maxramp.keys.yamlfile import parse
+from maxramp.objectives.chats import CHATS
+from maxramp.objectives.pairs import PAIRS
 
 # Keys that decide the tokens of a chat, and which are targets; besides them, its template does.
 MADE_BY = (
-    *("use_sft", "use_dpo", "sft_train_on_completion_only", "sft_train_on_last_answer_only"),
+    *(CHATS.key, PAIRS.key, "sft_train_on_completion_only", "sft_train_on_last_answer_only"),
     "chats_with_marks",
 )
 
@@ -32,6 +34,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Tokenizer, keys: ChatKeys):
         self.tokenizer, self._keys = tokenizer, keys
+        self._is_pair = keys.objective.chats == 2
         self._template = open_template(tokenizer, keys)
         self.made_by = {name: getattr(keys, name) for name in MADE_BY}
         self.made_by["template"] = self._template.hash
@@ -46,7 +49,7 @@ class ChatEncoder:
         return Document(ids, is_target, begins=tuple(begins))
 
     def _read(self, record: Mapping[str, Any]) -> Sequence[Chat]:
-        return messages.read_pair(record) if self._keys.use_dpo else [messages.read(record)]
+        return messages.read_pair(record) if self._is_pair else [messages.read(record)]
 
     def _is_marked(self, chat: Chat) -> bool:
         for text in chat.texts():
@@ -67,12 +70,12 @@ class ChatEncoder:
 
     def _render_targets(self, chat: Chat) -> tuple[str, list[Span]]:
         keys = self._keys
-        if not (keys.use_dpo or keys.sft_train_on_completion_only):
+        if not (self._is_pair or keys.sft_train_on_completion_only):
             text = self._template.render(chat)
             return text, [(0, len(text))]
         chat.check_answers()
         text, spans = self._template.answers(chat)
-        if keys.use_dpo:
+        if self._is_pair:
             return text, spans[-1:]
         spans = [span for span, is_trained in zip(spans, chat.trained, strict=True) if is_trained]
         return text, spans[-1:] if keys.sft_train_on_last_answer_only else spans

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxramp.data.files.records import BadRecord, describe
+from maxramp.objectives.pairs import PAIRS
 
 ANSWERS = "assistant"
 PAIR = ("chosen", "rejected")
@@ -128,7 +129,7 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
         answer = {"role": ANSWERS, "content": record["output"]}
         return [*_prompt_messages(record, "\n\n".join(parts.values())), answer]
     there = ", ".join(list(record)[:8]) or "nothing"
-    pairs = "; use_dpo=true reads pairs" if record.keys() >= set(PAIR) else ""
+    pairs = f"; {PAIRS.asked_by} reads pairs" if record.keys() >= set(PAIR) else ""
     text = "; use_sft=false trains on text" if "text" in record else ""
     raise BadRecord(f"is not a chat: it has {there}, and chats have {_FORMS}{pairs}{text}")
 

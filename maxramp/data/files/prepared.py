@@ -25,6 +25,7 @@ from maxramp.data.files.megatron import MegatronFile, TokenStream
 from maxramp.data.rows import LEFT_OUT, LONG, MARKED, UNANSWERED, Document
 from maxramp.errors import ConfigError
 from maxramp.files import storage
+from maxramp.objectives.table import find_objective
 
 FORMAT, VERSION, NAME = "maxramp prepared tokens", 4, "manifest.json"
 TARGETS = ".targets"  # what the files beside a shard's tokens are called, behind its name
@@ -138,7 +139,7 @@ def contents(manifest: dict[str, Any]) -> str:
     documents, tokens = manifest["documents"], manifest["tokens"]
     if not (chats := manifest.get("chats")):
         return f"{documents:,} documents, {tokens:,} tokens"
-    noun = "pairs" if chats["made_by"]["use_dpo"] else "chats"
+    noun = find_objective(chats["made_by"]).noun
     share = chats["targets"] / tokens
     return f"{documents:,} {noun}, {tokens:,} tokens, {share:.1%} of them targets"
 

@@ -1,0 +1,1 @@
+"""What runs train for: a file for each objective, with all that is known of it but arithmetic."""
