@@ -111,27 +111,27 @@ class BatchKeys(CurveKeys, ShapeKeys):
         if isinstance(config, cls):
             return config
         is_mapping = isinstance(config, Mapping | ml_collections.ConfigDict)
-        found = _from_mapping(config) if is_mapping else {}
+        raw = _from_mapping(config) if is_mapping else {}
         for name in () if is_mapping else cls.names():
             # MaxText's own configuration raises a ValueError for what it does not have.
             with contextlib.suppress(AttributeError, KeyError, ValueError):
-                found[name] = getattr(config, name)
-        given = {
-            name: base.cast_value(f"{name}={found[name]}", _plain(found[name]), name)
+                raw[name] = getattr(config, name)
+        plain = {
+            name: base.cast_value(f"{name}={raw[name]}", _plain(raw[name]), name)
             for name in cls.names()
-            if found.get(name) is not None
+            if raw.get(name) is not None
         }
-        if all(given.get(name) in (None, "", -1) for name in _SIZES):
+        if all(plain.get(name) in (None, "", -1) for name in _SIZES):
             sizes = ", ".join(_SIZES)
             raise ConfigError(
                 f"no batch size is given; give one of {sizes} (configs/base.yml describes them)"
             )
         left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
         # Without a row's length, Megatron takes thresholds for samples: a row is one token.
-        values = left_out | {"max_target_length": 1} | given
+        values = left_out | {"max_target_length": 1} | plain
         keys = cls.from_values(values)
         if is_mapping:  # an object, such as MaxText's configuration, has keys that nobody gave
-            keys.refuse_unread(CHOICES, given, values)
+            keys.refuse_unread(CHOICES, plain, values)
         return keys
 
     @classmethod
@@ -221,15 +221,15 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
 
 def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
-    found, unknown = {}, []
+    values, unknown = {}, []
     for name, value in config.items():
-        if taken := peers.translate(str(name), value):
-            found[taken[0]] = taken[1]
+        if pair := peers.translate(str(name), value):
+            values[pair[0]] = pair[1]
         elif peers.refusal(str(name), value) is None:
             unknown.append((f"{name}={value}", str(name)))
     if unknown:
         raise ConfigError(base.unknown_keys(unknown, "configs/base.yml"))
-    return found
+    return values
 
 
 def _plain(value: Any) -> Any:

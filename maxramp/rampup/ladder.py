@@ -99,24 +99,24 @@ def period(keys: BatchKeys) -> int:
 
 def policy(keys: BatchKeys) -> Relations:
     """What every policy needs, once each key is known to be in its range."""
-    ladder, given = list(keys.rampup_ladder), f"rampup_policy={keys.rampup_policy}"
+    ladder, rule = list(keys.rampup_ladder), f"rampup_policy={keys.rampup_policy}"
     shown = f"rampup_ladder={ladder}"
     yield (
         len(ladder) < 2 or any(type(rung) is not int for rung in ladder) or ladder[0] < 1,
         f"{shown} must be a list of global batch sizes, from the first to the largest, such as "
-        f"[256, 512, 1024] ({given})",
+        f"[256, 512, 1024] ({rule})",
     )
     for below, rung in itertools.pairwise(ladder):
         yield rung <= below, f"{shown}: {rung} is not above {below}; sizes must increase"
     yield (
         keys.samples_of_run == -1,
-        f"steps={keys.steps} with {given}: how many steps the samples take is for the ramp to "
+        f"steps={keys.steps} with {rule}: how many steps the samples take is for the ramp to "
         "decide; give total_samples or total_tokens",
     )
     yield (
         keys.learning_rate_by != "samples" or keys.learning_rate_schedule_steps != -1,
         f"learning_rate_by={keys.learning_rate_by} and learning_rate_schedule_steps="
-        f"{keys.learning_rate_schedule_steps} with {given}: the batch goes with the learning rate "
+        f"{keys.learning_rate_schedule_steps} with {rule}: the batch goes with the learning rate "
         "over all samples of the run; use samples and -1",
     )
 
@@ -146,10 +146,10 @@ def noise(keys: BatchKeys) -> Relations:
             f"earliest sample, {rung.earliest} (the later of rampup_earliest and the warm-up's "
             "end); raise it",
         )
-    least, given = FEWEST_STEPS * keys.rampup_ladder[-2], keys.rampup_decision_samples
+    least, samples = FEWEST_STEPS * keys.rampup_ladder[-2], keys.rampup_decision_samples
     yield (
-        -1 != given < least,
-        f"rampup_decision_samples={given} holds fewer than {FEWEST_STEPS} steps of "
+        -1 != samples < least,
+        f"rampup_decision_samples={samples} holds fewer than {FEWEST_STEPS} steps of "
         f"{keys.rampup_ladder[-2]} rows, which cannot tell their own spread; use {least} or more, "
         "or -1",
     )
@@ -157,7 +157,7 @@ def noise(keys: BatchKeys) -> Relations:
     fits = f"use {least} to {most}, or" if least <= most else "take"
     yield (
         length > most,
-        f"rampup_decision_samples={given}: a decision rests on two periods, and two of {length} "
+        f"rampup_decision_samples={samples}: a decision rests on two periods, and two of {length} "
         f"samples are more than the run's {keys.samples_of_run}; {fits} smaller rungs or a longer "
         "run",
     )

@@ -89,8 +89,8 @@ def refusal(
     micro = f"num_pipeline_microbatches={keys.num_pipeline_microbatches}"
     shares = f" in multiples of {multiple} rows ({micro} / {keys.pipeline_stages} stages)"
     shares = shares if multiple > 1 else ""
-    of_phase = f" ({phase})" if phase.first_sample else ""
-    stage = f"stage {index}{of_phase} with a global batch of {batch}"
+    in_phase = f" ({phase})" if phase.first_sample else ""
+    stage = f"stage {index}{in_phase} with a global batch of {batch}"
     rows = _rows_per_rank_limit(keys, size)
     if not rows and not threshold.accumulation:
         name, least = "per_device_batch_size", Fraction(multiple, parallel)
@@ -175,14 +175,15 @@ def _layouts(
 
 
 def fit(
-    keys: BatchKeys, threshold: Threshold, planned: int, there: int, meshes: Meshes
+    keys: BatchKeys, threshold: Threshold, planned: int, available: int, meshes: Meshes
 ) -> Layout | None:
-    """On as many nodes as are `there`, up to those planned; where the batch divides over none of
+    """On the available nodes, up to those planned; where the batch divides over none of
     these numbers, the fewest nodes that it can wait for. None where it divides over none at all.
     """
     fewest = min(keys.min_nodes, planned)
-    found = list(_layouts(keys, threshold, range(fewest, planned + 1), meshes))
-    return next((one for one in reversed(found) if one.nodes <= there), next(iter(found), None))
+    layouts = list(_layouts(keys, threshold, range(fewest, planned + 1), meshes))
+    fitting = [one for one in layouts if one.nodes <= available]
+    return next(iter(fitting[-1:] or layouts), None)
 
 
 def _cheapest(
@@ -237,8 +238,8 @@ def _nemo_schedule(keys: BatchKeys, thresholds: Sequence[Threshold], meshes: Mes
         held = keys.keys_at(threshold.first_sample)
         rows = _rows_per_rank_limit(held, threshold.rows_per_device)
         whole = Fraction(rows, held.model_parallel_size)
-        found = _layouts(keys, threshold, range(most, 0, -1), meshes)
-        layout = next((one for one in found if one.per_device_batch_size == whole), None)
+        layouts = _layouts(keys, threshold, range(most, 0, -1), meshes)
+        layout = next((one for one in layouts if one.per_device_batch_size == whole), None)
         most = layout.nodes if layout else most
         chosen.append(layout)
     return chosen[::-1]

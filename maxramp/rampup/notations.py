@@ -34,16 +34,16 @@ class Threshold:
 def thresholds(keys: BatchKeys) -> list[Threshold]:
     """Of the notation that is used and of the phases, the first at sample 0."""
     check(keys)
-    found, ends = [], [phase.first_sample for phase in keys.phase_list[1:]]
+    joined, ends = [], [phase.first_sample for phase in keys.phase_list[1:]]
     for phase, end in zip(keys.phase_list, [*ends, math.inf], strict=True):
         begin, own = phase.first_sample, _read_notation(phase.keys)
-        there = max(i for i, one in enumerate(own) if one.first_sample <= begin)
-        found += [
+        first = max(i for i, one in enumerate(own) if one.first_sample <= begin)
+        joined += [
             dataclasses.replace(one, first_sample=max(one.first_sample, begin))
-            for one in own[there:]
+            for one in own[first:]
             if one.first_sample < end
         ]
-    return found
+    return joined
 
 
 def _read_notation(keys: BatchKeys) -> list[Threshold]:
@@ -83,13 +83,13 @@ def _check(keys: BatchKeys) -> None:
 
 def _shown_ramps(keys: BatchKeys) -> list[str]:
     schedule = keys.step_batch_size_schedule
-    given = {
+    ramps = {
         "enable_rampup_batch_size=True": keys.enable_rampup_batch_size,
         f"rampup_batch_size={keys.rampup_batch_size}": keys.rampup_batch_size is not None,
         f'step_batch_size_schedule="{schedule}"': schedule,
         f"rampup_policy={keys.rampup_policy}": keys.rampup_policy,
     }
-    return [shown for shown, is_given in given.items() if is_given]
+    return [shown for shown, is_used in ramps.items() if is_used]
 
 
 def _check_phase(keys: BatchKeys, phase: Phase) -> Relations:
@@ -137,38 +137,38 @@ def _check_notations(keys: BatchKeys) -> Relations:
 
 def _check_rise(
     numbers: Sequence[Fraction],
-    given: Sequence[str],
+    shown: Sequence[str],
     end: tuple[str, Fraction],
     start_name: str,
     constant: str,
 ) -> Relations:
-    """A ramp rises from its start to its `end`, in whole increments; errors show `given`."""
+    """A ramp rises from its start to its `end`, in whole increments; errors show `shown`."""
     start, increment, samples = numbers
     name, final = end
     rise, without = final - start, f"lower the start, or {constant}"
-    yield start <= 0, f"{given[0]} must be above 0"
-    yield rise < 0, f"{given[0]} is above {name}={show(final)}; a ramp grows: {without}"
+    yield start <= 0, f"{shown[0]} must be above 0"
+    yield rise < 0, f"{shown[0]} is above {name}={show(final)}; a ramp grows: {without}"
     yield (
         rise == 0,
-        f"{given[0]} equals {name}={show(final)}, which leaves nothing to ramp; {without}",
+        f"{shown[0]} equals {name}={show(final)}, which leaves nothing to ramp; {without}",
     )
     relation = f"does not divide {name} - {start_name} = {show(rise)}"
     wrong = "must be above 0" if increment <= 0 else relation
     yield (
         increment <= 0 or rise % increment,
-        f"{given[1]} {wrong}; use {nearest_divisors(increment, rise)}",
+        f"{shown[1]} {wrong}; use {nearest_divisors(increment, rise)}",
     )
     yield (
         samples <= 0,
-        f"{given[2]} must be above 0 (over which the batch grows); for a constant batch {constant}",
+        f"{shown[2]} must be above 0 (over which the batch grows); for a constant batch {constant}",
     )
 
 
 def _check_maxtext(keys: BatchKeys) -> Relations:
     numbers = [exact(getattr(keys, name)) for name in MAXTEXT_RAMP]
-    given = [f"{name}={show(number)}" for name, number in zip(MAXTEXT_RAMP, numbers, strict=True)]
+    shown = [f"{name}={show(number)}" for name, number in zip(MAXTEXT_RAMP, numbers, strict=True)]
     final = "per_device_batch_size", exact(keys.per_device_batch_size)
-    return _check_rise(numbers, given, final, MAXTEXT_RAMP[0], "set enable_rampup_batch_size=False")
+    return _check_rise(numbers, shown, final, MAXTEXT_RAMP[0], "set enable_rampup_batch_size=False")
 
 
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
@@ -184,7 +184,7 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
         increments = _limit_stages(int((final - start) / increment), MAXTEXT_RAMP[1])
         sizes = [start + i * increment for i in range(increments + 1)]
         share = Fraction(keys.global_rampup_samples, increments)
-    found, first_sample = [], 0
+    thresholds, first_sample = [], 0
     for size in sizes:
         if (size * devices).denominator != 1:
             raise ConfigError(
@@ -194,9 +194,9 @@ def _maxtext(keys: BatchKeys) -> list[Threshold]:
             )
         accumulation = keys.gradient_accumulation_steps
         batch = int(size * devices) * accumulation
-        found.append(Threshold(first_sample, batch, size, accumulation))
+        thresholds.append(Threshold(first_sample, batch, size, accumulation))
         first_sample += math.ceil(share / batch) * batch
-    return found
+    return thresholds
 
 
 def _check_nemo(keys: BatchKeys) -> Relations:
@@ -212,9 +212,9 @@ def _check_nemo(keys: BatchKeys) -> Relations:
     )
     names = "start", "increment", "samples"
     numbers = [Fraction(number) for number in ramp]
-    given = [f"{shown}: the {name} {number}" for name, number in zip(names, ramp, strict=True)]
+    numbered = [f"{shown}: the {name} {number}" for name, number in zip(names, ramp, strict=True)]
     final = "global_batch_size", Fraction(keys.global_batch_size)
-    yield from _check_rise(numbers, given, final, "start", "leave rampup_batch_size out")
+    yield from _check_rise(numbers, numbered, final, "start", "leave rampup_batch_size out")
 
 
 def _nemo(keys: BatchKeys) -> list[Threshold]:

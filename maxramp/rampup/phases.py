@@ -80,34 +80,35 @@ def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, A
     """Keys with all phases in one mapping, and what phase 0 gives beside it. `pairs` are as given:
     `phases`, which replaces `before`, and `phases.252M.KEY`, which is put into them.
     """
-    found, is_given = before, False
+    phases, is_changed = before, False
     for name, value in pairs:
         head, _, rest = name.partition(".")
         if head != _NAME:
             yield name, value
             continue
-        is_given = True
+        is_changed = True
         if not rest:
-            found = base.cast_value(base.show_key(name, value), value, _NAME)
+            phases = base.cast_value(base.show_key(name, value), value, _NAME)
             continue
         threshold, _, key = rest.rpartition(".")
         if not threshold or key[:1].isdigit():  # phases.1.5B={...}
-            found = {t: of for t, of in found.items() if _count(t) != _count(rest)} | {rest: value}
+            others = {t: keys for t, keys in phases.items() if _count(t) != _count(rest)}
+            phases = others | {rest: value}
             continue
-        there = next((t for t in found if _count(t) == _count(threshold)), threshold)
-        found = found | {there: {**found.get(there, {}), key: value}}
-    for threshold, given in found.items() if is_given else ():
-        if not isinstance(given, Mapping):
+        known = next((t for t in phases if _count(t) == _count(threshold)), threshold)
+        phases = phases | {known: {**phases.get(known, {}), key: value}}
+    for threshold, keys in phases.items() if is_changed else ():
+        if not isinstance(keys, Mapping):
             raise ConfigError(
-                f"{_NAME}.{threshold}={given} must be a mapping of keys, such as "
+                f"{_NAME}.{threshold}={keys} must be a mapping of keys, such as "
                 "{global_batch_size: 512}"
             )
         if _count(threshold) == 0:
-            for key, value in given.items():
+            for key, value in keys.items():
                 _check_key(threshold, key, value)
                 yield key, value
-    if is_given:
-        yield _NAME, {t: dict(given) for t, given in found.items() if _count(t) != 0}
+    if is_changed:
+        yield _NAME, {t: dict(keys) for t, keys in phases.items() if _count(t) != 0}
 
 
 def _count(threshold: str) -> int:
@@ -131,9 +132,9 @@ def _check_key(threshold: str, key: str, value: Any) -> None:
 
 def make_phases(keys: KeysT) -> tuple[Phase[KeysT], ...]:
     values = {**vars(keys), _NAME: {}}
-    found = [Phase("0", 0, {}, {}, dataclasses.replace(keys, phases={}))]
+    phases = [Phase("0", 0, {}, {}, dataclasses.replace(keys, phases={}))]
     for threshold in sorted(keys.phases, key=_count):
-        last, sample = found[-1], _count(threshold)
+        last, sample = phases[-1], _count(threshold)
         unit = "samples"
         if keys.phases_unit == "tokens":
             sample //= keys.max_target_length
@@ -159,10 +160,10 @@ def make_phases(keys: KeysT) -> tuple[Phase[KeysT], ...]:
             )
         held = {**last.values, **instead, **given}
         try:
-            of_phase = type(keys).from_values({**values, **held})
+            own = type(keys).from_values({**values, **held})
         except ConfigError as error:
             raise ConfigError(f"{_NAME}.{threshold}: {error}") from None
         if held.pop(WARMUP, None) is not None:  # of this phase, and no part of the run's curve
-            of_phase = dataclasses.replace(of_phase, **{WARMUP: values[WARMUP]})
-        found.append(Phase(threshold, sample, given, held, of_phase))
-    return tuple(found)
+            own = dataclasses.replace(own, **{WARMUP: values[WARMUP]})
+        phases.append(Phase(threshold, sample, given, held, own))
+    return tuple(phases)

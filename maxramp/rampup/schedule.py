@@ -117,10 +117,10 @@ class Stage:
 
     def to_json(self) -> dict[str, Any]:
         size = plain_number(self.per_device_batch_size)
-        found = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
-        found |= {"max_target_length": self.spec.tokens}
-        found |= {"mesh": self.spec.mesh and self.spec.mesh.sizes, **vars(self.spec.sight)}
-        return {name: value for name, value in found.items() if name != "spec"}
+        values = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
+        values |= {"max_target_length": self.spec.tokens}
+        values |= {"mesh": self.spec.mesh and self.spec.mesh.sizes, **vars(self.spec.sight)}
+        return {name: value for name, value in values.items() if name != "spec"}
 
 
 class ResumePoint(NamedTuple):
@@ -293,22 +293,22 @@ class RampupBatchManager:
     @property
     def warnings(self) -> list[str]:
         end, final, keys = self.total_steps, self.stages[-1], self.keys
-        length, found = self.shown_length, []
+        length, lines = self.shown_length, []
         if self.stages[0].first_step < end <= final.first_step:
             last = self.stage_at_step(end - 1)
             sizes = [f" (batch {stage.global_batch_size})" for stage in (last, final)]
             sizes = sizes if sizes[0] != sizes[1] else ["", ""]
-            found.append(
+            lines.append(
                 f"{length} ends the run inside the ramp: after {end:,} steps it is in stage "
                 f"{last.index}{sizes[0]}, and the final stage {final.index}{sizes[1]} begins after "
                 f"{final.first_step:,} steps"
             )
         if 0 < (steps := keys.learning_rate_schedule_steps) < end:
-            found.append(
+            lines.append(
                 f"learning_rate_schedule_steps={steps} ends the learning rate's curve before the "
                 f"run, which has {end} steps: it is 0 in the last {end - steps}"
             )
-        return found
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         """The stages of the whole run, as trained and as to come, and its length."""

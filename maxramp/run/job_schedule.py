@@ -267,13 +267,13 @@ def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:
 
 def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:
     """(from which sample on, global batch size) of what is still to come, equal sizes joined."""
-    found: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     for stage in stages:
         begins, size = max(stage["first_sample"], sample), stage["global_batch_size"]
         left = stage["samples"] is None or stage["first_sample"] + stage["samples"] > sample
-        if left and (not found or found[-1][1] != size):
-            found.append((begins, size))
-    return found
+        if left and (not sizes or sizes[-1][1] != size):
+            sizes.append((begins, size))
+    return sizes
 
 
 def _format_sizes(sizes: list[tuple[int, int]]) -> str:
