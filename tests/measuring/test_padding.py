@@ -29,7 +29,7 @@ def padded(tmp_path_factory, cache_dir):
     for length in LENGTHS:
         given = [*TINY, *LADDER, "dataset_type=grain", f"grain_train_files={data}", "packing=False"]
         given += ["eval_interval=-1", "total_samples=960", "num_epoch=2", "eval_fraction=0"]
-        given += ["rampup_noise_factor=4", "rampup_decision_samples=160", "tokenizer_type=bytes"]
+        given += ["rampup_noise_factor=40", "rampup_decision_samples=156", "tokenizer_type=bytes"]
         given += [f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}"]
         keys = dict(key.split("=", 1) for key in given)
         keys |= {"run_name": length, "max_target_length": length}
