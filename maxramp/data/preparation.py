@@ -265,7 +265,7 @@ def _encode(batch: list[Any]) -> tuple[list[Any], list[np.ndarray], int]:
         documents = [chat.tokens for chat in batch]
         both = [np.concatenate([chat.tokens, prepared.targets_of(chat)]) for chat in batch]
         return batch, documents, prepared.hash_documents(both)
-    documents = _job.tokenizer.encode(batch) if _job.tokenizer else batch
+    documents = _job.tokenizer.encode(batch) if isinstance(batch[0], str) else batch
     return batch, documents, prepared.hash_documents(documents)
 
 

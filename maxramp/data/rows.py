@@ -66,17 +66,23 @@ class StreamRows(Items):
     """Rows of fixed length cut from one stream of tokens."""
 
     def __init__(
-        self, tokens: Any, length: int, vocab_size: int | None = None, separate: bool = False
+        self,
+        tokens: Any,
+        length: int,
+        vocab_size: int | None = None,
+        separate: bool = False,
+        span: tuple[int, int] | None = None,
     ):
         """`tokens` is an array, or a TokenStream, whose rows may be `separate` (say where documents
-        begin); without a `vocab_size` ids are not checked.
+        begin); without a `vocab_size` ids are not checked. `span` are those that count, if not all.
         """
-        super().__init__(max(0, (len(tokens) - 1) // length))
+        self._first, stop = span or (0, len(tokens))
+        super().__init__(max(0, (stop - self._first - 1) // length))
         self._tokens, self._length, self._vocab_size = tokens, length, vocab_size
         self.separate = separate
 
     def _item(self, number: int) -> Row:
-        start = number * self._length
+        start = self._first + number * self._length
         stop = start + self._length + 1
         tokens, begins = self._tokens[start:stop].astype(np.int32, copy=False), None
         if self._vocab_size is not None:

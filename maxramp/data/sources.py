@@ -21,7 +21,7 @@ from maxramp.data.files.megatron import MegatronFile, TokenStream
 from maxramp.data.inputs import find_files, open_files, parse_mixture
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.rows import Chain, Documents, StreamRows, SyntheticRows, WholeRows
-from maxramp.data.texts import open_texts
+from maxramp.data.texts import open_text, plan_text
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.keys.section import refuse
@@ -67,7 +67,7 @@ class Mixtures:
         """Opens sources; documents are still to be laid out."""
         keys, length = self.keys, self.keys.max_target_length
         if keys.dataset_type == "text":
-            return open_texts(keys)
+            return open_text(keys, self.cached_sets[0])
         if keys.dataset_type == "synthetic":
             return _open_synthetic(keys)
         parts = [_open_entry(keys, entry) for entry in self.train]
@@ -111,7 +111,10 @@ def find_mixtures(keys: DataKeys, later: Sequence[str] = ()) -> Mixtures:
       later: values of grain_train_files after the first. A part is the same in all that name it;
         nothing is held out of parts that the first does not have.
     """
-    if keys.dataset_type not in _NAMES:
+    if keys.dataset_type == "text":
+        cached = plan_text(keys)
+        return Mixtures(keys, [_Entry(cached.name, 1.0, "rows", cached=cached)])
+    if keys.dataset_type == "synthetic":
         return Mixtures(keys)
     train_key, eval_key = _NAMES[keys.dataset_type]
     finder = _Finder(keys)

@@ -9,25 +9,59 @@ import sysconfig
 import numpy as np
 
 from maxramp.commandline import count
+from maxramp.data.cached import CachedSet
 from maxramp.data.corpus import Corpus, Part, hash_of
-from maxramp.data.files.records import UTF16, is_utf16
+from maxramp.data.files import prepared
+from maxramp.data.files.megatron import TokenStream
+from maxramp.data.files.records import UTF16, BadRecord, RecordFile, is_utf16
 from maxramp.data.keys import DataKeys
 from maxramp.data.rows import StreamRows
-from maxramp.data.tokenizers import BEGIN, END
+from maxramp.data.tokenizers import BEGIN, END, Tokenizer
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 
 
-def open_texts(keys: DataKeys) -> Corpus:
-    length = keys.max_target_length
-    files, name = _find_files(keys.text_files)
-    tokens = _read_documents(files)
-    # The order of documents is random but the same everywhere, so the tail of the stream
-    # is a fair sample; of a single file it is the file's end.
-    cut = len(tokens) - round(len(tokens) * keys.eval_fraction)
-    train, held_out = StreamRows(tokens[:cut], length), StreamRows(tokens[cut:], length)
+class BytesFile(RecordFile):
+    """A file that is one document of bytes, in any encoding, with its marks."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def _record(self, index: int) -> np.ndarray:
+        data = storage.read_bytes(self.path)
+        if is_utf16(data):
+            raise BadRecord(UTF16)
+        if b"\0" in data:
+            raise BadRecord(
+                f"is not text (it holds a zero byte at {data.index(0)}); name text files only"
+            )
+        return np.concatenate([[BEGIN], np.frombuffer(data, np.uint8), [END]], dtype=np.int32)
+
+    def where(self, place: int) -> str:
+        return f"text_files: {self.path}"
+
+
+def plan_text(keys: DataKeys) -> CachedSet:
+    """The set of the files' bytes. The order of documents is random but the same everywhere, so
+    the tail of the stream is a fair sample; of a single file it is the file's end.
+    """
+    named, title = _find_files(keys.text_files)
+    files = [BytesFile(str(path), "", True) for _, path in named if path.stat().st_size]
+    if not files:
+        raise ConfigError(f"text_files: all {len(named)} files are empty, {named[0][1]} for one")
+    tokenizer = Tokenizer("bytes", "", True, True, True)
+    return CachedSet(title, keys.data_cache_dir, files, tokenizer, None)
+
+
+def open_text(keys: DataKeys, cached: CachedSet) -> Corpus:
+    manifest, shards = prepared.open_set(str(cached.folder))
+    stream, length = TokenStream(shards), keys.max_target_length
+    total, digest = len(stream), f"{manifest['hash']}{manifest['sample']}"
+    cut = total - round(total * keys.eval_fraction)
+    train, held_out = (StreamRows(stream, length, span=s) for s in ((0, cut), (cut, total)))
     for rows, part, size, remedy in (
         (train, "training", cut, ""),
-        (held_out, "held-out", len(tokens) - cut, ", a larger eval_fraction, or eval_interval=-1"),
+        (held_out, "held-out", total - cut, ", a larger eval_fraction, or eval_interval=-1"),
     ):
         if not len(rows) and (rows is train or keys.eval_interval > 0):
             raise ConfigError(
@@ -35,13 +69,9 @@ def open_texts(keys: DataKeys) -> Corpus:
                 f"row takes max_target_length + 1 = {length + 1}; give more text or shorter "
                 f"rows{remedy}"
             )
-    note = f"; {count(len(files), 'file')}, {len(tokens) / 1e6:.1f} MB"
-    evaluated = Part("", 1.0, held_out, rows_id=hash_of([_hash(tokens[cut:]), length]))
-    return Corpus([Part(name, 1.0, train, _hash(tokens))], [evaluated], note)
-
-
-def _hash(tokens: np.ndarray) -> str:
-    return hashlib.blake2b(tokens.data, digest_size=8).hexdigest()
+    note = f"; {count(len(cached.files), 'file')}, {total / 1e6:.1f} MB"
+    evaluated = Part("", 1.0, held_out, rows_id=hash_of([digest, cut, length]))
+    return Corpus([Part(cached.name, 1.0, train, digest)], [evaluated], note)
 
 
 def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
@@ -66,25 +96,3 @@ def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
         raise ConfigError(f"text_files={pattern}: no such file, and no folder or glob that has any")
     named = [(p.relative_to(root).as_posix(), p) for p in paths]
     return sorted(named, key=lambda item: hashlib.sha256(item[0].encode()).digest()), title
-
-
-def _read_documents(files: list[tuple[str, pathlib.Path]]) -> np.ndarray:
-    """The stream of all documents: BEGIN, its bytes, END; uint16."""
-    parts = []
-    for _, path in files:
-        try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"text_files: {path} cannot be read: {error.strerror}") from None
-        if is_utf16(text):
-            raise ConfigError(f"text_files: {path} {UTF16}")
-        if b"\0" in text:
-            raise ConfigError(
-                f"text_files: {path} is not text (it holds a zero byte at {text.index(0)}); "
-                "name text files only"
-            )
-        if text:
-            parts += [[BEGIN], np.frombuffer(text, np.uint8), [END]]
-    if not parts:
-        raise ConfigError(f"text_files: all {len(files)} files are empty, {files[0][1]} for one")
-    return np.concatenate(parts, dtype=np.uint16, casting="unsafe")

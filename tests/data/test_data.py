@@ -77,15 +77,19 @@ def test_rows_overlap_by_the_token_they_predict():
 def test_documents_are_whole_and_marked(texts):
     config = small(texts)
     corpus = open_sources(config.data)
-    tokens = np.concatenate([corpus.train[0].items._tokens, corpus.held_out[0].items._tokens])
+    tokens = corpus.train[0].items._tokens[:]
     begins, ends = np.flatnonzero(tokens == BEGIN), np.flatnonzero(tokens == END)
     assert len(begins) == len(ends) == 40
     documents = {
         bytes(tokens[b + 1 : e].astype(np.uint8)) for b, e in zip(begins, ends, strict=True)
     }
     assert documents == {path.read_bytes() for path in texts.rglob("*.txt")}
-    held_out_fraction = len(corpus.held_out[0].items._tokens) / len(tokens)
-    assert abs(held_out_fraction - config.data.eval_fraction) < 1e-3
+    held_out, length = corpus.held_out[0].items, config.data.max_target_length
+    assert abs(len(held_out) * length / len(tokens) - config.data.eval_fraction) < length / len(
+        tokens
+    )
+    cut = len(tokens) - round(len(tokens) * config.data.eval_fraction)
+    np.testing.assert_array_equal(held_out[0].tokens, tokens[cut : cut + length + 1])
 
 
 def test_corpus_depends_on_the_files_alone(texts, tmp_path):
