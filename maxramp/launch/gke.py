@@ -163,9 +163,9 @@ def _jobset(run: Run, metadata: dict[str, Any], nodes: int) -> dict[str, Any]:
         "backoffLimit": 0,
         "podFailurePolicy": {  # which exit status ends the job, and which is only a pod to replace
             "rules": [
+                {"action": "Ignore", "onPodConditions": [disruption]},
                 {"action": "FailJob", "onExitCodes": {"containerName": "train"} | gave_up},
                 {"action": "Ignore", "onExitCodes": {"containerName": "train"} | stopped},
-                {"action": "Ignore", "onPodConditions": [disruption]},
             ]
         },
         "template": {

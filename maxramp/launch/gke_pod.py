@@ -12,6 +12,7 @@ import sys
 
 from maxramp.commandline import command
 from maxramp.config.load import load
+from maxramp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_PREEMPTED
 from maxramp.files.place import Place
 from maxramp.launch.jobs import Run
 from maxramp.launch.supervisor import JobEnd, stop_on_signals, supervise
@@ -54,7 +55,10 @@ def follow(run: Run, nodes: int, words: Place) -> int:
     stop_on_signals(cluster)
     status = supervise(run, cluster, nodes)
     words.write_text(json.dumps({"step": cluster.end.step, "nodes": cluster.end.next_nodes}))
-    return 0 if cluster.end.next_nodes else status
+    if cluster.end.next_nodes or status in (0, EXIT_CONFIG):
+        return 0 if cluster.end.next_nodes else status
+    # Whatever its trainer ended with: Kubernetes takes the pod away, or the supervisor gave up.
+    return EXIT_PREEMPTED if cluster.is_stopped else EXIT_FAILED
 
 
 @command

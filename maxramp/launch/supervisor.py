@@ -27,7 +27,6 @@ class JobEnd:
     step: int  # of which the run is sure (`steps_done`)
     next_nodes: int = 0  # for the next stage, after EXIT_STAGE_END; 0: the plan knows
     has_lost_nodes: bool = False  # the run can continue without them
-    starts: int = 1  # that the cluster made of it by itself
 
     @classmethod
     def read(cls, folder: Place, status: int, has_lost_nodes: bool = False) -> "JobEnd":
@@ -80,7 +79,7 @@ def supervise(run: Run, cluster: Cluster, nodes: int, failures: int = 0) -> int:
         has_moved = keys.elastic and status == EXIT_STAGE_END and nodes != before
         if end.has_lost_nodes or has_moved or (progressed and status in ORDERLY):
             continue
-        failures += 1 if progressed else end.starts
+        failures += 1
         if failures > most:
             say(f"exit status {status}: gave up after max_restarts={most} starts without progress")
             return status

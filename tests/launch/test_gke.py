@@ -166,7 +166,7 @@ def test_exit_statuses():
     manifest = jobsets(manifests())[0]
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     rules = [(rule["action"], rule.get("onExitCodes")) for rule in job["podFailurePolicy"]["rules"]]
-    assert [action for action, _ in rules] == ["FailJob", "Ignore", "Ignore"]
+    assert [action for action, _ in rules] == ["Ignore", "FailJob", "Ignore"]
     codes = [(on["operator"], on["values"]) for _, on in rules if on]
     assert codes == [("NotIn", [76, 137]), ("In", [76])]
     assert job["backoffLimit"] == 0  # every other failure goes to the JobSet, which restarts all
