@@ -32,7 +32,8 @@ class Run:
     folder: Place  # the run's output folder, on a disk or in an object storage
     ramp: RampupBatchManager  # as planned, each stage on its nodes
     stages: tuple[Stage, ...]  # the plan's, from where the run stands to its end
-    next_nodes: int  # the nodes of the stage that the run's next step is in
+    first_step: int  # that the next job trains: after the newest checkpoint
+    next_nodes: int  # of the stage that this step is in
     unit: int = 1  # nodes that come and go together
 
     @classmethod
@@ -71,6 +72,7 @@ class Run:
             resolve(config, nodes * devices)
         if config.launch.elastic:
             _check_elastic(planned)
+        first_step = position.step if position else 0
         others = [a for a in arguments if a.partition("=")[0] not in ours]
         return cls(
             config=config,
@@ -79,7 +81,8 @@ class Run:
             folder=folder,
             ramp=planned.ramp,
             stages=planned.stages,
-            next_nodes=planned.ramp.stage_at_step(position.step if position else 0).nodes,
+            first_step=first_step,
+            next_nodes=planned.ramp.stage_at_step(first_step).nodes,
         )
 
     def again(self) -> "Run":
@@ -87,10 +90,10 @@ class Run:
         return dataclasses.replace(Run.from_config(self.config, self.arguments), unit=self.unit)
 
     def fit(self, step: int, available: int) -> int:
-        """The most of the available nodes that the stage of a step can run on; the fewest that it
-        can, if these are too few.
+        """The most of the available nodes that the stage of a step can run on, after the newest
+        checkpoint; the fewest that it can, if these are too few.
         """
-        fits = self.fits(self.ramp.stage_at_step(step))
+        fits = self.fits(self.ramp.stage_at_step(max(step, self.first_step)))
         return next((nodes for nodes in fits if nodes <= available), fits[-1])
 
     def fits(self, stage: Stage) -> list[int]:

@@ -19,6 +19,11 @@ CLUSTER = pathlib.Path(os.environ["CLUSTER"])
 OF_JOBSET = "jobset.sigs.k8s.io/jobset-name"
 
 
+def is_over() -> bool:
+    """Whether the test has ended, and so all that it started must."""
+    return not pathlib.Path("/proc", os.environ["TEST_PID"]).exists()
+
+
 def write(path: pathlib.Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
@@ -152,7 +157,7 @@ class JobSet:
 
     def run(self) -> None:
         restarts = 0
-        while not (CLUSTER / f"{self.name}.delete").exists():
+        while not (CLUSTER / f"{self.name}.delete").exists() and not is_over():
             ready = len(nodes())
             for index in range(self.count):
                 if index >= ready and index in self.processes:
@@ -186,15 +191,14 @@ class JobSet:
         self.wait_for_deletion()
 
     def wait_for_deletion(self) -> None:
-        while not (file := CLUSTER / f"{self.name}.delete").exists() and CLUSTER.exists():
+        while not (file := CLUSTER / f"{self.name}.delete").exists() and not is_over():
             time.sleep(0.05)
         for index in list(self.processes):
             self.kill(index)
         for path in CLUSTER.glob(f"pods/{self.name}-*.json"):
             path.unlink()
-        if CLUSTER.exists():
-            file.unlink()
-            self.path.unlink()
+        file.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
 
 def main() -> None:

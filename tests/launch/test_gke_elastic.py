@@ -47,6 +47,7 @@ def install_kubectl(folder: pathlib.Path, monkeypatch) -> None:
     (folder / "bin" / "kubectl").write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
     (folder / "bin" / "kubectl").chmod(0o755)
     monkeypatch.setenv("CLUSTER", str(folder))
+    monkeypatch.setenv("TEST_PID", str(os.getpid()))
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(gke_cluster, "_PERIOD", 0.1)
 

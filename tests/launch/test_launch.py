@@ -289,7 +289,7 @@ def test_a_launch_numbers_stages_on_after_a_change(tmp_path):
     line = arguments(tmp_path, "", "run_name=x", "step_batch_size_schedule=0:4 200:8")
     launch = Run.from_config(load(line), line)
     assert [(s.index, s.first_sample, s.nodes) for s in launch.stages] == [(1, 80, 2)]
-    assert launch.next_nodes == 2
+    assert launch.next_nodes == launch.fit(0, 4) == 2
 
 
 # --- What cannot be launched: one line that says what --------------------------------------------
