@@ -180,12 +180,16 @@ class Snapshots:
             if not keeps(name):
                 (self._folder / str(name)).unlink(missing_ok=True)
 
+    def wait(self) -> None:
+        """Waits until the last snapshot is kept, for a minute at most."""
+        if self._thread.ident:
+            self._thread.join(_LAST)
+
     def close(self, error: BaseException | None, saved: int | None) -> None:
         """Removes the snapshots up to a step whose checkpoint is `saved`, after an orderly end."""
         if error is not None or saved is None:
             return
-        if self._thread.ident:
-            self._thread.join(_LAST)
+        self.wait()
         self._clean(lambda name: name.step > saved)
         with contextlib.suppress(OSError):  # something is left in it, or it is gone
             self._folder.rmdir()

@@ -67,7 +67,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._first: Mapping[str, str] = {}
         self._start = agreement.decide_on_first(lambda: secrets.token_hex(4))
         self.snapshots: Snapshots | None = None
+        self._directory: str | None = None  # as in `Starts`
         if keys.enable_emergency_checkpoint:
+            self._directory = keys.local_checkpoint_directory
             self.snapshots = Snapshots(keys, self._run, self._start, say, warn)
         self._position: Checkpoint | None = None
         self.goes_on = False  # from a state of this run, and not that of another one
@@ -98,23 +100,26 @@ class Checkpoints(contextlib.AbstractContextManager):
             if position.path.parent == self._folder:
                 self._saves.newest = position.step
         self._starts = Starts(*agreement.decide_on_first(lambda: starts_lib.read(self._kept.here)))
-        if not self.snapshots:
-            self._name_passed_over(position)
-        elif found := self.snapshots.find(self._folder, self._starts, position):
+        if self.snapshots and (found := self.snapshots.find(self._folder, self._starts, position)):
             position, self._first = found, found.first
+        self._name_passed_over(position)
         self.goes_on = position is not None and position.path.parent == self._folder
         self._position = position
         return position
 
     def _name_passed_over(self, position: Checkpoint | None) -> None:
-        """Says, where this start takes no snapshots, that one is newer than its `position`."""
-        if self._is_first and self._starts.directory is not None:
-            folder = local_folder(self._starts.directory, self._run)
-            for name in list_held(folder, self._starts, position)[-1:]:
-                self._warn(
-                    f"enable_emergency_checkpoint=False passes over the snapshot after step "
-                    f"{name.step} in {folder}; continuing from {position or 'the start'}"
-                )
+        """Names a newer snapshot that this start does not look for, though the last one took it."""
+        before = self._starts.directory
+        if not self._is_first or before in (None, self._directory):
+            return
+        folder, key = local_folder(before, self._run), "enable_emergency_checkpoint=False"
+        if self.snapshots:
+            key = f"local_checkpoint_directory={self._directory}"
+        for name in list_held(folder, self._starts, position)[-1:]:
+            self._warn(
+                f"{key} passes over the snapshot after step {name.step} in {folder}; continuing "
+                f"from {position or 'the start'}"
+            )
 
     def _choose(self) -> str:
         if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):
@@ -162,12 +167,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         return unfinished
 
     def _begin(self) -> None:
-        keys, position = self._keys, self._position
-        before = self._starts if self.goes_on else Starts()
-        directory = keys.local_checkpoint_directory if self.snapshots else None
+        before, position = self._starts if self.goes_on else Starts(), self._position
+        starts = before.begin(self._start, position.step if position else 0, self._directory)
         try:
-            first_step = position.step if position else 0
-            before.begin(self._start, first_step, directory).write(self._kept.here)
+            starts.write(self._kept.here)
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}; make room") from None
 
