@@ -159,12 +159,14 @@ def plan_job(
     """
 
     def make_ramps(point: ResumePoint) -> Ramps:
-        rungs = ladder.expected_rungs(batch, point.sample, point.rungs)
-        expected = point._replace(rungs=rungs)
+        expected = point._replace(rungs=ladder.expected_rungs(batch, point.sample, point.rungs))
+        known = on_devices = RampupBatchManager(batch, num_devices, point, fields=fields)
+        if expected.rungs:
+            on_devices = RampupBatchManager(batch, num_devices, expected, fields=fields)
         on_nodes = {"meshes": meshes, "restart_passes": restart_passes}
         return (
-            RampupBatchManager(batch, num_devices, point, fields=fields),
-            RampupBatchManager(batch, num_devices, expected, fields=fields),
+            known,
+            on_devices,
             RampupBatchManager(batch, None, expected, fields=fields, **on_nodes),
         )
 
