@@ -89,6 +89,7 @@ def test_documents_are_whole_and_marked(texts):
         tokens
     )
     cut = len(tokens) - round(len(tokens) * config.data.eval_fraction)
+    assert len(held_out) == (len(tokens) - cut - 1) // length
     np.testing.assert_array_equal(held_out[0].tokens, tokens[cut : cut + length + 1])
 
 
