@@ -42,6 +42,7 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data.batch import Batch, stack
 from maxramp.data.rows import Row
+from maxramp.data.sources import find_mixtures
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.stage import text_fields
 
@@ -151,6 +152,14 @@ def make_config(*arguments: str, devices: int = DEVICES):
     merged = dict(argument.split("=", 1) for argument in (*TINY, own, *arguments))
     loaded = load([BASE, *(f"{name}={value}" for name, value in merged.items())])
     return resolve(loaded, devices, 1, 1)
+
+
+def open_sources(keys):
+    """The sources that the keys name, prepared in this process where they have to be."""
+    mixtures = find_mixtures(keys)
+    for cached in mixtures.cached_sets:
+        cached.prepare(lambda: None)
+    return mixtures.open()
 
 
 def make_mesh(config):

@@ -71,8 +71,13 @@ class CachedSet:
                     print(f"data     {self.name}: preparing {size / 1e6:,.0f} MB, once", flush=True)
                     show = closing.enter_context(progress(size))
 
+                done = ()
+
                 def tell(*counts: int) -> None:
-                    beat()
+                    nonlocal done
+                    if counts != done:  # what hangs is not kept alive
+                        done = counts
+                        beat()
                     show(*counts)
 
                 preparation.make(shards.Preparation(work, *given), tell)

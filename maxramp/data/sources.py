@@ -96,14 +96,6 @@ class Mixtures:
         return Corpus(parts, held_out, note, separate)
 
 
-def open_sources(keys: DataKeys, later: Sequence[str] = ()) -> Corpus:
-    """Opens what the keys name in this process alone, preparing what has to be prepared."""
-    mixtures = find_mixtures(keys, later)
-    for cached in mixtures.cached_sets:
-        cached.prepare(lambda: None)
-    return mixtures.open()
-
-
 def find_mixtures(keys: DataKeys, later: Sequence[str] = ()) -> Mixtures:
     """Finds the files and checks what can be known without reading them.
 

@@ -9,13 +9,12 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import make_config
+from conftest import make_config, open_sources
 from test_bad_input import execute, keys
 from test_formats import example, write_array_record, write_megatron, write_parquet, write_zstd
 
 from maxramp import prepare
 from maxramp.data.opening import open_rows
-from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 
 pytest.importorskip("tokenizers")

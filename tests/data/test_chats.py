@@ -5,13 +5,12 @@ import pickle
 
 import numpy as np
 import pytest
-from conftest import make_config
+from conftest import make_config, open_sources
 
 from maxramp import prepare
 from maxramp.data import tokenizers
 from maxramp.data.chats import messages
 from maxramp.data.opening import open_rows
-from maxramp.data.sources import open_sources
 from maxramp.data.tokenizers import train_bpe
 from maxramp.errors import ConfigError
 

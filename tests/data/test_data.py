@@ -5,13 +5,12 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh, numpy_fingerprint
+from conftest import make_config, make_mesh, numpy_fingerprint, open_sources
 
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
 from maxramp.data.rows import StreamRows
-from maxramp.data.sources import open_sources
 from maxramp.data.tokenizers import BEGIN, END
 from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager

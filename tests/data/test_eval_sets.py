@@ -4,14 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from conftest import BASE, TINY, make_config, run
+from conftest import BASE, TINY, make_config, open_sources, run
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 from test_formats import write_megatron
 
 from maxramp import train
 from maxramp.data.corpus import Corpus
 from maxramp.data.opening import open_rows
-from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 from maxramp.run.metrics import evaluation_from_sums, numbers_of, read_records, tag_of
 from maxramp.run.picture import figure_of

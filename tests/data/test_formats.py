@@ -15,7 +15,7 @@ import fsspec
 import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
-from conftest import make_config
+from conftest import make_config, open_sources
 
 from maxramp import prepare
 from maxramp.data import tokenizers
@@ -24,7 +24,6 @@ from maxramp.data.files import formats
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
 from maxramp.data.inputs import parse_mixture
 from maxramp.data.rows import StreamRows
-from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 
 pyarrow = pytest.importorskip("pyarrow")  # all of these come with maxramp[test]

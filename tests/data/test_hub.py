@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from conftest import make_config
+from conftest import make_config, open_sources
 from small_models import write_folder
 from test_formats import TEXTS, write_file
 from test_prepare import content, documents
@@ -14,7 +14,6 @@ from test_prepare import content, documents
 from maxramp import prepare as prepare_lib
 from maxramp.data import hub, tokenizers
 from maxramp.data.hub import HubSet
-from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 from maxramp.handover.opening import open_model
 

@@ -3,12 +3,11 @@
 import pathlib
 import shlex
 
-from conftest import make_config
+from conftest import make_config, open_sources
 from rich.console import Console
 
 from maxramp import prepare as prepare_lib
 from maxramp.data import inspection
-from maxramp.data.sources import open_sources
 
 LINES = '{"text": "one"}\n{"text": "second text"}\n{"text": "3"}\n'
 

@@ -17,13 +17,12 @@ import time
 import fsspec
 import numpy as np
 import pytest
-from conftest import BASE, TINY, command, environment, make_config, run
+from conftest import BASE, TINY, command, environment, make_config, open_sources, run
 from forked import run_forked
 from test_formats import KINDS, TEXTS, write_file, write_megatron
 
 from maxramp import prepare as prepare_lib
 from maxramp.data.files import prepared
-from maxramp.data.sources import open_sources
 
 pytest.importorskip("tokenizers")
 

@@ -5,13 +5,12 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import BASE, TINY, make_config, run
+from conftest import BASE, TINY, make_config, open_sources, run
 from jobs import start_until
 from preference_pairs import MARKS, TEMPLATE, pairs, write_pairs, write_tokenizer
 
 from maxramp.data.files import prepared
 from maxramp.data.opening import open_rows
-from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 from maxramp.run.metrics import read_records
 

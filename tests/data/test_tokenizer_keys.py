@@ -5,14 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import BASE, make_config
+from conftest import BASE, make_config, open_sources
 from test_formats import TEXTS, write_file, write_megatron
 
 from maxramp import prepare
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.data.files import prepared
-from maxramp.data.sources import open_sources
 from maxramp.errors import ConfigError
 
 hf = pytest.importorskip("tokenizers")
