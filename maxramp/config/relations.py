@@ -123,11 +123,16 @@ def _check_data(keys: DataKeys) -> Relations:
 def _check_optimizer(keys: OptimizerKeys) -> Relations:
     allowed = half_lives(keys.opt_type)
     for name in keys.half_lives_in_samples:
+        use = f"use some of {', '.join(allowed)}" if allowed else "optax counts steps: leave it out"
         yield (
             name not in allowed,
             f"half_lives_in_samples={keys.half_lives_in_samples}: {name} is not a half-life of "
-            f"opt_type={keys.opt_type}; use some of {', '.join(allowed)}",
+            f"opt_type={keys.opt_type}; {use}",
         )
+    if keys.opt_type.startswith("optax."):
+        from maxramp.training.optimizers import optax  # only where it is used: it imports JAX
+
+        optax.check(keys)
 
 
 def _check_checkpoints(

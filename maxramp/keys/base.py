@@ -27,6 +27,7 @@ _OPTIONAL |= {"learning_rate": float, "muon_consistent_rms": float}
 
 _MAPPINGS = {  # keys that are one, as an error says it
     "phases": "a mapping of mappings, such as {252M: {global_batch_size: 512}}",
+    "opt_arguments": "a mapping of names to values, such as {b1: 0.95}",
     "eval_sets": "a mapping of names to files or splits, such as {wiki: FILES, code: FILES}",
 }
 # Keys that are paths: $NAMES in them are variables of the environment. That of snapshots is not

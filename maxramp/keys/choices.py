@@ -4,11 +4,12 @@ A table maps a condition to the keys that are read only where it holds, and an e
 condition as the table has it:
 
     lora_rank                           the key is set
-    opt_type=adamw|muon                 it has one of these values
+    opt_type=adamw|muon                 it has one of these values, in which * is any text
     use_sft=True or use_dpo=True        one of several holds
     without rampup_policy or phases     none of them does
 """
 
+import fnmatch
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def _parts(condition: str) -> Iterator[tuple[str, str]]:
 
 def _holds(key: str, wanted: str, value: Any) -> bool:
     if wanted:
-        return str(value) in wanted.split("|")
+        return any(fnmatch.fnmatchcase(str(value), pattern) for pattern in wanted.split("|"))
     return bool(value) and value != unset(key)
 
 

@@ -31,7 +31,7 @@ def order_by_stage(tree: Any, like: Any) -> Any:
 
 
 def _is_circular(weight: Weight) -> bool:
-    return "R" in weight.leading
+    return len(weight.layers) > 1
 
 
 # Compiled once for every mesh: a run saves often.

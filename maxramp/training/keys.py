@@ -1,8 +1,8 @@
 """The sections of training: what is minimized, how weights follow, and at which rate."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 from maxramp.keys.choices import Choices
 from maxramp.keys.section import (
@@ -59,6 +59,13 @@ class MuonKeys(Keys):
     muon_consistent_rms: float | None = above_zero()
 
 
+@dataclasses.dataclass(frozen=True)
+class OptaxKeys(Keys):
+    """Of an optimizer that optax has: any of its arguments but the learning rate."""
+
+    opt_arguments: Mapping[str, Any]
+
+
 class OptimizerRecord(NamedTuple):
     """What there is to know of an optimizer but its arithmetic, which is optimizers/NAME.py."""
 
@@ -74,11 +81,12 @@ OPTIMIZERS = {
     ),
     "sgd": OptimizerRecord(SGDKeys, ("sgd_momentum",), state_keys=("sgd_momentum",)),
     "muon": OptimizerRecord(MuonKeys, ("muon_beta", "muon_weight_decay"), roles=("matrix",)),
+    "optax": OptimizerRecord(OptaxKeys, (), state_keys=("opt_arguments",)),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys):
+class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys, OptaxKeys):
     """Gradients -> new weights."""
 
     init_weights_seed: int = uint32()
@@ -88,7 +96,10 @@ class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys):
         lambda value: all(type(n) is int and n >= 0 for n in value) and value == sorted({*value}),
         "must be numbers of layers from 0 up, rising, each once",
     )
-    opt_type: str = one_of(*OPTIMIZERS)
+    opt_type: str = limit(
+        lambda value: value.startswith("optax.") or value in {*OPTIMIZERS} - {"optax"},
+        "is not one of adamw, sgd, muon, or an optimizer of optax, such as optax.lion",
+    )
     half_lives_in_samples: Sequence[str]
     gradient_clipping_threshold: float = minimum(0)
     skip_bad_steps: int = minimum(0)
@@ -100,19 +111,20 @@ class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys):
 
 
 def optimizer_names(opt_type: str) -> dict[str, str]:
-    own = OPTIMIZERS[opt_type].roles
-    return {role: opt_type if role in own else "adamw" for role in ROLES}
+    """The optimizer of each role's weights, by its name in `OPTIMIZERS`."""
+    name = opt_type.partition(".")[0]
+    return {role: name if role in OPTIMIZERS[name].roles else "adamw" for role in ROLES}
 
 
 def half_lives(opt_type: str) -> tuple[str, ...]:
-    names = dict.fromkeys((opt_type, *optimizer_names(opt_type).values()))
+    names = dict.fromkeys(optimizer_names(opt_type).values())
     return tuple(key for name in names for key in OPTIMIZERS[name].half_lives)
 
 
 def _optimizer_choices() -> Iterator[tuple[str, tuple[str, ...]]]:
     for name, record in OPTIMIZERS.items():
         users = (kind for kind in OPTIMIZERS if name in optimizer_names(kind).values())
-        yield f"opt_type={'|'.join(users)}", record.keys.names()
+        yield f"opt_type={'|'.join(users).replace('optax', 'optax.*')}", record.keys.names()
 
 
 CHOICES: Choices = {

@@ -16,9 +16,9 @@ from maxramp.training.optimizers.half_lives import Pace
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
-    """MaxText's warmup + cosine and warmup + stable + decay, over samples instead of steps: the
-    same with a constant batch, s = step * B, down to its phases of len - 1 intervals (`Curve`).
-    Under a ramp it is the curve of a run whose batch is `reference`."""
+    """An `optax.Schedule` over consumed samples: MaxText's warmup + cosine and warmup + stable +
+    decay, the same with a constant batch, s = step * B, down to its phases of len - 1 intervals
+    (`Curve`). Under a ramp it is the curve of a run whose batch is `reference`."""
 
     keys: LearningRateKeys
     ramp: RampupBatchManager

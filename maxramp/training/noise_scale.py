@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
@@ -36,7 +37,8 @@ from maxramp.model.parts.weights import Weight, map_weights, weights_of
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, HEADS_BHh, stack_spec
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.norm import add_up, squares
-from maxramp.training.optimizers import adamw
+from maxramp.training.optimizers.adamw import AdamState
+from maxramp.training.optimizers.table import adam_state
 
 # By kind, the devices' parts of Q: of a micro batch, or of a step with a leading axis A.
 Squares = dict[str, jax.Array]
@@ -62,7 +64,7 @@ def measure(
     trained: Decoder,
     rows: int,
     keys: OptimizerKeys,
-    opt_state: dict[str, Any],
+    opt_state: optax.PartitionState,
 ) -> tuple[tuple[Decoder, Aux], Squares]:
     """What `gradient` gives of a micro batch of this many rows, and what is kept of it."""
     gradients, found = gradient(_probe_rows(trained, rows))
@@ -70,8 +72,8 @@ def measure(
     gradients = jax.tree.map(lambda x: x.scale if _is_probe(x) else x, gradients, is_leaf=_is_probe)
     of_rows = [x.rows_BD for x in leaves if _is_probe(x)]
     kept = {"": squares(_product_weights(gradients)), "norms_": squares(of_rows)}
-    if moment := _moment(gradients, opt_state):
-        kept["adam_"] = _adam_squares(gradients, keys, moment)
+    if adam := _moment(gradients, opt_state):
+        kept["adam_"] = _adam_squares(gradients, keys, adam)
     return (gradients, found), kept
 
 
@@ -81,7 +83,7 @@ def metrics(
     copies: int,
     gradients: Decoder,
     keys: OptimizerKeys,
-    opt_state: dict[str, Any],
+    opt_state: optax.PartitionState,
 ) -> dict[str, jax.Array]:
     """The estimates of a step, float32 scalars: `noise_signal` and `noise_variance` after each
     kind's prefix; "norms_" alone with one micro batch. `opt_state` is that before the step."""
@@ -98,8 +100,8 @@ def metrics(
     if A > 1:
         tokens_AC = tokens_ACB.sum(-1)
         groups[""] = tokens_AC, squares(_product_weights(gradients))
-        if moment := _moment(gradients, opt_state):
-            groups["adam_"] = tokens_AC, _adam_squares(gradients, keys, moment)
+        if adam := _moment(gradients, opt_state):
+            groups["adam_"] = tokens_AC, _adam_squares(gradients, keys, adam)
     found = {}
     for kind, (tokens, whole) in groups.items():
         Q, N = add_up(kept[kind]).sum(), (tokens**2).sum()
@@ -118,22 +120,20 @@ def _product_weights(tree: Any) -> list[Any]:
     return [x for x in weights_of(tree) if x.is_in_products]
 
 
-def _moment(gradients: Decoder, opt_state: dict[str, Any]) -> tuple[Decoder, jax.Array] | None:
+def _moment(gradients: Decoder, opt_state: optax.PartitionState) -> AdamState | None:
     """The second moment of the layers' products; None where some of them have none."""
-    moment = adamw.second_moment(opt_state["adamw"]) if "adamw" in opt_state else None
+    adam = adam_state(opt_state)
     wanted = len(_product_weights(gradients.layers))
-    return moment if moment and len(_product_weights(moment[0].layers)) == wanted else None
+    return adam if adam and len(_product_weights(adam.nu.layers)) == wanted else None
 
 
-def _adam_squares(
-    gradients: Decoder, keys: OptimizerKeys, moment: tuple[Decoder, jax.Array]
-) -> jax.Array:
+def _adam_squares(gradients: Decoder, keys: OptimizerKeys, adam: AdamState) -> jax.Array:
     """`squares` of the layers' gradients over sqrt(v) + eps; not finite before the first step."""
     # A factor of the root, so that one division is left for each weight.
-    squared, correction = moment
+    correction = adam.root_factor
 
     def divide(g: jax.Array, v: jax.Array, correction: jax.Array) -> jax.Array:
         return g / (jnp.sqrt(v.astype(jnp.float32)) * correction + keys.adam_eps)
 
-    gs, vs = _product_weights(gradients.layers), _product_weights(squared.layers)
+    gs, vs = _product_weights(gradients.layers), _product_weights(adam.nu.layers)
     return squares(gs, vs, [correction] * len(gs), of=divide)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from maxramp.errors import ConfigError
@@ -17,7 +18,7 @@ from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import Weight, is_weight, join_parts, weights_of
 from maxramp.parallel.mesh import attach_mesh, platform
 from maxramp.training.keys import OptimizerKeys, Recipe
-from maxramp.training.optimizers import table
+from maxramp.training.optimizers.table import make_optimizer
 
 Metrics = dict[str, jax.Array]
 
@@ -34,7 +35,7 @@ class TrainState:
     frozen: Decoder  # the others, likewise
     # what layers counted in the last step, by name: uint32 [L, ...]
     buffers: dict[str, jax.Array]
-    opt_state: dict[str, Any]  # of the optimizers, by name (`optimizers.table`)
+    opt_state: optax.PartitionState  # of the optimizers, by name (`optimizers.table`)
     bad_steps: jax.Array  # uint32, how many of the last steps in a row were skipped
     # under skip_step_on_spikes loss, grad_norm and targets of the last steps, the newest last:
     # float32 [skip_step_interval + 1]; 0 targets where a step is missing
@@ -63,7 +64,7 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
         model = own if model is None else attach_adapters(own, model)
     trained, frozen = _parts(model, recipe.optimizer)
-    opt_state = table.init(recipe.optimizer, trained)
+    opt_state = make_optimizer(recipe.optimizer).init(trained)
     clock = jnp.zeros((2,), jnp.uint32)
     numbers = ("loss", "grad_norm", "targets") if recipe.optimizer.skip_step_on_spikes else ()
     recent = {x: jnp.zeros(recipe.optimizer.skip_step_interval + 1) for x in numbers}

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from maxramp.data.batch import Batch
 from maxramp.model.adapters import add_dropout, dropout_of
@@ -30,8 +31,8 @@ from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Loss, next_token_prediction
 from maxramp.training.norm import add_up, squares
-from maxramp.training.optimizers import table
 from maxramp.training.optimizers.half_lives import STEADY
+from maxramp.training.optimizers.table import make_optimizer
 from maxramp.training.policy import policy_gradient
 from maxramp.training.preferences import preference
 from maxramp.training.skipping import skip_bad_step
@@ -198,12 +199,12 @@ def update(
     rate = learning_rate(first_high * 2.0**32 + first_low, samples)
     pace = learning_rate.pace(samples) if optimizer.half_lives_in_samples else STEADY
     with jax.named_scope("optimizer"):
-        given = gradients, state.opt_state, state.trained, pace
-        direction, opt_state = table.update(optimizer, *given)
-        direction = mask_layers(direction, optimizer.trainable_layers)  # of the others, their decay
-        trained = jax.tree.map(
-            lambda w, d: (w - rate * d).astype(w.dtype), state.trained, direction
+        updates, opt_state = make_optimizer(optimizer).update(
+            *(gradients, state.opt_state, state.trained), learning_rate=rate, pace=pace
         )
+        trained = optax.apply_updates(state.trained, updates)
+        # Others would decay.
+        trained = mask_layers(trained, optimizer.trainable_layers, others=state.trained)
     new_low = low + jnp.uint32(0 if again else samples)
     consumed = jnp.stack([new_low, high + (new_low < low).astype(jnp.uint32)])
     metrics = {

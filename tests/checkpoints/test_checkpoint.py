@@ -449,6 +449,7 @@ def test_another_programs_checkpoint(tmp_path):
         (["vocab_size=272"], ["264", "vocab_size=272"]),
         (["mu_dtype=bfloat16"], ["mu", "float32", "mu_dtype=bfloat16"]),
         (["opt_type=sgd"], ["opt_state", "missing", "opt_type=sgd"]),
+        (["opt_type=optax.lion"], ["opt_state", "missing", "opt_type=optax.lion"]),
         (["logits_via_embedding=True"], ["missing", "logits_via_embedding=True"]),
     ],
 )

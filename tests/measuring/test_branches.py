@@ -31,7 +31,7 @@ from maxramp.rampup import RampupBatchManager
 from maxramp.run.metrics import MetricsLog, as_json, evaluation_from_sums, read_records
 from maxramp.run.writers import JsonlWriter
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.optimizers.half_lives import kept_share, with_decay
+from maxramp.training.optimizers.half_lives import decay_weights, kept_share
 
 
 def branches_of(rng, losses, spread, count=40):
@@ -171,7 +171,8 @@ def test_half_lives_of_a_branch_are_those_of_its_run(tmp_path, scaling):
         weight, pace = new_weight(jnp.ones(1), "matrix", "D"), rate.pace(size)
         kept_of = [kept_share(config.optimizer, name, pace) for name in ("adam_b1", "adam_b2")]
         still = jax.tree.map(jnp.zeros_like, weight)
-        decay = with_decay(still, weight, config.optimizer, "adam_weight_decay", pace)
+        decays = decay_weights(config.optimizer, "adam_weight_decay", pace)
+        decay, _ = decays.update(still, decays.init(weight), weight)
         lost = float(rate(120, size)) * float(jax.tree.leaves(decay)[0][0])
         return [np.log(x) for x in kept_of] + [lost]
 

@@ -3,6 +3,7 @@
 import random
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -283,3 +284,10 @@ def test_long_run():
         steps = np.append(np.linspace(0, total - 1, 100, dtype=int), total)
         expected = np.append(maxtext_schedule(config)(steps[:-1]), 0)
         np.testing.assert_allclose(rate(steps.astype(float) * rows), expected, atol=TOLERANCE)
+
+
+def test_a_curve_is_a_schedule_of_optax():
+    rate, _ = of(settings())
+    count = jnp.int32(100)
+    scale, state = optax.scale_by_schedule(rate), optax.ScaleByScheduleState(count)
+    assert jax.jit(scale.update)(1.0, state)[0] == rate(100) > 0

@@ -20,6 +20,7 @@ from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Loss, next_token_prediction
+from maxramp.training.optimizers.table import adam_state
 from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step, train_step
 
@@ -85,7 +86,7 @@ def gradients_of_rows(step):
     """Of the rows of a step, taken one by one: by kind [R, weights], and their tokens [R]."""
     config = config_of(devices=1)
     states, _ = trained(LOG, devices=1)
-    model, adam = states[step].model, states[step].opt_state["adamw"]
+    model, adam = states[step].model, adam_state(states[step].opt_state)
     rows, v_of = random_rows(3, 4, ROWS // 4)[step].reshape(ROWS, -1), matrices(adam.nu.layers)
     found = {"": [], "adam_": [], "norms_": []}
     tokens = []

@@ -22,8 +22,9 @@ from maxramp.planning.plan import estimate
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import half_lives
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.optimizers import sgd, table
+from maxramp.training.optimizers import sgd
 from maxramp.training.optimizers.half_lives import STEADY, Pace
+from maxramp.training.optimizers.table import make_optimizer
 from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step
 
@@ -45,8 +46,9 @@ def moved(*given, paces=(STEADY,) * 3, devices=8):
         return jax.tree.map(lambda w: jnp.sin(jnp.float32(1e4) * w), state.trained)
 
     def change(state, weights, gradients, pace):
-        direction, state = table.update(config.optimizer, gradients, state, weights, Pace(*pace))
-        return state, jax.tree.map(lambda w, d: w - RATE * d, weights, direction)
+        update, step = make_optimizer(config.optimizer).update, {"pace": Pace(*pace)}
+        updates, state = update(gradients, state, weights, learning_rate=RATE, **step)
+        return state, optax.apply_updates(weights, updates)
 
     with jax.set_mesh(make_mesh(config)):
         state = jax.jit(functools.partial(init_state, config.recipe))()
@@ -257,10 +259,11 @@ def test_momentum_in_samples_has_one_effect():
     keys = make_config("opt_type=sgd", "sgd_momentum=0.9", "half_lives_in_samples=[sgd_momentum]")
     g = {"w": jnp.ones(1)}
     for batch in (0.25, 1.0, 4.0):
-        state = sgd.init(keys.optimizer, g)
+        momentum = sgd.transform(keys.optimizer, 1.0, Pace(batch))
+        state = momentum.init(g)
         for _ in range(int(200 / batch)):
-            direction, state = sgd.update(keys.optimizer, g, state, g, Pace(batch))
-        assert direction["w"] == pytest.approx(10, rel=1e-3)
+            updates, state = momentum.update(g, state)
+        assert updates["w"] == pytest.approx(-10, rel=1e-3)
 
 
 def test_half_lives_are_those_of_the_optimizer():

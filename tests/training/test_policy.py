@@ -22,7 +22,7 @@ from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.log_probs import token_log_probs
-from maxramp.training.optimizers import table
+from maxramp.training.optimizers.table import make_optimizer
 from maxramp.training.policy import advantages, shares
 from maxramp.training.state import TrainState, init_state
 from maxramp.training.step import make_train_step, update
@@ -193,7 +193,7 @@ def test_updates_on_one_batch_are_one_step():
             model,
             part_of(model, lambda weight: False),
             {"seen": jnp.uint32([7])},
-            table.init(optimizer, model),
+            make_optimizer(optimizer).init(model),
             jnp.uint32(5),
             {},
         )

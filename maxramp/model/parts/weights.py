@@ -49,8 +49,12 @@ class Weight(nnx.Param):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The sizes of the axes of layers: [L], [R, L / R], or none."""
-        sizes = zip(self.leading, self.shape, strict=False)
+        """The sizes of the axes of layers: [L], [R, L / R], or none. What an optimizer keeps of a
+        weight may have other axes, and then has none of them."""
+        shapes = [x.shape for x in jax.tree.leaves(self)]
+        if [len(shape) for shape in shapes] != [len(self.axes)]:
+            return ()
+        sizes = zip(self.leading, *shapes, strict=False)
         return tuple(size for axis, size in sizes if axis in "RL")
 
     @property

@@ -1,15 +1,16 @@
-"""AdamW (arXiv 1412.6980, 1711.05101)."""
+"""AdamW (arXiv 1412.6980, 1711.05101): optax's, but that its betas may change with the batch."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from maxramp.training.keys import OptimizerKeys
-from maxramp.training.optimizers.half_lives import Pace, kept_share, with_decay
+from maxramp.training.optimizers.half_lives import Pace, decay_weights, kept_share
 
 
-class State(NamedTuple):
+class AdamState(NamedTuple):
     """Means, and the share of their initial zeros still in them, a product over steps: the bias."""
 
     mu: Any  # means of gradients, in mu_dtype
@@ -17,31 +18,36 @@ class State(NamedTuple):
     zeros_in_mu: jax.Array  # float32, 1 before the first step
     zeros_in_nu: jax.Array
 
+    @property
+    def root_factor(self) -> jax.Array:
+        """Takes the zeros out of a root of nu; not finite before the first step."""
+        return jax.lax.rsqrt(1 - self.zeros_in_nu)
 
-def init(keys: OptimizerKeys, weights: Any) -> State:
-    mu = jax.tree.map(lambda w: jnp.zeros_like(w, jnp.dtype(keys.mu_dtype)), weights)
-    nu = jax.tree.map(jnp.zeros_like, weights)
-    return State(mu, nu, jnp.float32(1), jnp.float32(1))
 
-
-def update(
-    keys: OptimizerKeys, gradients: Any, state: State, weights: Any, pace: Pace
-) -> tuple[Any, State]:
+def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTransformation:
     b1, b2 = (kept_share(keys, name, pace) for name in ("adam_b1", "adam_b2"))
-    mu = jax.tree.map(lambda m, g: (1 - b1) * g + b1 * m, state.mu, gradients)
-    nu = jax.tree.map(lambda v, g: (1 - b2) * (g * g) + b2 * v, state.nu, gradients)
-    zeros_in_mu, zeros_in_nu = b1 * state.zeros_in_mu, b2 * state.zeros_in_nu
-
-    def direction(m: jax.Array, v: jax.Array) -> jax.Array:
-        return m / (1 - zeros_in_mu) / (jnp.sqrt(v / (1 - zeros_in_nu)) + keys.adam_eps)
-
-    moved = jax.tree.map(direction, mu, nu)
-    moved = with_decay(moved, weights, keys, "adam_weight_decay", pace)
-    mu, nu = jax.tree.map(lambda new, old: new.astype(old.dtype), (mu, nu), (state.mu, state.nu))
-    return moved, State(mu, nu, zeros_in_mu, zeros_in_nu)
+    return optax.chain(
+        scale_by_adam(b1, b2, keys.adam_eps, keys.mu_dtype),
+        decay_weights(keys, "adam_weight_decay", pace),
+        optax.scale_by_learning_rate(rate),
+    )
 
 
-def second_moment(state: State) -> tuple[Any, jax.Array]:
-    """The mean of squares of each weight's gradients, and what its root is to be multiplied by,
-    as it began at zero: not finite before the first step."""
-    return state.nu, jax.lax.rsqrt(1 - state.zeros_in_nu)
+def scale_by_adam(b1: Any, b2: Any, eps: float, mu_dtype: str) -> optax.GradientTransformation:
+    """`optax.scale_by_adam`, whose bias counts steps, and with it one beta for all of them."""
+
+    def init(weights: Any) -> AdamState:
+        mu = optax.tree.zeros_like(weights, dtype=jnp.dtype(mu_dtype))
+        return AdamState(mu, optax.tree.zeros_like(weights), jnp.float32(1), jnp.float32(1))
+
+    def update(gradients: Any, state: AdamState, weights: Any = None) -> tuple[Any, AdamState]:
+        mu = optax.tree.update_moment(gradients, state.mu, b1, 1)
+        nu = optax.tree.update_moment(gradients, state.nu, b2, 2)
+        zeros_in_mu, zeros_in_nu = b1 * state.zeros_in_mu, b2 * state.zeros_in_nu
+
+        def direction(m: jax.Array, v: jax.Array) -> jax.Array:
+            return m / (1 - zeros_in_mu) / (jnp.sqrt(v / (1 - zeros_in_nu)) + eps)
+
+        return jax.tree.map(direction, mu, nu), AdamState(mu, nu, zeros_in_mu, zeros_in_nu)
+
+    return optax.GradientTransformation(init, update)

@@ -7,11 +7,12 @@ does not follow the batch (arXiv 2405.13698, 2505.13738). Only the step's own ba
 restart or a changed ramp changes nothing.
 """
 
+import functools
 from typing import Any, NamedTuple
 
-import jax
+import optax
 
-from maxramp.model.parts.weights import Weight, map_weights
+from maxramp.model.parts.weights import map_weights
 from maxramp.training.keys import OptimizerKeys
 
 
@@ -31,15 +32,10 @@ def kept_share(keys: OptimizerKeys, name: str, pace: Pace) -> Any:
     return share**pace.batch if name in keys.half_lives_in_samples else share
 
 
-def with_decay(direction: Any, weights: Any, keys: OptimizerKeys, name: str, pace: Pace) -> Any:
-    """The direction, before the learning rate, with decay; roles in adamw_mask have none."""
+def decay_weights(keys: OptimizerKeys, name: str, pace: Pace) -> optax.GradientTransformation:
+    """Adds to the direction, before the learning rate; roles in adamw_mask do not decay."""
     decay = getattr(keys, name)
     if name in keys.half_lives_in_samples:
         decay = decay * pace.batch / pace.rate
-
-    def decay_weight(direction: Weight, weight: Weight) -> Weight:
-        if weight.role in keys.adamw_mask:
-            return direction
-        return jax.tree.map(lambda d, w: d + decay * w, direction, weight)
-
-    return map_weights(decay_weight, direction, weights)
+    decays = functools.partial(map_weights, lambda weight: weight.role not in keys.adamw_mask)
+    return optax.add_decayed_weights(decay, decays)

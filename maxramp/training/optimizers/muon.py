@@ -18,48 +18,53 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from maxramp.model.parts.weights import weights_of
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, map_shards
 from maxramp.parallel.sharding import Spec
 from maxramp.training.keys import OptimizerKeys
-from maxramp.training.optimizers.half_lives import Pace, kept_share, with_decay
+from maxramp.training.optimizers.half_lives import Pace, decay_weights, kept_share
 
 # Of the polynomial whose slope at zero is steepest (Jordan, kellerjordan.github.io/posts/muon).
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _ITERATIONS = 5
 
 
-class State(NamedTuple):
+class MuonState(NamedTuple):
     """The mean of gradients, and the share of its initial zeros in it, as in AdamW."""
 
     mu: Any  # in mu_dtype
     zeros_in_mu: jax.Array
 
 
-def init(keys: OptimizerKeys, weights: Any) -> State:
-    mu_dtype = jnp.dtype(keys.mu_dtype)
-    return State(jax.tree.map(lambda w: jnp.zeros_like(w, mu_dtype), weights), jnp.float32(1))
+def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTransformation:
+    return optax.chain(
+        scale_by_muon(keys, kept_share(keys, "muon_beta", pace)),
+        decay_weights(keys, "muon_weight_decay", pace),
+        optax.scale_by_learning_rate(rate),
+    )
 
 
-def update(
-    keys: OptimizerKeys, gradients: Any, state: State, weights: Any, pace: Pace
-) -> tuple[Any, State]:
-    b = kept_share(keys, "muon_beta", pace)
-    mu = jax.tree.map(lambda m, g: (1 - b) * g + b * m, state.mu, gradients)
-    zeros = b * state.zeros_in_mu
+def scale_by_muon(keys: OptimizerKeys, b: Any) -> optax.GradientTransformation:
+    def init(weights: Any) -> MuonState:
+        mu = optax.tree.zeros_like(weights, dtype=jnp.dtype(keys.mu_dtype))
+        return MuonState(mu, jnp.float32(1))
 
-    def ahead(m: jax.Array, g: jax.Array) -> jax.Array:
-        return (b * m / (1 - b * zeros) + (1 - b) * g / (1 - zeros)).astype(keys.dtype)
+    def update(gradients: Any, state: MuonState, weights: Any) -> tuple[Any, MuonState]:
+        mu, zeros = optax.tree.update_moment(gradients, state.mu, b, 1), b * state.zeros_in_mu
 
-    directions = orthogonal(jax.tree.map(ahead, mu, gradients), keys.adam_eps)
-    factors = [_factor(keys, weight) for weight in weights_of(weights)]
-    arrays, structure = jax.tree.flatten(directions)
-    directions = structure.unflatten([f * x for f, x in zip(factors, arrays, strict=True)])
-    directions = with_decay(directions, weights, keys, "muon_weight_decay", pace)
-    mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
-    return directions, State(mu, zeros)
+        def ahead(m: jax.Array, g: jax.Array) -> jax.Array:
+            return (b * m / (1 - b * zeros) + (1 - b) * g / (1 - zeros)).astype(keys.dtype)
+
+        directions = orthogonal(jax.tree.map(ahead, mu, gradients), keys.adam_eps)
+        factors = [_factor(keys, weight) for weight in weights_of(weights)]
+        arrays, structure = jax.tree.flatten(directions)
+        directions = structure.unflatten([f * x for f, x in zip(factors, arrays, strict=True)])
+        return directions, MuonState(mu, zeros)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _factor(keys: OptimizerKeys, weight: Any) -> float:

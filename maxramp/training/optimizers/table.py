@@ -1,36 +1,47 @@
-"""The optimizers of an `opt_type`, each for the weights of its roles; states are by name. One is a
-record in `training.keys` and the module of its name here, with `init` and `update` as this one."""
+"""The optimizer of an `opt_type`. A file here has `transform(keys, rate, pace)`: an optax
+transformation for a step of this learning rate and pace, whose state no step's numbers shape."""
 
+import functools
 import importlib
 from typing import Any
 
-from maxramp.model.parts.weights import join_parts, part_of
+import jax
+import optax
+
+from maxramp.model.parts.weights import map_weights
 from maxramp.training.keys import OptimizerKeys, optimizer_names
-from maxramp.training.optimizers.half_lives import Pace
+from maxramp.training.optimizers.adamw import AdamState
+from maxramp.training.optimizers.half_lives import STEADY, Pace
 
 
-def init(keys: OptimizerKeys, weights: Any) -> dict[str, Any]:
-    return {name: rule.init(keys, _part(keys, name, weights)) for name, rule in _rules(keys)}
+def make_optimizer(keys: OptimizerKeys) -> optax.GradientTransformationExtraArgs:
+    """Makes a transformation of gradients into what is added to the weights, by their roles. Beside
+    optax's arguments its `update` takes a step's `learning_rate` and its `pace`."""
+    names = optimizer_names(keys.opt_type)
+    parts = {name: _stepwise(name, keys) for name in dict.fromkeys(names.values())}
+    label = functools.partial(map_weights, lambda weight: names[weight.role])
+    return optax.partition(parts, label)
 
 
-def update(
-    keys: OptimizerKeys, gradients: Any, state: dict[str, Any], weights: Any, pace: Pace
-) -> tuple[Any, dict[str, Any]]:
-    """The direction in which each weight moves, before the learning rate; the next states."""
-    found = {}
-    for name, rule in _rules(keys):
-        g, w = _part(keys, name, gradients), _part(keys, name, weights)
-        found[name] = rule.update(keys, g, state[name], w, pace)
-    directions = join_parts(*(direction for direction, _ in found.values()))
-    return directions, {name: state for name, (_, state) in found.items()}
+def _stepwise(name: str, keys: OptimizerKeys) -> optax.GradientTransformationExtraArgs:
+    transform = importlib.import_module(f"{__package__}.{name}").transform
+
+    def update(
+        gradients: Any,
+        state: optax.OptState,
+        weights: Any = None,
+        *,
+        learning_rate: Any,
+        pace: Pace = STEADY,
+    ) -> tuple[Any, optax.OptState]:
+        updates, new = transform(keys, learning_rate, pace).update(gradients, state, weights)
+        return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
+
+    init = transform(keys, 0.0, STEADY).init
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _rules(keys: OptimizerKeys) -> list[tuple[str, Any]]:
-    """In one order on every process."""
-    names = dict.fromkeys(optimizer_names(keys.opt_type).values())
-    return [(name, importlib.import_module(f"{__package__}.{name}")) for name in names]
-
-
-def _part(keys: OptimizerKeys, name: str, tree: Any) -> Any:
-    of_role = optimizer_names(keys.opt_type)
-    return part_of(tree, lambda weight: of_role[weight.role] == name)
+def adam_state(state: optax.PartitionState) -> AdamState | None:
+    """What AdamW keeps; None where it takes no weight."""
+    part = state.inner_states.get("adamw")
+    return part and part.inner_state[0]
