@@ -51,7 +51,7 @@ class Block(nnx.Module):
         """Returns the stream [B, T, D] behind the layer, and the sums of its MLP; a state as in
         `Mixer`."""
         before, behind = self.places != "behind", self.places != "before"
-        with jax.named_scope("mixer"):
+        with jax.named_scope(type(self.mixer).__name__.lower()):  # as profiles show it
             y_BTD = self.mixer_norm(x_BTD) if before else x_BTD
             y_BTD = self.mixer(y_BTD, mixing, shared, state)
             x_BTD = x_BTD + (self.mixer_post_norm(y_BTD) if behind else y_BTD)
