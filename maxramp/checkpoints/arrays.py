@@ -147,14 +147,14 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
         )
     items = order_by_layer(abstract if isinstance(abstract, dict) else items_of(abstract))
     items.pop(_RECENT, None)
-    there, wanted = _stored_leaves(checkpoint, items), _leaves(items, items)
+    stored, wanted = _stored_leaves(checkpoint, items), _leaves(items, items)
     changed = [k for k in _ARRAY_KEYS if checkpoint.config.get(k) != values[k]]
     keys = ", ".join(f"{k}={values[k]} (there {checkpoint.config.get(k)})" for k in changed)
-    for path in sorted(there.keys() | wanted.keys()):
-        found, expected = there.get(path, "missing"), wanted.get(path, "missing")
-        if found != expected:
+    for path in sorted(stored.keys() | wanted.keys()):
+        actual, expected = stored.get(path, "missing"), wanted.get(path, "missing")
+        if actual != expected:
             raise ConfigError(
-                f"{checkpoint}: {path} is {found}, but {keys or 'this config'} makes it "
+                f"{checkpoint}: {path} is {actual}, but {keys or 'this config'} makes it "
                 f"{expected}; give the model and optimizer keys it was trained with, or another "
                 "run_name"
             )
@@ -179,8 +179,8 @@ def restore(
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    made = np.zeros(like.shape, like.dtype)
-    return jax.make_array_from_callback(like.shape, like.sharding, made.__getitem__)
+    zeros = np.zeros(like.shape, like.dtype)
+    return jax.make_array_from_callback(like.shape, like.sharding, zeros.__getitem__)
 
 
 def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def stored_arrays(path: Place) -> Iterator[np.ndarray]:
     """
     try:
         stored = ocp.checkpointables_metadata(os.fspath(path)).metadata
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         for name, tree in stored.items():
             leaves, structure = jax.tree.flatten(tree)
             sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves]
@@ -265,7 +265,7 @@ def stored_arrays(path: Place) -> Iterator[np.ndarray]:
                 wanted = [ocp.PLACEHOLDER] * len(leaves)
                 for i in few:
                     shape, dtype = leaves[i].shape, leaves[i].dtype
-                    wanted[i] = jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+                    wanted[i] = jax.ShapeDtypeStruct(shape, dtype, sharding=device)
                 named = {name: structure.unflatten(wanted)}
                 loaded = jax.tree.leaves(ocp.load_checkpointables(os.fspath(path), named))
                 yield from (np.asarray(x) for x in loaded if x is not ocp.PLACEHOLDER)

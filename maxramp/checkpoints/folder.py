@@ -104,11 +104,11 @@ class Checkpoint:
 
     def differences(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Keys that both have with different values: (there, here)."""
-        there, here = self.config, json.loads(json.dumps(dict(values)))
+        before, now = self.config, json.loads(json.dumps(dict(values)))
         return {
-            name: (there[name], here[name])
-            for name in here
-            if name in there and there[name] != here[name]
+            name: (before[name], now[name])
+            for name in now
+            if name in before and before[name] != now[name]
         }
 
 
@@ -172,7 +172,7 @@ def read(path: Place) -> Checkpoint:
     """
     try:
         values = json.loads((path / FILE).read_bytes())
-        there = sizes(path, values.get("files", ()))
+        present = sizes(path, values.get("files", ()))
     except PermissionError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}; give this user the right to read it, or take "
@@ -190,8 +190,8 @@ def read(path: Place) -> Checkpoint:
             "run_name"
         )
     for name, size in values["files"].items():
-        if there.get(name, -1) < size:
-            shown = f"{there[name]} bytes of {size}" if name in there else "missing"
+        if present.get(name, -1) < size:
+            shown = f"{present[name]} bytes of {size}" if name in present else "missing"
             raise TornError(path, f"{name}: {shown}")
     if is_step(path.name) and int(path.name) != values["step"]:
         raise TornError(path, f"{FILE}: it is checkpoint {values['step']}, under another number")

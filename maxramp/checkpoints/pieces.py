@@ -72,12 +72,12 @@ class Snapshot(Checkpoint):
 
 
 def list_files(folder: pathlib.Path) -> list[FileName]:
-    found = []
+    names = []
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(ValueError):  # an unfinished one
             step, start, process, processes = path.name.split(".")
-            found.append(FileName(int(step), start, int(process), int(processes)))
-    return sorted(found)
+            names.append(FileName(int(step), start, int(process), int(processes)))
+    return sorted(names)
 
 
 def write_pieces(
@@ -90,10 +90,10 @@ def write_pieces(
             listed.append(Piece(name, start, x.shape, offset, x.nbytes, zlib.crc32(data)))
             offset += x.nbytes
             yield data
-        said = {"checkpoint": checkpoint.to_json(), "arrays": arrays, "pieces": listed}
-        index = json.dumps(said).encode()
-        yield index
-        yield len(index).to_bytes(_LENGTH, "big")
+        index = {"checkpoint": checkpoint.to_json(), "arrays": arrays, "pieces": listed}
+        data = json.dumps(index).encode()
+        yield data
+        yield len(data).to_bytes(_LENGTH, "big")
 
     write_parts(path, parts())
 

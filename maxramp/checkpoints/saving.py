@@ -30,8 +30,8 @@ class Poll:
 
     def ask(self, mine: bool) -> None:
         by_device = NamedSharding(line(), BY_DEVICE)
-        said = np.full(jax.local_device_count(), mine)
-        self._answer = self._any(jax.make_array_from_process_local_data(by_device, said))
+        answers = np.full(jax.local_device_count(), mine)
+        self._answer = self._any(jax.make_array_from_process_local_data(by_device, answers))
 
     def answer(self) -> bool:
         """To the last question, once; no without one."""

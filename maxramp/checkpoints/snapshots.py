@@ -86,10 +86,10 @@ class Snapshots:
         of_nodes = [[p for p, x in enumerate(nodes) if x == one] for one in dict.fromkeys(nodes)]
         at = next(i for i, processes in enumerate(of_nodes) if self._me in processes)
         self._on_node = of_nodes[at]  # the processes of this node
-        self._place = self._on_node.index(self._me)
+        self._rank = self._on_node.index(self._me)
         # Those whose files this process copies.
         before = of_nodes[at - 1] if len(of_nodes) > 1 else []
-        self._pulled = before[self._place :: len(self._on_node)]
+        self._pulled = before[self._rank :: len(self._on_node)]
         self._poll, self._thread = Poll(), threading.Thread()
         # The first copies: after which step, when, and their seconds.
         self._copied: list[tuple[int, float, float]] = []
@@ -130,8 +130,8 @@ class Snapshots:
             pieces.clear()
 
         # Not of a pool: nothing may wait for this thread at the end of the process.
-        given = {"target": self._keep, "args": (record.step, write), "name": "snapshot"}
-        self._thread = threading.Thread(**given, daemon=True)
+        keep = functools.partial(self._keep, record.step, write)
+        self._thread = threading.Thread(target=keep, name="snapshot", daemon=True)
         self._thread.start()
         return seconds
 
@@ -176,7 +176,7 @@ class Snapshots:
 
     def _clean(self, keeps: Callable[[FileName], bool]) -> None:
         """Removes files of this node; its first process does."""
-        for name in list_files(self._folder) if self._place == 0 else ():
+        for name in list_files(self._folder) if self._rank == 0 else ():
             if not keeps(name):
                 (self._folder / str(name)).unlink(missing_ok=True)
 
@@ -202,17 +202,17 @@ class Snapshots:
         """
         own = list_held(self._folder, starts, before)
         newer = {name[:2] for names in agreement.all_gather_json(own) for name in map(tuple, names)}
-        found = None
+        snapshot = None
         for step, start in sorted(newer, reverse=True):
-            if found := self._open(checkpoints / str(step), start, own):
+            if snapshot := self._open(checkpoints / str(step), start, own):
                 self._resumed = step, start
                 break
-        if newer and not found and self._is_first:
+        if newer and not snapshot and self._is_first:
             self._warn(
                 f"no snapshot is whole, the newest is after step {max(newer)[0]}: more than one "
                 f"node was lost; continuing from {before or 'the start'}"
             )
-        return found
+        return snapshot
 
     def begin(self) -> None:
         """Removes all snapshots but that which the job continues from, as it trains now."""
@@ -221,7 +221,7 @@ class Snapshots:
     def _open(self, path: Place, start: str, own: Sequence[FileName]) -> Snapshot | None:
         """A snapshot, if every file of it is whole on some node; `own` are this node's."""
         wanted = int(path.name), start
-        mine = [name for name in own if name[:2] == wanted][self._place :: len(self._on_node)]
+        mine = [name for name in own if name[:2] == wanted][self._rank :: len(self._on_node)]
         verified = {str(name): verify(self._folder / str(name)) for name in mine}
         whole = {name: index for name, index in verified.items() if index}
         files: dict[str, tuple[list[Piece], list[int]]] = {}  # pieces, and processes that have them

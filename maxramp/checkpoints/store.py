@@ -100,8 +100,9 @@ class Checkpoints(contextlib.AbstractContextManager):
             if position.path.parent == self._folder:
                 self._saves.newest = position.step
         self._starts = Starts(*agreement.decide_on_first(lambda: starts_lib.read(self._kept.here)))
-        if self.snapshots and (found := self.snapshots.find(self._folder, self._starts, position)):
-            position, self._first = found, found.first
+        if self.snapshots:
+            newer = self.snapshots.find(self._folder, self._starts, position)
+            position, self._first = (newer, newer.first) if newer else (position, first)
         self._name_passed_over(position)
         self.goes_on = position is not None and position.path.parent == self._folder
         self._position = position
@@ -245,11 +246,11 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
 
         def write() -> None:
-            there = folder_lib.read(self._folder / str(step))
-            numbers = there.evaluation | _finite(evaluation)
+            saved = folder_lib.read(self._folder / str(step))
+            numbers = saved.evaluation | _finite(evaluation)
             kinds = {name.partition("_")[0] for name in evaluation}
-            evaluations = there.evaluations | select_kinds(self.evaluations, kinds)
-            whole = dataclasses.replace(there, evaluation=numbers, evaluations=evaluations, owes=[])
+            evaluations = saved.evaluations | select_kinds(self.evaluations, kinds)
+            whole = dataclasses.replace(saved, evaluation=numbers, evaluations=evaluations, owes=[])
             try:
                 self._kept.flush()()
                 folder_lib.commit(whole)
