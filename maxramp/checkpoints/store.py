@@ -172,8 +172,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         starts = before.begin(self._start, position.step if position else 0, self._directory)
         try:
             starts.write(self._kept.here)
+            self._kept.publish()  # a kill before the mirror's first round leaves it in the storage
         except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}; make room") from None
+            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """The same answer on every process."""
