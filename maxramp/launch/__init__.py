@@ -1,1 +1,1 @@
-"""Starting jobs: on this machine, under SLURM, on Kubernetes."""
+"""Follows a run from job to job: on this machine, under SLURM, on GKE."""

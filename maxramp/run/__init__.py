@@ -1,1 +1,1 @@
-"""What surrounds the loop: output, metrics, signals."""
+"""What surrounds the loop: the schedule of a job, its output, metrics, pictures."""
