@@ -560,7 +560,7 @@ def test_a_dry_run_asks_no_storage(capsys):
 
 def test_the_program_that_a_config_is_for(tmp_path, capsys):
     """What is launched, and what any other command says of the config."""
-    line = [*arguments(tmp_path, "")[1:], "program=grpo"]
+    line = [*arguments(tmp_path, "")[1:], "program=grpo", "max_completion_length=8"]
     assert main([BASE, *line, "--cluster", "local", "--dry-run"]) == 0
     assert capsys.readouterr().out.count("-m maxramp.grpo") == 3
     assert main([BASE, *line, "--cluster", "slurm", "--dry-run"]) == 0

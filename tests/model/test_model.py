@@ -137,6 +137,7 @@ def _keys_of_shapes(config):
     other |= {"context_parallel_strategy": "ulysses"}
     other |= {"attention": "dot_product", "rope_type": "llama3.1", "sliding_window_size": 8}
     other |= {"query_pre_attn_scalar": 8, "local_rope_max_timescale": 100.0}
+    other |= {"rope_attention_factor": 1.5}
     other |= {"attn_logits_soft_cap": 5.0, "final_logits_soft_cap": 5.0}
     other |= {"lora_rank": 4, "lora_dropout": 0.5}
     of_softmax = config.model.routed_score_func == "softmax"

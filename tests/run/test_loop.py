@@ -28,14 +28,14 @@ class Steps:
             say=self.said.append, kept=types.SimpleNamespace(flush=None), jobs=Jobs(None)
         )
         job = types.SimpleNamespace(
-            span=types.SimpleNamespace(ramp=ramp, first_step=2),
+            schedule=types.SimpleNamespace(ramp=ramp, first_step=2),
             checkpoints=checkpoints,
             output=output,
         )
         log = types.SimpleNamespace(flush=lambda: None, restart_clock=lambda: None)
         numbers = types.SimpleNamespace(numbers_after=lambda step: {})
         trainer = types.SimpleNamespace(state=types.SimpleNamespace(consumed_samples=clock))
-        self.after = _After(job, trainer, log, numbers)
+        self.after = _After(job, trainer, log, numbers, policy=None)
 
 
 def clock(samples):

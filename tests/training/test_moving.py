@@ -171,7 +171,7 @@ def test_a_mesh_that_fewer_nodes_do_not_have():
         ),
         (("phases.320.dcn_data_parallelism=2",), "no phase can change it, as the state moves"),
         (
-            ("program=grpo", "phases.320.ici_tensor_parallelism=2"),
+            ("program=grpo", "max_completion_length=8", "phases.320.ici_tensor_parallelism=2"),
             "phases.320.ici_tensor_parallelism: program=grpo takes one for the whole run",
         ),
     ],
