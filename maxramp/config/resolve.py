@@ -10,6 +10,7 @@ from typing import Any
 from maxramp.commandline import count
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
+from maxramp.files.place import can_make
 from maxramp.keys.numbers import exact, nearest_multiples, show
 from maxramp.keys.section import is_address
 from maxramp.model.families.table import FAMILIES
@@ -75,7 +76,9 @@ def meshes_of(config: Config) -> Meshes:
 def data_values(config: Config) -> dict[str, str]:
     """The keys of the data that other keys decide where they are not given."""
     output = config.run.base_output_directory
-    cache = "~/.cache/maxramp/prepared" if is_address(output) else os.path.join(output, ".prepared")
+    cache = os.path.join(output, ".prepared")
+    if is_address(output) or not can_make(config.run.folder.parent / ".prepared"):
+        cache = "~/.cache/maxramp/prepared"
     return {
         "tokenizer_type": config.data.type_of_tokenizer,
         "data_cache_dir": config.data.data_cache_dir or cache,

@@ -90,7 +90,7 @@ class HubSet(RecordFile):
     def num_bytes(self) -> int:
         return len(self) * _RECORD
 
-    @property
+    @functools.cached_property
     def stamp(self) -> tuple[Any, ...]:
         return self.path, len(self), self._table._fingerprint, self.column
 

@@ -147,7 +147,7 @@ def sole_writer(
                 time.sleep(_POLL)
         except OSError as error:
             why = error.strerror or error
-            raise ConfigError(f"{label}: cannot write there: {why}") from None
+            raise ConfigError(f"{label}: cannot write there: {why}; give another folder") from None
         try:
             publish(work)  # where an earlier start was killed just before
             yield work

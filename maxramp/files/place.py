@@ -185,6 +185,12 @@ def is_unfinished(path: Place) -> bool:
     return path.name.startswith(".") and path.name.endswith(_UNFINISHED)
 
 
+def can_make(folder: pathlib.Path) -> bool:
+    """Whether a folder is on this machine, or could be made."""
+    above = next(filter(os.path.exists, (folder, *folder.absolute().parents)))
+    return above == folder or os.access(above, os.W_OK | os.X_OK)
+
+
 def make_folder(path: Place) -> None:
     if isinstance(path, ObjectPath):
         (path / MARK).write_bytes(b"")

@@ -5,6 +5,7 @@ All errors are ConfigErrors that name the path. A run writes to a `place`.
 
 import functools
 import glob
+import hashlib
 import importlib
 import json
 import logging
@@ -17,6 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from maxramp.errors import ConfigError, install
+
+_SPANS, _SPAN = 4, 1 << 14  # parts of a file that stand for its contents, and their bytes
 
 
 def optional(module: str, package: str, purpose: str, extra: str = "data") -> ModuleType:
@@ -91,9 +94,28 @@ def size_of(path: str) -> int:
     return _ask(path, lambda: os.stat(path).st_size, lambda store: store.size(path))
 
 
-def version_of(path: str) -> int | str:
-    """Changes when the file does: its time in nanoseconds, or what a storage tells of it."""
-    return _ask(path, lambda: os.stat(path).st_mtime_ns, lambda store: store.ukey(path))
+def version_of(path: str) -> tuple[Any, ...]:
+    """Changes when the file does; a copy's differs. Of a file on a disk it has the size, the times
+    and a hash of evenly spaced parts; of an object what the storage tells.
+    """
+    return _ask(
+        path,
+        lambda: _version_here(path),
+        # Not its ukey, which of http:// is the address. A redirect's is signed anew each time.
+        lambda store: (str(store.info(path) | {"url": ""}),),
+    )
+
+
+def _version_here(path: str) -> tuple[int, int, int, str]:
+    # ctime cannot be set back, as mtime can; but files written together share one, and mounted
+    # storages may have none. These give new inode numbers at each mount, so they do not count.
+    digest = hashlib.blake2b(digest_size=8)
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        last = max(0, status.st_size - _SPAN)
+        for start in sorted({last * i // (_SPANS - 1) for i in range(_SPANS)}):
+            digest.update(os.pread(file.fileno(), _SPAN, start))
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest.hexdigest()
 
 
 def read_bytes(path: str) -> bytes:

@@ -1,5 +1,6 @@
 """Text, chats and ids that are prepared once, and found again."""
 
+import os
 import pathlib
 import shutil
 import signal
@@ -10,8 +11,9 @@ import time
 import numpy as np
 import pytest
 from conftest import BASE, TINY, environment, make_config
-from test_formats import TEXTS, write_file
+from test_formats import TEXTS, open_file, write_file
 
+from maxramp.data.cached import CachedSet
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter
 from maxramp.data.opening import open_rows
@@ -54,9 +56,59 @@ def test_a_set_is_found_again_until_a_file_changes(kind, tmp_path):
     assert rows_of(source, cache) != first and len(sets_in(cache)) == 2
 
 
+def write_alike(path, words):
+    """Writes a line for each word. In place and with the same time, as an archive restores it."""
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    with open(path, "r+") as file:
+        file.writelines(f'{{"body": "{word}"}}\n' for word in words)
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    return path
+
+
+def test_another_file_of_the_same_name_size_and_time_has_another_set(tmp_path):
+    cache = tmp_path / "cache"
+    first, second = (write_alike(tmp_path / x / "p.jsonl", x * 40) for x in "xy")
+    evaluated = f"grain_eval_files={second}", "eval_samples=-1"
+    (held_out,) = open_rows(make_config(*keys(first, cache, *evaluated)).data, True).held_out
+    tokens = np.concatenate([held_out.items[i].tokens for i in range(len(held_out.items))])
+    assert ord("y") in tokens and ord("x") not in tokens
+    assert rows_of(first, cache, ALL) != rows_of(second, cache, ALL) and len(sets_in(cache)) == 2
+
+
+@pytest.mark.parametrize("size", [3, 20_000])
+def test_an_edit_in_place_that_restores_size_and_time_makes_another_set(size, tmp_path):
+    """Of a large file also between the parts that are looked at."""
+    cache, words = tmp_path / "cache", ["abcd"] * size
+    source = write_alike(tmp_path / "p.jsonl", words)
+    first = rows_of(source, cache, ALL)
+    assert rows_of(source, cache, ALL) == first and len(sets_in(cache)) == 1
+    time.sleep(0.02)  # more than the step of a file system's clock
+    words[size // 2] = "wxyz"
+    write_alike(source, words)
+    assert rows_of(source, cache, ALL) != first and len(sets_in(cache)) == 2
+
+
+def test_an_untouched_file_is_known_without_reading_it_whole(tmp_path):
+    """Also where its folder has moved. A copy is another file."""
+    source = write_alike(tmp_path / "here" / "p.jsonl", ["abcd"])
+    os.truncate(source, 10**10)  # takes no room on the disk
+
+    def set_of(path):
+        return CachedSet("", str(tmp_path), [open_file(path)], None, None).folder
+
+    start, name = time.perf_counter(), set_of(source)
+    assert time.perf_counter() - start < 1
+    moved = source.parent.rename(tmp_path / "moved") / source.name
+    assert set_of(moved) == name
+    os.truncate(moved, 10**5)
+    assert set_of(moved) != set_of(shutil.copy2(moved, tmp_path))
+
+
 def test_keys_that_shape_a_set_make_another(tmp_path):
     """Those that lay out its documents do not."""
-    source, cache = write_file(tmp_path, "jsonl", TEXTS), tmp_path / "cache"
+    (tmp_path / "here").mkdir()
+    source, cache = write_file(tmp_path / "here", "jsonl", TEXTS), tmp_path / "cache"
     for given in ((), ("max_target_length=24",), ("packing=False",), ("eval_fraction=0.5",)):
         rows_of(source, cache, *given)
     assert len(sets_in(cache)) == 1
@@ -64,9 +116,7 @@ def test_keys_that_shape_a_set_make_another(tmp_path):
         before = len(sets_in(cache))
         rows_of(source, cache, *given)
         assert len(sets_in(cache)) == before + 1
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(tmp_path, moved, ignore=shutil.ignore_patterns("cache"))
-    rows_of(moved / source.name, cache)  # with its time
+    rows_of(source.parent.rename(tmp_path / "elsewhere") / source.name, cache)
     assert len(sets_in(cache)) == 4
 
 
@@ -78,8 +128,19 @@ def test_what_cannot_be_prepared_leaves_no_set(tmp_path):
         rows_of(source, cache)
     assert not list(cache.glob("*/manifest.json"))
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=f"data_cache_dir={tmp_path}/file: cannot write there"):
+    with pytest.raises(ConfigError, match=f"={tmp_path}/file: cannot write there.*; give another"):
         rows_of(source, tmp_path / "file")
+
+
+def test_sets_are_made_where_a_folder_can_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    for output, folder in (
+        (f"{tmp_path}/new/out", f"{tmp_path}/new/out/.prepared"),
+        (f"{tmp_path}/file/out", "~/.cache/maxramp/prepared"),
+        ("gs://bucket/runs", "~/.cache/maxramp/prepared"),
+    ):
+        data = make_config("data_cache_dir=", f"base_output_directory={output}").data
+        assert data.data_cache_dir == folder
 
 
 def test_counts_are_those_of_every_chat(tmp_path):

@@ -149,7 +149,7 @@ def test_files_far_away(kind, tmp_path):
     assert stamp == open_file(remote).stamp
     with fsspec.open(remote, "wb") as copy:
         copy.write(data.read_bytes())  # again, and of the same size
-    assert file.stamp != stamp
+    assert open_file(remote).stamp != stamp
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,6 +44,10 @@ class MegatronFile(RecordFile):
     def num_tokens(self) -> int:
         return storage.size_of(self.data_path) // self.dtype.itemsize
 
+    @functools.cached_property
+    def stamp(self) -> tuple[Any, ...]:
+        return *super().stamp, *storage.version_of(f"{self.path}.idx")
+
     @property
     def dtype(self) -> np.dtype:
         return self._header[0]

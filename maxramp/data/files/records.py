@@ -7,6 +7,7 @@ of a file cover it once.
 """
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
@@ -48,11 +49,11 @@ class RecordFile:
     def num_bytes(self) -> int:
         return storage.size_of(self.data_path)
 
-    @property
+    @functools.cached_property
     def stamp(self) -> tuple[Any, ...]:
-        """Changes when the file does, or what is read of it."""
+        """Differs between files of other contents, and changes when the file does."""
         path, how = self.data_path, (type(self).__name__, self.column, self.tokens)
-        return os.path.basename(path), self.num_bytes, storage.version_of(path), *how
+        return os.path.basename(path), *storage.version_of(path), *how
 
     @property
     def is_empty(self) -> bool:
