@@ -42,7 +42,7 @@ _NEEDED = ("step", "time")
 # Most steps as `train` writes them, without the last four columns: several times as fast as JSON,
 # which reads all other records.
 _STEP = re.compile(
-    rb'\{"step": (N), "stage": (N), [^\n]*"consumed_tokens": (N), '
+    rb'\{"step": (\d{1,15}), "stage": (N), [^\n]*"consumed_tokens": (N), '
     rb'"step_seconds": (N), "data_seconds": (N), "compile_seconds": (N), '
     rb'"tokens_per_second": [^,]+, "target_tokens_per_second": [^,]+, "tflops_per_device": [^,]+, '
     rb'"batch_fingerprint": "\w+", "time": (N), "goodput": [^,]+\}\n'.replace(
@@ -110,9 +110,14 @@ def _read_jobs(run: Place) -> tuple[list[dict[str, Any]], list[str]]:
             jobs[-1] |= {"end": event["time"], "status": event.get("status")}
             saved = event.get("save_seconds")
             jobs[-1]["save_seconds"] = saved if is_count(saved) else 0.0
-    if not jobs:
+    if not jobs and not (run / FILE).is_file():
         raise ConfigError(
             f"{run} holds no {FILE}, which a run writes at its start; give the folder of a run"
+        )
+    if not jobs:
+        raise ConfigError(
+            f"{run / FILE}: no line is the start of a job as a run writes it; put the file back "
+            "as it was"
         )
     with _open(run / FILE) as file:
         strange = sum(parse_event(line) is None and not _is_torn(line) for line in file)
@@ -132,7 +137,8 @@ def _read_records(
     tables = []
     for name in ("metrics.jsonl", "metrics.dropped.jsonl"):
         table, strange = _read(run / name)
-        tables.append(table)
+        tables.append(table if tables else _drop_repeated(table))
+        strange += len(table) - len(tables[-1])
         warnings += [_left_out(strange, name)] if strange else []
     table = np.concatenate(tables)
     found = dict(zip(_COLUMNS, table.T, strict=True))
@@ -146,6 +152,13 @@ def _read_records(
     found["time"] = np.maximum(found["time"], starts[owner])
     order = np.lexsort((found["time"], owner))[strange:]
     return {name: column[order] for name, column in found.items()}, owner[order]
+
+
+def _drop_repeated(table: np.ndarray) -> np.ndarray:
+    """Drops records of a step that an earlier one has; evaluations share a step."""
+    step, seconds = (table[:, _COLUMNS.index(name)] for name in ("step", "step_seconds"))
+    keys = np.where(np.isnan(seconds), -1.0 - np.arange(len(table)), step)
+    return table[np.sort(np.unique(keys, return_index=True)[1])]
 
 
 def _owners(found: Columns, jobs: Sequence[dict[str, Any]]) -> np.ndarray:
@@ -208,12 +221,16 @@ def _open(path: Place) -> IO[bytes]:
 
 
 def _parse(line: bytes) -> list[float | None] | None:
-    """The columns of a record, None where a number is missing; None for a line without a record."""
+    """The columns of a record, None where a number is missing; None for a line that is no record,
+    as one with something else for a number.
+    """
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         if isinstance(record, dict) and all(is_count(record.get(name)) for name in _NEEDED):
             record["restarted"] = int("restarted" in record)
-            return [x if is_count(x := record.get(name)) else None for name in _COLUMNS]
+            numbers = [record.get(name) for name in _COLUMNS]
+            if type(record["step"]) is int and all(x is None or is_count(x) for x in numbers):
+                return numbers
     return None
 
 

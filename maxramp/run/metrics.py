@@ -366,4 +366,4 @@ def _parse(line: bytes) -> Record | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
