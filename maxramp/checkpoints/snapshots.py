@@ -6,7 +6,8 @@ a folder are one node. When all files of all processes are there twice, the snap
 removed: so after the loss of any one node a whole one is left.
 
 The folder is LOCAL/maxramp-RUN-HASH, with a hash of the run's path. A snapshot counts if the run
-still holds its step of the start that took it (`Starts.hold`); no other file there does.
+still holds its step of the start that took it (`Starts.hold`), and the records of all its steps;
+no other file there does.
 """
 
 import contextlib
@@ -195,12 +196,12 @@ class Snapshots:
             self._folder.rmdir()
 
     def find(
-        self, checkpoints: Place, starts: Starts, before: Checkpoint | None
+        self, checkpoints: Place, starts: Starts, before: Checkpoint | None, recorded: int
     ) -> Snapshot | None:
-        """The newest whole snapshot behind a checkpoint that these `starts` hold. `checkpoints` is
-        the folder that its checkpoint would be in.
+        """Finds the newest whole snapshot behind a checkpoint that these `starts` hold, if its
+        steps are `recorded`. `checkpoints` is the folder that its checkpoint would be in.
         """
-        own = list_held(self._folder, starts, before)
+        own = [x for x in list_held(self._folder, starts, before) if x.step <= recorded]
         newer = {name[:2] for names in agreement.all_gather_json(own) for name in map(tuple, names)}
         snapshot = None
         for step, start in sorted(newer, reverse=True):

@@ -88,10 +88,12 @@ class Checkpoints(contextlib.AbstractContextManager):
     def check(self) -> None:
         self._saves.check()
 
-    def latest(self, first: Mapping[str, str] = types.MappingProxyType({})) -> Checkpoint | None:
+    def latest(
+        self, first: Mapping[str, str] = types.MappingProxyType({}), recorded: int = 0
+    ) -> Checkpoint | None:
         """The newest whole checkpoint, or that of load_full_state_path, as the first process sees
         it, or a newer snapshot; None without one. Nothing in the folder changes. `first` are the
-        weights of a run that begins, as in `Checkpoint`.
+        weights of a run that begins, as in `Checkpoint`; the run has records of `recorded` steps.
         """
         self._first = first
         position = None
@@ -101,24 +103,29 @@ class Checkpoints(contextlib.AbstractContextManager):
                 self._saves.newest = position.step
         self._starts = Starts(*agreement.decide_on_first(lambda: starts_lib.read(self._kept.here)))
         if self.snapshots:
-            newer = self.snapshots.find(self._folder, self._starts, position)
+            newer = self.snapshots.find(self._folder, self._starts, position, recorded)
             position, self._first = (newer, newer.first) if newer else (position, first)
-        self._name_passed_over(position)
+        self._name_passed_over(position, recorded)
         self.goes_on = position is not None and position.path.parent == self._folder
         self._position = position
         return position
 
-    def _name_passed_over(self, position: Checkpoint | None) -> None:
-        """Names a newer snapshot that this start does not look for, though the last one took it."""
-        before = self._starts.directory
-        if not self._is_first or before in (None, self._directory):
+    def _name_passed_over(self, position: Checkpoint | None, recorded: int) -> None:
+        """Names a newer snapshot of the last start that this one does not look for, or that has
+        more steps than are `recorded`.
+        """
+        if not self._is_first or (before := self._starts.directory) is None:
             return
-        folder, key = local_folder(before, self._run), "enable_emergency_checkpoint=False"
-        if self.snapshots:
-            key = f"local_checkpoint_directory={self._directory}"
+        folder, why = local_folder(before, self._run), "enable_emergency_checkpoint=False"
+        if before == self._directory:
+            why = f"metrics.jsonl, which holds {recorded:,} steps (put back from a copy?),"
+        elif self.snapshots:
+            why = f"local_checkpoint_directory={self._directory}"
         for name in list_held(folder, self._starts, position)[-1:]:
+            if before == self._directory and name.step <= recorded:
+                continue  # it is not whole, as `find` says
             self._warn(
-                f"{key} passes over the snapshot after step {name.step} in {folder}; continuing "
+                f"{why} passes over the snapshot after step {name.step} in {folder}; continuing "
                 f"from {position or 'the start'}"
             )
 

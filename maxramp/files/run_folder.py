@@ -149,6 +149,10 @@ class Appending:
             if not self._unwritten[0]:
                 self._unwritten.popleft()
 
+    def sync(self) -> None:
+        """Waits until what was handed over outlives this machine."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """An OSError names the file, and says how many records are lost."""
         try:
@@ -171,7 +175,12 @@ class Disk:
     def check(self) -> None:
         """It is locked."""
 
-    publish = close = check
+    close = check
+
+    def publish(self) -> None:
+        """Waits until the records outlive this machine, as checkpoints and snapshots do."""
+        for file in self.growing:
+            file.sync()
 
     def flush(self) -> Callable[[], None]:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.

@@ -121,7 +121,7 @@ class Start:
         lines = output.say, output.warn
         checkpoints = self.closing.enter_context(Checkpoints(*where, data, config.values, *lines))
         self.closing.enter_context(agreement.report_lost_peers())
-        position = checkpoints.latest(self.first.states)
+        position = checkpoints.latest(self.first.states, output.count_recorded_steps())
         left_over, devices = "", jax.device_count()
         if config.batch.is_open:
             samples, left_over = length_by_epochs(

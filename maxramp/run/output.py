@@ -37,7 +37,7 @@ from maxramp.run.job_schedule import JobSchedule
 from maxramp.run.jobs import FILE as JOBS
 from maxramp.run.jobs import Jobs, read_jobs
 from maxramp.run.keys import RunKeys
-from maxramp.run.metrics import Record, batch_record, cut_records, read_records
+from maxramp.run.metrics import Record, batch_record, cut_records, read_last, read_records
 from maxramp.run.picture import draw_run
 from maxramp.run.writers import EventWriter, JsonlWriter, WandbWriter, tensorboard_writers
 from maxramp.training.keys import Recipe
@@ -126,6 +126,11 @@ class Output:
                 f"on every host: process {', '.join(blind[:8])} of {jax.process_count()} "
                 f"does not see what process 0 wrote to {self.folder}; give one that all hosts share"
             )
+
+    def count_recorded_steps(self) -> int:
+        """The steps up to the last record of metrics.jsonl; the same number on every process."""
+        path = self.here / "metrics.jsonl"
+        return agreement.decide_on_first(lambda: read_last(path).get("step", -1) + 1)
 
     def begin_job(self, schedule: JobSchedule) -> None:
         """Writes down that a job begins, once where the run stands is known."""

@@ -297,11 +297,12 @@ def test_a_snapshot_counts_until_a_start_goes_back_behind_it(tmp_path):
     """Starts of one run in this process, each with the state of step 12 to keep or to find."""
     memory = "enable_emergency_checkpoint=True", f"local_checkpoint_directory={tmp_path}/memory"
 
-    def start(*keys):
+    def start(*keys, recorded=12, trains=True):
         folder = Folder(tmp_path / "checkpoints", config := config_of(*keys))
         with jax.set_mesh(make_mesh(config)):
-            position = folder.checkpoints.latest()
-            folder.checkpoints.start_saving()
+            position = folder.checkpoints.latest(recorded=recorded)
+            if trains:
+                folder.checkpoints.start_saving()
         return folder, position
 
     start()[0].save(8)
@@ -311,6 +312,13 @@ def test_a_snapshot_counts_until_a_start_goes_back_behind_it(tmp_path):
         folder.checkpoints.take_snapshot(record, first_state())
         folder.checkpoints.snapshots.wait()
     assert (position.step, start(*memory)[1].step) == (8, 12)
+    for keys, recorded, why in (
+        (memory, 11, "metrics.jsonl, which holds 11 steps"),
+        ((memory[0], f"local_checkpoint_directory={tmp_path}/other"), 12, f"{tmp_path}/other"),
+    ):
+        folder, position = start(*keys, recorded=recorded, trains=False)
+        assert position.step == 8 and len(folder.said) == 1
+        assert f"{why}" in folder.said[0] and "the snapshot after step 12 in" in folder.said[0]
     folder, position = start()
     assert position.step == 8
     assert "=False passes over the snapshot after step 12 in" in folder.said[0]
