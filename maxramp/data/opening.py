@@ -110,22 +110,23 @@ def _lay_out(data: DataKeys, sources: Corpus) -> Corpus:
 
     counts = [part.items.counts() for part in sources.train]
     documents = np.concatenate(counts)
-    left_out = np.bincount(documents[:, 2], minlength=len(LEFT_OUT))
-    left_out = [f"{n} {why}" for n, why in zip(left_out, LEFT_OUT, strict=True) if n and why]
-    nothing = ", ".join(left_out) or "no document has two tokens"
+    left_out = _describe_left_out(documents)
     train = list(map(make_rows, sources.train, counts))
-    refuse((not len(part.items), f"{part.name}: nothing to predict: {nothing}") for part in train)
+    nothing = f"nothing to predict: {left_out or 'no document has two tokens'}"
+    refuse((not len(part.items), f"{part.name}: {nothing}") for part in train)
     # Also where none is evaluated: the hash of the data does not depend on that.
-    held_out = [make_rows(part, part.items.counts()) for part in sources.held_out]
+    counts = [part.items.counts() for part in sources.held_out]
+    held_out = list(map(make_rows, sources.held_out, counts))
     if data.eval_interval == -1:
         held_out = [dataclasses.replace(part, items=()) for part in held_out]
     else:
-        for part, rows in zip(sources.held_out, held_out, strict=True):
+        for part, counted, rows in zip(sources.held_out, counts, held_out, strict=True):
             if not len(rows.items):
+                number = count(len(counted), part.noun.removesuffix("s"))
+                why = _describe_left_out(counted) or "none has two tokens"
                 raise ConfigError(
-                    f"{_held_out_key(data, part.name)} holds out "
-                    f"{count(len(part.items), 'document')} of fewer than two tokens: nothing to "
-                    "predict; hold out others, or use eval_interval=-1"
+                    f"{_held_out_key(data, part.name)} holds out {number}, and nothing to "
+                    f"predict: {why}; hold out others, or use eval_interval=-1"
                 )
     rows = sum(len(part.items) for part in train)
     full = sum(part.items.num_tokens for part in train) / rows / (length + 1)
@@ -133,8 +134,14 @@ def _lay_out(data: DataKeys, sources: Corpus) -> Corpus:
     if data.reads_chats:
         tokens, targets = documents[:, :2].sum(0, dtype=np.int64)
         layout += f", {targets / tokens:.1%} of the tokens are targets"
-    layout += f"; left out: {', '.join(left_out)}" if left_out else ""
+    layout += f"; left out: {left_out}" if left_out else ""
     return Corpus(train, held_out, f"{layout}{sources.description}", separate)
+
+
+def _describe_left_out(counts: np.ndarray) -> str:
+    """Says how many documents are left out and why, from their counts (of `Documents.counts`)."""
+    numbers = np.bincount(counts[:, 2], minlength=len(LEFT_OUT))
+    return ", ".join(f"{n} {why}" for n, why in zip(numbers, LEFT_OUT, strict=True) if n and why)
 
 
 def _held_out_key(data: DataKeys, name: str) -> str:

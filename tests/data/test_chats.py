@@ -280,6 +280,10 @@ def test_rows_hold_whole_chats(folder):
     with pytest.raises(ConfigError, match="nothing to predict: 1 without an answer"):
         chats_of(folder, records[9:10])
         open_rows(keys.data, True)
+    # Of what is held out, the end of the files, too.
+    with pytest.raises(ConfigError, match="=0.4 holds out 2 chats, .* 2 without an answer to"):
+        chats_of(folder, [*records[:3], *records[9:10] * 2])
+        open_rows(data_keys(folder, "eval_interval=1", "eval_fraction=0.4").data, True)
 
 
 def test_what_changes_the_text_changes_the_hash(folder):

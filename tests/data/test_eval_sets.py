@@ -130,7 +130,7 @@ def test_a_set_in_which_nothing_is_predicted_is_named(files):
     config = make_config(
         *keys(files, sets_of(files, "wiki", "code"), "add_bos=False", "add_eos=False")
     )
-    with pytest.raises(ConfigError, match=r"eval_sets.code=.*code.jsonl holds out 1 document of"):
+    with pytest.raises(ConfigError, match=r"eval_sets.code=.*code.jsonl holds out 1 document, "):
         open_rows(config.data, True)
 
 
