@@ -131,9 +131,8 @@ def test_it_stays(tmp_path, capsys):
         stages, checkpoints = folder.ramp.to_json()["stages"], folder.checkpoints
         with jax.set_mesh(make_mesh(config)), checkpoints:
             checkpoints.start_saving()
-            numbers, nothing = {"eval_loss": loss}, lambda: lambda: None
-            record = checkpoints.record(step, 8, stages, numbers)
-            checkpoints.save(record, first_state(), nothing, last=True)
+            record = checkpoints.record(step, 8, stages, {"eval_loss": loss})
+            checkpoints.save(record, first_state(), last=True)
         assert folder.steps == expected[step] and not folder.said
     assert find(place(tmp_path / "c" / "best")).name == "10"
     assert command.ls(place(tmp_path / "c")) == 0
