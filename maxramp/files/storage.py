@@ -114,7 +114,9 @@ def _version_here(path: str) -> tuple[int, int, int, str]:
         status = os.fstat(file.fileno())
         last = max(0, status.st_size - _SPAN)
         for start in sorted({last * i // (_SPANS - 1) for i in range(_SPANS)}):
-            digest.update(os.pread(file.fileno(), _SPAN, start))
+            if start:  # a pipe cannot seek
+                file.seek(start)
+            digest.update(file.read(_SPAN))
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest.hexdigest()
 
 

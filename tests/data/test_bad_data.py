@@ -342,7 +342,7 @@ def test_one_line(name, f):
     (
         (["eval_fraction=0.25"], ("eval_fraction=0.25", "2 documents")),
         (["eval_fraction=0.05"], ("eval_fraction=0.05 of 8 documents", "eval_fraction=0.2, ")),
-        (["grain_eval_files={f}/held.jsonl"], ("grain_eval_files=", "held.jsonl", "1 document ")),
+        (["grain_eval_files={f}/held.jsonl"], ("grain_eval_files=", "held.jsonl", "1 document,")),
         (["packing=False", "eval_fraction=0.25"], ("eval_fraction=0.25",)),
     ),
 )
