@@ -36,6 +36,8 @@ class PodCluster:
         if self.is_stopped or not is_here:
             return False
         self._process = subprocess.Popen(self._run.command("python"))
+        if self.is_stopped:  # asked while it started
+            self._process.terminate()
         return True
 
     def wait(self) -> JobEnd:
