@@ -134,7 +134,7 @@ def _translate_experts(
 
 def _further_values(flag: str, values: Sequence[str]) -> list[str]:
     """The values behind those that a key takes, as a flag that has none here. What a shell makes of
-    the rest of a line ($MORE, 2>&1, | tee) is no value.
+    the rest of a line ($MORE, 2>&1, | tee) does not count as a value.
     """
     values = list(itertools.takewhile(lambda value: not re.match(r"\d*[$|&;<>#\\]", value), values))
     return [f"--{flag} {' '.join(values)}"] if values else []

@@ -193,7 +193,7 @@ def _has_trained(found: Columns, job: dict[str, Any]) -> bool:
 
 
 def _read(path: Place) -> tuple[np.ndarray, int]:
-    """The numbers of records: [records, len(_COLUMNS)]; and how many lines are no records."""
+    """Reads the records' numbers [records, len(_COLUMNS)], and counts the lines left out."""
     blocks, strange = [np.empty((0, len(_COLUMNS)))], 0
     with _open(path) as file:
         while lines := list(itertools.islice(file, _BLOCK)):

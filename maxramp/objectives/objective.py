@@ -15,7 +15,7 @@ class FieldsOfBatch(Protocol):
     """The arrays of a batch."""
 
     def __call__(self, tokens: int, separate: bool = False) -> tuple[Field, ...]:
-        """Of samples with so many tokens; `separate` where their rows hold several documents."""
+        """Lists the arrays of samples of T tokens; `separate`: rows hold several documents."""
 
 
 @dataclasses.dataclass(frozen=True)
