@@ -1,19 +1,15 @@
 """Where the wall time of a run went, from what its jobs wrote.
 
-It begins with the run's first job and ends with the last thing that the run wrote. The jobs of
-jobs.jsonl lie on it one behind the other, and in each the records of its steps, each up to its
-`time`: so the shares add up to it. Which job trained a step follows from the jobs' first steps and
-not from a clock, which may jump; a job that began by its clock before the one before it had ended
-is taken to begin at that end.
+It begins with the run's first job and ends with the last thing that the run wrote. The times that a
+run writes never go back (`run/jobs.py`): a job has what was written between its start and the next
+one's, and each record the time since the one before it. So the shares add up to the wall time.
 """
 
+import array
 import contextlib
 import io
-import itertools
 import json
 import math
-import re
-from collections.abc import Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -33,43 +29,30 @@ KINDS = (
     *("waiting", "lost", "other"),
 )
 _WAITS = {"compiles": "compile_seconds", "data": "data_seconds", "snapshots": "snapshot_seconds"}
-# Of a record; NaN where it has none.
+# The numbers of a record; NaN where it has none.
 _COLUMNS = (
     *("step", "stage", "consumed_tokens", "step_seconds", "data_seconds", "compile_seconds"),
-    *("time", "snapshot_seconds", "eval_seconds", "save_seconds", "restarted"),
+    *("time", "snapshot_seconds", "eval_seconds", "save_seconds"),
 )
 _NEEDED = ("step", "time")
-# Most steps as `train` writes them, without the last four columns: several times as fast as JSON,
-# which reads all other records.
-_STEP = re.compile(
-    rb'\{"step": (\d{1,15}), "stage": (N), [^\n]*"consumed_tokens": (N), '
-    rb'"step_seconds": (N), "data_seconds": (N), "compile_seconds": (N), '
-    rb'"tokens_per_second": [^,]+, "target_tokens_per_second": [^,]+, "tflops_per_device": [^,]+, '
-    rb'"batch_fingerprint": "\w+", "time": (N), "goodput": [^,]+\}\n'.replace(
-        b"N", rb"\d{1,15}(?:\.\d+)?(?:e-\d+)?"
-    )
-)
-_BLOCK = 1 << 16  # lines that are read at a time
 _POINTS = 500  # of a curve
 
 Columns = dict[str, np.ndarray]  # float64 [records], by name
 
 
 def wall_time(run: Place, price: float | None) -> dict[str, Any]:
-    """The wall time of a run in seconds by KINDS, of all and by stage and job; what it has cost at
-    a `price` of a device for an hour, None where that is not known.
+    """Divides the wall time of a run by KINDS, in seconds, of all and by stage and job; adds what
+    it has cost at a `price` of a device for an hour, None where that is not known.
 
     Node-hours are those of jobs. A stage has the time of its records, and no ends and waiting.
     """
     jobs, warnings = _read_jobs(run)
-    found, owner = _read_records(run, jobs, warnings)
     starts = np.array([job["start"] for job in jobs])
-    spent, begin = _divide(found, owner, starts), jobs[0]["start"]
-    for i, job in enumerate(jobs):
-        mine = slice(*np.searchsorted(owner, [i, i + 1]))
-        following = jobs[i + 1]["start"] if i + 1 < len(jobs) else math.inf
-        _settle(job, _take(found, mine), _take(spent, mine), begin, following)
-        begin = job["end"] + job["seconds"]["waiting"]
+    records, owner = _read_records(run, starts, warnings)
+    spent = _divide(records, owner, starts)
+    for i, (job, following) in enumerate(zip(jobs, [*starts[1:], math.inf], strict=True)):
+        own = slice(*np.searchsorted(owner, [i, i + 1]))
+        _close(job, _select(records, own), _select(spent, own), following)
         hours = (job["end"] - job["start"]) / 3600
         job |= _cost(hours * job["nodes"], hours * job["devices"], price)
     first, wall = jobs[0]["start"], jobs[-1]["end"] - jobs[0]["start"]
@@ -77,10 +60,9 @@ def wall_time(run: Place, price: float | None) -> dict[str, Any]:
     totals = {name: sum(job[name] for job in jobs) for name in ("steps", "lost_steps")}
     hours = (math.fsum(job[name] for job in jobs) for name in ("node_hours", "device_hours"))
     sizes = (np.array([job[name] for job in jobs])[owner] for name in ("nodes", "devices"))
-    stages = _stages(found, spent, *sizes, price)
+    stages = _stages(records, spent, *sizes, price)
     tokens = [stage["tokens"] for stage in stages]
-    moved = np.array([job["start"] for job in jobs]) - starts
-    counted, times = np.cumsum(spent["steps"]), found["time"] + moved[owner] - first
+    counted, times = np.cumsum(spent["steps"]), records["time"] - first
     points = np.unique(np.linspace(0, len(times) - 1, _POINTS).astype(int)) if len(times) else []
     return {
         "run": str(run),
@@ -99,12 +81,13 @@ def wall_time(run: Place, price: float | None) -> dict[str, Any]:
 
 
 def _read_jobs(run: Place) -> tuple[list[dict[str, Any]], list[str]]:
-    """The jobs, by their own clocks, and warnings."""
+    """Reads the jobs in the order of their starts, and returns warnings, too."""
     jobs: list[dict[str, Any]] = []
     for event in read_jobs(run):
         if event["event"] == "start":
-            origin = event.get("from", "")
-            jobs.append({"from": f"{origin}", "start": event["time"], "end": None, "status": None})
+            start = max([event["time"], *(job["start"] for job in jobs[-1:])])
+            origin = str(event.get("from", ""))
+            jobs.append({"from": origin, "start": start, "end": None, "status": None})
             jobs[-1] |= {name: event[name] for name in ("first_step", "nodes", "devices")}
         else:
             jobs[-1] |= {"end": event["time"], "status": event.get("status")}
@@ -120,8 +103,8 @@ def _read_jobs(run: Place) -> tuple[list[dict[str, Any]], list[str]]:
             "as it was"
         )
     with _open(run / FILE) as file:
-        strange = sum(parse_event(line) is None and not _is_torn(line) for line in file)
-    return jobs, [_left_out(strange, FILE)] if strange else []
+        odd = sum(parse_event(line) is None and not _is_torn(line) for line in file)
+    return jobs, [_left_out(odd, FILE)] if odd else []
 
 
 def _left_out(lines: int, file: str) -> str:
@@ -129,29 +112,25 @@ def _left_out(lines: int, file: str) -> str:
 
 
 def _read_records(
-    run: Place, jobs: Sequence[dict[str, Any]], warnings: list[str]
+    run: Place, starts: np.ndarray, warnings: list[str]
 ) -> tuple[Columns, np.ndarray]:
-    """The records of both files, job by job in the order of their times, with which were `lost`:
-    trained again. The second: each one's job.
+    """Reads the records of both files in the order of their times, with which were `lost`: trained
+    again. The second array has each one's job.
     """
     tables = []
     for name in ("metrics.jsonl", "metrics.dropped.jsonl"):
-        table, strange = _read(run / name)
+        table, odd = _read(run / name)
         tables.append(table if tables else _drop_repeated(table))
-        strange += len(table) - len(tables[-1])
-        warnings += [_left_out(strange, name)] if strange else []
+        odd += len(table) - len(tables[-1])
+        warnings += [_left_out(odd, name)] if odd else []
     table = np.concatenate(tables)
-    found = dict(zip(_COLUMNS, table.T, strict=True))
-    found["lost"] = np.arange(len(table)) >= len(tables[0])
-    owner = _owners(found, jobs)
-    if strange := int((owner < 0).sum()):
-        warnings.append(
-            f"{count(strange, 'record')} of steps before the first job of {FILE} do not count"
-        )
-    starts = np.array([job["start"] for job in jobs])
-    found["time"] = np.maximum(found["time"], starts[owner])
-    order = np.lexsort((found["time"], owner))[strange:]
-    return {name: column[order] for name, column in found.items()}, owner[order]
+    records = dict(zip(_COLUMNS, table.T, strict=True))
+    records["lost"] = np.arange(len(table)) >= len(tables[0])
+    order = np.argsort(records["time"], kind="stable")
+    owner = np.searchsorted(starts, records["time"][order], "right") - 1
+    if early := int((owner < 0).sum()):
+        warnings.append(f"{count(early, 'record')} from before the first job of {FILE} left out")
+    return _select(records, order[early:]), owner[early:]
 
 
 def _drop_repeated(table: np.ndarray) -> np.ndarray:
@@ -161,57 +140,15 @@ def _drop_repeated(table: np.ndarray) -> np.ndarray:
     return table[np.sort(np.unique(keys, return_index=True)[1])]
 
 
-def _owners(found: Columns, jobs: Sequence[dict[str, Any]]) -> np.ndarray:
-    """The job that wrote each record, -1 for one of a step that none trained."""
-    first_steps = np.array([job["first_step"] for job in jobs])
-    starts = np.maximum.accumulate([job["start"] for job in jobs])
-    by_time = np.maximum(np.searchsorted(starts, found["time"], "right") - 1, 0)
-    # A job evaluates the state that it begins with, if the one before it did not.
-    until = found["step"] + np.isnan(found["step_seconds"])
-    # A step that counts is of the last job that began with it or before it. The last job of all may
-    # still hold the records of the one before it, which it drops before its first step.
-    trained = first_steps if len(jobs) == 1 or _has_trained(found, jobs[-1]) else first_steps[:-1]
-    lowest = np.minimum.accumulate(trained[::-1])[::-1]
-    least, most = (np.searchsorted(lowest, x, "right") - 1 for x in (found["step"], until))
-    owner = np.clip(by_time, least, most)
-    # One that was dropped is of an earlier job, of which the clock tells.
-    lost = np.flatnonzero(found["lost"])
-    until, by_time = until[lost], np.minimum(by_time[lost], max(len(jobs) - 2, 0))
-    owner[lost] = -1
-    for i in reversed(range(len(jobs))):
-        owner[lost[first_steps[i] <= until]] = i
-    for i in range(len(jobs)):
-        owner[lost[(first_steps[i] <= until) & (i <= by_time)]] = i
-    return owner
-
-
-def _has_trained(found: Columns, job: dict[str, Any]) -> bool:
-    """Whether the records that count have one of the last job, by its mark or by its clock."""
-    later = ~found["lost"] & (found["step"] >= job["first_step"])
-    is_first = later & (found["step"] == job["first_step"]) & (found["restarted"] == 1)
-    return not later.any() or is_first.any() or (found["time"][later] >= job["start"]).any()
-
-
 def _read(path: Place) -> tuple[np.ndarray, int]:
     """Reads the records' numbers [records, len(_COLUMNS)], and counts the lines left out."""
-    blocks, strange = [np.empty((0, len(_COLUMNS)))], 0
+    numbers, odd = array.array("d"), 0
     with _open(path) as file:
-        while lines := list(itertools.islice(file, _BLOCK)):
-            quick, others = [], []
-            for line in lines:
-                match = _STEP.match(line) if b"snapshot_" not in line else None
-                quick.append(match.groups()) if match else others.append(line)
-            if quick:
-                values = np.fromiter(map(float, itertools.chain(*quick)), float)
-                values = values.reshape(len(quick), -1)
-                missing = (0, len(_COLUMNS) - values.shape[1])
-                blocks.append(np.pad(values, ((0, 0), missing), constant_values=np.nan))
-            known = [_parse(line) for line in others]
-            bad = itertools.compress(others, (numbers is None for numbers in known))
-            strange += sum(not _is_torn(line) for line in bad)
-            if known := list(filter(None, known)):
-                blocks.append(np.array(known, float))
-    return np.concatenate(blocks), strange
+        for line in file:
+            record = _parse(line)
+            numbers.extend(record or ())
+            odd += record is None and not _is_torn(line)
+    return np.array(numbers).reshape(-1, len(_COLUMNS)), odd
 
 
 def _open(path: Place) -> IO[bytes]:
@@ -220,22 +157,21 @@ def _open(path: Place) -> IO[bytes]:
     return io.BytesIO(path.read_bytes() if path.is_file() else b"")
 
 
-def _parse(line: bytes) -> list[float | None] | None:
-    """The columns of a record, None where a number is missing; None for a line that is no record,
-    as one with something else for a number.
+def _parse(line: bytes) -> list[float] | None:
+    """Returns the columns of a record; None for a line that is none, or that has something else for
+    a number.
     """
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         if isinstance(record, dict) and all(is_count(record.get(name)) for name in _NEEDED):
-            record["restarted"] = int("restarted" in record)
             numbers = [record.get(name) for name in _COLUMNS]
             if type(record["step"]) is int and all(x is None or is_count(x) for x in numbers):
-                return numbers
+                return [math.nan if x is None else x for x in numbers]
     return None
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether a line is no JSON, as a kill leaves it."""
+    """Returns whether a line is no JSON, as a kill leaves it."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -243,83 +179,76 @@ def _is_torn(line: bytes) -> bool:
     return False
 
 
-def _divide(found: Columns, owner: np.ndarray, starts: np.ndarray) -> Columns:
-    """What each record's time since the record or the start before went into, in seconds."""
-    times, is_first = found["time"], np.diff(owner, prepend=-1) > 0
+def _divide(records: Columns, owner: np.ndarray, starts: np.ndarray) -> Columns:
+    """Divides the seconds of each record, since the record or the start before it, by KINDS."""
+    times, is_first = records["time"], np.diff(owner, prepend=-1) > 0
     span = times - np.where(is_first, starts[owner], np.roll(times, 1))
-    worked = np.fmax(found["step_seconds"], found["eval_seconds"])
+    worked = np.fmax(records["step_seconds"], records["eval_seconds"])
     left = np.minimum(np.nan_to_num(worked), span)
     before, spent = span - left, {}
     spent["starts"] = np.where(is_first, before, 0.0)
-    spent["saves"] = np.minimum(np.nan_to_num(found["save_seconds"]), before - spent["starts"])
+    saved = np.nan_to_num(records["save_seconds"])
+    spent["saves"] = np.minimum(saved, before - spent["starts"])
     spent["other"] = before - spent["starts"] - spent["saves"]
     for kind, name in _WAITS.items():
-        spent[kind] = np.minimum(np.nan_to_num(found[name]), left)
+        spent[kind] = np.minimum(np.nan_to_num(records[name]), left)
         left = left - spent[kind]
-    is_step = ~np.isnan(found["step_seconds"])
+    is_step = ~np.isnan(records["step_seconds"])
     spent["steps"], spent["evaluations"] = np.where(is_step, left, 0), np.where(is_step, 0, left)
-    spent = {kind: np.where(found["lost"], 0.0, spent.get(kind, 0.0)) for kind in KINDS}
+    spent = {kind: np.where(records["lost"], 0.0, spent.get(kind, 0.0)) for kind in KINDS}
     spent["starts"] = np.where(is_first, before, 0.0)  # of a lost record, too
-    spent["lost"] = np.where(found["lost"], span - spent["starts"], 0.0)
+    spent["lost"] = np.where(records["lost"], span - spent["starts"], 0.0)
     return spent
 
 
-def _settle(
-    job: dict[str, Any], found: Columns, spent: Columns, begin: float, following: float
-) -> None:
-    """Adds to a job its end, its seconds and its steps. It begins at `begin`, whatever its clock
-    says, and the next one, by its own clock, at `following`.
-    """
-    last, end = max([job["start"], *found["time"][-1:].tolist()]), job["end"]
-    moved = begin - job["start"]
-    job["start"], last = begin, last + moved
-    if end is None:  # killed, nobody saw when: taken to have worked on one more step; or running
-        step = sum(np.nan_to_num(found["step_seconds"][-1:])) * (following < math.inf)
-        job["end"] = max(last, min(last + step, following))
-    else:
-        job["end"] = max(last, end + moved)
-    end = job["end"]
+def _close(job: dict[str, Any], records: Columns, spent: Columns, following: float) -> None:
+    """Adds to a job its end, its seconds and its steps; the next job starts at `following`."""
+    last, end = max([job["start"], *records["time"][-1:].tolist()]), job["end"]
+    if end is None and following < math.inf:  # killed, nobody saw when: assumes one more step
+        end = last + sum(np.nan_to_num(records["step_seconds"][-1:]))
+    job["end"] = end = min(max(last, end or last), following)
     job["seconds"] = seconds = {kind: float(spent[kind].sum()) for kind in KINDS}
     saved = min(job.pop("save_seconds", 0.0), end - last)
-    is_orderly, has_begun = job["status"] in ORDERLY, len(found["time"]) > 0
+    is_orderly, has_begun = job["status"] in ORDERLY, len(records["time"]) > 0
     seconds["saves"] += saved
     seconds["starts" if not has_begun else "ends" if is_orderly else "lost"] += end - last - saved
-    seconds["waiting"] = max(0.0, following - end) if following < math.inf else 0.0
-    is_step = ~np.isnan(found["step_seconds"])
-    job["steps"] = int((is_step & ~found["lost"]).sum())
-    job["lost_steps"] = int((is_step & found["lost"]).sum())
+    seconds["waiting"] = following - end if following < math.inf else 0.0
+    is_step = ~np.isnan(records["step_seconds"])
+    job["steps"] = int((is_step & ~records["lost"]).sum())
+    job["lost_steps"] = int((is_step & records["lost"]).sum())
 
 
 def _stages(
-    found: Columns, spent: Columns, nodes: np.ndarray, devices: np.ndarray, price: float | None
+    records: Columns, spent: Columns, nodes: np.ndarray, devices: np.ndarray, price: float | None
 ) -> list[dict[str, Any]]:
-    """What records say, by stage; `nodes` and `devices` are those of each record's job."""
-    numbers = found["stage"]
-    of_step = np.maximum.accumulate(np.where(np.isnan(numbers), 0, np.arange(len(numbers))))
-    numbers = np.nan_to_num(numbers[of_step]).astype(int)  # an evaluation's: the step's before it
+    """Sums the records by stage; `nodes` and `devices` are those of each record's job."""
+    numbers = records["stage"]
+    # An evaluation has the stage of the step before it.
+    last_step = np.maximum.accumulate(np.where(np.isnan(numbers), 0, np.arange(len(numbers))))
+    numbers = np.nan_to_num(numbers[last_step]).astype(int)
     hours = sum(spent.values()) / 3600
-    is_kept = ~np.isnan(found["step_seconds"]) & ~found["lost"]
-    tokens, stages = found["consumed_tokens"], []
-    first = np.flatnonzero(is_kept)[np.argmin(found["step"][is_kept])] if is_kept.any() else None
-    before = 0.0 if first is None or found["step"][first] == 0 else tokens[first]
+    is_kept = ~np.isnan(records["step_seconds"]) & ~records["lost"]
+    tokens, stages = records["consumed_tokens"], []
+    first = np.flatnonzero(is_kept)[np.argmin(records["step"][is_kept])] if is_kept.any() else None
+    before = 0.0 if first is None or records["step"][first] == 0 else tokens[first]
     for number in np.unique(numbers):
-        mine = numbers == number
-        until = tokens[mine & is_kept].max(initial=before)
+        own = numbers == number
+        until = tokens[own & is_kept].max(initial=before)
         stages.append(
             {
                 "stage": int(number),
-                "steps": int((mine & is_kept).sum()),
+                "steps": int((own & is_kept).sum()),
                 "tokens": None if np.isnan(until - before) else int(until - before),
-                "seconds": {kind: float(spent[kind][mine].sum()) for kind in KINDS},
-                **_cost(hours[mine] @ nodes[mine], hours[mine] @ devices[mine], price),
+                "seconds": {kind: float(spent[kind][own].sum()) for kind in KINDS},
+                **_cost(hours[own] @ nodes[own], hours[own] @ devices[own], price),
             }
         )
         before = until
     return stages
 
 
-def _take(columns: Columns, mine: slice) -> Columns:
-    return {name: column[mine] for name, column in columns.items()}
+def _select(columns: Columns, rows: slice | np.ndarray) -> Columns:
+    return {name: column[rows] for name, column in columns.items()}
 
 
 def _cost(node_hours: float, device_hours: float, price: float | None) -> dict[str, float | None]:
