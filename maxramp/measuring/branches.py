@@ -8,6 +8,7 @@ are compared in pairs.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -22,15 +23,13 @@ import numpy as np
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.commandline import Throttle, count
-from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
 from maxramp.config.load import dump_config, load
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
 from maxramp.files.place import Place, place, write_whole
 from maxramp.keys import base
-from maxramp.keys.choices import find_unmade
 from maxramp.keys.numbers import parse_count
-from maxramp.measuring.inheritance import branch_keys, inherited_keys
+from maxramp.measuring.inheritance import branch_keys, inherit_keys
 from maxramp.measuring.noise import KINDS, noise_blocks, student
 from maxramp.objectives.rewards import REWARDS
 from maxramp.processes.bound import bind
@@ -60,7 +59,7 @@ class Branch:
 
 
 def difference(branch: Branch, other: Branch) -> tuple[float, float | None, float | None]:
-    """How much a branch's loss is above another's, and the 90% interval of that.
+    """Returns how much a branch's loss is above another's, and the 90% interval of that.
 
     The interval says how far the held-out rows could mislead: what it would be on all text. It is
     a ratio's, linearized, with Student's t over the batches.
@@ -70,11 +69,14 @@ def difference(branch: Branch, other: Branch) -> tuple[float, float | None, floa
       batches. All are infinite where a loss is.
     """
     tokens, count = branch.tokens, len(branch.tokens)
-    mean, half = math.inf if branch.loss == math.inf else -math.inf, 0.0
-    if math.inf not in (branch.loss, other.loss):
-        apart, freedom = branch.cross_entropy - other.cross_entropy, max(1, count - 1)
-        mean = float(apart.sum() / tokens.sum())
-        spread = math.sqrt(count / freedom * float(((apart - mean * tokens) ** 2).sum()))
+    if branch.loss == math.inf:
+        mean, half = math.inf, 0.0
+    elif other.loss == math.inf:
+        mean, half = -math.inf, 0.0
+    else:
+        excess, freedom = branch.cross_entropy - other.cross_entropy, max(1, count - 1)
+        mean = float(excess.sum() / tokens.sum())
+        spread = math.sqrt(count / freedom * float(((excess - mean * tokens) ** 2).sum()))
         half = student(freedom) * spread / float(tokens.sum())
     return (mean, None, None) if count < _FEWEST_BATCHES else (mean, mean - half, mean + half)
 
@@ -94,24 +96,26 @@ def compare(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
     """
     sizes = []
     for index, branch in enumerate(branches):
-        pairs = [difference(branch, smaller) for smaller in branches[:index]] or [(0.0, 0.0, 0.0)]
-        most = [None if None in ends else max(ends) for ends in zip(*pairs, strict=True)]
+        differences = [difference(branch, smaller) for smaller in branches[:index]]
+        columns = zip(*(differences or [(0.0, 0.0, 0.0)]), strict=True)
+        most = [None if None in column else max(column) for column in columns]
         size = {name: getattr(branch, name) for name in ("rows", "steps", "learning_rate", "loss")}
         sizes.append(size | dict(zip(("above", "low", "high"), most, strict=True)))
-    found = {
-        name: _last_within(sizes, key, tolerance)
+    largest = {
+        name: _largest_within(sizes, key, tolerance)
         for name, key in (("largest", "above"), ("surely", "high"), ("possibly", "low"))
     }
     for size in sizes:
-        size["within"] = size["rows"] <= found["largest"]
-    return {"sizes": sizes} | found
+        size["within"] = size["rows"] <= largest["largest"]
+    return {"sizes": sizes} | largest
 
 
-def _last_within(sizes: list[dict[str, Any]], key: str, tolerance: float) -> int | None:
+def _largest_within(sizes: list[dict[str, Any]], key: str, tolerance: float) -> int | None:
+    """Returns the last size before the first that is above the tolerance; None without ends."""
     if any(size[key] is None for size in sizes):
         return None
     within = itertools.takewhile(lambda size: size[key] <= tolerance, sizes)
-    return [size["rows"] for size in within][-1]  # the first is, with nothing above itself
+    return [size["rows"] for size in within][-1]  # the smallest size always is
 
 
 class Experiment:
@@ -130,11 +134,14 @@ class Experiment:
                 f"{run}: program=grpo: branches are compared on held-out rows, and this run is "
                 "evaluated by rewards; give a run of maxramp.train"
             )
-        self._first, self._batch = position.consumed_samples, position.stage()["global_batch_size"]
+        self._first_sample, self._batch = (
+            position.consumed_samples,
+            position.stage()["global_batch_size"],
+        )
         batch, self._row = config.batch, config.batch.max_target_length
         ramp = RampupBatchManager(batch, batch.num_devices, resume_point(batch, position))
         self._rate = LearningRate.from_keys(config.learning_rate, ramp)
-        if not (rate := float(self._rate(self._first, self._batch))) > 0:
+        if not (rate := float(self._rate(self._first_sample, self._batch))) > 0:
             raise ConfigError(
                 f"--at {at}: the learning rate there is {rate:g}, so no branch would learn; "
                 "give a checkpoint after the first step and before the run's last"
@@ -146,45 +153,46 @@ class Experiment:
         self._samples = window(self._sizes, -(-wanted // self._row), self._row)
         self._folder = self._run / "branches" / f"{at}-{self._samples}"
         for key in keys:
-            if (name := key.partition("=")[0]) in self._keys_of_branch(self._sizes[0]):
+            if (name := key.partition("=")[0]) in self._own_keys(self._sizes[0]):
                 raise ConfigError(f"{key}: a branch has its own {name}; leave it out")
 
     def train(self, out: IO[str]) -> int:
-        """Trains what is left to train; the exit status of what went wrong, or 0. `out` takes the
-        progress.
+        """Trains the branches that are not done, and prints progress to `out`; returns 0, or the
+        exit status of a branch that failed.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
-        # Those that are done count, whatever this command asks for.
+        # Branches that are done are compared too, whichever sizes this command names.
         begun = [int(path.parent.name) for path in self._folder.glob("[1-9]*/metrics.jsonl")]
         self._sizes = sorted({*self._sizes, *filter(self._evaluation, begun)})
         lines = {n: self._command_line(n) for n in self._sizes if not self._evaluation(n)}
-        print(f"window   {self._samples:,} rows, by --tokens and --sizes", file=out, flush=True)
+        say = functools.partial(print, file=out, flush=True)
+        say(f"window   {self._samples:,} rows, by --tokens and --sizes")
+        tell = Throttle(say)
         for number, size in enumerate(self._sizes, 1):
             if size in lines:
-                print(
-                    f"branch   {number} of {len(self._sizes)}: batch {size:,}, "
-                    f"{count(self._samples // size, 'step')} at {self._rate_of(size):.3g}",
-                    file=out,
-                    flush=True,
+                steps = count(self._samples // size, "step")
+                say(
+                    f"branch   {number} of {len(self._sizes)}: batch {size:,}, {steps} at "
+                    f"{self._rate_of(size):.3g}"
                 )
-                status, log = _train(lines[size], _Progress(self._samples // size, out).show)
+                status, log = _train(lines[size], functools.partial(self._show, tell, steps))
                 write_whole(self._folder / f"{size}.log", log.encode())
                 if status:
-                    print(f"log      {self._folder / f'{size}.log'}", file=out, flush=True)
+                    say(f"log      {self._folder / f'{size}.log'}")
                     return status
             self._branch(size)  # what cannot be compared is refused at once
         return 0
 
     def result(self, tolerance: float) -> dict[str, Any]:
-        """The comparison of all sizes, also written to branch.json."""
+        """Compares all sizes; returns what it writes to branch.json."""
         result = compare([self._branch(size) for size in self._sizes], tolerance)
         trained = read_records(self._folder / str(self._sizes[0]) / "metrics.jsonl")
         result |= {
             "run": str(self._run),
             "share_of_run": self._samples / self._run_samples,
             "step": self._position.step,
-            "first_sample": self._first,
+            "first_sample": self._first_sample,
             "samples": self._samples,
             "row_tokens": self._row,
             "target_tokens": sum(record.get("target_tokens", 0) for record in trained),
@@ -197,44 +205,52 @@ class Experiment:
         write_whole(self._folder / "branch.json", f"{text}\n".encode())
         return result
 
-    def _keys_of_branch(self, size: int) -> dict[str, Any]:
+    def _own_keys(self, size: int) -> dict[str, Any]:
         folder = {"base_output_directory": str(self._folder), "run_name": str(size)}
         own = branch_keys(self._config, self._position, self._rate, size, self._samples)
         return folder | own
 
     def _command_line(self, size: int) -> list[str]:
-        """Writes SIZE.yml; returns what maxramp.train takes."""
+        """Writes SIZE.yml; returns the arguments for maxramp.train."""
         path = self._folder / f"{size}.yml"
-        keys = inherited_keys(self._config, self._first) | self._keys_of_branch(size)
-        keys |= find_unmade(CHOICES, keys, keys)  # those of a later phase, for example
+        keys = inherit_keys(self._config, self._first_sample, self._own_keys(size))
         write_whole(path, dump_config(Config.from_values(keys)).encode())
         line = [str(path), *self._keys]
         load(line, "train", note=lambda note: None)
         return line
 
+    def _show(self, tell: Callable[[str], None], steps: str, line: str) -> None:
+        """Tells how far a branch is, if a line of its log is that of a step."""
+        if step := re.match(r"step +(\d+) +stage .*?(loss [\d.]+)", line):
+            done = int(step[1]) - self._position.step
+            tell(f"         step {done:,} of {steps}, {step[2]}")
+
     def _rate_of(self, size: int) -> float:
-        return self._keys_of_branch(size)["learning_rate"]
+        return self._own_keys(size)["learning_rate"]
 
     def _evaluation(self, size: int) -> dict[str, Any] | None:
+        """Returns the record of the evaluation after the window; None before that is done."""
         records = read_records(self._folder / str(size) / "metrics.jsonl")
-        end = self._first + self._samples
-        found = [r for r in records if r["consumed_samples"] == end and "eval_batch_tokens" in r]
-        return found[-1] if found else None
+        end = self._first_sample + self._samples
+        for record in reversed(records):
+            if record["consumed_samples"] == end and "eval_batch_tokens" in record:
+                return record
+        return None
 
     def _branch(self, size: int) -> Branch:
         folder = self._folder / str(size)
-        first, found = (self._evaluation(n) for n in (self._sizes[0], size))
-        if not found:
+        first, evaluation = (self._evaluation(n) for n in (self._sizes[0], size))
+        if not evaluation:
             raise ConfigError(
                 f"{folder}: the branch ended without an evaluation of its held-out rows; move the "
                 "folder away and start again"
             )
-        counted = self._config.objective.divisor
+        divisor = self._config.objective.divisor
         losses, tokens = (
-            np.array(found[f"eval_batch_{name}"], float) for name in ("loss", counted)
+            np.array(evaluation[f"eval_batch_{name}"], float) for name in ("loss", divisor)
         )
         branch = Branch(size, self._samples // size, self._rate_of(size), losses, tokens)
-        if found["eval_batch_tokens"] != first["eval_batch_tokens"]:
+        if evaluation["eval_batch_tokens"] != first["eval_batch_tokens"]:
             raise ConfigError(
                 f"{folder}: evaluated in other batches than size {self._sizes[0]} "
                 f"({len(tokens)} and {len(first['eval_batch_tokens'])} of them), as on other "
@@ -248,22 +264,21 @@ class Experiment:
         return branch
 
     def _check_keys(self) -> None:
-        """Refuses other keys than those of the branches that have begun; keeps today's."""
-        path, here = self._folder / "keys.json", json.dumps(sorted(self._keys))
-        before = path.read_bytes().decode() if path.exists() else here
-        if before != here and any(self._folder.glob("*/checkpoints/[0-9]*")):
+        """Refuses other keys than those of the branches that have begun; writes today's."""
+        path, keys = self._folder / "keys.json", json.dumps(sorted(self._keys))
+        before = path.read_bytes().decode() if path.exists() else keys
+        if before != keys and any(self._folder.glob("*/checkpoints/[0-9]*")):
             raise ConfigError(
-                f"{self._folder}: branches there ran with the keys {before}, not with {here}; give "
+                f"{self._folder}: branches there ran with the keys {before}, not with {keys}; give "
                 "the same ones, or move the folder away"
             )
-        write_whole(path, here.encode())
+        write_whole(path, keys.encode())
 
     def _noise(self, largest: int) -> dict[str, dict[str, Any]]:
-        """The noise scale in rows by kind, around the checkpoint, and the factor up to `largest`.
-
-        Over the run's own steps up to a window's length before the checkpoint and after it.
+        """Returns the run's noise scale in rows by kind, within a window's length of the
+        checkpoint, and how many times that `largest` is.
         """
-        first, last = self._first - self._samples, self._first + self._samples
+        first, last = self._first_sample - self._samples, self._first_sample + self._samples
         records = read_records(self._run / "metrics.jsonl")
         near = [r for r in records if first < r["consumed_samples"] <= last]
         return {
@@ -278,6 +293,7 @@ class Experiment:
 
 
 def parse_sizes(text: str) -> list[int]:
+    """Returns the sizes of --sizes, the smallest first."""
     parts = text.split(",")
     sizes = sorted({int(part) for part in parts if part.isascii() and part.strip().isdigit()})
     if len(sizes) != len(parts) or len(sizes) < 2 or sizes[0] < 1:
@@ -288,7 +304,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
-    """The rows that all branches train on: every size ends with the same row."""
+    """Returns how many rows all branches train on: every size ends with the same row."""
     unit = math.lcm(*sizes)
     rows = -(-wanted // unit) * unit
     if rows > 2 * wanted:
@@ -301,45 +317,25 @@ def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
 
 
 def _checkpoint(run: Place, at: int) -> folder_lib.Checkpoint:
-    path, there = run / "checkpoints" / str(at), folder_lib.steps_in(run / "checkpoints")
-    if at not in there:
-        shown = ", ".join(map(str, there)) or "none"
+    path, steps = run / "checkpoints" / str(at), folder_lib.steps_in(run / "checkpoints")
+    if at not in steps:
+        shown = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"--at {at}: {path} is not a checkpoint; there are {shown}")
     return folder_lib.read(path)
 
 
-class _Progress:
-    """How far a branch is, from its log."""
-
-    def __init__(self, steps: int, out: IO[str]):
-        self._steps, self._out, self._first = steps, out, None
-        self._tell = Throttle(lambda line: print(line, file=out, flush=True))
-
-    def show(self, line: str) -> None:
-        """Says where a line of the log stands: on a terminal at once, else every 30 seconds."""
-        found = re.match(r"step +(\d+) .*?(loss [\d.]+)", line)
-        if not found or "held-out" in line:
-            return
-        step = int(found[1])
-        self._first = step if self._first is None else self._first
-        text = f"         step {step - self._first:,} of {self._steps:,}, {found[2]}"
-        if self._out.isatty():
-            last = "\n" if step - self._first >= self._steps - 1 else ""
-            print(f"\r{text} {last}", end="", file=self._out, flush=True)
-        else:
-            self._tell(text)
-
-
 def _train(arguments: Sequence[str], show: Callable[[str], None]) -> tuple[int, str]:
-    """Trains in a process that does not outlive this one, and gets a request to stop passed on; its
-    exit status, and what it printed. `show` takes every line.
+    """Trains in a process that ends with this one, and passes a signal to stop on to it; returns
+    its exit status, and what it printed. `show` is called with every line.
     """
-    command, asked = bind([sys.executable, "-m", "maxramp.train", *arguments]), []
+    command, signals = bind([sys.executable, "-m", "maxramp.train", *arguments]), []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    before = {
-        number: signal.signal(number, lambda *given: asked.append(process.terminate()))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+
+    def stop(number: int, frame: Any) -> None:
+        signals.append(number)
+        process.terminate()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -347,5 +343,8 @@ def _train(arguments: Sequence[str], show: Callable[[str], None]) -> tuple[int, 
     status = process.wait()
     for number, handler in before.items():
         signal.signal(number, handler)
-    status = 128 - status if status < 0 else status or (EXIT_PREEMPTED if asked else 0)
+    if status < 0:
+        status = 128 - status
+    elif status == 0 and signals:
+        status = EXIT_PREEMPTED
     return status, "".join(lines)

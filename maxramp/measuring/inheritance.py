@@ -1,59 +1,48 @@
-"""Which keys of a run its branches have: all but `DROPPED` and those that `branch_keys` gives."""
+"""The keys of a branch: those of its run at the checkpoint, but for `branch_keys`."""
 
-import dataclasses
 import math
 from typing import Any
 
 from maxramp.checkpoints.folder import Checkpoint
+from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
 from maxramp.config.load import no_batch
 from maxramp.keys.base import base
-from maxramp.launch.keys import LaunchKeys
+from maxramp.keys.choices import find_unmade
 from maxramp.rampup.phases import MIXTURE
 from maxramp.training.learning_rate import LearningRate
 
-# As base.yml has them.
-DROPPED = (
-    # what is measured or handed over beside the loss on held-out rows
-    *("export_huggingface", "evaluate_tasks", "evaluate_tasks_interval"),
-    *("evaluate_tasks_include_path", "checkpoint_best", "log_gradient_noise_scale"),
-    *("log_token_statistics", "wandb_project", "profiler", "skip_first_n_steps_for_profiler"),
-    "profiler_steps",
-    # what changed in the run's rows or weights: a branch continues from a checkpoint after that
-    "allow_changed",
-    # of a curve that a branch does not follow
-    *("learning_rate_final_fraction", "wsd_decay_style", "learning_rate_by"),
-    # of plans, launches, and of reinforcement learning
-    *("price_per_device_hour", "planned_flops_share", "planned_memory_share"),
-    *("planned_link_share", "compile_topology", "compile_topology_num_slices"),
-    *(field.name for field in dataclasses.fields(LaunchKeys)),
-    *("num_generations", "max_completion_length", "decode_sampling_temperature", "rollout_seed"),
-    *("grpo_normalize_advantages", "grpo_epsilon", "grpo_epsilon_high", "grpo_beta"),
-    *("grpo_normalization", "num_iterations", "prompt_file", "eval_prompt_file", "log_answers"),
-    *("sums_below", "rewards", "reward_weights", "reward_workers", "reward_timeout_seconds"),
+# A branch has these as base.yml does: what a run measures or hands over beside its held-out loss,
+# and what changed in its rows or weights before the checkpoint.
+DEFAULTED = (
+    *("export_huggingface", "evaluate_tasks", "checkpoint_best", "log_gradient_noise_scale"),
+    *("log_token_statistics", "wandb_project", "profiler", "allow_changed"),
 )
 
 
-def inherited_keys(config: Config, sample: int) -> dict[str, Any]:
-    """The keys of a resolved run at a sample, those of `DROPPED` as base.yml has them."""
-    of_phase = {**config.batch.phase_at(sample).values, MIXTURE: config.values[MIXTURE]}
-    return config.values | of_phase | {name: base()[name] for name in DROPPED}
+def inherit_keys(config: Config, sample: int, own_keys: dict[str, Any]) -> dict[str, Any]:
+    """Returns all keys of a branch: those that a resolved run has at a sample, and its own."""
+    phase = config.batch.phase_at(sample).values | {MIXTURE: config.values[MIXTURE]}
+    defaults = {name: base()[name] for name in DEFAULTED}
+    keys = config.values | phase | defaults | own_keys
+    return keys | find_unmade(CHOICES, keys, keys)  # those of a later phase, for example
 
 
 def branch_keys(
     config: Config, position: Checkpoint, rate: LearningRate, size: int, samples: int
 ) -> dict[str, Any]:
-    """The keys that a branch of a resolved run has for itself, but for the folder it runs in. It
-    trains at the rate that the run had at the checkpoint, times the root of the batches, and so do
-    weights decay whose half-life is in samples; what is remembered counts from the reference batch
-    of the run: a first threshold gives it, which lies before the checkpoint.
+    """Returns the keys that a branch of a resolved run has for itself, but for its folder.
+
+    It trains at the rate that the run had at the checkpoint, times the root of the batches, and so
+    do weights decay whose half-life is in samples. What is remembered counts from the reference
+    batch of the run: a first threshold gives it, which lies before the checkpoint.
     """
     first, keys = position.consumed_samples, config.optimizer
     batch = position.stage()["global_batch_size"]
-    follows = math.sqrt(size / batch)
-    by_batch = rate.pace(batch).rate * follows
+    scale = math.sqrt(size / batch)
+    pace = rate.pace(batch).rate * scale
     decays = {
-        name: config.values[name] / by_batch
+        name: config.values[name] / pace
         for name in ("adam_weight_decay", "muon_weight_decay")
         if name in keys.half_lives_in_samples
     }
@@ -67,7 +56,8 @@ def branch_keys(
             "step_batch_size_unit": "samples",
             "phases": mixtures,  # the rows of a mixture depend on where those before it begin
             "total_samples": first + samples,
-            "learning_rate": float(rate(first, batch)) * follows,
+            "learning_rate": float(rate(first, batch)) * scale,
+            "learning_rate_by": "samples",
             "lr_schedule_type": "wsd",  # constant: no warm-up, and no decay
             "warmup_steps_fraction": 0.0,
             "wsd_decay_steps_fraction": 0.0,

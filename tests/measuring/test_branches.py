@@ -16,16 +16,8 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.keys.base import base
-from maxramp.measuring.branches import (
-    Branch,
-    Experiment,
-    _Progress,
-    compare,
-    difference,
-    parse_sizes,
-    window,
-)
-from maxramp.measuring.inheritance import DROPPED
+from maxramp.measuring.branches import Branch, Experiment, compare, difference, parse_sizes, window
+from maxramp.measuring.inheritance import DEFAULTED
 from maxramp.model.parts.weights import new_weight
 from maxramp.rampup import RampupBatchManager
 from maxramp.run.metrics import MetricsLog, as_json, evaluation_from_sums, read_records
@@ -138,20 +130,16 @@ def config_of(experiment, size):
     return load(experiment._command_line(size), "train")
 
 
-def test_what_a_branch_drops_is_a_key_and_not_its_own(checkpointed):
-    own = experiment_of(checkpointed)._keys_of_branch(8)
-    assert {*DROPPED} <= {*base()} - {*own} and len({*DROPPED}) == len(DROPPED)
-
-
 def test_a_branch_has_what_its_run_measures_and_hands_over_only_where_it_compares(tmp_path):
     keys = ("export_huggingface=True", "checkpoint_best=lowest eval_loss", "adam_b2=0.9")
-    keys += ("wandb_project=p", "log_token_statistics=True", "rope_factor=4")
+    keys += ("wandb_project=p", "log_token_statistics=True", "rope_factor=4", "elastic=True")
+    keys += ("learning_rate_by=steps", "learning_rate_final_fraction=0.3", "slurm_account=a")
     keys += ("phases={80: {row_length: 8}, 800: {rope_type: llama3.1}}",)
     experiment = experiment_of(checkpoint_at_20(tmp_path, *keys, "phases_unit=samples"))
     config = config_of(experiment, 16)
     assert (config.optimizer.adam_b2, config.batch.row_length) == (0.9, 8)
-    others = {name: config.values[name] for name in DROPPED}
-    assert others == {name: base()[name] for name in DROPPED} and not config.batch.phases
+    assert all(config.values[name] == base()[name] for name in DEFAULTED)
+    assert not config.batch.phases
     assert not config.run.export_huggingface and config.model.rope_factor == 8
 
 
@@ -222,16 +210,16 @@ def test_sizes_that_are_done_count_though_fewer_are_asked_for(checkpointed):
     assert [size["rows"] for size in again.result(0.01)["sizes"]] == [8, 16, 24]
 
 
-def test_progress_is_that_of_the_log(capsys):
+def test_progress_is_that_of_the_log(checkpointed):
     """Of a step's line; a held-out loss is none."""
-    progress = _Progress(64, sys.stdout)
-    lines = ("step     20  stage 0 of 0-0  batch    8  loss 2.3456  1,989 tokens/s  9s left",)
-    lines += ("step     30  loss on held-out text 1.8 (2 tokens in 1s)", "done     320 steps")
-    for line in lines + (lines[0].replace(" 20 ", " 40 "),):
-        progress._tell._said = -1e9  # long ago
-        progress.show(line)
-    said = capsys.readouterr().out.splitlines()
-    assert [line.strip() for line in said] == [f"step {n} of 64, loss 2.3456" for n in (0, 20)]
+    experiment, shown = experiment_of(checkpointed), []
+    for line in (
+        "step     20  stage 0 of 0-0  batch    8  loss 2.3456  1,989 tokens/s  9s left",
+        "step     30  loss on held-out text 1.8 (2 tokens in 1s)",
+        "done     320 steps",
+    ):
+        experiment._show(shown.append, "64 steps", line)
+    assert shown == ["         step 0 of 64 steps, loss 2.3456"]
 
 
 @pytest.mark.parametrize("tolerance", ("nan", "inf", "-0.01"))
