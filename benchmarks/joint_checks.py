@@ -409,7 +409,7 @@ def opens(runs: Runs, name: str) -> None:
         1,
         case.shapes[0].processes,
     )
-    later = [(p.first_sample, p.given[MIXTURE]) for p in config.batch.changing(MIXTURE)]
+    later = [(p.first_sample, p.changes[MIXTURE]) for p in config.batch.changing(MIXTURE)]
     corpus = open_rows(config.data, True, later=later)
     total = count = 0
     for part in corpus.held_out:

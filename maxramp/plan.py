@@ -96,7 +96,7 @@ def _with_length(config: Config) -> Config:
     print_progress(f"reading the data: the run is num_epoch={config.data.num_epoch} passes over it")
     planned = with_nodes(config)
     devices = planned.batch.num_devices
-    later = [(p.first_sample, p.given[MIXTURE]) for p in config.batch.changing(MIXTURE)]
+    later = [(p.first_sample, p.changes[MIXTURE]) for p in config.batch.changing(MIXTURE)]
     resolved = resolve(planned, devices)
     corpus = open_rows(resolved.data, True, later=later)
     rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))

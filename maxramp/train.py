@@ -79,7 +79,7 @@ def _run(begun: Start) -> int:
     config = begun.config
     expansion = Expansion(begun.mesh, config.data.expansion_factor_real_data)
     phases, beat = config.batch.changing(MIXTURE), begun.watchdog.beat
-    later = [(phase.first_sample, phase.given[MIXTURE]) for phase in phases]
+    later = [(phase.first_sample, phase.changes[MIXTURE]) for phase in phases]
     corpus = open_rows(config.data, expansion.reads, beat, later)
     begun.watchdog.beat()
     fields = functools.partial(config.objective.fields, separate=corpus.packed)

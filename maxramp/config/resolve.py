@@ -189,7 +189,7 @@ def _phases(
                     "mesh of the same devices in the same order, which would be another one with "
                     f"{' '.join(between)}; use dcn_data_parallelism for the slices"
                 )
-        given = {name: sizes.get(name, value) for name, value in phase.given.items()}
+        given = {name: sizes.get(name, value) for name, value in phase.changes.items()}
         found[phase.name], before = given | changed, sizes
     return found
 

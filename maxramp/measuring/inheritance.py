@@ -47,7 +47,7 @@ def branch_keys(
         if name in keys.half_lives_in_samples
     }
     has_base = config.model.lora_rank or config.objective.has_reference
-    mixtures = {p.name: {MIXTURE: p.given[MIXTURE]} for p in config.batch.changing(MIXTURE)}
+    mixtures = {p.name: {MIXTURE: p.changes[MIXTURE]} for p in config.batch.changing(MIXTURE)}
     return (
         decays
         | no_batch()

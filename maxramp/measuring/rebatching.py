@@ -60,7 +60,7 @@ class Rebatching:
         """Learning rates of phases, which are for the batches there, for a batch of `first`."""
         found = {}
         for phase in self.config.batch.changing("learning_rate"):
-            configured = phase.given["learning_rate"]
+            configured = phase.changes["learning_rate"]
             rate = self.rate(configured, phase.first_sample, first)
             if phase.first_sample and not math.isclose(rate, configured, rel_tol=5e-3):
                 found[phase.name] = rate

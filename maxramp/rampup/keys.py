@@ -8,13 +8,12 @@ import dataclasses
 import enum
 import functools
 import operator
+import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
-import ml_collections
-
 from maxramp.errors import ConfigError
-from maxramp.keys import base, peers
+from maxramp.keys import base
 from maxramp.keys.choices import Choices, Values, refuse_unread
 from maxramp.keys.numbers import nearest_multiples
 from maxramp.keys.section import Keys, above_zero, fraction, minimum, one_of, positive_or_open
@@ -31,8 +30,9 @@ _GLOBAL_SIZES = (
     "rampup_batch_size or step_batch_size_schedule or rampup_policy or global_batch_size or "
     "global_batch_tokens"
 )
-_PER_DEVICE = ("per_device_batch_size_start", "per_device_batch_size_increment")
-MAXTEXT_RAMP = (*_PER_DEVICE, "global_rampup_samples")
+MAXTEXT_RAMP = (
+    *("per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"),
+)
 # What is read only where other keys have some value.
 RAMP_CHOICES: Choices = {
     f"without {_GLOBAL_SIZES}": (*MAXTEXT_RAMP, "gradient_accumulation_steps"),
@@ -105,33 +105,36 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @classmethod
     def read(cls, config: Any) -> Self:
-        """The batch keys of a mapping, or of any object that has some of them as attributes. Keys
-        left out or None have base.yml's default, but the ramp and the length count as not given.
+        """Reads the batch keys of a mapping, or of any object that has some of them as attributes.
+        Keys left out or None have base.yml's default, but the ramp and the length count as not
+        given.
         """
         if isinstance(config, cls):
             return config
-        is_mapping = isinstance(config, Mapping | ml_collections.ConfigDict)
-        raw = _from_mapping(config) if is_mapping else {}
-        for name in () if is_mapping else cls.names():
-            # MaxText's own configuration raises a ValueError for what it does not have.
-            with contextlib.suppress(AttributeError, KeyError, ValueError):
-                raw[name] = getattr(config, name)
-        plain = {
-            name: base.cast_value(f"{name}={raw[name]}", _plain(raw[name]), name)
-            for name in cls.names()
-            if raw.get(name) is not None
-        }
-        if all(plain.get(name) in (None, "", -1) for name in _SIZES):
+        is_mapping = isinstance(config, Mapping)
+        if is_mapping:
+            unknown = [(f"{k}={value}", k) for k, value in config.items() if k not in base.base()]
+            if unknown:
+                raise ConfigError(base.unknown_keys(unknown, "configs/base.yml"))
+            config = types.SimpleNamespace(**config)
+        values = {}
+        for name in cls.names():
+            value = None
+            with contextlib.suppress(ValueError):  # of MaxText's configuration: it has no such key
+                value = _plain(getattr(config, name, None))
+            if value is not None:
+                values[name] = base.cast_value(f"{name}={value}", value, name)
+        if all(values.get(name) in (None, "", -1) for name in _SIZES):
             sizes = ", ".join(_SIZES)
             raise ConfigError(
                 f"no batch size is given; give one of {sizes} (configs/base.yml describes them)"
             )
         left_out = base.base() | {name: base.unset(name) for name in _NOT_BY_DEFAULT}
         # Without a row's length, Megatron takes thresholds for samples: a row is one token.
-        values = left_out | {"max_target_length": 1} | plain
-        keys = cls.from_values(values)
-        if is_mapping:  # an object, such as MaxText's configuration, has keys that nobody gave
-            keys.refuse_unread(CHOICES, plain, values)
+        defaults = left_out | {"max_target_length": 1}
+        keys = cls.from_values(defaults | values)
+        if is_mapping:  # an object, such as MaxText's configuration, has defaults of its own
+            keys.refuse_unread(CHOICES, values, defaults | values)
         return keys
 
     @classmethod
@@ -146,36 +149,37 @@ class BatchKeys(CurveKeys, ShapeKeys):
             values = {**values, "global_batch_size": tokens // sample}
         return super().from_values(values)
 
-    def refuse_unread(self, choices: Choices, given: Collection[str], values: Values) -> None:
-        held = [{**values, **phase.values} for phase in self.phase_list]
+    def refuse_unread(self, choices: Choices, names: Collection[str], values: Values) -> None:
+        """Refuses keys, of `names` or of a phase, that no choice of that phase or a later reads."""
+        by_phase = [{**values, **phase.values} for phase in self.phase_list]
         for number, phase in enumerate(self.phase_list):
             with phase.name_errors():
-                refuse_unread(choices, phase.given if number else given, held[number:])
+                refuse_unread(choices, phase.changes if number else names, by_phase[number:])
 
     @functools.cached_property
-    def phase_list(self) -> tuple[phases.Phase[Self], ...]:
+    def phase_list(self) -> tuple[phases.Phase, ...]:
         return phases.make_phases(self)
 
-    def phase_at(self, sample: int) -> phases.Phase[Self]:
+    def phase_at(self, sample: int) -> phases.Phase:
         first = operator.attrgetter("first_sample")
         return self.phase_list[max(0, bisect.bisect_right(self.phase_list, sample, key=first) - 1)]
 
     def keys_at(self, sample: int) -> Self:
         return self.phase_at(sample).keys
 
-    def changing(self, name: str) -> list[phases.Phase[Self]]:
-        return [phase for phase in self.phase_list if name in phase.given]
+    def changing(self, name: str) -> list[phases.Phase]:
+        return [phase for phase in self.phase_list if name in phase.changes]
 
     def mesh_at(self, num_devices: int, sample: int) -> MeshKeys | None:
-        """The mesh on this many devices from the sample on; None if they make none."""
+        """Returns the mesh on this many devices from the sample on; None if they make none."""
         with contextlib.suppress(ConfigError):
             return self.keys_at(sample).resolve(num_devices)
 
     @property
     def gives_global_batch(self) -> bool:
         """Whether batches do not depend on the number of devices."""
-        sizes = self.rampup_batch_size, self.step_batch_size_schedule, self.rampup_policy
-        return any(sizes) or self.global_batch_size != -1
+        ramps = self.step_batch_size_schedule or self.rampup_policy
+        return bool(ramps) or self.rampup_batch_size is not None or self.global_batch_size != -1
 
     @property
     def is_open(self) -> bool:
@@ -203,7 +207,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
         return "step_batch_size_unit" if pairs > 1 and self.step_batch_size_unit == "tokens" else ""
 
     def samples_in_batches_of(self, batch: int) -> int:
-        """Samples of a run of known length whose steps all train on `batch` rows."""
+        """Counts the samples of a run of known length whose steps all train on `batch` rows."""
         return -(-self.samples_of_run // batch) * batch
 
     @property
@@ -220,20 +224,8 @@ class BatchKeys(CurveKeys, ShapeKeys):
         return self.nodes * self.devices_per_node
 
 
-def _from_mapping(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
-    values, unknown = {}, []
-    for name, value in config.items():
-        if pair := peers.translate(str(name), value):
-            values[pair[0]] = pair[1]
-        elif peers.refusal(str(name), value) is None:
-            unknown.append((f"{name}={value}", str(name)))
-    if unknown:
-        raise ConfigError(base.unknown_keys(unknown, "configs/base.yml"))
-    return values
-
-
 def _plain(value: Any) -> Any:
-    """A value as a config file would give it, not as a NumPy number, a tuple or an enum."""
+    """Turns NumPy numbers, tuples and enums into what a config file would give."""
     value = value.value if isinstance(value, enum.Enum) else value
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, tuple) else value

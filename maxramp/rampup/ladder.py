@@ -1,4 +1,6 @@
-"""The ladder of a `rampup_policy`: its batch sizes, and when each may be taken. Imports no JAX."""
+"""The ladder of a `rampup_policy`: its batch sizes, and when a run may climb to each. Imports no
+JAX.
+"""
 
 import dataclasses
 import itertools
@@ -17,22 +19,21 @@ FEWEST_STEPS = 8  # of a period: fewer say too little about their own spread
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """A size above the first, under rampup_policy=noise."""
+    """A size above the first under rampup_policy=noise, and from how many samples it may begin."""
 
-    global_batch_size: int  # its rows
-    earliest: int  # samples consumed before which it is not taken
-    expected: int  # and from which on it is, in a plan without measurements
-    latest: float  # samples from which on it is taken whatever was measured; infinity = never
+    global_batch_size: int
+    earliest: int  # it does not begin before
+    expected: int  # it begins here in a plan, which knows no measurements
+    latest: float  # it begins here whatever was measured; infinity = never
 
 
 def rungs(keys: BatchKeys, above: int = 0) -> list[Rung]:
-    """The rungs above a batch; the first of the ladder is where a run begins."""
-    first, *sizes = keys.rampup_ladder
-    warm = int(Curve.from_keys(keys, keys.samples_in_batches_of(first), first).warmup)
+    """Returns the rungs that are larger than the batch `above`, without the ladder's first size."""
+    warm = int(_curve_of_first(keys).warmup)
     ladder = []
-    for i, size in enumerate(sizes):
+    for i, size in enumerate(keys.rampup_ladder[1:]):
         earliest = max(warm, keys.rampup_earliest[i] if keys.rampup_earliest else 0)
-        # In the middle of its two; without a latest sample, rungs share the run from there on.
+        # Half way between the two; without a latest sample, the rungs share the rest of the run.
         expected = earliest + (keys.samples_of_run - earliest) * (i + 1) // len(keys.rampup_ladder)
         latest = math.inf
         if keys.rampup_latest:
@@ -45,12 +46,13 @@ def rungs(keys: BatchKeys, above: int = 0) -> list[Rung]:
 def simulate(
     keys: BatchKeys, noisy_from: Callable[[Rung], float], sample: int = 0, rows: int = 0
 ) -> list[tuple[int, int]]:
-    """(first sample, global batch size) of the rungs that a run takes which stands at a sample with
-    a batch of `rows` (0: the ladder's first), if the noise asks for each from some sample on.
+    """Returns (first sample, global batch size) of the rungs to come for a run that stands at
+    `sample` with a batch of `rows` (0: the ladder's first), where the noise allows each rung from
+    the sample `noisy_from(rung)` on.
     """
     pairs, rows, length = [], rows or keys.rampup_ladder[0], period(keys)
     for rung in rungs(keys, rows):
-        # Noise needs two periods, the last one of which ends with steps of the rung below.
+        # A decision needs two periods, and the second one ends with steps of the rung below.
         ends = max(2, sample // length + 1) * length
         begins = max(noisy_from(rung), rung.earliest, ends + rows)
         begins = min(begins, rung.latest)
@@ -63,20 +65,20 @@ def simulate(
 
 
 def expected_rungs(
-    keys: BatchKeys, sample: int = 0, taken: Sequence[tuple[int, int]] = ()
+    keys: BatchKeys, sample: int = 0, climbed: Sequence[tuple[int, int]] = ()
 ) -> list[tuple[int, int]]:
-    """The rungs of a plan without measurements, after those that were `taken`; of other policies
-    none. A rung that comes too late begins after the run's end.
+    """Returns the rungs that were `climbed` and those that a plan expects, which knows no
+    measurements; [] under other policies. A rung may begin after the run's end.
     """
     if keys.rampup_policy != "noise":
         return []
-    rows = taken[-1][1] if taken else 0
-    return [*taken, *simulate(keys, operator.attrgetter("expected"), sample, rows)]
+    rows = climbed[-1][1] if climbed else 0
+    return [*climbed, *simulate(keys, operator.attrgetter("expected"), sample, rows)]
 
 
 def fixed_ramp(keys: BatchKeys, stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The keys of a ramp that repeats the `stages` of a run with rampup_policy=noise; none of one
-    whose batches were changed, which no single ramp repeats.
+    """Returns keys of a ramp that repeats the `stages` of a run with rampup_policy=noise; {} if a
+    restart changed the batches, which no single ramp repeats.
     """
     sizes = [stage["global_batch_size"] for stage in stages]
     if keys.rampup_policy != "noise" or sizes != list(keys.rampup_ladder[: len(sizes)]):
@@ -91,14 +93,16 @@ def fixed_ramp(keys: BatchKeys, stages: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def period(keys: BatchKeys) -> int:
-    """Samples between two decisions of rampup_policy=noise; a 64th of the run by default."""
+    """Returns the samples between two decisions of rampup_policy=noise: by default, a 64th of the
+    run.
+    """
     if keys.rampup_decision_samples != -1:
         return keys.rampup_decision_samples
     return max(keys.samples_of_run // 64, FEWEST_STEPS * keys.rampup_ladder[-2])
 
 
-def policy(keys: BatchKeys) -> Relations:
-    """What every policy needs, once each key is known to be in its range."""
+def _check_policy(keys: BatchKeys) -> Relations:
+    """Checks what every policy needs, once each key is known to be in its range."""
     ladder, rule = list(keys.rampup_ladder), f"rampup_policy={keys.rampup_policy}"
     shown = f"rampup_ladder={ladder}"
     yield (
@@ -121,8 +125,9 @@ def policy(keys: BatchKeys) -> Relations:
     )
 
 
-def noise(keys: BatchKeys) -> Relations:
-    yield from policy(keys)
+def check_noise(keys: BatchKeys) -> Relations:
+    """Checks the keys of rampup_policy=noise."""
+    yield from _check_policy(keys)
     yield (
         keys.rampup_ladder[0] == 1,
         f"rampup_ladder={list(keys.rampup_ladder)} with rampup_policy=noise: a batch of 1 row has "
@@ -168,7 +173,7 @@ _ROUNDING = 1e-3
 
 
 def seesaw_sizes(keys: BatchKeys) -> list[tuple[int, int]]:
-    """(from which sample on, global batch size) under rampup_policy=seesaw, the first at sample 0.
+    """Returns (first sample, global batch size) of every stage under rampup_policy=seesaw.
 
     Seesaw lets the batch grow where the learning rate would fall (Meterez et al., arXiv
     2510.14717): where the base curve cuts the rate by a factor a, it cuts it by sqrt(a) and
@@ -182,16 +187,16 @@ def seesaw_sizes(keys: BatchKeys) -> list[tuple[int, int]]:
     is never above B / x. The base curve is that of a run of constant batch B over the same samples,
     so all thresholds are known before the run begins.
     """
-    first = keys.rampup_ladder[0]
-    curve = Curve.from_keys(keys, keys.samples_in_batches_of(first), first)
+    first, curve = keys.rampup_ladder[0], _curve_of_first(keys)
     return [(0, first)] + [
         (math.ceil(curve.falls_to(first / size) - _ROUNDING), rung)
         for rung, size in _rungs_above_first(keys)
     ]
 
 
-def seesaw(keys: BatchKeys) -> Relations:
-    yield from policy(keys)
+def check_seesaw(keys: BatchKeys) -> Relations:
+    """Checks the keys of rampup_policy=seesaw."""
+    yield from _check_policy(keys)
     sizes, lowest = list(keys.rampup_ladder), keys.learning_rate_final_fraction
     for rung, size in _rungs_above_first(keys):
         ends = f"({sizes[0]} / {show(lowest)} = {sizes[0] / lowest:g} rows)" if lowest else ""
@@ -203,8 +208,14 @@ def seesaw(keys: BatchKeys) -> Relations:
         )
 
 
+def _curve_of_first(keys: BatchKeys) -> Curve:
+    """Returns the learning rate's curve of a run whose batches all have the ladder's first size."""
+    first = keys.rampup_ladder[0]
+    return Curve.from_keys(keys, keys.samples_in_batches_of(first), first)
+
+
 def _rungs_above_first(keys: BatchKeys) -> list[tuple[int, float]]:
-    """(rung, size that B / x has where the rung begins) of every rung but the first."""
+    """Returns (rung, value of B / x at which the rung begins) of every rung but the first."""
     nearest = keys.rampup_rounding == "nearest"
     return [
         (rung, math.sqrt(below * rung) if nearest else rung)

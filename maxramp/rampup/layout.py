@@ -1,4 +1,4 @@
-"""How a global batch lies on devices: the split into passes, and how many nodes. Imports no JAX.
+"""Spreads a global batch over devices: the split into passes, and how many nodes. Imports no JAX.
 
 The rows of a rank are its micro batch (rows in one pass, in multiples of its share of a pipeline's
 micro batches) times the accumulation (passes). Node-time is nodes * time, of a step or a stage,
@@ -33,24 +33,24 @@ Layouts = list[Layout | None]  # of stages; None where a batch does not divide
 
 
 def rows_per_device_limit(keys: BatchKeys) -> Fraction:
-    """The most rows that a device may hold in one pass."""
+    """Returns the most rows that a device may hold in one pass."""
     if keys.micro_batch_size != -1:
         return Fraction(keys.micro_batch_size, keys.model_parallel_size)
-    if keys.per_device_batch_size <= 0:  # no size of a pass is given: any batch is one
+    if keys.per_device_batch_size <= 0:  # no size of a pass: any batch fits in one
         return Fraction(keys.global_batch_size, keys.model_parallel_size)
     return exact(keys.per_device_batch_size)
 
 
 def _rows_per_rank_limit(keys: BatchKeys, rows_per_device: Fraction | None) -> int:
-    """The most rows of a rank in one pass; 0 where a pipeline's share is more than that."""
+    """Returns the most rows of a rank in one pass, 0 if a pipeline's share is more than that."""
     per_device = rows_per_device or rows_per_device_limit(keys)
     rows = max(1, int(per_device * keys.model_parallel_size))
     return rows // keys.rows_multiple * keys.rows_multiple
 
 
 def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> Layout | None:
-    """The largest micro batch up to the limit that divides; None where no split does. The split
-    that a notation asks for is taken as it is where it makes the batch.
+    """Spreads a batch in the largest micro batch that divides it, or as its notation asks where
+    that makes the batch; None if no split divides it.
     """
     keys, batch = keys.keys_at(threshold.first_sample), threshold.global_batch_size
     asked = threshold.accumulation
@@ -73,6 +73,7 @@ def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> L
 
 
 def uneven(keys: BatchKeys, threshold: Threshold, num_devices: int | None) -> Layout:
+    """Returns what stands for the layout of a batch that does not divide; `refusal` says why."""
     devices = num_devices or keys.num_devices
     nodes, passes = -(-devices // keys.devices_per_node), threshold.accumulation or 1
     return Layout(nodes, devices, Fraction(threshold.global_batch_size, devices * passes), passes)
@@ -81,7 +82,7 @@ def uneven(keys: BatchKeys, threshold: Threshold, num_devices: int | None) -> La
 def refusal(
     keys: BatchKeys, index: int, threshold: Threshold, num_devices: int | None
 ) -> ConfigError:
-    """Why a stage cannot run, on the devices of a job or on any nodes, and what could."""
+    """Says why a stage cannot run on the devices of a job, or on any nodes, and what could."""
     phase = keys.phase_at(threshold.first_sample)
     keys = phase.keys
     batch, size = threshold.global_batch_size, threshold.rows_per_device
@@ -136,8 +137,8 @@ def refusal(
 
 
 def pass_price(keys: BatchKeys, rows_per_device: Fraction) -> Fraction:
-    """What a pass takes, in passes of the largest micro batch: linear in the rows, with a fixed
-    part of planned_pass_overhead rows. It alone makes fewer nodes cheaper for a small batch.
+    """Returns the time of a pass, in passes of the largest micro batch: linear in the rows, with a
+    fixed part of planned_pass_overhead rows, which makes fewer nodes cheaper for a small batch.
     """
     overhead = exact(keys.planned_pass_overhead)
     return (rows_per_device + overhead) / (rows_per_device_limit(keys) + overhead)
@@ -150,10 +151,9 @@ def schedule_nodes(
     meshes: Meshes,
     restart_passes: float,
 ) -> Layouts:
-    """The nodes of every stage by `node_schedule`, nemo or best; None where its batch divides over
-    no number of them. `steps` are those that the run takes of each stage. No number of devices is
-    taken without a mesh. `restart_passes` is the time of a change of nodes, in passes of the
-    largest micro batch.
+    """Chooses the nodes of every stage by node_schedule=nemo or best, among those with a mesh; None
+    where a batch divides over none. `steps` are those of each stage in the run, `restart_passes`
+    the time of a change of nodes, in passes of the largest micro batch.
     """
     if keys.node_schedule == "nemo":
         return _nemo_schedule(keys, thresholds, meshes)
@@ -177,8 +177,8 @@ def _layouts(
 def fit(
     keys: BatchKeys, threshold: Threshold, planned: int, available: int, meshes: Meshes
 ) -> Layout | None:
-    """On the available nodes, up to those planned; where the batch divides over none of
-    these numbers, the fewest nodes that it can wait for. None where it divides over none at all.
+    """Lays a batch on the available nodes, up to those planned. If it divides over none of these
+    numbers, it waits for the fewest nodes that it can have; None if it divides over none at all.
     """
     fewest = min(keys.min_nodes, planned)
     layouts = list(_layouts(keys, threshold, range(fewest, planned + 1), meshes))
@@ -189,10 +189,11 @@ def fit(
 def _cheapest(
     keys: BatchKeys, options: Sequence[list[Layout]], steps: Sequence[int], restart_passes: float
 ) -> Layouts:
-    """The cheapest choice of a layout for every stage, by dynamic programming over (stage, nodes).
+    """Chooses the cheapest layouts for all stages, by dynamic programming over (stage, nodes).
+
     Nodes shrink only where the stages cannot run otherwise. Then the node-time of the run decides,
-    in which every change of nodes costs all nodes a restart. It is weighted so that twice the nodes
-    may take node_time_tolerance more of it: of near-equal choices the shortest run is taken.
+    in which every change of nodes costs all nodes a restart. It is weighted: twice the nodes may
+    take node_time_tolerance more of it, so of near-equal choices the shortest run wins.
     """
 
     def weigh(time: float, nodes: int) -> float:
@@ -229,9 +230,9 @@ def _cheapest(
 
 
 def _nemo_schedule(keys: BatchKeys, thresholds: Sequence[Threshold], meshes: Meshes) -> Layouts:
-    """NeMo's rule, from the largest batch down: the final size gets all nodes, a smaller one the
-    largest number, up to that of the next larger one, that gives whole micro batches to every rank.
-    Numbers without a mesh are passed over.
+    """Chooses nodes by NeMo's rule, from the last batch back. The last one gets all nodes, each one
+    before it the largest number that gives whole micro batches to every rank and is no more than
+    that of its successor.
     """
     most, chosen = keys.nodes, []
     for threshold in reversed(thresholds):

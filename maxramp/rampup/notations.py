@@ -1,5 +1,5 @@
-"""Keys -> thresholds: three notations for a ramp, a policy, phases and a constant batch. Imports no
-JAX.
+"""Turns keys into thresholds: three notations for a ramp, a policy, phases and a constant batch.
+Imports no JAX.
 """
 
 import dataclasses
@@ -20,19 +20,16 @@ from maxramp.rampup.phases import WARMUP, Phase
 
 @dataclasses.dataclass(frozen=True)
 class Threshold:
-    """From `first_sample` consumed samples on, steps train on `global_batch_size` rows.
-    `rows_per_device` is the most that a device may hold in one pass (None: the configured most),
-    `accumulation` the passes that the notation asks for (None: what the split needs).
-    """
+    """From `first_sample` consumed samples on, steps train on `global_batch_size` samples."""
 
     first_sample: int
     global_batch_size: int
-    rows_per_device: Fraction | None = None
-    accumulation: int | None = None
+    rows_per_device: Fraction | None = None  # the most in one pass; None: the configured most
+    accumulation: int | None = None  # the passes of the notation; None: what the split needs
 
 
 def thresholds(keys: BatchKeys) -> list[Threshold]:
-    """Of the notation that is used and of the phases, the first at sample 0."""
+    """Returns the thresholds of the notation that is used and of the phases, the first at 0."""
     check(keys)
     joined, ends = [], [phase.first_sample for phase in keys.phase_list[1:]]
     for phase, end in zip(keys.phase_list, [*ends, math.inf], strict=True):
@@ -46,39 +43,35 @@ def thresholds(keys: BatchKeys) -> list[Threshold]:
     return joined
 
 
+def check(keys: BatchKeys) -> None:
+    """Refuses a ramp and phases that are wrong on any number of devices."""
+    for phase in keys.phase_list:
+        with phase.name_errors():
+            refuse(_check_phase(keys, phase))
+            refuse(_check_notations(phase.keys))
+            _ = phase.keys.rows_of_sample  # raises where a row is not part of a sample
+            if phase.keys.gives_global_batch:
+                _read_notation(phase.keys)
+            elif phase.keys.enable_rampup_batch_size:
+                refuse(_check_maxtext(phase.keys))
+
+
 def _read_notation(keys: BatchKeys) -> list[Threshold]:
     if keys.rampup_batch_size is not None:
+        refuse(_check_nemo(keys))
         return _nemo(keys)
     if keys.step_batch_size_schedule:
         # A step uses the last pair whose threshold is not above the consumed samples.
         return [Threshold(*pair) for pair in _parse_schedule(keys)]
     if keys.rampup_policy == "seesaw":
+        refuse(ladder.check_seesaw(keys))
         return [Threshold(*pair) for pair in ladder.seesaw_sizes(keys)]
     if keys.rampup_policy:  # the first size; the others are decided while the run trains
+        refuse(ladder.check_noise(keys))
         return [Threshold(0, keys.rampup_ladder[0])]
     if keys.global_batch_size != -1:
         return [Threshold(0, keys.global_batch_size)]
     return _maxtext(keys)
-
-
-def check(keys: BatchKeys) -> None:
-    for phase in keys.phase_list:
-        with phase.name_errors():
-            refuse(_check_phase(keys, phase))
-            _check(phase.keys)
-
-
-def _check(keys: BatchKeys) -> None:
-    refuse(_check_notations(keys))
-    _ = keys.rows_of_sample  # raises where a row is not part of a sample
-    if keys.enable_rampup_batch_size:
-        refuse(_check_maxtext(keys))
-    elif keys.rampup_batch_size is not None:
-        refuse(_check_nemo(keys))
-    elif keys.step_batch_size_schedule:
-        _parse_schedule(keys)
-    elif keys.rampup_policy:
-        refuse(ladder.seesaw(keys) if keys.rampup_policy == "seesaw" else ladder.noise(keys))
 
 
 def _shown_ramps(keys: BatchKeys) -> list[str]:
@@ -93,16 +86,16 @@ def _shown_ramps(keys: BatchKeys) -> list[str]:
 
 
 def _check_phase(keys: BatchKeys, phase: Phase) -> Relations:
-    """A phase goes with a ramp where it leaves the batch to it, and where the ramp is known."""
+    """Refuses a batch that both a ramp and a phase give, and phases of a ramp that is not known."""
     maxtext = ("per_device_batch_size", "gradient_accumulation_steps")
     sizes = ("global_batch_size", "global_batch_tokens", *maxtext * keys.enable_rampup_batch_size)
     for ramp, name in itertools.product(_shown_ramps(keys), sizes):
         yield (
-            name in phase.given,
-            f"{name}={phase.given.get(name)}: {ramp} gives the batch; leave one of them out (the "
+            name in phase.changes,
+            f"{name}={phase.changes.get(name)}: {ramp} gives the batch; leave one of them out (the "
             "phases alone are a ramp: give the first batch as global_batch_size)",
         )
-    warmup = phase.given.get(WARMUP)
+    warmup = phase.changes.get(WARMUP)
     yield (
         warmup is not None and keys.learning_rate_by == "steps",
         f"{WARMUP}={warmup} rises over samples from the phase on, and "
@@ -116,7 +109,7 @@ def _check_phase(keys: BatchKeys, phase: Phase) -> Relations:
 
 
 def _check_notations(keys: BatchKeys) -> Relations:
-    """A ramp is given once; no notation but NeMo's has a global batch beside it."""
+    """Refuses a second notation, and a global batch beside another notation than NeMo's."""
     used = _shown_ramps(keys)
     yield (
         len(used) > 1,
@@ -142,7 +135,9 @@ def _check_rise(
     start_name: str,
     constant: str,
 ) -> Relations:
-    """A ramp rises from its start to its `end`, in whole increments; errors show `shown`."""
+    """Refuses a ramp that does not rise from its start to `end` in whole increments. `shown` are
+    the texts of the three `numbers` in an error.
+    """
     start, increment, samples = numbers
     name, final = end
     rise, without = final - start, f"lower the start, or {constant}"
@@ -172,9 +167,9 @@ def _check_maxtext(keys: BatchKeys) -> Relations:
 
 
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
-    """MaxText's notation, and a constant batch, which is a ramp of no increments. A stage lasts the
-    smallest number of steps whose samples reach global_rampup_samples / increments, and the next
-    stage counts from zero.
+    """Reads MaxText's notation, and a constant batch, which is a ramp of no increments. A stage
+    lasts the smallest number of steps whose samples reach global_rampup_samples / increments, and
+    the next stage counts from zero.
     """
     final, devices = exact(keys.per_device_batch_size), keys.num_devices
     sizes, share = [final], Fraction(0)
@@ -218,8 +213,9 @@ def _check_nemo(keys: BatchKeys) -> Relations:
 
 
 def _nemo(keys: BatchKeys) -> list[Threshold]:
-    """While consumed < samples, the size of a step is start + floor(consumed / share) * increment,
-    with share = samples / increments; from then on it is the final size.
+    """Reads NeMo's notation: while consumed < samples, the size of a step is
+    start + floor(consumed / share) * increment, with share = samples / increments; from then on it
+    is the final size.
     """
     start, increment, samples = keys.rampup_batch_size
     increments = (keys.global_batch_size - start) // increment

@@ -12,15 +12,13 @@ gives is taken as if it stood beside `phases`. Imports no JAX.
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.keys.numbers import parse_count
 from maxramp.parallel.axes import TABLE
 from maxramp.stage import SIGHT_KEYS
-
-KeysT = TypeVar("KeysT")
 
 # What a phase may change: a step is made anew for each, and nothing that the run keeps depends on
 # them.
@@ -54,22 +52,22 @@ _INSTEAD = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase(Generic[KeysT]):
-    """What holds from a sample on."""
+class Phase:
+    """Keys that hold from a sample on."""
 
-    name: str  # its threshold as it is given
+    name: str  # the threshold as written
     first_sample: int
-    given: Mapping[str, Any]  # by this phase
-    # by it and those before it, but for a warm-up anew and what holds at the beginning
+    changes: Mapping[str, Any]  # the values that this phase gives
+    # those of this phase and of the phases before it, without a warm-up anew and phase 0's
     values: Mapping[str, Any]
-    keys: KeysT  # with these values
+    keys: Any  # the BatchKeys with these values
 
     def __str__(self) -> str:
         return f"{_NAME}.{self.name}"
 
     @contextlib.contextmanager
     def name_errors(self) -> Iterator[None]:
-        """An error inside names the phase; the first is the keys themselves."""
+        """Names the phase in an error raised inside; phase 0 is the keys themselves."""
         try:
             yield
         except ConfigError as error:
@@ -77,8 +75,8 @@ class Phase(Generic[KeysT]):
 
 
 def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, Any]]:
-    """Keys with all phases in one mapping, and what phase 0 gives beside it. `pairs` are as given:
-    `phases`, which replaces `before`, and `phases.252M.KEY`, which is put into them.
+    """Yields keys and values with all phases in one mapping, and what phase 0 gives beside it.
+    Of `pairs`, `phases` replaces the phases `before`, and `phases.252M.KEY` changes one of them.
     """
     phases, is_changed = before, False
     for name, value in pairs:
@@ -130,7 +128,8 @@ def _check_key(threshold: str, key: str, value: Any) -> None:
         )
 
 
-def make_phases(keys: KeysT) -> tuple[Phase[KeysT], ...]:
+def make_phases(keys: Any) -> tuple[Phase, ...]:
+    """Makes the phases of `BatchKeys`, the first from the keys themselves."""
     values = {**vars(keys), _NAME: {}}
     phases = [Phase("0", 0, {}, {}, dataclasses.replace(keys, phases={}))]
     for threshold in sorted(keys.phases, key=_count):
@@ -144,26 +143,26 @@ def make_phases(keys: KeysT) -> tuple[Phase[KeysT], ...]:
                 f"{_NAME}.{threshold} begins at {sample} {unit}, not after {last}, which begins at "
                 f"{last.first_sample}; thresholds must increase"
             )
-        given = {}
+        changes = {}
         for key, value in keys.phases[threshold].items():
             _check_key(threshold, key, value)
             shown = f"{_NAME}.{threshold}.{key}={value}"
-            given[key] = base.cast_value(shown, value, key)
-            if given[key] is None:
+            changes[key] = base.cast_value(shown, value, key)
+            if changes[key] is None:
                 raise ConfigError(f"{shown} must be a number; leave it out to keep what it was")
-        instead = {other: base.unset(other) for key in given if (other := _INSTEAD.get(key))}
-        both = [f"{key}={given[key]}" for key in given if key in instead]
+        replaced = {_INSTEAD[key]: base.unset(_INSTEAD[key]) for key in changes if key in _INSTEAD}
+        both = [f"{key}={value}" for key, value in changes.items() if key in replaced]
         if both:
             raise ConfigError(
                 f"{_NAME}.{threshold}: {' and '.join(both)} say the same thing in two ways; keep "
                 "one of them"
             )
-        held = {**last.values, **instead, **given}
+        changed = {**last.values, **replaced, **changes}
         try:
-            own = type(keys).from_values({**values, **held})
+            own = type(keys).from_values({**values, **changed})
         except ConfigError as error:
             raise ConfigError(f"{_NAME}.{threshold}: {error}") from None
-        if held.pop(WARMUP, None) is not None:  # of this phase, and no part of the run's curve
+        if changed.pop(WARMUP, None) is not None:  # of this phase, and no part of the run's curve
             own = dataclasses.replace(own, **{WARMUP: values[WARMUP]})
-        phases.append(Phase(threshold, sample, given, held, own))
+        phases.append(Phase(threshold, sample, changes, changed, own))
     return tuple(phases)

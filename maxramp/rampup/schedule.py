@@ -1,10 +1,10 @@
 """The batch-size schedule as data: a short list of stages, with the words of docs/architecture.md.
 Imports no JAX.
 
-Every notation becomes a list of thresholds (`notations`), and one `walk` over the thresholds gives
-the stages: a step uses the batch size of the last threshold that is not above the samples consumed
-before it. How a batch lies on the devices is `layout`'s. All questions are then answered from the
-list in closed form, for any step, in any order.
+`notations` turns every notation into a list of thresholds, and `walk` turns thresholds into runs of
+steps: a step uses the batch size of the last threshold that is not above the samples consumed
+before it. `layout` spreads a batch over devices. The manager answers all questions from the list of
+stages in closed form, for any step, in any order.
 """
 
 import bisect
@@ -35,8 +35,8 @@ class Stretch(NamedTuple):
 
 
 def walk(thresholds: Sequence[Threshold], step: int, sample: int) -> Iterator[Stretch]:
-    """The stretches of thresholds, from a step and a sample on. Each ends with the first step that
-    reaches the next threshold; one that is passed within a step of the stretch before gives none.
+    """Yields the stretches of thresholds from a step and a sample on. A stretch ends with the first
+    step that reaches the next threshold; a threshold inside that step gives no stretch.
     """
     ends = [threshold.first_sample for threshold in thresholds[1:]]
     for threshold, end in zip(thresholds, [*ends, None], strict=True):
@@ -57,29 +57,30 @@ def layouts(
     meshes: Meshes,
     restart_passes: float,
 ) -> Layouts:
-    """None where a batch does not divide. Without `num_devices` (of one job), on the nodes that
-    `node_schedule` gives each. These are those of the whole run, wherever the stretches begin.
+    """Lays the batch of each stretch on the `num_devices` of one job, or without them on the nodes
+    that `node_schedule` chooses. A batch that does not divide gives None.
     """
     if num_devices or keys.node_schedule == "fixed":
         devices = num_devices or keys.num_devices
         nodes = -(-devices // keys.devices_per_node)
         return [layout.spread(keys, one.threshold, nodes, devices) for one in stretches]
 
-    def schedule_nodes(walked: Sequence[Stretch]) -> dict[Threshold | int, layout.Layout | None]:
-        thresholds, steps = [x.threshold for x in walked], [_steps_of_run(keys, x) for x in walked]
-        chosen = layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
-        return dict(zip(map(batch, thresholds), chosen, strict=True))
-
-    def batch(threshold: Threshold) -> Threshold | int:
+    def identity(threshold: Threshold) -> Threshold | int:
         # The nodes of a rung do not depend on when it is decided.
         return threshold.global_batch_size if keys.rampup_policy == "noise" else threshold
 
-    expected = [Threshold(*pair) for pair in ladder.expected_rungs(keys)]
-    whole = schedule_nodes(list(walk(notations.thresholds(keys) + expected, 0, 0)))
-    # A threshold that the steps from 0 on pass over may be met by those of a ramp that was changed.
-    others = [one for one in stretches if batch(one.threshold) not in whole]
-    whole |= schedule_nodes(others) if others else {}
-    return [whole[batch(one.threshold)] for one in stretches]
+    def schedule_nodes(walked: Sequence[Stretch]) -> dict[Threshold | int, layout.Layout | None]:
+        thresholds, steps = [x.threshold for x in walked], [_steps_of_run(keys, x) for x in walked]
+        chosen = layout.schedule_nodes(keys, thresholds, steps, meshes, restart_passes)
+        return dict(zip(map(identity, thresholds), chosen, strict=True))
+
+    # The choice is that of the whole run, wherever the stretches begin.
+    expected = [Threshold(*rung) for rung in ladder.expected_rungs(keys)]
+    chosen = schedule_nodes(list(walk(notations.thresholds(keys) + expected, 0, 0)))
+    # The steps of a changed ramp may meet a threshold that those from 0 on pass over.
+    others = [one for one in stretches if identity(one.threshold) not in chosen]
+    chosen |= schedule_nodes(others) if others else {}
+    return [chosen[identity(one.threshold)] for one in stretches]
 
 
 _LONG = 10**6  # steps that the last stretch of a run without a length is planned with
@@ -109,18 +110,14 @@ class Stage:
     nodes: int
     devices: int
     spec: StageSpec
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Rows of one forward and backward pass over all devices."""
-        return self.spec.rows
+    threshold: Threshold  # that the stage begins with
 
     def to_json(self) -> dict[str, Any]:
         size = plain_number(self.per_device_batch_size)
         values = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
         values |= {"max_target_length": self.spec.tokens}
         values |= {"mesh": self.spec.mesh and self.spec.mesh.sizes, **vars(self.spec.sight)}
-        return {name: value for name, value in values.items() if name != "spec"}
+        return {n: value for n, value in values.items() if n not in ("spec", "threshold")}
 
 
 class ResumePoint(NamedTuple):
@@ -135,7 +132,7 @@ class ResumePoint(NamedTuple):
 
 
 def trained_stages(stages: Sequence[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    """The stages of the steps before one, the last with those of its steps alone."""
+    """Returns the stages up to a step, the last one cut there."""
     trained = [dict(stage) for stage in stages if stage["first_step"] < step]
     for last in trained[-1:]:
         steps = step - last["first_step"]
@@ -177,7 +174,7 @@ class RampupBatchManager:
             keys = dataclasses.replace(keys, num_nodes=1, devices_per_node=num_devices)
         self.trained = trained_stages(point.stages, point.step)
         self.shown_length = keys.shown_length
-        # How many tokens more the samples before were than as many of today.
+        # Samples that were trained with another length have more or fewer tokens than today's.
         length = keys.max_target_length
         longer = [(s["max_target_length"] - length, s["samples"]) for s in self.trained]
         self._more_tokens = sum(more * samples for more, samples in longer)
@@ -196,26 +193,35 @@ class RampupBatchManager:
         meshes = functools.cache(meshes or keys.mesh_at)
         placements = layouts(keys, stretches, num_devices, meshes, restart_passes)
         self.keys, self.thresholds, self._meshes = keys, thresholds, meshes
-        self._refusals: dict[int, ConfigError] = {}
+        self._num_devices = num_devices
+        self._undivided: set[int] = set()  # indices of stages whose batch lies on no devices
         self.stages: list[Stage] = []
         for stretch, placed in zip(stretches, placements, strict=True):
             threshold, steps = stretch.threshold, stretch.steps
-            refused = placed is None
-            placed = placed or layout.uneven(keys, threshold, num_devices)
-            size, passes = threshold.global_batch_size, placed.gradient_accumulation_steps
-            held = keys.keys_at(threshold.first_sample)
-            mesh = meshes(placed.devices, threshold.first_sample)
-            spec = held.spec(passes, size // passes, mesh, fields)
-            index = self.stages[-1].index + 1 if self.stages else _number(point, size, spec)
-            if refused:
-                self._refusals[index] = layout.refusal(keys, index, threshold, num_devices)
-            samples = None if steps is None else steps * size
-            first = stretch.first_step, steps, stretch.first_sample, samples
+            size = threshold.global_batch_size
+            spread = placed or layout.uneven(keys, threshold, num_devices)
+            passes = spread.gradient_accumulation_steps
+            mesh = meshes(spread.devices, threshold.first_sample)
+            phase_keys = keys.keys_at(threshold.first_sample)
+            spec = phase_keys.spec(passes, size // passes, mesh, fields)
+            index = self.stages[-1].index + 1 if self.stages else _first_index(point, size, spec)
+            if not placed:
+                self._undivided.add(index)
             self.stages.append(
-                Stage(index, *first, global_batch_size=size, spec=spec, **vars(placed))
+                Stage(
+                    index=index,
+                    first_step=stretch.first_step,
+                    steps=steps,
+                    first_sample=stretch.first_sample,
+                    samples=None if steps is None else steps * size,
+                    global_batch_size=size,
+                    spec=spec,
+                    threshold=threshold,
+                    **vars(spread),
+                )
             )
+        # (first step, first sample, global batch size) of all stages of the run
         names = "first_step", "first_sample", "global_batch_size"
-        # of all stages of the run, those that were trained too
         self.batches = [tuple(stage[name] for name in names) for stage in self.trained]
         self.batches += [tuple(getattr(stage, name) for name in names) for stage in self.stages]
 
@@ -223,27 +229,26 @@ class RampupBatchManager:
         return vars(self) | {"_meshes": None}  # for readers in other processes, which ask for none
 
     def fit(self, stage: Stage, available_nodes: int) -> Stage:
-        """A stage on the available nodes, of those that are planned for it."""
-        begins = operator.attrgetter("first_sample")
-        last = bisect.bisect_right(self.thresholds, stage.first_sample, key=begins) - 1
-        threshold = self.thresholds[max(0, last)]
-        placed = layout.fit(self.keys, threshold, stage.nodes, available_nodes, self._meshes)
+        """Returns a stage on the available nodes, up to those that are planned for it."""
+        planned = self.keys, stage.threshold, stage.nodes
+        placed = layout.fit(*planned, available_nodes, self._meshes)
         return dataclasses.replace(stage, **vars(placed)) if placed else stage
 
     def stage_at_step(self, step: int) -> Stage:
-        return _last_begun(self.stages, "first_step", step, operator.attrgetter("first_step"))
+        return _last_begun(self.stages, "step", step, operator.attrgetter("first_step"))
 
     def stage_at_sample(self, sample: int) -> Stage:
-        name = "first_sample"
-        return _last_begun(self.stages, name, sample, operator.attrgetter(name))
+        return _last_begun(self.stages, "sample", sample, operator.attrgetter("first_sample"))
 
     def samples_before(self, step: int) -> int:
-        """Step k trains on rows [samples_before(k), samples_before(k + 1)), of any step."""
+        """Counts the samples before a step, which trains on rows
+        [samples_before(step), samples_before(step + 1)).
+        """
         first, sample, size = _last_begun(self.batches, "step", step, operator.itemgetter(0))
         return sample + (step - first) * size
 
     def step_at_sample(self, sample: int) -> int:
-        """The step that trains on row `sample`: samples_before(step) <= sample."""
+        """Returns the step that trains on row `sample`."""
         first, begins, size = _last_begun(self.batches, "sample", sample, operator.itemgetter(1))
         return first + (sample - begins) // size
 
@@ -276,7 +281,7 @@ class RampupBatchManager:
         return self.samples_before(self.total_steps)
 
     def steps_of_constant(self, batch: int) -> int:
-        """The steps of a run as long whose batches all have this size."""
+        """Counts the steps of a run of the same length whose batches all have this size."""
         samples = self.keys.samples_of_run
         return -(-(self.total_samples if samples == -1 else samples) // batch)
 
@@ -287,7 +292,7 @@ class RampupBatchManager:
         return list(dict.fromkeys([*before, self.keys.max_target_length]))
 
     def tokens(self, samples: int) -> int:
-        """Tokens of the run's first samples, of as many as were trained or more."""
+        """Counts the tokens of the run's first samples, which include all that were trained."""
         return samples * self.keys.max_target_length + self._more_tokens
 
     @property
@@ -311,10 +316,10 @@ class RampupBatchManager:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """The stages of the whole run, as trained and as to come, and its length."""
+        """Returns the length and the stages of the whole run, those that were trained too."""
         first, *later = (stage.to_json() for stage in self.stages)
         before = self.trained
-        if before and before[-1]["index"] == first["index"]:  # it goes on
+        if before and before[-1]["index"] == first["index"]:  # the first stage continues that one
             *before, begun = before
             first |= {name: begun[name] for name in ("first_step", "first_sample")}
             if first["steps"] is not None:
@@ -327,9 +332,10 @@ class RampupBatchManager:
         }
 
     def check(self, stages: Sequence[Stage]) -> None:
+        """Refuses stages whose batch does not divide over their devices."""
         for stage in stages:
-            if stage.index in self._refusals:
-                raise self._refusals[stage.index]
+            if stage.index in self._undivided:
+                raise layout.refusal(self.keys, stage.index, stage.threshold, self._num_devices)
 
 
 def _last_begun(items: Sequence[Any], name: str, value: int, first: Callable[[Any], int]) -> Any:
@@ -339,17 +345,16 @@ def _last_begun(items: Sequence[Any], name: str, value: int, first: Callable[[An
     return items[begun - 1]
 
 
-def _number(point: ResumePoint, size: int, spec: StageSpec) -> int:
-    """The number of the first stage of a schedule: where it is as the schedule before had it, that
-    one's; else that of the last step's stage, which it continues or follows.
+def _first_index(point: ResumePoint, size: int, spec: StageSpec) -> int:
+    """Returns the index of a schedule's first stage: that of the stage which the schedule before
+    has at this step, where it is the same; else it continues or follows the last trained stage.
     """
     shape = {"global_batch_size": size, "max_target_length": spec.tokens}
     shape |= {"row_length": spec.row_length, **vars(spec.sight)}
     begun = [stage for stage in point.stages if stage["first_step"] <= point.step]
     trained = [stage for stage in begun if stage["first_step"] < point.step]
-    for stage in begun[-1:]:
-        if shape.items() <= stage.items():
-            return stage["index"]
-    for stage in trained[-1:]:
-        return stage["index"] + (not shape.items() <= stage.items())
+    if begun and shape.items() <= begun[-1].items():
+        return begun[-1]["index"]
+    if trained:
+        return trained[-1]["index"] + (not shape.items() <= trained[-1].items())
     return 0

@@ -259,7 +259,7 @@ class PolicyTrainer:
     def evaluate(self, stage: Stage) -> Dispatched:
         """The rewards of answers to every held-out prompt, written in the parts of a stage; it
         raises as `step` does."""
-        count, size = len(self._held_out.texts), stage.micro_batch_size
+        count, size = len(self._held_out.texts), stage.spec.rows
         weights = self._programs.generator.prepare(self.state.model)
         # What fills up the last part does not count.
         asked = [self._held_out[i % count] for i in range(-(-count // size) * size)]
@@ -286,7 +286,7 @@ class PolicyTrainer:
         Each part comes when the next one has its answers as well, so that its rewards are worked
         out meanwhile; first comes None. `first` is the number of the first answer.
         """
-        size, each = stage.micro_batch_size, self._policy.num_generations
+        size, each = stage.spec.rows, self._policy.num_generations
         asked = (
             self._scorer.ask(weights, prompts[at : at + size], first + at * each)
             for at in range(0, len(prompts), size)

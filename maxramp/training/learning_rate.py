@@ -66,11 +66,11 @@ class LearningRate:
     def _phase_peak(self, samples: Any) -> tuple[Any, Any]:
         """A phase's peak, and the share that a new warm-up has reached, or None."""
         phases = self.ramp.keys.phase_list
-        if not any({"learning_rate", WARMUP} & {*p.given} for p in phases):
+        if not any({"learning_rate", WARMUP} & {*p.changes} for p in phases):
             return self.keys.learning_rate, None
         starts = [phase.first_sample for phase in phases]
         peaks = [phase.values.get("learning_rate", self.keys.learning_rate) for phase in phases]
-        lengths = [self.curve.part(phase.given.get(WARMUP, 0.0)) for phase in phases]
+        lengths = [self.curve.part(phase.changes.get(WARMUP, 0.0)) for phase in phases]
         starts, peaks, lengths = jnp.asarray([starts, peaks, lengths], jnp.float32)
         i = jnp.searchsorted(starts, samples, side="right") - 1
         intervals = lengths[i] - self.curve.quantum

@@ -105,7 +105,7 @@ def keys_of(files, *more):
 def opened(files, *more):
     config = make_config(*keys_of(files, *more))
     phases = config.batch.changing(MIXTURE)
-    later = [(phase.first_sample, phase.given[MIXTURE]) for phase in phases]
+    later = [(phase.first_sample, phase.changes[MIXTURE]) for phase in phases]
     return open_rows(config.data, True, later=later), config
 
 

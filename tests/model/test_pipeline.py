@@ -519,7 +519,7 @@ def test_every_pass_has_whole_shares():
     ramp.check(ramp.stages)
     assert len(ramp.stages) == 10
     for stage in ramp.stages:
-        rows = stage.micro_batch_size // 8
+        rows = stage.spec.rows // 8
         assert rows % 3 == 0 and rows <= 8
         assert stage.gradient_accumulation_steps * rows * 8 == stage.global_batch_size
     assert config.evaluation.eval_per_device_batch_size % 3 == 0

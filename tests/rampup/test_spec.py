@@ -18,7 +18,7 @@ def ramp_of(*arguments, fields=text_fields):
 def test_a_stage_is_all_of_its_shape():
     for stage in ramp_of("max_target_length=48", "remat_policy=minimal").stages:
         spec = stage.spec
-        assert spec.samples == stage.global_batch_size and spec.rows == stage.micro_batch_size
+        assert spec.samples == stage.global_batch_size and spec.rows == stage.spec.rows
         assert spec.accumulation == stage.gradient_accumulation_steps
         assert (spec.tokens, spec.remat_policy) == (48, "minimal")
         assert math.prod(spec.mesh.sizes.values()) == stage.devices
