@@ -41,19 +41,20 @@ def main(arguments: list[str]) -> int:
     add("--tolerance", type=float, default=0.01, metavar="NATS", help=text)
     add("--json", action="store_true", help="print the result as JSON when all is done")
     add("keys", nargs="*", metavar="key=value", help="for every branch")
-    given = parser.parse_intermixed_args(arguments)
-    if not 0 <= given.tolerance < math.inf:
-        raise ConfigError(f"--tolerance {given.tolerance:g} must be 0 nats or more")
+    options = parser.parse_intermixed_args(arguments)
+    if not 0 <= options.tolerance < math.inf:
+        raise ConfigError(f"--tolerance {options.tolerance:g} must be 0 nats or more")
     take_hardware("cpu")  # the devices are for the branches
-    experiment = Experiment(given.run, given.at, given.sizes, given.tokens, given.keys)
-    if status := experiment.train(sys.stderr if given.json else sys.stdout):
+    experiment = Experiment(options.run, options.at, options.sizes, options.tokens, options.keys)
+    if status := experiment.train(sys.stderr if options.json else sys.stdout):
         return status
-    result = experiment.result(given.tolerance)
-    print(json.dumps(as_json(result))) if given.json else print_result(result)
+    result = experiment.result(options.tolerance)
+    print(json.dumps(as_json(result))) if options.json else print_result(result)
     return 0
 
 
 def print_result(result: dict[str, Any]) -> None:
+    """Prints the table of sizes, the largest that costs nothing, and what it rests on."""
     columns = (
         *("batch", "steps", "learning\nrate", "held-out\nloss", "above the\nbest smaller"),
         *("90% interval", "within"),
@@ -70,24 +71,27 @@ def print_result(result: dict[str, Any]) -> None:
         ]
         for size in result["sizes"]
     ]
-    rows[0][4:6] = "-", "-"  # there is no smaller one
+    rows[0][4:6] = "-", "-"  # the smallest size is compared with none
     print_table(columns, rows, ["steps", "learning\nrate"])
     print(
         f"window    {short(result['samples'] * result['row_tokens'])} tokens from step "
         f"{result['step']:,} on (sample {result['first_sample']:,}), where the run's batch is "
         f"{result['batch']:,}: {result['share_of_run']:.0%} of the run"
     )
-    least, *larger = (size["rows"] for size in result["sizes"])
-    none_larger = bool(larger) and result["largest"] == least
-    interval = (
-        "no interval: fewer than 8 evaluation batches; use a smaller eval_per_device_batch_size"
-        if result["surely"] is None
-        else f"interval {result['surely']:,} to {result['possibly']:,}"
-    )
+    if result["surely"] is None:
+        interval = (
+            "no interval: fewer than 8 evaluation batches; use a smaller eval_per_device_batch_size"
+        )
+    else:
+        interval = f"interval {result['surely']:,} to {result['possibly']:,}"
+    hint = ""
+    if result["sizes"][-1]["within"]:
+        hint = "; no larger one was tried"
+    elif result["largest"] == result["sizes"][0]["rows"]:
+        hint = "; every larger one costs more: try smaller ones"
     print(
-        f"largest   batch {result['largest']:,} within {result['tolerance']:g} nats ({interval})"
-        + "; no larger one was tried" * result["sizes"][-1]["within"]
-        + "; every larger one costs more: try below it" * none_larger
+        f"largest   batch {result['largest']:,} within {result['tolerance']:g} nats "
+        f"({interval}){hint}"
     )
     for kind, name in KINDS.items():
         if noise := result["noise"].get(f"{kind}noise_scale"):

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 # Of Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
 COLORS = (RED, GREEN, PURPLE, BLUE, "#56B4E9")
-_APART = 0.22  # inches between two ticks, at least
+_TICK_DISTANCE = 0.22  # inches between two ticks, at least
 
 
 def make_panels(
     heights: Sequence[float], title: str, share_x: bool = True
 ) -> tuple["Figure", list["Axes"]]:
-    """A figure of panels of these heights in inches, which share the horizontal axis. The object
-    interface and its file backend: no window system, no global state."""
+    """Makes a figure of panels of these heights in inches, which share the horizontal axis. It uses
+    the object interface and its file backend: no window system, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,8 +41,8 @@ def make_panels(
 def draw_steps(
     axes: "Axes", x: Sequence[float], y: Sequence[float], color: str, label: str
 ) -> None:
-    """A number that holds from each x on to the next, with ticks at its values; `x` has one more,
-    the end. The area below is filled where the number changes.
+    """Draws a number that holds from each x to the next, with ticks at its values; `x` has one
+    more, the end. The area below is filled if the number changes.
     """
     y = [*y, y[-1]]
     axes.step(x, y, where="post", color=color, linewidth=1.8)
@@ -53,11 +53,11 @@ def draw_steps(
 
 
 def name_values(axes: "Axes", values: Iterable[float]) -> None:
-    """Ticks at the values that occur, the largest and the smallest first, as far as they fit."""
+    """Sets ticks at the values that occur, the largest and the smallest first, if they fit."""
     first, *others = sorted({*values}, reverse=True)
     spot = axes.get_subplotspec()
     height = spot.get_gridspec().get_height_ratios()[spot.rowspan.start]
-    ticks, room = [first], axes.get_ylim()[1] * _APART / height
+    ticks, room = [first], axes.get_ylim()[1] * _TICK_DISTANCE / height
     for value in [*others[-1:], *others[:-1]]:
         if all(abs(value - tick) >= room for tick in ticks):
             ticks.append(value)
@@ -65,15 +65,15 @@ def name_values(axes: "Axes", values: Iterable[float]) -> None:
 
 
 def name_consumption(panels: Sequence["Axes"], tokens_per_sample: float) -> None:
-    """Consumed samples below the panels, and above them tokens, unless a sample has 0 of them."""
+    """Labels consumed samples below the panels, and tokens above, unless a sample has 0 of them."""
     scale = ", logarithmic" if panels[-1].get_xscale() == "log" else ""
     panels[-1].set_xlabel(f"consumed samples{scale}")
-    panels[-1].xaxis.set_major_formatter(lambda number, place: short(number))
+    panels[-1].xaxis.set_major_formatter(lambda number, position: short(number))
     if tokens_per_sample:
         n = tokens_per_sample
         above = panels[0].secondary_xaxis("top", functions=(lambda x: x * n, lambda x: x / n))
         above.set_xlabel("consumed tokens")
-        above.xaxis.set_major_formatter(lambda number, place: short(number))
+        above.xaxis.set_major_formatter(lambda number, position: short(number))
 
 
 def save_plot(figure: "Figure", path: Place) -> None:

@@ -37,20 +37,20 @@ from maxramp.processes.agreement import report_lost_peers, run_on_first
 from maxramp.processes.ending import Watchdog, run
 from maxramp.training.ahead import Ahead
 
-# How tasks ask, and so what the numbers of a table depend on.
+# The options that the numbers of a table depend on.
 _SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "system_instruction", "gen_kwargs")
 
 
 @command
 def main(arguments: list[str]) -> int:
-    given = _parse(arguments)
-    opened = open_model(given.run, given.keys)
+    options = _parse(arguments)
+    opened = open_model(options.run, options.keys)
     seconds, keys = opened.config.run.hang_timeout_seconds, opened.config.backend
     with Watchdog(seconds, keys.join_timeout_seconds) as watchdog:
         backend.start(keys)
         watchdog.beat()
         with report_lost_peers():
-            _run_tasks(given, opened, watchdog)
+            _run_tasks(options, opened, watchdog)
     return 0
 
 
@@ -74,42 +74,42 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--output_path", default="", metavar="FILE", help="write the results here, as JSON")
     add("--log_samples", action="store_true", help="write every question and answer there too")
     add("keys", nargs="*", metavar="key=value")
-    given = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     for name, least in (("num_fewshot", 0), ("batch_size", 1)):
-        value = getattr(given, name)
+        value = getattr(options, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value} must be {least} or more")
-    limit = given.limit
+    limit = options.limit
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit.is_integer())):
         raise ConfigError(
             f"--limit {limit:g} must be a whole number, or a share above 0 and below 1"
         )
-    given.limit = int(limit) if limit and limit.is_integer() else limit  # a number, or a share
-    if given.log_samples and not given.output_path:
+    options.limit = int(limit) if limit and limit.is_integer() else limit  # a number, or a share
+    if options.log_samples and not options.output_path:
         raise ConfigError("--log_samples writes them into --output_path; give that too")
-    given.names = [name.strip() for name in given.tasks.split(",") if name.strip()]
-    if not given.names:
+    options.names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    if not options.names:
         raise ConfigError("--tasks names none; give NAME,NAME")
-    given.gen_kwargs = _parse_gen_kwargs(given.gen_kwargs)
-    return given
+    options.gen_kwargs = _parse_gen_kwargs(options.gen_kwargs)
+    return options
 
 
 def _parse_gen_kwargs(text: str) -> dict[str, Any]:
-    """NAME=VALUE,NAME=VALUE, with values as in YAML; a list stands in brackets."""
-    found = {}
+    """Reads NAME=VALUE,NAME=VALUE, with values as in YAML; a list stands in brackets."""
+    kwargs = {}
     for part in filter(None, re.split(r",(?![^\[]*\])", text)):
         name, equals, value = part.partition("=")
         if not (equals and name.strip()):
             raise ConfigError(f"--gen_kwargs {text}: {part} is not NAME=VALUE")
         try:
-            found[name.strip()] = parse_value(value)
+            kwargs[name.strip()] = parse_value(value)
         except yaml.YAMLError:
             raise ConfigError(f"--gen_kwargs {text}: {part} cannot be read; quote it") from None
-    return found
+    return kwargs
 
 
 def _check_output(path: str) -> None:
-    """Looks whether results can be written, before hours go into them."""
+    """Refuses a path that cannot be written, before hours go into results for it."""
     file = place(path)
     if not is_near(file):
         return
@@ -123,17 +123,17 @@ def _check_output(path: str) -> None:
         raise ConfigError(f"--output_path {path} cannot be written: {error.strerror}") from None
 
 
-def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) -> None:
+def _run_tasks(options: argparse.Namespace, opened: Opened, watchdog: Watchdog) -> None:
     start = time.perf_counter()
     tokenizer = opened.tokenizer()
 
     def load_tasks() -> Any:
         from maxramp.evaluation import harness  # and with it lm-eval
 
-        if given.output_path:
-            _check_output(given.output_path)
+        if options.output_path:
+            _check_output(options.output_path)
         stages = opened.config.mesh.pipeline_stages
-        return harness.Tasks("--tasks", given.names, given.include_path, stages)
+        return harness.Tasks("--tasks", options.names, options.include_path, stages)
 
     tasks = run_on_first(load_tasks, watchdog.beat)  # before weights are read
     watchdog.beat()
@@ -146,7 +146,7 @@ def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) ->
         tell(line)
 
     ahead = Ahead(0, tell, lambda: None)
-    recipe, rows = opened.config.recipe, given.batch_size or 0
+    recipe, rows = opened.config.recipe, options.batch_size or 0
     scorer = Scorer(recipe, model, tokenizer, ahead, rows, beat)
     together = Together(scorer, model, watchdog.beat)
 
@@ -154,20 +154,20 @@ def _run_tasks(given: argparse.Namespace, opened: Opened, watchdog: Watchdog) ->
         from maxramp.evaluation import harness
 
         asked = harness.Model(together, tokenizer)
-        settings = {name: getattr(given, name) for name in _SETTINGS}
-        asking = Asking(**settings, log_samples=given.log_samples)
+        settings = {name: getattr(options, name) for name in _SETTINGS}
+        asking = Asking(**settings, log_samples=options.log_samples)
         results = harness.evaluate(tasks, asked, asking)
         results["config"]["model_args"] = {"path": opened.path}
         try:  # before the table: a reader who has gone away ends this process
-            if given.output_path:
+            if options.output_path:
                 text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
-                write_whole(place(given.output_path), text.encode())
+                write_whole(place(options.output_path), text.encode())
         finally:
             shown = ", ".join(f"{name}: {value!r}" for name, value in settings.items())
             print(f"{opened.path}: {shown}")
             print(harness.table(results))
         seconds = time.perf_counter() - start
-        print(f"{', '.join(given.names)}: {seconds:.1f} s, compiling included", file=sys.stderr)
+        print(f"{', '.join(options.names)}: {seconds:.1f} s, compiling included", file=sys.stderr)
 
     together.run(lead)
 

@@ -36,12 +36,12 @@ def main(arguments: list[str]) -> int:
     add("--blocks", type=int, default=12, metavar="N", help="rows of the table (12)")
     add("--plot", metavar="FILE", help="where to draw the picture (RUN/noise.png)")
     add("--json", action="store_true", help="print the curves as JSON")
-    given = parser.parse_args(arguments)
-    run = place(given.run)
-    curves = noise_curves(run, given.blocks)
-    plot = place(given.plot) if given.plot else run / "noise.png"
+    options = parser.parse_args(arguments)
+    run = place(options.run)
+    curves = noise_curves(run, options.blocks)
+    plot = place(options.plot) if options.plot else run / "noise.png"
     draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
-    if given.json:
+    if options.json:
         named = {f"{kind}noise_scale": curve for kind, curve in curves.items()}
         print(json.dumps(named, default=dataclasses.asdict))
         return 0

@@ -37,40 +37,43 @@ def main(arguments: list[str]) -> int:
     add("arguments", nargs="+", metavar="RUN", help="a folder, or an address in an object storage")
     add("--plot", metavar="FILE", help="draw a picture, too")
     add("--json", action="store_true", help="print everything as JSON")
-    given = parser.parse_intermixed_args(arguments)
-    keys = [word for word in given.arguments if "=" in word and "/" not in word.split("=")[0]]
-    if strange := [word for word in keys if not word.startswith(f"{_PRICE}=")]:
-        raise ConfigError(f"{strange[0]}: a report reads {_PRICE} alone of all keys; leave it out")
-    asked = load(["configs/base.yml", *keys]).planning.price_per_device_hour if keys else None
-    runs = [place(word) for word in given.arguments if word not in keys]
+    options = parser.parse_intermixed_args(arguments)
+    keys = [word for word in options.arguments if "=" in word and "/" not in word.split("=")[0]]
+    if others := [word for word in keys if not word.startswith(f"{_PRICE}=")]:
+        raise ConfigError(f"{others[0]}: a report reads {_PRICE} alone of all keys; leave it out")
+    price = load(["configs/base.yml", *keys]).planning.price_per_device_hour if keys else None
+    runs = [place(word) for word in options.arguments if word not in keys]
     if not runs:
         raise ConfigError("no RUN is given; give the folder of a run")
-    found = [wall_time(run, _find_price(run) if asked is None else asked) for run in runs]
-    for run in found:
-        for warning in run["warnings"]:
-            print(f"warning: {run['run']}: {warning}", file=sys.stderr)
-    if given.plot:
-        draw(found, place(given.plot))
-    if given.json:
-        print(json.dumps({"runs": found}))
+    reports = [wall_time(run, _find_price(run) if price is None else price) for run in runs]
+    for report in reports:
+        for warning in report["warnings"]:
+            print(f"warning: {report['run']}: {warning}", file=sys.stderr)
+    if options.plot:
+        draw(reports, place(options.plot))
+    if options.json:
+        print(json.dumps({"runs": reports}))
         return 0
-    print_runs(found)
-    if len(found) == 1:
-        print_parts(found[0]["stages"], _STAGE)
-        print_parts(found[0]["jobs"], _JOB)
-    if given.plot:
-        print(f"picture   {given.plot}")
+    print_runs(reports)
+    if len(reports) == 1:
+        print_parts(reports[0]["stages"], _STAGE)
+        print_parts(reports[0]["jobs"], _JOB)
+    if options.plot:
+        print(f"picture   {options.plot}")
     return 0
 
 
 def _find_price(run: Place) -> float | None:
-    config = next((run / name for name in _CONFIGS if (run / name).is_file()), None)
-    price = read_yaml(config).get(_PRICE, -1) if config else -1
-    return price if isinstance(price, int | float) and price > 0 else None
+    """Reads the price in a run's config; None if it has none."""
+    for name in _CONFIGS:
+        if (run / name).is_file():
+            price = read_yaml(run / name).get(_PRICE)
+            return price if isinstance(price, int | float) and price > 0 else None
+    return None
 
 
 def print_runs(runs: Sequence[dict[str, Any]]) -> None:
-    """The runs side by side: a column of each."""
+    """Prints the runs side by side: a column of each."""
     names = [run["run"].rstrip("/").rpartition("/")[2] for run in runs]
     rows = [["wall time", *(duration(run["wall_seconds"]) for run in runs)]]
     for kind in KINDS:
@@ -115,7 +118,7 @@ _JOB: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def print_parts(parts: Sequence[dict[str, Any]], columns: dict[str, Callable[[Any], str]]) -> None:
-    """Stages or jobs: a row of each."""
+    """Prints a row of each stage or job."""
     kinds = [kind for kind in KINDS if any(part["seconds"][kind] for part in parts)]
     costs = [x for x in ("node_hours", "cost") if any(part[x] is not None for part in parts)]
     rows = [
@@ -132,15 +135,15 @@ def print_parts(parts: Sequence[dict[str, Any]], columns: dict[str, Callable[[An
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Place) -> None:
-    """Bars of where the time went, and the goodput over the hours since the first start."""
+    """Draws bars of where the time went, and the goodput over the hours since the first start."""
     figure, (bars, curves) = make_panels([0.8 + 0.45 * len(runs), 2.4], "wall time", share_x=False)
     names = [run["run"].rstrip("/").rpartition("/")[2] for run in runs]
-    before = [0.0] * len(runs)
+    lefts = [0.0] * len(runs)
     for kind, shade in zip(KINDS, _SHADES, strict=True):
         widths = [run["seconds"][kind] / 3600 for run in runs]
         if any(widths):
-            bars.barh(range(len(runs)), widths, left=before, color=shade, label=kind)
-        before = [a + b for a, b in zip(before, widths, strict=True)]
+            bars.barh(range(len(runs)), widths, left=lefts, color=shade, label=kind)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     bars.set_yticks(range(len(runs)), names, parse_math=False)
     bars.invert_yaxis()
     bars.set_xlabel("hours")

@@ -28,14 +28,15 @@ def main(arguments: list[str]) -> int:
     text = "a run that maxramp.branch has measured, which gives its height"
     parser.add_argument("--branch", metavar="RUN", help=text)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    given = parser.parse_intermixed_args(arguments)
-    found = suggest(load(given.arguments, "suggest"), given.noise, given.branch)
-    print(json.dumps(found, indent=2)) if given.json else print_suggestion(found)
+    options = parser.parse_intermixed_args(arguments)
+    suggestion = suggest(load(options.arguments, "suggest"), options.noise, options.branch)
+    print(json.dumps(suggestion, indent=2)) if options.json else print_suggestion(suggestion)
     return 0
 
 
-def print_suggestion(found: dict[str, Any]) -> None:
-    batches, first = found["batches"], found["rows"][0]
+def print_suggestion(suggestion: dict[str, Any]) -> None:
+    """Prints what `suggest` returns: the comparison, what was measured, and the keys."""
+    batches, first = suggestion["batches"], suggestion["rows"][0]
     rows = [
         [
             row["name"],
@@ -47,14 +48,17 @@ def print_suggestion(found: dict[str, Any]) -> None:
         ]
         if row["steps"]
         else [row["name"], "-", "-", "-", "-", "cannot run, see below"]
-        for row in found["rows"]
+        for row in suggestion["rows"]
     ]
     heads = ("", "steps", "steps,\nrelative", "node-time,\nrelative", "within what\nwas measured")
     print_table([*heads, "batches"], rows)
-    for line in found["evidence"]:
+    for line in suggestion["evidence"]:
         print(f"measured  {line}")
-    failed = [row for row in found["rows"] if not row["steps"]]
-    for line in [*found["limits"], *(f"{row['name']} cannot run: {row['why']}" for row in failed)]:
+    limits = list(suggestion["limits"])
+    for row in suggestion["rows"]:
+        if not row["steps"]:
+            limits.append(f"{row['name']} cannot run: {row['why']}")
+    for line in limits:
         print(f"limit     {line}")
     if batches is None:
         print(
@@ -69,8 +73,8 @@ def print_suggestion(found: dict[str, Any]) -> None:
         )
     else:
         print("suggested a ramp; its learning rate is that of its first batch, at the peak")
-    print(f"steps     {found['saves']}")
-    print(show_keys(found["keys"]))
+    print(f"steps     {suggestion['saves']}")
+    print(show_keys(suggestion["keys"]))
 
 
 if __name__ == "__main__":

@@ -122,9 +122,13 @@ class Experiment:
     """The branches of one checkpoint over one window of rows."""
 
     def __init__(self, run: str, at: int, sizes: str, tokens: str, keys: Sequence[str]):
-        """`run` is a folder or an address, `at` the step of a checkpoint, `sizes` are global
-        batches with commas, `tokens` those of the window ("" = a tenth of the run's), `keys`
-        key=value for every branch.
+        """
+        Args:
+          run: a folder or an address.
+          at: the step of a checkpoint.
+          sizes: global batch sizes, with commas between them.
+          tokens: those of the window; "" = a tenth of the run's.
+          keys: key=value for every branch.
         """
         self._run, self._sizes, self._keys = place(run).absolute(), parse_sizes(sizes), list(keys)
         self._position = position = _checkpoint(self._run, at)

@@ -1,5 +1,5 @@
-"""Published laws of the batch size. Tokens of a step (rows x max_target_length) by D, the tokens
-that a run has trained on by then. docs/noise.md compares them. Imports no JAX.
+"""Published laws of the batch size: tokens of a step (rows x max_target_length) by the tokens that
+a run has trained on by then, D. docs/noise.md compares them. Imports no JAX.
 """
 
 from typing import NamedTuple
@@ -28,10 +28,10 @@ SCION = Law(2**18 / 1.3e9 ** (2 / 3), 2 / 3)
 
 
 def largest_batch(tokens: float) -> float:
-    """By the most generous law."""
+    """Returns the batch of the most generous law, in tokens, for `tokens` trained on."""
     return max(CRITICAL.batch(tokens), SCION.batch(tokens))
 
 
 def tokens_of_largest(batch: float) -> float:
-    """From which D on `largest_batch` is at least this."""
+    """Returns the tokens of a run from which on `largest_batch` is at least `batch`."""
     return min(CRITICAL.tokens(batch), SCION.tokens(batch))

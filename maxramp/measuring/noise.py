@@ -49,6 +49,7 @@ class Block:
 
 
 def run_records(run: Place) -> list[Record]:
+    """Reads the records of a run, and refuses a folder that has none."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{run} holds no metrics.jsonl; give the folder of a run")
@@ -56,7 +57,7 @@ def run_records(run: Place) -> list[Record]:
 
 
 def noise_curves(run: Place, blocks: int) -> dict[str, list[Block]]:
-    """The noise scale of a run by kind, over `blocks` shares of its samples."""
+    """Returns the noise scale of a run by kind, over `blocks` shares of its samples."""
     if blocks < 1:
         raise ConfigError(f"--blocks {blocks} must be 1 or more")
     records = run_records(run)
@@ -74,13 +75,13 @@ def noise_curves(run: Place, blocks: int) -> dict[str, list[Block]]:
 
 
 def noise_blocks(records: Sequence[Record], kind: str, count: int) -> list[Block]:
-    """The noise scale over `count` equal shares of the samples whose steps have an estimate of a
-    kind of KINDS. A share in which the length of rows changes is cut there: an estimate holds for
-    the length that it was taken at. Those in which fewer than 8 steps have an estimate are left
-    out, and so are skipped steps.
+    """Returns the noise scale of a kind of KINDS over `count` equal shares of the samples.
+
+    A share is cut where the length of rows changes, as an estimate holds for one length. Shares in
+    which fewer than 8 steps have an estimate are left out, and so are skipped steps.
     """
     names = f"{kind}noise_signal", f"{kind}noise_variance"
-    steps = [r for r in records if _is_of_step(r, names)]
+    steps = [record for record in records if _has_estimate(record, names)]
     steps.sort(key=lambda record: record["consumed_samples"])
     if not steps:
         return []
@@ -95,7 +96,7 @@ def noise_blocks(records: Sequence[Record], kind: str, count: int) -> list[Block
     return [_block(share, *names) for share in shares if len(share) >= _FEWEST_STEPS]
 
 
-def _is_of_step(record: Record, estimates: Sequence[str]) -> bool:
+def _has_estimate(record: Record, estimates: Sequence[str]) -> bool:
     counts = [record.get(n) for n in ("global_batch_size", "consumed_samples", "target_tokens")]
     known = all(isinstance(record.get(name), float) for name in estimates)
     known = known and not record.get("bad_steps")
@@ -119,14 +120,14 @@ def _block(steps: list[Record], signal: str, variance: str) -> Block:
 
 
 def student(freedom: int, z: float = _Z) -> float:
-    """About the quantile of Student's t, by its degrees of freedom, for that of a normal z."""
+    """Approximates the quantile of Student's t with `freedom` degrees, for that of a normal z."""
     return z * (1 + (z**2 + 1) / (4 * freedom))
 
 
 def ratio_of_means(
     y: np.ndarray, x: np.ndarray, weights: np.ndarray, z: float = _Z
 ) -> tuple[float | None, float, float | None]:
-    """mean(y) / mean(x) of two positive means, from pairs that scatter around them.
+    """Estimates mean(y) / mean(x) of two positive means, from pairs that scatter around them.
 
     Fieller's interval: the ratios r for which mean(y) - r * mean(x) is within z of its standard
     deviations from zero.
@@ -143,9 +144,9 @@ def ratio_of_means(
     share = weights / weights.sum()
     means = np.array([(share * y).sum(), (share * x).sum()])
     deviations = share * (np.stack([y, x]) - means[:, None])
-    wide = student(len(y) - 1, z) ** 2 * len(y) / (len(y) - 1)
-    (yy, xy), (_, xx) = np.outer(means, means) - wide * (deviations @ deviations.T)
-    # r is in it where xx r^2 - 2 xy r + yy <= 0.
+    scale = student(len(y) - 1, z) ** 2 * len(y) / (len(y) - 1)
+    (yy, xy), (_, xx) = np.outer(means, means) - scale * (deviations @ deviations.T)
+    # The interval is where xx r^2 - 2 xy r + yy <= 0.
     root = math.sqrt(max(0.0, xy**2 - xx * yy))
     ratio = means[0] / means[1] if min(means) > 0 else None
     low = max(0.0, yy / (xy + root)) if xy + root > 0 else 0.0

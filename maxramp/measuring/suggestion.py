@@ -27,7 +27,7 @@ from maxramp.planning.stages import PlannedRun, with_nodes
 
 _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is not worth its trouble
 _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
-# What makes a run that was measured another one than the run that is planned.
+# Where these keys differ, a measurement is of another run than the one that is planned.
 _SAME = (
     *SHAPE_KEYS,
     *("max_target_length", "packing", "dataset_type", "text_files", "grain_train_files"),
@@ -44,28 +44,30 @@ class Measurement(NamedTuple):
 
 
 def branch_measurements(results: Sequence[dict[str, Any]]) -> list[Measurement]:
-    """What `maxramp.branch` measured: each holds up to the next, the last to its window's end.
+    """Returns what `maxramp.branch` measured: each measurement holds up to the next, the last to
+    the end of its window.
 
-    Of an interval its lower end counts, and of several windows from one step on the least. A batch
-    is never given back, so at each place the least of those from there on counts.
+    The lower end of an interval counts, and the smallest of several windows from one step. A batch
+    never shrinks again, so no measurement allows more than those after it.
     """
-    found: list[Measurement] = []  # the last one first
+    measured: list[Measurement] = []  # the last one first
     order = sorted(results, key=lambda r: (r["first_sample"] * r["row_tokens"], r["samples"]))
     for r in reversed(order):
-        places = r["first_sample"], r["first_sample"] + r["samples"], r["surely"] or r["largest"]
-        first, last, batch = (place * r["row_tokens"] for place in places)
-        if found:
-            batch = min(batch, found[-1].batch)
-            last = found.pop().last if found[-1].first == first else found[-1].first
-        found.append(Measurement(first, last, batch))
-    return found[::-1]
+        first = r["first_sample"] * r["row_tokens"]
+        last = first + r["samples"] * r["row_tokens"]
+        batch = (r["surely"] or r["largest"]) * r["row_tokens"]
+        if measured:
+            batch = min(batch, measured[-1].batch)
+            last = measured.pop().last if measured[-1].first == first else measured[-1].first
+        measured.append(Measurement(first, last, batch))
+    return measured[::-1]
 
 
 def _noise_measurements(curve: Sequence[Block], factor: float, row: float) -> list[Measurement]:
-    """What blocks of a noise scale allow: `factor` times the lower end of the interval.
+    """Returns what blocks of a noise scale allow: `factor` times the lower end of the interval.
 
-    One block in twenty is too high, so a block counts for what the next one, too, allows; the last
-    for what the one before does. A row is of `row` tokens.
+    One block in twenty is too high, so a block allows no more than the next one; the last no more
+    than the one before. A row has `row` tokens.
     """
     lows = [block.low / block.row_target_tokens for block in curve]
     others = [*lows[1:], *lows[-2:-1]] or lows
@@ -78,15 +80,15 @@ def _noise_measurements(curve: Sequence[Block], factor: float, row: float) -> li
 def fit_ramp(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple[float, int]]:
     """Fits a ramp, (tokens from which on, batch in tokens), to measurements in order.
 
-    It takes the largest of the rising sizes that a measurement allows, and never gives one back.
+    The batch is the largest of the rising sizes that a measurement allows, and never shrinks.
     """
-    found: list[tuple[float, int]] = [(0, sizes[0])]
+    batches: list[tuple[float, int]] = [(0, sizes[0])]
     for one in measured:
         allowed = max((size for size in sizes if size <= one.batch), default=0)
-        if allowed > found[-1][1]:
-            found = [before for before in found if before[0] < one.first]
-            found.append((one.first, allowed))
-    return found
+        if allowed > batches[-1][1]:
+            batches = [before for before in batches if before[0] < one.first]
+            batches.append((one.first, allowed))
+    return batches
 
 
 class Evidence:
@@ -95,7 +97,7 @@ class Evidence:
     def __init__(self, config: Config, noise: str | None, branch: str | None):
         self._keys, self.by_noise = config.values, bool(noise)
         self.lines: list[str] = []  # what was measured
-        self.limits: list[str] = []  # and what that leaves open
+        self.limits: list[str] = []  # what the measurements leave open
         results = self._read_branches(branch) if branch else []
         # Batches of the branches, in tokens.
         self.tried = [size["rows"] * r["row_tokens"] for r in results for size in r["sizes"]]
@@ -105,19 +107,20 @@ class Evidence:
         if results:
             self.limits += self._branch_limits(results)
 
-    def _read_branches(self, given: str) -> list[dict[str, Any]]:
-        path = place(given)
+    def _read_branches(self, branch: str) -> list[dict[str, Any]]:
+        """Reads all results below a folder, with `row_tokens` in tokens of the planned run."""
+        path = place(branch)
         files = [*path.glob("branches/*/branch.json"), *path.glob("branch.json")]
         try:
             texts = [file.read_bytes() for file in ([path] if path.is_file() else files)]
             results = sorted(map(json.loads, texts), key=lambda r: (r["step"], r["samples"]))
             self.lines += map(_result_line, results)
         except (ValueError, LookupError, TypeError):
-            raise ConfigError(f"--branch {given}: not what maxramp.branch wrote") from None
+            raise ConfigError(f"--branch {branch}: not what maxramp.branch wrote") from None
         if not results:
             raise ConfigError(
-                f"--branch {given}: holds no branches; measure them: python -m maxramp.branch "
-                f"{given} --at STEP --sizes 8,16,32"
+                f"--branch {branch}: holds no branches; measure them: python -m maxramp.branch "
+                f"{branch} --at STEP --sizes 8,16,32"
             )
         run = place(results[0]["run"])
         for result in results:
@@ -126,8 +129,8 @@ class Evidence:
         return results
 
     def _read_noise(self, run: Place, results: Sequence[dict[str, Any]]) -> list[Measurement]:
-        """Measurements by the norms' noise scale, which has no gaps, times the branches' factor:
-        what surely costs nothing over the noise scale, the least of all branches."""
+        """Returns measurements by the norms' noise scale, which has no gaps, times a factor: how
+        far above it the branches' batches surely cost nothing, the smallest of all branches."""
         records = run_records(run)
         curve = next(filter(None, (noise_blocks(records, "norms_", n) for n in _BLOCKS)), None)
         if not curve:
@@ -163,32 +166,34 @@ class Evidence:
         return _noise_measurements(curve, min(factors, default=1.0), row_tokens)
 
     def _row_tokens(self, run: Place, row_tokens: int, targets: float) -> float:
-        """What a row of a measured run counts for, in tokens of the run that is planned.
+        """Returns the length of a measured run's rows, in tokens of the planned run; the limits get
+        what differs between the two runs.
 
-        A row counts for a row where both runs put one document into each. `row_tokens` includes
-        padding, `targets` are those of a row on average. The limits name what differs between the
-        two runs.
+        A row counts as a row where both runs put one document into each. `row_tokens` includes
+        padding, `targets` are those of a row on average.
         """
-        here, there, line = self._keys, {}, ""
+        planned, measured, limit = self._keys, {}, ""
         try:
-            there = read_yaml(run / "config.yml")
+            measured = read_yaml(run / "config.yml")
         except (ConfigError, OSError):
-            line = f"{run} holds no config.yml: whether it was a run like this is not known"
-        if differ := [n for n in _SAME if n in there and there[n] != here[n]]:
+            limit = f"{run} holds no config.yml: whether it was a run like this is not known"
+        differing = [n for n in _SAME if n in measured and measured[n] != planned[n]]
+        if differing:
             pairs = ", ".join(
-                f"{name}={json.dumps(there[name])} (here {json.dumps(here[name])})"
-                for name in differ
+                f"{name}={json.dumps(measured[name])} (here {json.dumps(planned[name])})"
+                for name in differing
             )
-            line = f"measured on another run: {pairs}"
-        self.limits += [line] * (line not in ("", *self.limits))
-        if not _is_padded(there):
+            limit = f"measured on another run: {pairs}"
+        if limit and limit not in self.limits:
+            self.limits.append(limit)
+        if not _is_padded(measured):
             return row_tokens
-        return here["max_target_length"] if _is_padded(here) else targets
+        return planned["max_target_length"] if _is_padded(planned) else targets
 
     def _branch_limits(self, results: Sequence[dict[str, Any]]) -> Iterator[str]:
-        order = sorted(results, key=lambda r: -r["largest"])  # of one place the least counts
-        tops = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
-        last, most = tops[max(tops)], max(tops.values())
+        order = sorted(results, key=lambda r: -r["largest"])  # the smallest of a checkpoint counts
+        largest = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
+        last, most = largest[max(largest)], max(largest.values())
         if last == max(self.tried):
             yield (
                 f"no batch above {short(last)} tokens was tried, and the largest cost nothing: "
@@ -196,14 +201,14 @@ class Evidence:
             )
         elif last < most and not self.by_noise:
             yield (
-                f"a batch of {short(most)} tokens cost nothing at an early place, but more than "
-                f"{short(last)} cost something at the last; as a batch is never given back, it "
-                "stays at what later places allow"
+                f"a batch of {short(most)} tokens cost nothing early in the run, but more than "
+                f"{short(last)} cost something later; as a batch never shrinks again, it stays at "
+                "what the later branches allow"
             )
 
 
 def _is_padded(keys: dict[str, Any]) -> bool:
-    """Whether a row of the run is one document and padding."""
+    """Returns whether a row of the run is one document and padding."""
     return keys.get("packing") is False and keys.get("dataset_type") in ("grain", "hf")
 
 
@@ -236,7 +241,8 @@ class _Planned(Rebatching):
         return False
 
     def rows(self, batches: Batches | None) -> list[dict[str, Any]]:
-        """The run as it is, as suggested, at its largest batch throughout, and under Seesaw."""
+        """Compares the run as it is, as suggested, at its largest batch throughout, and under
+        Seesaw."""
         rows = [_row("as configured", self.configured)]
         if batches:
             rows.append(_row("suggested", self.plan(ramp_keys(batches))))
@@ -244,7 +250,8 @@ class _Planned(Rebatching):
         least, most, others = min(sizes), max(sizes), {}
         if batches and least < most:
             others[f"constant {most}"] = {"global_batch_size": most}
-        most = most if most > least else 4 * least
+        if least == most:
+            most = 4 * least
         ladder = [least << n for n in range((most // least).bit_length())]
         others["Seesaw"] = {"rampup_policy": "seesaw", "rampup_ladder": ladder}
         for name, own in others.items():
@@ -257,8 +264,8 @@ class _Planned(Rebatching):
 
 def _row(name: str, run: PlannedRun) -> dict[str, Any]:
     pairs = [(stage.first_sample, stage.global_batch_size) for stage in run.stages]
-    found = {"name": name, "steps": run.ramp.total_steps, "node_time": run.node_time}
-    return found | {"batches": _batches_text(pairs), "pairs": pairs}
+    figures = {"name": name, "steps": run.ramp.total_steps, "node_time": run.node_time}
+    return figures | {"batches": _batches_text(pairs), "pairs": pairs}
 
 
 def _batches_text(batches: Batches) -> str:
@@ -271,19 +278,20 @@ def _batch_at(batches: Batches, sample: int) -> float:
 
 
 def _largest_batches(fitted: Batches, measured: Sequence[Measurement], row: int) -> Batches:
-    """The batches that cost nothing at their places, or are suggested there."""
+    """Returns the largest batches that cost nothing, or are suggested, from their samples on."""
     bounds = [(int(one.first // row), one.batch / row) for one in measured]
     bounds.append((int(measured[-1].last // row), 0.0))
-    places = {sample for sample, _ in (*fitted, *bounds)}
-    return [(n, max(_batch_at(fitted, n), _batch_at(bounds, n))) for n in places]
+    samples = {sample for sample, _ in (*fitted, *bounds)}
+    return [(n, max(_batch_at(fitted, n), _batch_at(bounds, n))) for n in samples]
 
 
 def _saving(configured: dict[str, Any], suggested: dict[str, Any]) -> str:
     steps, before = suggested["steps"], configured["steps"]
     change = 1 - steps / before
-    text = f"{abs(change):.0%} {'fewer' if change > 0 else 'more'} steps than your config"
     if abs(change) < 0.005:
         text = "as many steps as your config"
+    else:
+        text = f"{abs(change):.0%} {'fewer' if change > 0 else 'more'} steps than your config"
     if not configured["within"]:
         text += ", whose batch is above what was measured to cost nothing"
     time = suggested["node_time"] / configured["node_time"]
@@ -291,48 +299,48 @@ def _saving(configured: dict[str, Any], suggested: dict[str, Any]) -> str:
 
 
 def _possible_sizes(evidence: Evidence, planned: _Planned, row: int) -> list[int]:
-    """The batches that the ramp may have, the smallest first.
+    """Returns the batches that the ramp may have, the smallest first.
 
-    The run's own, halved and doubled, and those that were tried, in rows of `row` tokens; only
-    those that the devices divide among them.
+    These are the run's own, halved and doubled, and those that were tried, in rows of `row` tokens;
+    only those that the devices divide among them.
     """
     halvings = (Fraction(planned.first_batch) * Fraction(2) ** n for n in range(-31, 31))
     sizes = {int(size) for size in halvings if size.denominator == 1}
     if tried := evidence.tried:
-        # Without a noise scale nothing speaks for a smaller batch than the smallest that was
-        # tried, and never does anything for one above the largest.
+        # Only a noise scale tells of a smaller batch than those that were tried, and nothing of a
+        # larger one.
         least = 0 if evidence.by_noise else min(tried)
         sizes = {size for size in sizes if least <= size * row <= max(tried)}
         sizes |= {tokens // row for tokens in tried if tokens % row == 0}
     most = max(one.batch for one in evidence.measured)
     dividing = filter(planned.divides, sorted(sizes))
-    found = [*itertools.islice(dividing, 1)]  # the smallest, whatever it may cost
-    found += itertools.takewhile(lambda size: size * row <= most, dividing)
-    if not found:
+    possible = [*itertools.islice(dividing, 1)]  # the smallest, whatever it may cost
+    possible += itertools.takewhile(lambda size: size * row <= most, dividing)
+    if not possible:
         raise ConfigError(
             f"max_target_length={row}: no batch of such rows that the devices divide among them is "
             "as large as those that were tried; measure branches of a run with rows of this length"
         )
-    return found
+    return possible
 
 
 def _fit(evidence: Evidence, planned: _Planned, row: int) -> Batches:
-    """The ramp by what was measured; the evidence gets what limits it."""
+    """Fits a ramp to what was measured; the evidence gets what limits it."""
     measured, limits = evidence.measured, evidence.limits
     sizes = [size * row for size in _possible_sizes(evidence, planned, row)]
     lowest, start = measured[0].batch, measured[0].first
-    end, of_run = max(one.last for one in measured), planned.total_samples * row
+    end, run_tokens = max(one.last for one in measured), planned.total_samples * row
     if lowest < sizes[0]:
         limits.append(
             f"at the start a batch of {short(lowest)} tokens costs nothing, and the smallest batch "
             f"that this run may take has {short(sizes[0])}"
         )
-    if end < 0.999 * of_run:
+    if end < 0.999 * run_tokens:
         limits.append(
-            f"nothing was measured beyond {short(end)} of this run's {short(of_run)} tokens: "
+            f"nothing was measured beyond {short(end)} of this run's {short(run_tokens)} tokens: "
             "the batch stays as it is there"
         )
-    if start > 0.02 * of_run:
+    if start > 0.02 * run_tokens:
         limits.append(
             f"nothing was measured before {short(start)} tokens: the batch begins at the smallest"
         )
@@ -344,7 +352,7 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     """Suggests a ramp or none, and compares it with the config as it is.
 
     Args:
-      config: loaded; of the run that is planned.
+      config: of the run that is planned, loaded and not resolved.
       noise: the folder of a run with a noise scale.
       branch: the folder of a run with branches, or of one of their results.
 
@@ -360,8 +368,8 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
     run = place(noise) if noise else config.run.folder
     limits += check_batches(planned.configured.config, planned.meshes, run)
     if not measured:
-        found = {"batches": None, "keys": {}, "saves": "", "rows": planned.rows(None)}
-        return found | {"evidence": evidence.lines, "limits": limits}
+        nothing = {"batches": None, "keys": {}, "saves": "", "rows": planned.rows(None)}
+        return nothing | {"evidence": evidence.lines, "limits": limits}
     batches = fitted = _fit(evidence, planned, row)
     (_, first), rate = batches[0], config.learning_rate.learning_rate
     keys = planned.rated_keys(batches)
@@ -388,8 +396,8 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
             batches = batches[:1]
     rows, allowed = planned.rows(batches), _largest_batches(fitted, measured, row)
     for one in rows:
-        places = [sample for sample, _ in (*one["pairs"], *allowed)]
-        one["within"] = all(_batch_at(one["pairs"], n) <= _batch_at(allowed, n) for n in places)
+        samples = [sample for sample, _ in (*one["pairs"], *allowed)]
+        one["within"] = all(_batch_at(one["pairs"], n) <= _batch_at(allowed, n) for n in samples)
     return {
         "batches": batches,
         "keys": planned.rated_keys(batches),

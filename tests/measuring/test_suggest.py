@@ -69,7 +69,7 @@ def test_limits_that_branches_set(tmp_path, capsys):
     """A ramp that grows with what was measured has none but the largest size that was tried."""
     for name, largest, said in (
         ("grows", (8, 64), "no batch above 8.19k tokens was tried"),
-        ("falls", (64, 8), "cost nothing at an early place, but more than 1.02k cost something"),
+        ("falls", (64, 8), "cost nothing early in the run, but more than 1.02k cost something"),
         ("stays", (16, 16), ""),
     ):
         results = [result(n, size, size) for n, size in zip((1000, 6000), largest, strict=True)]
@@ -77,7 +77,7 @@ def test_limits_that_branches_set(tmp_path, capsys):
         limits = " ".join(suggested(capsys, "--branch", run)[0]["limits"])
         assert said in limits
         assert ("no batch above" in limits) == (name == "grows")
-        assert ("never given back" in limits) == (name == "falls")
+        assert ("never shrinks again" in limits) == (name == "falls")
 
 
 # Configs of 20,000 samples, each with its ways to give a batch.
