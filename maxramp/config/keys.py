@@ -85,7 +85,7 @@ class Config:
             with phase.name_errors():
                 self.replace(**phase.values, phases={}).check()
         if self.run.export_huggingface:
-            config_json.config_of(self.model, {}, "")
+            config_json.make_config(self.model, {}, "")
 
     @property
     def objective(self) -> Objective:

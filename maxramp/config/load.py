@@ -177,9 +177,9 @@ def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
     if not path:
         raise ConfigError("model_name=hf takes a model's sizes from load_parameters_path; give it")
     output = value.get("base_output_directory", base.base()["base_output_directory"])
-    own = "/".join((output, value.get("run_name") or "hf", released.KEPT_IN))
+    own = "/".join((output, value.get("run_name") or "hf", released.RUN_COPY))
     path = base.expand_path("load_parameters_path", path)
-    folder = released.find_or_kept("load_parameters_path", path, own)
+    folder = released.find_or_copy("load_parameters_path", path, own)
     if not folder:
         exported = filter(released.is_whole, step_folders(place(path) / "exported"))
         newest = max(exported, key=lambda export: int(export.name), default="")
@@ -197,8 +197,8 @@ def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
         grows = name == "vocab_size" and said > size
         if said != size and not (is_ours or grows):
             raise ConfigError(
-                f"{given[name].where}{name}={said}: {folder.file_of(name)} makes it {size}; give "
-                "that, or leave it out"
+                f"{given[name].where}{name}={said}: {folder.source_file(name)} makes it {size}; "
+                "give that, or leave it out"
             )
     kind = value.get("dataset_type", base.base()["dataset_type"])
     if kind == "text":

@@ -62,7 +62,7 @@ def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], N
 
 def _is_made(to: Place, opened: Opened) -> bool:
     """Whether an export is of this state; sets aside one that is not."""
-    if (made_of := writing.made_of(to)) is None:
+    if (made_of := writing.read_source(to)) is None:
         return False
     if made_of.get("weights") == opened.saved:
         return True
@@ -118,7 +118,7 @@ def export(
     if opened.origin:  # without rows that only the mesh asked for
         vocab_size = min(vocab_size, max(opened.origin.keys["vocab_size"], known))
     keys = dataclasses.replace(keys, vocab_size=vocab_size)
-    values = config_json.config_of(keys, came_in, dtype) | marks
+    values = config_json.make_config(keys, came_in, dtype) | marks
     beside["config.json"] = _json(values)
     if marks:
         name = "generation_config.json"
@@ -143,7 +143,7 @@ def _export_adapters(
         beside.pop(name, None)
     layers = opened.config.optimizer.trainable_layers
     is_larger = bool(opened.origin and opened.origin.is_larger)
-    beside[adapter.CONFIG] = adapter.config_of(keys, opened.adapted, layers, is_larger)
+    beside[adapter.CONFIG] = adapter.make_config(keys, opened.adapted, layers, is_larger)
     written = keys.decoder_block, dtype or "float32", keys.vocab_size, layers
     form = writing.Format(*written, adapter.TENSORS, math.inf, in_larger=is_larger)
     model = stored_part(model)

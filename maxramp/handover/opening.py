@@ -29,7 +29,7 @@ from maxramp.data.keys import MARK_KEYS, ChatKeys, DataKeys
 from maxramp.errors import ConfigError
 from maxramp.files.place import is_near, place
 from maxramp.handover.weights import ReleasedWeights, SavedWeights, Weights, open_weights
-from maxramp.huggingface.folder import KEPT_IN, ModelFolder, find_or_kept
+from maxramp.huggingface.folder import RUN_COPY, ModelFolder, find_or_copy
 from maxramp.keys import base
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
@@ -201,8 +201,8 @@ class TrainedRun(Opened):
         self.saved = checkpoint.saved
         if adapts:
             below = weights.base = self._given.get(_BASE, there[_BASE])
-            kept = f"{checkpoint.path.parent.parent}/{KEPT_IN}"
-            found = find_or_kept(_BASE, below, kept)
+            kept = f"{checkpoint.path.parent.parent}/{RUN_COPY}"
+            found = find_or_copy(_BASE, below, kept)
             # What adapts them sees as they came, and a phase may have changed that. Of weights that
             # a run has trained, what is kept says only how they began.
             if (

@@ -82,7 +82,7 @@ class ReleasedWeights(Weights):
                 "to less than 1, so the loss does not begin at that of the dense model; "
                 "norm_topk_prob=true begins there"
             )
-        for line in folder.unread:
+        for line in folder.describe_unread():
             note(line)
         rows = there["vocab_size"]
         _check_adapters(self.path, adapter.keys if adapter else {}, model, values)
@@ -172,7 +172,7 @@ def _check_adapters(
 
 
 def find_kept(run: Place) -> ModelFolder | None:
-    return released.find(_KEY, f"{run.absolute()}/{released.KEPT_IN}")
+    return released.find(_KEY, f"{run.absolute()}/{released.RUN_COPY}")
 
 
 def keep_released(weights: Weights | None, run: Place) -> None:
@@ -181,10 +181,10 @@ def keep_released(weights: Weights | None, run: Place) -> None:
     What an earlier start kept of others is gone then. config.json is removed first and written
     last: without it nothing is kept.
     """
-    own = run / released.KEPT_IN
+    own = run / released.RUN_COPY
     files = weights.origin.side_files if weights and weights.origin else {}
     try:
-        for name in released.BESIDE if own.is_dir() else ():
+        for name in released.SIDE_FILES if own.is_dir() else ():
             (own / name).unlink(missing_ok=True)
         for name, data in reversed(files.items()):
             own.mkdir(parents=True, exist_ok=True)

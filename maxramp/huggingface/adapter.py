@@ -9,22 +9,22 @@ from typing import Any
 
 from maxramp.errors import ConfigError
 from maxramp.files.storage import read_json
-from maxramp.huggingface.parts import is_of_text, rename
-from maxramp.huggingface.safetensors import Tensor, tensors_of
+from maxramp.huggingface.safetensors import Tensor, find_tensors
+from maxramp.huggingface.variants import is_of_text_model, rename_as_text_model
 from maxramp.keys.section import refuse
 from maxramp.model.keys import LORA_MODULES, ModelKeys
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
-# What PEFT can do besides, and how a file says that it is not done.
-_NOTHING = (
+# What PEFT can do besides: unset in a file of adapters that are read here.
+_UNSUPPORTED = (
     *("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern"),
     *("alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices"),
     "alora_invocation_tokens",
 )
-_OF_LAYER = re.compile(r"\.layers\.(\d+)\.(.+)\.lora_")  # a tensor's layer and matrix
-# Ways to begin that leave the base as it is.
-_BEGINNINGS = (True, False, "gaussian", "orthogonal", "eva", None)
+_LAYER_TENSOR = re.compile(r"\.layers\.(\d+)\.(.+)\.lora_")  # a tensor's layer and matrix
+# Initializations that leave the base as it is.
+_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,25 +36,25 @@ class AdapterFolder:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         where = f"{self.path}/{CONFIG}"
-        found = read_json(where)
-        wanted = {"peft_type": ("LORA",), "bias": ("none", None)}
-        wanted["init_lora_weights"] = _BEGINNINGS
-        wanted |= {name: (None, False, [], {}) for name in _NOTHING}
+        values = read_json(where)
+        supported = {"peft_type": ("LORA",), "bias": ("none", None)}
+        supported["init_lora_weights"] = _INITIALIZATIONS
+        supported |= {name: (None, False, [], {}) for name in _UNSUPPORTED}
         refuse(
             (
-                found.get(name) not in values,
-                f"{where}: {name}={found.get(name)} is not supported: adapters are LoRA's, of "
+                values.get(name) not in choices,
+                f"{where}: {name}={values.get(name)} is not supported: adapters are LoRA's, of "
                 "matrices of layers alike",
             )
-            for name, values in wanted.items()
+            for name, choices in supported.items()
         )
-        layers = found.get("layers_to_transform")
-        if any(type(number) is not int for number in _list_of(layers)):
+        layers = values.get("layers_to_transform")
+        if any(type(number) is not int for number in _as_list(layers)):
             raise ConfigError(f"{where}: layers_to_transform={layers} are not numbers of layers")
-        rank = found.get("r")
-        if type(rank) is not int or rank < 1 or not found.get("base_model_name_or_path"):
+        rank = values.get("r")
+        if type(rank) is not int or rank < 1 or not values.get("base_model_name_or_path"):
             raise ConfigError(f"{where}: has no r and base_model_name_or_path; save it with PEFT")
-        return found
+        return values
 
     @property
     def base(self) -> str:
@@ -63,19 +63,20 @@ class AdapterFolder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in adapters of a text model."""
-        return rename(self.path, tensors_of(self.path, TENSORS))
+        """The tensors by their names in adapters of a text model."""
+        return rename_as_text_model(self.path, find_tensors(self.path, TENSORS))
 
     @functools.cached_property
     def layers(self) -> list[int]:
-        """None = all."""
-        if not isinstance(pattern := self.config.get("target_modules"), str):
-            return sorted({*_list_of(self.config.get("layers_to_transform"))})
-        # A regular expression chooses matrices one by one: those that it has chosen are there.
+        """The numbers of the layers that have adapters; none = all."""
+        pattern = self.config.get("target_modules")
+        if not isinstance(pattern, str):
+            return sorted({*_as_list(self.config.get("layers_to_transform"))})
+        # A regular expression chooses matrices one by one: the tensors show which.
         modules: dict[int, set[str]] = {}
-        for name in filter(is_of_text, self.tensors):
-            if found := _OF_LAYER.search(name):
-                modules.setdefault(int(found[1]), set()).add(found[2])
+        for name in filter(is_of_text_model, self.tensors):
+            if match := _LAYER_TENSOR.search(name):
+                modules.setdefault(int(match[1]), set()).add(match[2])
         if len({*map(frozenset, modules.values())}) > 1:
             shown = "; ".join(f"{n}: {', '.join(sorted(modules[n]))}" for n in sorted(modules))
             raise ConfigError(
@@ -86,9 +87,9 @@ class AdapterFolder:
 
     @property
     def keys(self) -> dict[str, Any]:
-        modules = {
-            name.split(".")[-3] for name in self.tensors if is_of_text(name) and name.count(".") > 2
-        }
+        """Our keys for training such adapters."""
+        names = filter(is_of_text_model, self.tensors)
+        modules = {name.split(".")[-3] for name in names if name.count(".") > 2}
         targets = [name for name in LORA_MODULES if name in modules]
         if targets == list(LORA_MODULES):
             targets = ["matrix"]
@@ -101,16 +102,22 @@ class AdapterFolder:
         }
 
 
-def _list_of(layers: Any) -> list[Any]:
-    """What PEFT takes for numbers of layers: None, a list or one number."""
-    return [] if layers is None else layers if isinstance(layers, list) else [layers]
+def _as_list(layers: Any) -> list[Any]:
+    """Returns the layers that PEFT means by None, a list or one number."""
+    if layers is None:
+        return []
+    return layers if isinstance(layers, list) else [layers]
 
 
-def config_of(keys: ModelKeys, base: str, layers: Sequence[int], is_larger: bool = False) -> bytes:
-    """The adapter_config.json of adapters of these layers (none = all) of a `base`, or of its text
-    model if it `is_larger`."""
+def make_config(
+    keys: ModelKeys, base: str, layers: Sequence[int], is_larger: bool = False
+) -> bytes:
+    """Returns the adapter_config.json for adapters of these layers (none = all) of a model `base`.
+
+    `is_larger` = they are of the text model in a base that also sees or hears.
+    """
     modules = list(keys.lora_modules)
-    if is_larger:  # whose other parts may have such matrices too
+    if is_larger:  # its other parts may have such matrices too
         numbers, layers = "|".join(map(str, layers)) or r"\d+", ()
         modules = rf".*\.language_model\.layers\.({numbers})\..*\.({'|'.join(modules)})"
     values = {

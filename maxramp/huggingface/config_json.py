@@ -1,14 +1,14 @@
 """config.json of a model folder <-> our keys. Imports no JAX."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxramp.errors import ConfigError
 from maxramp.huggingface import rope_json
 from maxramp.huggingface.rope_json import cast_key
 from maxramp.keys.section import refuse
-from maxramp.model.families.family import Released
+from maxramp.model.families.family import Family, Released
 from maxramp.model.families.table import FAMILIES, unify_keys
 from maxramp.model.keys import ModelKeys
 
@@ -27,9 +27,9 @@ _SIZES = {
     "normalization_layer_epsilon": "rms_norm_eps",
 }
 _ACTIVATIONS = {"silu": "silu", "relu": "relu", "gelu": "gelu_pytorch_tanh"}
-# What transformers can compute otherwise in some of these families, with the value of what is
-# computed here.
-_NOTHING = {
+# Keys with which transformers computes something else in some of these families, and the value that
+# stands for what is computed here.
+_SUPPORTED = {
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0,
@@ -48,66 +48,96 @@ _NOTHING = {
 }
 
 
-def keys_of(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The keys of the model that a config.json describes; `where` is the file, for messages.
+def read_keys(written: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns the keys of the model that a config.json describes; messages name the file `where`.
 
     Reads what transformers 5 writes (`rope_parameters`) and what earlier ones wrote (`rope_theta`,
     `rope_scaling`).
     """
-    name = _family_of(values, where)
-    family, written = FAMILIES[name], values
-    released, values = family.released, _complete(values, family.released)
-    cast_key("max_target_length", "max_position_embeddings", values, where)  # no key of the model
-    rope = rope_json.keys_of(values, released, where)
+    name = _family_name(written, where)
+    family, released = FAMILIES[name], FAMILIES[name].released
+    values = _complete(written, released)
+    cast_key("max_target_length", "max_position_embeddings", values, where)  # checks its type
+    rope = rope_json.read_keys(values, released, where)
+    layers = cast_key("base_num_decoder_layers", "num_hidden_layers", values, where)
     refuse(
-        (
-            value not in (None, _NOTHING[key], family.fixed.get(key)),
-            f"{where}: {key}={value} is not supported, but {_NOTHING[key]}",
-        )
-        for key, value in written.items()
-        if key in _NOTHING and key not in released.names.values()
+        (is_other, f"{where}: {key}={value} is not supported{why}")
+        for is_other, key, value, why in _check_supported(written, values, family, layers)
     )
-    _refuse_architectures(values, released, where)
     values |= {key: values.get(key) or 0 for key in _NULL_FOR_0}
-    _refuse_windows(values, released, where)
     heads = cast_key("base_num_query_heads", "num_attention_heads", values, where)
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
     if values.get("head_dim") is None:
         values["head_dim"] = cast_key("base_emb_dim", "hidden_size", values, where) // max(heads, 1)
     activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
-    activation = str(values[released.activation])
-    if activation not in activations:
-        raise ConfigError(
-            f"{where}: {released.activation}={activation} is not supported; there are "
-            f"{', '.join(activations)}"
-        )
     names = {**_SIZES, **released.names}
     return unify_keys(
         {
             "decoder_block": name,
             **family.fixed,
             **{ours: cast_key(ours, theirs, values, where) for ours, theirs in names.items()},
-            "mlp_activations": [activations[activation], "linear"],
+            "mlp_activations": [activations[values[released.activation]], "linear"],
             **rope,
         }
     )
 
 
+def _check_supported(
+    written: Mapping[str, Any], values: Mapping[str, Any], family: Family, layers: int
+) -> Iterator[tuple[bool, str, Any, str]]:
+    """Yields, for each key that changes what transformers computes, whether it differs from what is
+    computed here, the key, its value, and how an error ends.
+
+    `values` are those that config.json has `written`, completed.
+    """
+    released = family.released
+    for key, supported in _SUPPORTED.items():
+        if key in written and key not in released.names.values():
+            allowed = None, supported, family.fixed.get(key)
+            yield written[key] not in allowed, key, written[key], f", but {supported}"
+    # Classes that are not transformers' own of the family.
+    own = released.architecture, released.architecture.replace("ForCausalLM", "Model")
+    classes = values.get("architectures") or []
+    for name in classes if isinstance(classes, list) else [classes]:
+        why = f", but {' and '.join(own)}; if it computes what {own[0]} does, write that there"
+        yield name not in own, "architectures", name, why
+    activation, known = str(values[released.activation]), _ACTIVATIONS.values()
+    yield (
+        activation not in known,
+        released.activation,
+        activation,
+        f"; there are {', '.join(known)}",
+    )
+    # Windows of other layers than the family's: in a list, by a period, or from a layer on.
+    kinds, period = values.get("layer_types"), released.period
+    layer = "all layers" if period == 1 else f"every {period}th layer"
+    is_other = bool(kinds) and kinds != _layer_types(layers, period)
+    yield is_other, "layer_types", kinds, f", but full_attention in {layer}"
+    if "sliding_window_pattern" in released.defaults:
+        pattern = values["sliding_window_pattern"]
+        yield pattern not in (None, period), "sliding_window_pattern", pattern, f", but {period}"
+    if "max_window_layers" in released.defaults:
+        first = values["max_window_layers"]
+        is_part = not kinds and bool(values["sliding_window"]) and first is not None
+        why = ": windows are of all layers, or of none"
+        yield is_part and first < layers, "max_window_layers", f"{first} of {layers}", why
+
+
 def longest_text(values: Mapping[str, Any], where: str) -> int:
-    """Returns the tokens of the longest text that a config.json's model is for."""
-    released = FAMILIES[_family_of(values, where)].released
+    """Returns how many tokens the longest text has that a config.json's model is for."""
+    released = FAMILIES[_family_name(values, where)].released
     return _complete(values, released)["max_position_embeddings"]
 
 
-def unread(values: Mapping[str, Any], where: str) -> list[str]:
-    """Makes a line of each key of a config.json that transformers passes over, as we do."""
-    released = FAMILIES[_family_of(values, where)].released
-    names = rope_json.unread(_complete(values, released), released)
+def describe_unread(values: Mapping[str, Any], where: str) -> list[str]:
+    """Returns a line for each key of a config.json that transformers passes over, as we do."""
+    released = FAMILIES[_family_name(values, where)].released
+    names = rope_json.unread_keys(_complete(values, released), released)
     return [f"{where}: {name} of its positions is not read, as in transformers" for name in names]
 
 
-def _family_of(values: Mapping[str, Any], where: str) -> str:
+def _family_name(values: Mapping[str, Any], where: str) -> str:
     """Returns the value of decoder_block."""
     families = {family.released.model_type: name for name, family in FAMILIES.items()}
     kind = str(values.get("model_type"))
@@ -129,54 +159,11 @@ def _layer_types(layers: int, period: int) -> list[str]:
     return [f"{'sliding' if i % period else 'full'}_attention" for i in range(1, layers + 1)]
 
 
-def _refuse_architectures(values: Mapping[str, Any], released: Released, where: str) -> None:
-    """Refuses classes that are not transformers' own of the family: they compute something else."""
-    own = released.architecture, released.architecture.replace("ForCausalLM", "Model")
-    names = values.get("architectures") or []
-    refuse(
-        (
-            name not in own,
-            f"{where}: architectures={name} is not supported, but {' and '.join(own)}; if it "
-            f"computes what {own[0]} does, write that there",
-        )
-        for name in (names if isinstance(names, list) else [names])
-    )
-
-
-def _refuse_windows(values: Mapping[str, Any], released: Released, where: str) -> None:
-    """Refuses windows of other layers than the family's: in a list, or from a number of layers."""
-    kinds, first = values.get("layer_types") or (), released.defaults.get("max_window_layers")
-    if first:  # the first that has a window, where it is read
-        first = values["max_window_layers"]
-    layers = cast_key("base_num_decoder_layers", "num_hidden_layers", values, where)
-    every, period = released.period, released.defaults.get("sliding_window_pattern")
-    if period:
-        period = values["sliding_window_pattern"]
-    refuse(
-        [
-            (
-                kinds and kinds != _layer_types(layers, every),
-                f"{where}: layer_types={kinds} is not supported, but full_attention in "
-                f"{'all layers' if every == 1 else f'every {every}th layer'}",
-            ),
-            (
-                period not in (None, every),
-                f"{where}: sliding_window_pattern={period} is not supported, but {every}",
-            ),
-            (
-                not kinds and values["sliding_window"] and first is not None and first < layers,
-                f"{where}: max_window_layers={first} of {layers} is not supported: windows are of "
-                "all layers, or of none",
-            ),
-        ]
-    )
-
-
-def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Returns the config.json of a model that was trained here, with tensors of this dtype.
 
-    `came_in` is the one that its weights came with; what the run did not change stays as it is in
-    it. {} = the run began with new weights.
+    `original` is the one that its weights came with; what the run did not change stays as it is
+    there. {} = the run began with new weights.
     """
     gate, other = keys.mlp_activations
     if gate not in _ACTIVATIONS or other != "linear":
@@ -185,11 +172,10 @@ def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[s
             f"are {', '.join(f'[{name}, linear]' for name in _ACTIVATIONS)}"
         )
     released = FAMILIES[keys.decoder_block].released
-    names = {**_SIZES, **released.names}
-    is_same = came_in.get("model_type") == released.model_type  # and not a dense model
-    before = keys_of(came_in, "config.json") if is_same else {}
+    is_same = original.get("model_type") == released.model_type  # and not a dense model
+    before = read_keys(original, "config.json") if is_same else {}
     own = {**vars(keys), "mlp_activations": list(keys.mlp_activations)}
-    own = unify_keys(own) if came_in else own
+    own = unify_keys(own) if original else own
     changed = {
         name for name, value in own.items() if not before or before.get(name, value) != value
     }
@@ -199,20 +185,21 @@ def config_of(keys: ModelKeys, came_in: Mapping[str, Any], dtype: str) -> dict[s
         n_routing_groups=max(1, keys.n_routing_groups),
         topk_routing_group=max(1, keys.topk_routing_group),
     )
+    names = {**_SIZES, **released.names}
     values = {theirs: getattr(keys, ours) for ours, theirs in names.items() if ours in changed}
     values |= {name: None for name in _NULL_FOR_0 if values.get(name) == 0}
     if "mlp_activations" in changed:
         values[released.activation] = _ACTIVATIONS[gate]
     if released.period > 1 and "base_num_decoder_layers" in changed:
         values["layer_types"] = _layer_types(keys.base_num_decoder_layers, released.period)
-    longest = longest_text(came_in, "config.json") if came_in else 1
+    longest = longest_text(original, "config.json") if original else 1
     if not is_same or longest < keys.max_target_length:
         values["max_position_embeddings"] = max(longest, keys.max_target_length)
     if not is_same:
         values |= {"architectures": [released.architecture], "model_type": released.model_type}
-    if not came_in:
+    if not original:
         values["use_cache"] = True
-    dtypes = {name for name in ("dtype", "torch_dtype") if name in came_in} or {"torch_dtype"}
-    values = {"architectures": [released.architecture], **came_in, **values}
-    values |= dict.fromkeys(dtypes, dtype)
-    return values | rope_json.config_of(keys, released, values if is_same else {})
+    dtype_keys = {name for name in ("dtype", "torch_dtype") if name in original} or {"torch_dtype"}
+    values = {"architectures": [released.architecture], **original, **values}
+    values |= dict.fromkeys(dtype_keys, dtype)
+    return values | rope_json.make_values(keys, released, values if is_same else {})

@@ -11,41 +11,40 @@ from maxramp.files import storage
 from maxramp.files.place import Place
 from maxramp.huggingface import config_json
 from maxramp.huggingface.adapter import CONFIG, TENSORS, AdapterFolder
-from maxramp.huggingface.experts import split_experts
-from maxramp.huggingface.parts import rename
-from maxramp.huggingface.safetensors import Tensor, tensors_of
+from maxramp.huggingface.safetensors import Tensor, find_tensors
+from maxramp.huggingface.variants import rename_as_text_model, split_experts
 from maxramp.model.families.table import FAMILIES
 
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "added_tokens.json"),
 )
-# What says how a model is used, and not what it is made of.
-BESIDE = (
+# The files that say how a model is used.
+SIDE_FILES = (
     *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
     *TOKENIZER,
 )
-# Written last and removed first: without either, no tool takes the folder for a model.
-MARKS = ("config.json", CONFIG)
-# What a model of several parts says once.
-_OF_ALL_PARTS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
-KEPT_IN = "huggingface"  # the folder of a run that began with such weights, for these files
+# Written last and removed first: without either of them no tool opens the folder.
+SENTINELS = ("config.json", CONFIG)
+# Keys that the config.json of a larger model has outside that of its text model.
+_SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+RUN_COPY = "huggingface"  # a run's folder for the side files of its first weights
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFolder:
-    """A folder with a config.json; or of adapters, with that of the model that they adapt."""
+    """A model's folder, and that of its adapters if there are any."""
 
     path: str  # of the model
     adapter: AdapterFolder | None = None
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; where the model also sees or hears, what it says of its text model."""
+        """What config.json says of the text model."""
         whole = self._whole_config
         if not self.is_larger:
             return whole
-        shared = {name: whole[name] for name in _OF_ALL_PARTS if name in whole}
+        shared = {name: whole[name] for name in _SHARED_KEYS if name in whole}
         return shared | whole["text_config"]
 
     @functools.cached_property
@@ -59,55 +58,58 @@ class ModelFolder:
 
     @property
     def _folders(self) -> list[str]:
-        """Where a file may lie that says how it is used, the first before the others."""
+        """The folders that may hold a side file, the first before the other."""
         return [self.adapter.path, self.path] if self.adapter else [self.path]
 
     @property
     def keys(self) -> dict[str, Any]:
-        own = self.adapter.keys if self.adapter else {}
-        return config_json.keys_of(self.config, f"{self.path}/config.json") | own
+        """Our keys for this model and its adapters."""
+        adapter_keys = self.adapter.keys if self.adapter else {}
+        return config_json.read_keys(self.config, f"{self.path}/config.json") | adapter_keys
 
     @property
     def longest_text(self) -> int:
-        """The tokens of the longest text that the model is for."""
+        """How many tokens the longest text has that the model is for."""
         return config_json.longest_text(self.config, f"{self.path}/config.json")
 
-    @property
-    def unread(self) -> list[str]:
-        """Lines about what config.json says and nobody reads."""
-        return config_json.unread(self.config, f"{self.path}/config.json")
+    def describe_unread(self) -> list[str]:
+        """Returns a line for each key of config.json that nothing reads."""
+        return config_json.describe_unread(self.config, f"{self.path}/config.json")
 
-    def file_of(self, name: str) -> str:
-        """The file that says a key of `keys`."""
-        of_adapter = self.adapter and name in self.adapter.keys
-        return f"{self.adapter.path}/{CONFIG}" if of_adapter else f"{self.path}/config.json"
+    def source_file(self, name: str) -> str:
+        """Returns the file that a key of `keys` comes from."""
+        if self.adapter and name in self.adapter.keys:
+            return f"{self.adapter.path}/{CONFIG}"
+        return f"{self.path}/config.json"
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """By their names in a text model."""
-        tensors = rename(self.path, tensors_of(self.path))
+        """The tensors by their names in a text model."""
+        tensors = rename_as_text_model(self.path, find_tensors(self.path))
         return split_experts(tensors, FAMILIES[self.keys["decoder_block"]].tensors)
 
     @property
     def ends(self) -> list[int]:
-        """The ids at which an answer ends: of generation_config.json, else of config.json."""
-        name = f"{self.path}/generation_config.json"
-        found = storage.read_json(name).get("eos_token_id") if storage.exists(name) else None
-        if found is None:
-            name, found = f"{self.path}/config.json", self.config.get("eos_token_id")
-        ids = found if isinstance(found, list) else [found] * (found is not None)
+        """The ids at which an answer ends, by generation_config.json or else config.json."""
+        file = f"{self.path}/generation_config.json"
+        value = storage.read_json(file).get("eos_token_id") if storage.exists(file) else None
+        if value is None:
+            file, value = f"{self.path}/config.json", self.config.get("eos_token_id")
+        if value is None:
+            return []
+        ids = value if isinstance(value, list) else [value]
         if any(type(i) is not int for i in ids):
-            raise ConfigError(f"{name}: eos_token_id={found} is neither an id nor a list of ids")
+            raise ConfigError(f"{file}: eos_token_id={value} is neither an id nor a list of ids")
         return ids
 
     @property
     def data_keys(self) -> dict[str, Any]:
-        """The keys of the tokenizer, and of the marks that documents had when it was trained."""
+        """The keys of the tokenizer, and of the special tokens around a training document."""
         kind, path = self.tokenizer
         if kind != "huggingface":
             return {"tokenizer_type": kind, "tokenizer_path": path}
-        # What transformers puts before a text, its post-processor says: Llama 3 has a begin mark
-        # there; SmolLM2 has one that begins chats, and Qwen has none.
+        # The post-processor says what transformers puts before a text: a begin token for Llama 3;
+        # none for SmolLM2, whose begin token begins chats, and for Qwen.
         processor = storage.read_json(path).get("post_processor") or {}
         try:
             templates = [one.get("single") for one in processor.get("processors") or [processor]]
@@ -118,15 +120,16 @@ class ModelFolder:
 
     @property
     def side_files(self) -> dict[str, bytes]:
-        found = {}
+        """The contents of SIDE_FILES that exist, by name."""
+        contents = {}
         for folder in reversed(self._folders):
-            paths = {name: f"{folder}/{name}" for name in BESIDE}
-            found |= {n: storage.read_bytes(x) for n, x in paths.items() if storage.exists(x)}
-        return found
+            paths = {name: f"{folder}/{name}" for name in SIDE_FILES}
+            contents |= {n: storage.read_bytes(x) for n, x in paths.items() if storage.exists(x)}
+        return contents
 
     @property
     def tokenizer(self) -> tuple[str, str]:
-        """Its type and file; beside adapters lies the one that they were trained with."""
+        """The type and file of the tokenizer; adapters bring the one that they trained with."""
         kinds = (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece"))
         for folder in self._folders:
             for name, kind in kinds:
@@ -138,14 +141,14 @@ class ModelFolder:
 
 
 def is_whole(folder: Place) -> bool:
-    """Whether a folder is a model or adapters, and not what a killed export has left."""
-    return any((folder / name).exists() for name in MARKS)
+    """Returns whether a folder is a model or adapters, and not left behind by a killed export."""
+    return any((folder / name).exists() for name in SENTINELS)
 
 
 def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
-    """The model folder that a path, an address or a name on the Hub means; None if it means none.
+    """Returns the model folder that a path, an address or a name on the Hub means, or None.
 
-    `key` is whose value the path is, for messages; without `may_adapt` adapters are not a model.
+    `key` is whose value the path is, for messages; without `may_adapt` adapters are no model.
     """
     path = os.path.expanduser(path).rstrip("/")
     if storage.exists(f"{path}/config.json"):
@@ -172,11 +175,11 @@ def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
     return ModelFolder(base.path, adapter)
 
 
-def find_or_kept(key: str, path: str, kept: str) -> ModelFolder | None:
-    """As `find`; where the model is gone, what a run has `kept` of it (`KEPT_IN`), if it has."""
+def find_or_copy(key: str, path: str, copy: str) -> ModelFolder | None:
+    """Returns the folder of `find`, or if the model is gone a run's `copy` of it (`RUN_COPY`)."""
     try:
-        return find(key, path) or find(key, kept)
+        return find(key, path) or find(key, copy)
     except ConfigError:
-        if not storage.exists(f"{kept}/config.json"):
+        if not storage.exists(f"{copy}/config.json"):
             raise
-        return ModelFolder(kept)
+        return ModelFolder(copy)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,28 +18,29 @@ from maxramp.commandline import print_progress
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, is_near
 from maxramp.files.storage import optional
-from maxramp.huggingface.safetensors import CODES, DTYPES, ONE, header_of
+from maxramp.huggingface.safetensors import CODES, DTYPES, SINGLE_FILE, make_header
 
-# A tensor's name in a GGUF -> in a folder; those of a layer begin with blk.N.
-_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+# By a tensor's name in a GGUF its name in a folder, and its axes: V vocabulary, D width, F width of
+# the MLP, H and K all heads of queries, and of keys and values.
+_TENSORS = {
+    "token_embd": ("model.embed_tokens", "VD"),
+    "output_norm": ("model.norm", "D"),
+    "output": ("lm_head", "VD"),
 }
-_OF_LAYERS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+_LAYER_TENSORS = {
+    "attn_norm": ("input_layernorm", "D"),
+    "attn_q": ("self_attn.q_proj", "HD"),
+    "attn_k": ("self_attn.k_proj", "KD"),
+    "attn_v": ("self_attn.v_proj", "KD"),
+    "attn_output": ("self_attn.o_proj", "DH"),
+    "ffn_norm": ("post_attention_layernorm", "D"),
+    "ffn_gate": ("mlp.gate_proj", "FD"),
+    "ffn_up": ("mlp.up_proj", "FD"),
+    "ffn_down": ("mlp.down_proj", "DF"),
 }
-# How words are cut, by llama.cpp's names: whether digits stand alone.
-_DIGITS_ALONE = {"smollm": True, "gpt-2": False}
-_CONTROL = 3  # the type of a token that is a mark
+# By llama.cpp's name of a pre-tokenizer, whether each digit is a word of its own.
+_SPLITS_DIGITS = {"smollm": True, "gpt-2": False}
+_CONTROL = 3  # the type of a special token
 
 
 def unpack(path: str, to: Place, dtype: str) -> None:
@@ -51,19 +53,13 @@ def unpack(path: str, to: Place, dtype: str) -> None:
     try:
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        config, sources = _config(path, fields, dtype), {}
-        for tensor in reader.tensors:
-            name = _name_of(tensor.name)
-            if not name:
-                raise ConfigError(f"{path}: its tensor {tensor.name} is not one of a Llama's")
-            sources[name] = tensor
-        config["tie_word_embeddings"] = "lm_head.weight" not in sources
-        shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in sources.items()}
-        _check(path, shapes, config)
-        beside = {"config.json": config, **_tokenizer(path, fields)}
+        config = _config(path, fields, dtype)
+        tensors = _rename(path, {tensor.name: tensor for tensor in reader.tensors}, config)
+        config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+        side_files = {"config.json": config, **_tokenizer_files(path, fields)}
     except ConfigError:
         raise
-    except Exception as error:  # of the reader or of tokenizers, which have many
+    except Exception as error:  # the reader and tokenizers raise many kinds
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise ConfigError(f"{path}: is not a GGUF file, or is torn ({reason})") from None
     print_progress(f"reading the weights of {path}")
@@ -72,15 +68,16 @@ def unpack(path: str, to: Place, dtype: str) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        for name, content in beside.items():
+        for name, content in side_files.items():
             text = content if isinstance(content, str) else json.dumps(content, indent=2)
             (unfinished / name).write_text(text, encoding="utf-8")
-        with open(unfinished / ONE, "wb") as file:
-            file.write(header_of({name: (CODES[dtype], shape) for name, shape in shapes.items()}))
-            for name, tensor in sources.items():
+        shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
+        with open(unfinished / SINGLE_FILE, "wb") as file:
+            file.write(make_header({name: (CODES[dtype], shape) for name, shape in shapes.items()}))
+            for name, tensor in tensors.items():
                 x = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shapes[name])
                 if name.endswith(("q_proj.weight", "k_proj.weight")):
-                    x = _pair_halves(x, config["head_dim"])
+                    x = _halve_rotary_pairs(x, config["head_dim"])
                 file.write(np.ascontiguousarray(x, DTYPES[CODES[dtype]]).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
@@ -93,41 +90,39 @@ def unpack(path: str, to: Place, dtype: str) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _name_of(name: str) -> str:
-    """The name that a tensor has in a folder; "" where there is none."""
-    block, _, rest = name.partition(".")
-    number, _, kind = rest.partition(".")
-    if block != "blk":
-        return _NAMES.get(name, "")
-    ours = _OF_LAYERS.get(kind.removesuffix(".weight"), "")
-    return f"model.layers.{number}.{ours}.weight" if ours else ""
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Returns the shape of a GGUF's tensor in C order."""
+    return tuple(map(int, tensor.shape[::-1]))
 
 
-def _check(path: str, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> None:
-    V, D, F = (config[name] for name in ("vocab_size", "hidden_size", "intermediate_size"))
-    H, K = (config[f"num_{of}_heads"] * config["head_dim"] for of in ("attention", "key_value"))
-    of_layer = {"q_proj": (H, D), "k_proj": (K, D), "v_proj": (K, D), "o_proj": (D, H)}
-    of_layer = {f"self_attn.{name}": shape for name, shape in of_layer.items()}
-    of_layer |= {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
-    of_layer |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
-    expected = {
-        f"model.layers.{i}.{name}.weight": shape
-        for i in range(config["num_hidden_layers"])
-        for name, shape in of_layer.items()
-    }
-    expected |= {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
-    if not config["tie_word_embeddings"]:
-        expected["lm_head.weight"] = (V, D)
-    for name in sorted(expected.keys() | shapes.keys()):
-        if shapes.get(name) != expected.get(name):
+def _rename(path: str, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tensors by their names in a folder; refuses any that are not the config's."""
+    table = {f"{theirs}.weight": entry for theirs, entry in _TENSORS.items()}
+    for i in range(config["num_hidden_layers"]):
+        for theirs, (name, axes) in _LAYER_TENSORS.items():
+            table[f"blk.{i}.{theirs}.weight"] = f"model.layers.{i}.{name}", axes
+    if unknown := tensors.keys() - table.keys():
+        raise ConfigError(f"{path}: its tensor {min(unknown)} is not one of its fields' Llama")
+    heads = {"H": config["num_attention_heads"], "K": config["num_key_value_heads"]}
+    sizes = {axis: number * config["head_dim"] for axis, number in heads.items()}
+    sizes |= {"V": config["vocab_size"], "D": config["hidden_size"]}
+    sizes["F"] = config["intermediate_size"]
+    renamed = {}
+    for theirs, (name, axes) in table.items():
+        if theirs == "output.weight" and theirs not in tensors:
+            continue  # the head is the embedding
+        shape = _shape(tensors[theirs]) if theirs in tensors else "not there"
+        expected = tuple(map(sizes.get, axes))
+        if shape != expected:
             raise ConfigError(
-                f"{path}: {name} is {shapes.get(name, 'not there')}, and its fields make it "
-                f"{expected.get(name, 'none of the model')}; it is torn"
+                f"{path}: {name}.weight is {shape}, and its fields make it {expected}; it is torn"
             )
+        renamed[f"{name}.weight"] = tensors[theirs]
+    return renamed
 
 
-def _pair_halves(weight: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of queries or keys whose rotary pairs are neighbours -> number i beside i + h / 2."""
+def _halve_rotary_pairs(weight: np.ndarray, head_dim: int) -> np.ndarray:
+    """Reorders rows of queries or keys: pairs (2i, 2i + 1) become pairs (i, i + h / 2)."""
     rows = weight.reshape(-1, head_dim // 2, 2, weight.shape[-1])
     return rows.swapaxes(1, 2).reshape(weight.shape)
 
@@ -162,29 +157,28 @@ def _config(path: str, fields: dict[str, Any], dtype: str) -> dict[str, Any]:
     for name in fields:
         if name.startswith("llama.rope.scaling"):
             raise ConfigError(f"{path}: {name}={fields[name]} cannot be taken over")
-    return config | _marks(fields)
+    return config | _special_ids(fields)
 
 
 def _short(value: float) -> float:
-    """The shortest number that is this float32."""
+    """Returns the shortest number that is this float32."""
     return float(str(np.float32(value))) if math.isfinite(value) else value
 
 
-def _marks(fields: dict[str, Any]) -> dict[str, int]:
-    """The ids of marks by the names of config.json."""
+def _special_ids(fields: dict[str, Any]) -> dict[str, int]:
+    """Returns the ids of special tokens by the names of config.json."""
     names = {"bos": "bos", "eos": "eos", "pad": "padding"}
     ids = {f"{n}_token_id": fields.get(f"tokenizer.ggml.{x}_token_id") for n, x in names.items()}
     return {name: number for name, number in ids.items() if number is not None}
 
 
-def _tokenizer(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    said = {
-        name: fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre", "add_bos_token")
-    }
-    if said["model"] != "gpt2" or said["pre"] not in _DIGITS_ALONE:
+def _tokenizer_files(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Makes the files of a folder's tokenizer: their texts, or what they hold as JSON."""
+    kind, pre = (fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind != "gpt2" or pre not in _SPLITS_DIGITS:
         raise ConfigError(
-            f"{path}: its tokenizer is of the kind {said['model']}, {said['pre']}; those of gpt2 "
-            f"with {', '.join(_DIGITS_ALONE)} can be unpacked"
+            f"{path}: its tokenizer is of the kind {kind}, {pre}; those of gpt2 with "
+            f"{', '.join(_SPLITS_DIGITS)} can be unpacked"
         )
     library = optional("tokenizers", "tokenizers", path)
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
@@ -192,22 +186,24 @@ def _tokenizer(path: str, fields: dict[str, Any]) -> dict[str, Any]:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     model = library.Tokenizer(library.models.BPE(vocabulary, merges))
     steps = library.pre_tokenizers
-    cut = steps.ByteLevel(add_prefix_space=False)
-    if _DIGITS_ALONE[said["pre"]]:
-        cut = steps.Sequence([steps.Digits(individual_digits=True), cut])
-    model.pre_tokenizer, model.decoder = cut, library.decoders.ByteLevel()
+    split = steps.ByteLevel(add_prefix_space=False)
+    if _SPLITS_DIGITS[pre]:
+        split = steps.Sequence([steps.Digits(individual_digits=True), split])
+    model.pre_tokenizer, model.decoder = split, library.decoders.ByteLevel()
     special = [t for t, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
     model.add_special_tokens([library.AddedToken(t, special=True) for t in special])
-    ids = _marks(fields)
-    if said["add_bos_token"]:
+    ids = _special_ids(fields)
+    if fields.get("tokenizer.ggml.add_bos_token"):
         begin = tokens[ids["bos_token_id"]]
         model.post_processor = library.processors.TemplateProcessing(
             f"{begin} $A", special_tokens=[(begin, ids["bos_token_id"])]
         )
     named = {name.removesuffix("_id"): tokens[number] for name, number in ids.items()}
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
-    files = {"tokenizer.json": model.to_str(), "tokenizer_config.json": described}
-    files["generation_config.json"] = ids
+    files = {
+        "tokenizer.json": model.to_str(),
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **named},
+        "generation_config.json": ids,
+    }
     if template := fields.get("tokenizer.chat_template"):
         files["chat_template.jinja"] = template
     return files

@@ -1,4 +1,4 @@
-"""Which tensors of a folder the weights of a model are, and how their axes lie there."""
+"""Which tensors of a folder hold a model's weights, and how their axes lie in them."""
 
 import dataclasses
 import math
@@ -16,20 +16,20 @@ from maxramp.model.parts.weights import Weight, is_weight
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a layer's weight lies in a folder; hashable, as programs are compiled for it."""
+    """How a layer's weight lies in a tensor; hashable, as programs are compiled for it."""
 
     axes: str  # of ours, a letter each: "DHh"
     shape: tuple[int, ...]  # of ours
-    groups: tuple[str, ...]  # of theirs, the letters of ours that each axis runs over: ("Hh", "D")
+    groups: tuple[str, ...]  # by axis of the tensor, our axes that it joins: ("Hh", "D")
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The places of our axes in the order of theirs."""
+        """The positions of our axes in the tensor's order."""
         return tuple(self.axes.index(letter) for group in self.groups for letter in group)
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Our sizes in the order of theirs."""
+        """Our sizes in the tensor's order."""
         return tuple(self.shape[i] for i in self.order)
 
     @property
@@ -39,45 +39,48 @@ class Form:
 
 
 # What PEFT calls the parts of an `Adapted`.
-_OF_ADAPTED = {
+_PEFT_NAMES = {
     "weight": "{}.weight",
     "down": "base_model.model.{}.lora_A.weight",
     "up": "base_model.model.{}.lora_B.weight",
 }
 
 
-def _tensor_of(path: str, tensors: Mapping[str, str]) -> str:
-    """The tensor of a weight, as in `Family.tensors`."""
+def _tensor_name(path: str, tensors: Mapping[str, str]) -> str:
+    """Returns the name of a weight's tensor, as in `Family.tensors`."""
     if path in tensors:
         return tensors[path]
-    of_weight, _, part = path.rpartition(".")
-    return _OF_ADAPTED[part].replace("{}", tensors[of_weight].removesuffix(".weight"))
+    adapted, _, part = path.rpartition(".")
+    return _PEFT_NAMES[part].replace("{}", tensors[adapted].removesuffix(".weight"))
 
 
 def _groups(weight: Weight) -> tuple[str, ...]:
-    """The axes of a weight's tensor: a matrix has its outputs as rows, an embedding its tokens."""
+    """Returns `Form.groups`: a matrix has its outputs as rows, an embedding its tokens."""
     groups = weight.outputs, weight.inputs
     return tuple(filter(None, groups[::-1] if weight.role == "embedding" else groups))
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class NamedWeight:
     """A weight of a model, and its tensors."""
 
     path: str  # of ours: "layers.dense.mixer.query_DHh"
     weight: Weight  # of all layers of a stack, in their order
     form: Form  # of one layer
-    # Of the tensors, by their places in `weight`: () where it is one, of a stack its layer, and
-    # behind that the expert.
+    # The tensors by their index in `weight`: () if there is one, (layer,) or (layer, expert) in a
+    # stack.
     names: Mapping[tuple[int, ...], str]
 
 
 def name_tensors(
     model: Decoder, decoder_block: str, layers: Sequence[int] = (), dense_block: str = ""
-) -> Iterator[Named]:
-    """The weights of a model in layer order (`model.order`), or of its shapes, as `jax.tree.leaves`
-    has them; `layers` have tensors, none = all. With a `dense_block` its tensors are those of that
-    family's models, and routers have none.
+) -> Iterator[NamedWeight]:
+    """Yields the weights of a model in layer order (`model.order`), or of its shapes, in the order
+    of `jax.tree.leaves`.
+
+    Args:
+      layers: those that have tensors; none = all.
+      dense_block: names tensors as in that family's models; routers then have none.
     """
     tensors = FAMILIES[decoder_block].tensors
     if dense_block:
@@ -89,21 +92,20 @@ def name_tensors(
     for keys, weight in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         try:
-            name = _tensor_of(path, tensors)
+            name = _tensor_name(path, tensors)
         except KeyError:
             raise ConfigError(
                 f"decoder_block={decoder_block}: its {path} is in no model of "
                 f"decoder_block={dense_block}, so it cannot begin with such weights"
             ) from None
-        shape = weight.shape[len(weight.leading) :]
-        form = Form(weight.own, tuple(shape), _groups(weight))
+        form = Form(weight.own, tuple(weight.shape[len(weight.leading) :]), _groups(weight))
         names = {(): name} if name else {}
         if "{}" in name:
-            of_layer = [*np.ndindex(weight.shape[1 : len(weight.leading)])]  # its experts
+            experts = [*np.ndindex(weight.shape[1 : len(weight.leading)])]  # [()] if it has none
             names = {
-                (at, *expert): name.format(i, *expert)
-                for at, i in enumerate(numbers[path.split(".")[1]])
-                if not layers or i in layers
-                for expert in of_layer
+                (position, *expert): name.format(number, *expert)
+                for position, number in enumerate(numbers[path.split(".")[1]])
+                if not layers or number in layers
+                for expert in experts
             }
-        yield Named(path, weight, form, names)
+        yield NamedWeight(path, weight, form, names)

@@ -1,9 +1,8 @@
-"""The tensors of a folder into the weights of a model, one after the other.
+"""Reads the tensors of a folder into the weights of a model, one after the other.
 
-Of every tensor each device gets some rows, which its host alone reads. A compiled program moves
-them over the network between devices, turns the tensor into our axes, and puts it in its place in
-the stack of layers, whose memory it takes over. Beside its shards a host holds no more than the
-parts of the two largest tensors.
+Each device gets some rows of every tensor, which its host alone reads. A compiled program exchanges
+them between devices, turns the tensor into our axes, and puts it into the stack of layers, whose
+memory it reuses. Besides its shards a host holds no more than the parts of the two largest tensors.
 
 Shapes: L layers of a stack, E experts, R rows of a tensor (its first axis), N devices, r rows of a
 device.
@@ -16,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxramp.errors import ConfigError
-from maxramp.huggingface.names import Form, Named, name_tensors
-from maxramp.huggingface.parts import is_of_text
+from maxramp.huggingface.names import Form, NamedWeight, name_tensors
 from maxramp.huggingface.safetensors import DTYPES, Tensor
-from maxramp.keys.section import refuse
+from maxramp.huggingface.variants import is_of_text_model
 from maxramp.model.decoder import Decoder
 from maxramp.model.order import order_by_layer, order_by_stage
 from maxramp.parallel.axes import AXES
@@ -38,45 +37,52 @@ from maxramp.parallel.sharding import REPLICATED, axes_spec, unstack_spec
 _DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
-def left_out(tensors: Mapping[str, Tensor], used: set[str], tied: bool) -> dict[str, list[str]]:
-    """The tensors that no weight takes, by why; `tied` = the model's head is its embedding."""
-    found: dict[str, list[str]] = {}
+def _describe_left_out(
+    folder: str, tensors: Mapping[str, Tensor], used: set[str], tied: bool
+) -> Iterator[str]:
+    """Yields lines about tensors that belong to no weight; refuses those that should.
+
+    `tied` = the model's head is its embedding.
+    """
+    names_by_reason = collections.defaultdict(list)
     for name in sorted(tensors.keys() - used):
-        if not is_of_text(name):
-            found.setdefault("of no text model", []).append(name)
+        if not is_of_text_model(name):
+            names_by_reason["of no text model"].append(name)
         elif name.endswith(_DERIVED):
-            found.setdefault("computed here", []).append(name)
+            names_by_reason["computed here"].append(name)
         elif tied and name == "lm_head.weight":
             if not _begin_alike(tensors[name], tensors.get("model.embed_tokens.weight")):
                 raise ConfigError(
                     f"{tensors[name].file}: {name} is not the embedding, which config.json makes "
                     "it; write tie_word_embeddings=false there"
                 )
-            found.setdefault("the head, which is the embedding", []).append(name)
+            names_by_reason["the head, which is the embedding"].append(name)
         else:
             raise ConfigError(
                 f"{tensors[name].file}: {name} is not a tensor of such a model; the weights are of "
                 "another family or another version of it"
             )
-    return found
+    for reason, names in names_by_reason.items():
+        yield f"{folder}: {len(names)} tensors are left out, {reason}: {', '.join(names[:3])}"
 
 
 def _begin_alike(a: Tensor, b: Tensor | None) -> bool:
-    alike = b and (a.dtype, a.shape) == (b.dtype, b.shape)
-    return bool(alike) and np.array_equal(*(x.read(0, min(16, x.rows)) for x in (a, b)))
+    if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return np.array_equal(*(tensor.read(0, min(16, tensor.rows)) for tensor in (a, b)))
 
 
-def check(
-    weights: list[Named], tensors: Mapping[str, Tensor], vocab_size: int, folder: str
+def _check_tensors(
+    weights: list[NamedWeight], tensors: Mapping[str, Tensor], vocab_size: int, folder: str
 ) -> None:
-    """Refuses tensors that are missing, of another shape or of no dtype of weights.
+    """Refuses tensors that are missing, of another shape, or of a dtype that weights never have.
 
-    Of embedding and head there may be fewer rows than ours, `vocab_size`: we have new tokens.
+    The folder has `vocab_size` rows of embedding and head; ours may have more, for new tokens.
     """
     for weight in weights:
-        wanted = weight.form.tensor_shape
+        expected = weight.form.tensor_shape
         if weight.form.groups[0] == "V":
-            wanted = min(vocab_size, wanted[0]), *wanted[1:]
+            expected = min(vocab_size, expected[0]), *expected[1:]
         for name in weight.names.values():
             if name not in tensors:
                 remedy = "fetch it again"
@@ -86,20 +92,16 @@ def check(
                     f"{folder}: has no tensor {name}, which config.json's model has; {remedy}"
                 )
             tensor = tensors[name]
-            refuse(
-                [
-                    (
-                        tensor.shape != wanted,
-                        f"{tensor.file}: {name} is {list(tensor.shape)}, but the config makes it "
-                        f"{list(wanted)}; give the keys it was trained with",
-                    ),
-                    (
-                        tensor.dtype not in DTYPES,
-                        f"{tensor.file}: {name} is {tensor.dtype}; weights are read in "
-                        f"{', '.join(DTYPES)}: give the model before it was quantized",
-                    ),
-                ]
-            )
+            if tensor.shape != expected:
+                raise ConfigError(
+                    f"{tensor.file}: {name} is {list(tensor.shape)}, but the config makes it "
+                    f"{list(expected)}; give the keys it was trained with"
+                )
+            if tensor.dtype not in DTYPES:
+                raise ConfigError(
+                    f"{tensor.file}: {name} is {tensor.dtype}; weights are read in "
+                    f"{', '.join(DTYPES)}: give the model before it was quantized"
+                )
 
 
 def prepare_load(
@@ -112,54 +114,58 @@ def prepare_load(
     layers: Sequence[int] = (),
     dense_block: str = "",
 ) -> Callable[[], Decoder]:
-    """What reads the weights of a folder, which is known to have them all: `vocab_size` rows of
-    embedding and head, and of the `layers` that have tensors (none = all; the others are zeros).
-    `note` takes a line about tensors that no weight takes. With a `dense_block` the folder is of
-    that family, every expert begins as its MLP, and routers are new.
+    """Refuses a folder without all weights of an abstract `model`; returns what reads them.
+
+    Args:
+      vocab_size: rows of embedding and head that the folder has.
+      note: takes a line about tensors that belong to no weight.
+      layers: those that have tensors, none = all; the others are zeros.
+      dense_block: the folder's family, if its dense MLP becomes every expert; routers are then new.
     """
     weights = list(name_tensors(order_by_layer(model), decoder_block, layers, dense_block))
-    check(weights, tensors, vocab_size, folder)
+    _check_tensors(weights, tensors, vocab_size, folder)
     used = {name for weight in weights for name in weight.names.values()}
-    for why, names in left_out(tensors, used, model.tied).items():
-        note(f"{folder}: {len(names)} tensors are left out, {why}: {', '.join(names[:3])}")
-    return functools.partial(load, tensors, model, weights)
+    for line in _describe_left_out(folder, tensors, used, model.tied):
+        note(line)
+    return functools.partial(_load, tensors, model, weights)
 
 
-def load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[Named]) -> Decoder:
+def _load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[NamedWeight]) -> Decoder:
     structure = jax.tree.structure(order_by_layer(model))
     with ThreadPoolExecutor() as pool, jax.set_mesh(mesh_of(model)):
-        arrays = list(map(_begin, weights))
-        steps = [
-            (tensors[name], parts, at, weight, place)
-            for at, weight in enumerate(weights)
-            for parts in [_Parts.from_weight(weight)]
-            for place, name in weight.names.items()
-        ]
-        for coming, tensor, parts, at, weight, place in _read_ahead(steps, pool):
-            x_NR = coming()
-            arrays[at] = _put(arrays[at], x_NR, place, weight.form, tensor.rows, parts)
+        arrays = list(map(_initial_array, weights))
+        steps = []
+        for number, weight in enumerate(weights):
+            transfer = _Transfer.from_weight(weight)
+            for index, name in weight.names.items():
+                steps.append((tensors[name], transfer, number, index))
+        for wait, tensor, transfer, number, index in _read_ahead(steps, pool):
+            x_NR, form = wait(), weights[number].form
+            arrays[number] = _put(arrays[number], x_NR, index, form, tensor.rows, transfer)
             del x_NR
-            jax.block_until_ready(arrays[at])  # programs that wait would hold their parts
+            jax.block_until_ready(arrays[number])  # programs that wait would hold their parts
     return order_by_stage(structure.unflatten(arrays), model)
 
 
 def _read_ahead(steps: Sequence[tuple], pool: Executor) -> Iterator[tuple]:
-    """Steps of a tensor, its parts and more, behind a function that waits until they are read.
-    Meanwhile the next ones are read, up to the size of the largest tensor in all."""
+    """Yields steps (tensor, transfer, ...), each behind a function that waits for its rows.
+
+    Meanwhile the next ones are read, up to the size of the largest tensor in all.
+    """
     sizes = [math.prod(tensor.shape) for tensor, *_ in steps]
-    most, waiting, total = max(sizes), collections.deque(), 0
-    for (tensor, parts, *more), size in zip(steps, sizes, strict=True):
-        waiting.append((size, (parts.begin(tensor, pool), tensor, parts, *more)))
+    limit, waiting, total = max(sizes), collections.deque(), 0
+    for (tensor, transfer, *more), size in zip(steps, sizes, strict=True):
+        waiting.append((size, (transfer.begin(tensor, pool), tensor, transfer, *more)))
         total += size
-        while total > most:
+        while total > limit:
             size, step = waiting.popleft()
             total -= size
             yield step
     yield from (step for _, step in waiting)
 
 
-def _begin(weight: Named) -> jax.Array:
-    """Zeros, which tensors replace; values by chance for a router that has none."""
+def _initial_array(weight: NamedWeight) -> jax.Array:
+    """Makes zeros, which tensors replace, or random values for a router that has no tensor."""
     (like,) = jax.tree.leaves(weight.weight)
 
     def make() -> jax.Array:
@@ -172,15 +178,15 @@ def _begin(weight: Named) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
-    """Which rows of a tensor every device reads, and how they come to where they belong."""
+class _Transfer:
+    """Which rows of a tensor every device reads, and how they travel to their shards."""
 
     mesh: Mesh
-    split: tuple[tuple[str, ...], ...]  # the mesh axes of each axis of the tensor, at last
+    split: tuple[tuple[str, ...], ...]  # the mesh axes that cut each axis of the tensor at last
     axes: tuple[str, ...]  # all mesh axes: rows are cut over them, in this order
 
     @classmethod
-    def from_weight(cls, weight: Named) -> "_Parts":
+    def from_weight(cls, weight: NamedWeight) -> Self:
         (array,) = jax.tree.leaves(weight.weight)
         spec = array.sharding.spec.partitions + (None,) * array.ndim
         spec = spec[len(weight.weight.leading) :]  # of one layer
@@ -197,8 +203,9 @@ class _Parts:
         return tuple(axes or None for axes in self.split)
 
     def begin(self, tensor: Tensor, pool: Executor) -> Callable[[], jax.Array]:
-        """Begins to read the rows of the devices here. What it returns waits for them: the tensor
-        [N * r, ...] on all devices, with zeros behind its last row.
+        """Begins to read the rows of this host's devices; returns what waits for them.
+
+        That gives the tensor [N * r, ...] on all devices, with zeros behind its last row.
         """
         r, rest = math.ceil(tensor.rows / self.mesh.size), tensor.shape[1:]
         shape = r * self.mesh.size, *rest
@@ -211,49 +218,55 @@ class _Parts:
             return np.concatenate([rows, missing]) if len(missing) else rows
 
         devices = sharding.addressable_devices_indices_map(shape)
-        coming = [(pool.submit(read, index), device) for device, index in devices.items()]
+        pending = [(pool.submit(read, index), device) for device, index in devices.items()]
         return lambda: jax.make_array_from_single_device_arrays(
-            shape, sharding, [jax.device_put(rows.result(), device) for rows, device in coming]
+            shape, sharding, [jax.device_put(rows.result(), device) for rows, device in pending]
         )
 
-    def join_rows(self, x_NR: jax.Array, rows: int, wanted: int) -> jax.Array:
-        """The tensor of `begin`, cut as `split` says; traced. Where more rows are wanted than it
-        has, new ones are the mean of the others.
+    def join_rows(self, x_NR: jax.Array, rows: int, num_rows: int) -> jax.Array:
+        """Returns the tensor of `begin`, which has `rows`, cut as `split` says; traced.
+
+        If it shall have more rows, `num_rows`, new ones are the mean of the others.
         """
         row_axes, *rest = self.partitions
         others = tuple(a for a in self.axes if a not in itertools.chain(*self.split[1:]))
         x = jax.reshard(x_NR, axes_spec(others, *rest))
-        if len(x) != wanted or rows != wanted:
+        if len(x) != num_rows or rows != num_rows:
             x = jax.reshard(x, axes_spec(None, *rest))[:rows]
-            if rows < wanted:
+            if rows < num_rows:
                 mean = jnp.mean(x.astype(jnp.float32), axis=0, keepdims=True).astype(x.dtype)
-                new = jnp.broadcast_to(mean, (wanted - rows, *x.shape[1:]))
+                new = jnp.broadcast_to(mean, (num_rows - rows, *x.shape[1:]))
                 x = jnp.concatenate([x, new])
         return jax.reshard(x, axes_spec(row_axes, *rest))
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
 def _put(
-    stack: jax.Array, x_NR: jax.Array, place: tuple[int, ...], form: Form, rows: int, parts: _Parts
+    stack: jax.Array,
+    x_NR: jax.Array,
+    index: tuple[int, ...],
+    form: Form,
+    rows: int,
+    transfer: _Transfer,
 ) -> jax.Array:
-    """A stack [L, ...] or [L, E, ...], whose memory is taken, with one more tensor at its place; or
-    one weight."""
-    x = parts.join_rows(x_NR, rows, form.tensor_shape[0])
-    # Only the first letter of an axis of theirs is sharded here, so a reshape moves nothing.
-    first = dict(zip((group[0] for group in form.groups), parts.partitions, strict=True))
+    """Returns a stack [L, ...] or [L, E, ...], whose memory is reused, with one more tensor at
+    `index`; or the weight, if the tensor is all of it."""
+    x = transfer.join_rows(x_NR, rows, form.tensor_shape[0])
+    # Only the first letter of a tensor's axis is sharded here, so a reshape moves nothing.
+    first = dict(zip((group[0] for group in form.groups), transfer.partitions, strict=True))
     letters = [form.axes[i] for i in form.order]
     x = jax.lax.reshape(x, form.split, out_sharding=axes_spec(*map(first.get, letters)))
     x = x.transpose([letters.index(letter) for letter in form.axes]).astype(stack.dtype)
-    if not place:
+    if not index:
         return x
     # As bits, which only move: XLA for CPUs turns a whole bfloat16 stack into float32 and back.
     dtype, bits = stack.dtype, np.dtype(f"u{stack.dtype.itemsize}")
     stack, x = (jax.lax.bitcast_convert_type(y, bits) for y in (stack, x))
     spec = jax.typeof(stack).sharding.spec
-    axes = spec.partitions[: len(place)]
+    axes = spec.partitions[: len(index)]
 
-    def put(stack: jax.Array, x: jax.Array, *place: jax.Array) -> jax.Array:
-        own = [own_index(*each) for each in zip(place, stack.shape, axes, strict=False)]
+    def put(stack: jax.Array, x: jax.Array, *index: jax.Array) -> jax.Array:
+        own = [own_index(*each) for each in zip(index, stack.shape, axes, strict=False)]
 
         def update(stack: jax.Array) -> jax.Array:
             start = *own, *(0 for _ in x.shape)
@@ -266,6 +279,6 @@ def _put(
         is_own = jnp.array([i < size for i, size in zip(own, stack.shape, strict=False)]).all()
         return jax.lax.cond(is_own, update, lambda stack: stack, stack)
 
-    specs = spec, unstack_spec(spec, len(place)), *(REPLICATED for _ in place)
-    stack = map_shards(put, specs, spec)(stack, x, *map(jnp.int32, place))
+    specs = spec, unstack_spec(spec, len(index)), *(REPLICATED for _ in index)
+    stack = map_shards(put, specs, spec)(stack, x, *map(jnp.int32, index))
     return jax.lax.bitcast_convert_type(stack, dtype)

@@ -42,8 +42,8 @@ def cast_key(ours: str, theirs: str, values: Mapping[str, Any], where: str) -> A
     return base.cast_value(f"{where}: {theirs}={value}", value, ours)
 
 
-def keys_of(values: Mapping[str, Any], released: Released, where: str) -> dict[str, Any]:
-    """The keys of all layers, and of those that see a window where they have their own."""
+def read_keys(values: Mapping[str, Any], released: Released, where: str) -> dict[str, Any]:
+    """Returns the keys of positions: of all layers, and of those with a window if they differ."""
     rope, local = _ropes(values, released, where)
     keys = {"rope_max_timescale": cast_key("rope_max_timescale", "rope_theta", rope, where)}
     if local:
@@ -53,8 +53,8 @@ def keys_of(values: Mapping[str, Any], released: Released, where: str) -> dict[s
     return keys | _scaling(rope, values, bool(local), where)
 
 
-def unread(values: Mapping[str, Any], released: Released) -> list[str]:
-    """Names the keys of positions that neither transformers nor we read."""
+def unread_keys(values: Mapping[str, Any], released: Released) -> list[str]:
+    """Returns the keys of positions that neither transformers nor we read."""
     rope, _ = _ropes(values, released, "")
     _, names = _SCALINGS.get(_kind(rope), ("", {}))
     read = {*_COMMON, *names.values(), *(_MSCALES if _kind(rope) == "yarn" else ())}
@@ -64,15 +64,15 @@ def unread(values: Mapping[str, Any], released: Released) -> list[str]:
 def _ropes(
     values: Mapping[str, Any], released: Released, where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the positions of layers that see all, and of those that see a window where they have
-    their own, as transformers reads them: `rope_scaling` counts before `rope_parameters`.
+    """Returns the positions of layers that see all, and of those with a window if they differ, as
+    transformers reads them: `rope_scaling` counts before `rope_parameters`.
     """
     scaling = values.get("rope_scaling") or {}
     parameters = values.get("rope_parameters") or {}
-    _refuse_others({"rope_scaling": scaling, "rope_parameters": parameters}, where)
+    _refuse_all_but_mappings({"rope_scaling": scaling, "rope_parameters": parameters}, where)
     theta = {"rope_theta": values.get("rope_theta", 10_000.0)}
     by_layer = {name: parameters[name] or {} for name in (_FULL, _LOCAL) if name in parameters}
-    _refuse_others(by_layer, where)
+    _refuse_all_but_mappings(by_layer, where)
     if not released.local_rope:
         if by_layer:
             raise ConfigError(
@@ -89,7 +89,7 @@ def _ropes(
     return theta | by_layer.get(_FULL, {}) | scaling, own
 
 
-def _refuse_others(mappings: Mapping[str, Any], where: str) -> None:
+def _refuse_all_but_mappings(mappings: Mapping[str, Any], where: str) -> None:
     refuse(
         (not isinstance(value, dict), f"{where}: {name}={value} is not supported, but a mapping")
         for name, value in mappings.items()
@@ -164,17 +164,17 @@ def _complete_yarn(
     return rope | {"attention_factor": -1.0 if abs(amplitude - usual) < 1e-6 else amplitude}
 
 
-def config_of(keys: ModelKeys, released: Released, came_in: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what config.json lacks about positions beside what `came_in`: in both forms, as
-    transformers below 5 reads no `rope_parameters`.
+def make_values(keys: ModelKeys, released: Released, original: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the `original` config.json lacks about positions: in both forms, as transformers
+    below 5 reads no `rope_parameters`.
     """
-    if came_in:
-        values = {**released.defaults, **came_in}
-        if all(getattr(keys, name) == x for name, x in keys_of(values, released, "").items()):
-            if not came_in.get("rope_parameters"):
+    if original:
+        values = {**released.defaults, **original}
+        if all(getattr(keys, name) == x for name, x in read_keys(values, released, "").items()):
+            if not original.get("rope_parameters"):
                 return {}
             forms = _forms(*_ropes(values, released, ""), released)
-            return {n: x for n, x in forms.items() if x is not None and came_in.get(n) is None}
+            return {n: x for n, x in forms.items() if x is not None and original.get(n) is None}
     rope = {"rope_type": "default", "rope_theta": keys.rope_max_timescale}
     for kind, (ours, names) in _SCALINGS.items():
         if keys.rope_type == ours and (kind != "linear" or keys.rope_linear_scaling_factor != 1):
@@ -191,7 +191,8 @@ def config_of(keys: ModelKeys, released: Released, came_in: Mapping[str, Any]) -
 
 
 def _forms(rope: Mapping[str, Any], local: Mapping[str, Any], released: Released) -> dict[str, Any]:
-    """Writes the positions of all layers, or of those that see all and `local` ones, both ways."""
+    """Returns positions as transformers 5 and as earlier ones write them; `local` are those of
+    layers with a window if they differ."""
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     forms = {"rope_theta": rope["rope_theta"], "rope_parameters": dict(rope)}
     forms["rope_scaling"] = None if _kind(rope) == "default" else scaling

@@ -81,7 +81,7 @@ def test_a_model_that_was_made_here(tmp_path, name):
     config = config_of(write_folder(tmp_path / "in", name))
     with jax.set_mesh(make_mesh(config)):
         model = jax.jit(lambda: Decoder(config.model, jax.random.key(1)))()
-    values = config_json.config_of(config.model, {}, "float32")
+    values = config_json.make_config(config.model, {}, "float32")
     form = writing.Format(config.model.decoder_block, "float32", 40, file_bytes=30_000)
     writing.write(tmp_path / "out", model, form, {"config.json": json.dumps(values).encode()}, {})
     assert_near(theirs(opened(tmp_path / "out")), logits(model, config, TOKENS_BT))

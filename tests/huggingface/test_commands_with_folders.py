@@ -15,7 +15,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import lock
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
-from maxramp.huggingface.safetensors import tensors_of
+from maxramp.huggingface.safetensors import find_tensors
 from maxramp.run.metrics import read_records
 
 CONSTANT = ("enable_rampup_batch_size=False", "per_device_batch_size=2", "eval_interval=-1")
@@ -34,7 +34,7 @@ def given(tmp_path, name, *more):
 
 
 def contents(folder):
-    return {name: x.read(0, x.rows) for name, x in tensors_of(str(folder)).items()}
+    return {name: x.read(0, x.rows) for name, x in find_tensors(str(folder)).items()}
 
 
 def with_tokenizer(tmp_path):

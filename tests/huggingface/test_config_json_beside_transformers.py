@@ -213,7 +213,7 @@ def test_scalings(tmp_path, name):
             assert f"{folder}/config.json: attn_factor of its positions is not read" in str(lines)
         model = config_of(folder).model
         for came_in in ({}, config, config | {"rope_scaling": None}):
-            written = config_json.config_of(model, came_in, "float32")
+            written = config_json.make_config(model, came_in, "float32")
             (folder / "config.json").write_text(json.dumps(written))
             np.testing.assert_allclose(
                 *(theirs(folder), expected), atol=1e-5 * np.ptp(expected), rtol=0, err_msg=case

@@ -10,7 +10,7 @@ from small_models import CONFIGS, TOKENS_BT, fuse_experts, tensors, write_file, 
 from test_beside_transformers import TOLERANCE, assert_near, opened, theirs
 from test_weights import assert_same_tensors, write
 
-from maxramp.huggingface.safetensors import tensors_of
+from maxramp.huggingface.safetensors import find_tensors
 from maxramp.model.parts.experts import Experts
 from maxramp.parallel.sharding import X_BTD
 
@@ -69,7 +69,7 @@ def test_both_layouts_of_experts(tmp_path, name):
     for is_fused in (False, True):
         folder = tmp_path / f"{is_fused}"
         model.save_pretrained(folder, save_original_format=not is_fused)
-        assert {*tensors_of(str(folder))} == {*(fuse_experts(held) if is_fused else held)}
+        assert {*find_tensors(str(folder))} == {*(fuse_experts(held) if is_fused else held)}
         config = config_of(folder)
         assert_near(logits(load(folder, config), config, TOKENS_BT), theirs(model))
 

@@ -14,14 +14,14 @@ from small_models import write_folder
 from maxramp.files.place import place
 from maxramp.handover.opening import open_model
 from maxramp.huggingface import folder as released
-from maxramp.huggingface.safetensors import tensors_of
+from maxramp.huggingface.safetensors import find_tensors
 
 pytestmark = pytest.mark.slow
 
 
 def assert_equal(folder, other):
     a, b = (
-        {name: x.read(0, x.rows) for name, x in tensors_of(str(path)).items()}
+        {name: x.read(0, x.rows) for name, x in find_tensors(str(path)).items()}
         for path in (folder, other)
     )
     assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

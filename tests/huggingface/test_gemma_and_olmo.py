@@ -117,7 +117,7 @@ def test_scaled_positions_are_those_of_transformers(scaling, head_dim):
     said = {**CONFIGS["qwen3"], "head_dim": head_dim, "rope_theta": 5e5, "rope_scaling": scaling}
     theirs = transformers.AutoConfig.for_model(**said)
     inverse, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
-    keys = config_json.keys_of(said, "FILE")
+    keys = config_json.read_keys(said, "FILE")
     given = [f"{name}={str(value).replace(' ', '')}" for name, value in keys.items()]
     given += ["enable_rampup_batch_size=False", "dataset_type=synthetic"]
     config = make_config(*given).model
@@ -125,8 +125,8 @@ def test_scaled_positions_are_those_of_transformers(scaling, head_dim):
     np.testing.assert_allclose(cos[0], np.cos(inverse.numpy()) * amplitude, atol=1e-6)
     np.testing.assert_allclose(sin[0], np.sin(inverse.numpy()) * amplitude, rtol=2e-6)
     for came_in in (said, {}, said | {"rope_scaling": None}):  # the last one has to change
-        written = config_json.config_of(config, came_in, "float32")
-        assert config_json.keys_of(written, "FILE") == keys
+        written = config_json.make_config(config, came_in, "float32")
+        assert config_json.read_keys(written, "FILE") == keys
 
 
 def test_the_text_model_of_a_gemma_that_sees(tmp_path, before):
@@ -148,6 +148,6 @@ def test_the_text_model_of_a_gemma_that_sees(tmp_path, before):
     np.testing.assert_array_equal(found, before("gemma3"))
     (note,) = notes
     assert "2 tensors are left out, of no text model" in note and all(x in note for x in vision)
-    written = config_json.config_of(config.model, text, "float32")
+    written = config_json.make_config(config.model, text, "float32")
     assert written["model_type"] == "gemma3_text"
     assert written["architectures"] == ["Gemma3ForCausalLM"]

@@ -20,7 +20,7 @@ CASES = {
     "an unknown merge": ({"merges": ["x y"]}, "is torn"),
     "a mark beyond the tokens": ({"bos": 99}, "is torn"),
     "no heads": ({"heads": 0}, "is torn"),
-    "heads that do not divide": ({"heads": 7}, "k_proj.weight is (128, 256)"),
+    "heads that do not divide": ({"heads": 7}, "q_proj.weight is (256, 256)"),
     "a layer too many": ({"layers": 2}, "layers.1.input_layernorm.weight is not there"),
     "no keys": ({"blk.0.attn_k": None}, "self_attn.k_proj.weight is not there"),
     "rows that are no tokens": ({"token_embd": (7, D)}, "embed_tokens.weight is (7, 256)"),

@@ -16,7 +16,7 @@ from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface.adapter import TENSORS
 from maxramp.huggingface.names import name_tensors
-from maxramp.huggingface.safetensors import tensors_of
+from maxramp.huggingface.safetensors import find_tensors
 from maxramp.model.adapters import is_adapter, merge_adapters, stored_part, without_adapters
 from maxramp.model.parts.weights import join_parts, part_of
 from maxramp.training.loss import next_token_prediction
@@ -111,7 +111,7 @@ def test_a_merge_rounds_once(tmp_path):
     opened = open_model(str(tmp_path / "adapter"), [])
     opened.config = opened.config.replace(weight_dtype="bfloat16")
     export(opened, opened.load(), tmp_path / "whole", "float32", merge=True)
-    for name, x in tensors_of(str(tmp_path / "whole")).items():
+    for name, x in find_tensors(str(tmp_path / "whole")).items():
         np.testing.assert_allclose(x.read(0, x.rows), expected[name], atol=1e-6, err_msg=name)
 
 
@@ -179,4 +179,4 @@ def test_an_adapter_of_a_model_that_sees(tmp_path, modules):
     export(opened, model, tmp_path / "again")
     again = peft.PeftModel.from_pretrained(opened_by_torch(tmp_path / "base"), tmp_path / "again")
     assert_near(logits_of(again.eval()), logits_of(peer))
-    assert not [name for name in tensors_of(str(tmp_path / "again"), TENSORS) if "vision" in name]
+    assert not [name for name in find_tensors(str(tmp_path / "again"), TENSORS) if "vision" in name]

@@ -9,7 +9,7 @@ from jobs import finish, start
 from preference_pairs import pairs, write_pairs, write_tokenizer
 from small_models import write_folder
 
-from maxramp.huggingface.safetensors import tensors_of
+from maxramp.huggingface.safetensors import find_tensors
 from maxramp.run.metrics import read_records
 
 pytest.importorskip("jinja2")
@@ -72,7 +72,7 @@ def assert_same(folder, one, other):
                 same = b[key] if isinstance(x, str) else pytest.approx(b[key], rel=1e-4, abs=1e-6)
                 assert x == same, key
     (own,), (others,) = (list((folder / name / "exported").iterdir()) for name in (one, other))
-    found, wanted = (tensors_of(str(path), "adapter_model.safetensors") for path in (own, others))
+    found, wanted = (find_tensors(str(path), "adapter_model.safetensors") for path in (own, others))
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         x, y = (np.asarray(t.read(0, t.rows)) for t in (tensor, wanted[name]))

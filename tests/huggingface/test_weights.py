@@ -15,7 +15,7 @@ from small_models import CONFIGS, TOKENS_BT, fuse_experts, tensors, write_file, 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.huggingface import config_json, writing
 from maxramp.huggingface import folder as released
-from maxramp.huggingface.safetensors import tensors_of
+from maxramp.huggingface.safetensors import find_tensors
 
 # Logits of tokens 0 to 3 behind the first 4, 12 and 24 tokens of the first row, in float64.
 LOGITS = {
@@ -154,14 +154,14 @@ def test_any_mesh_holds_the_same_weights_and_gives_them_back(tmp_path, name, mes
 
 
 def write(to, config, model, dtype="float32", vocab_size=40, **options):
-    values = config_json.config_of(config.model, {}, dtype)
+    values = config_json.make_config(config.model, {}, dtype)
     beside = {"config.json": json.dumps(values).encode()}
     form = writing.Format(config.model.decoder_block, dtype, vocab_size, **options)
     writing.write(to, model, form, beside, {})
 
 
 def assert_same_tensors(folder, expected):
-    found = tensors_of(str(folder))
+    found = find_tensors(str(folder))
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_array_equal(found[name].read(0, found[name].rows), x)
@@ -181,8 +181,8 @@ def test_config_json_says_the_same_again(tmp_path, name):
     folder = write_folder(tmp_path, name)
     keys = released.find("", str(folder)).keys
     for came_in in ({}, CONFIGS[name]):
-        values = config_json.config_of(config_of(folder).model, came_in, "float32")
-        assert config_json.keys_of(values, "") == keys
+        values = config_json.make_config(config_of(folder).model, came_in, "float32")
+        assert config_json.read_keys(values, "") == keys
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -194,12 +194,12 @@ def test_an_export_changes_no_key_that_the_run_did_not_change(tmp_path, name):
     keys = config_of(folder).model
     both = {"rope_theta"} if "rope_parameters" in few else set()  # transformers below 5 reads it
     for came_in in (CONFIGS[name], few, few | {"dtype": "float32", "made_by": {"a": 1}}):
-        written = config_json.config_of(keys, came_in, "float32")
+        written = config_json.make_config(keys, came_in, "float32")
         assert {key: x for key, x in written.items() if key in came_in} == came_in
         assert written.keys() - came_in.keys() <= both | ({"rope_scaling"} if both else set())
     longest = config_json.longest_text(few, "")
     longer = dataclasses.replace(keys, max_target_length=2 * longest)
-    written = config_json.config_of(longer, few, "bfloat16")
+    written = config_json.make_config(longer, few, "bfloat16")
     assert written["max_position_embeddings"] == 2 * longest
     assert written["torch_dtype"] == "bfloat16"
 
@@ -211,7 +211,7 @@ def test_config_json_says_what_was_changed(tmp_path, name):
     sight |= {"sliding_window_size": 7} if name == "mistral" else {}
     keys = dataclasses.replace(config_of(write_folder(tmp_path, name)).model, **sight)
     for came_in in ({}, CONFIGS[name]):
-        said = config_json.keys_of(config_json.config_of(keys, came_in, "float32"), "")
+        said = config_json.read_keys(config_json.make_config(keys, came_in, "float32"), "")
         assert {key: said[key] for key in sight} == sight
 
 
@@ -408,7 +408,7 @@ def test_end_marks_that_are_no_ids(tmp_path, ids):
 )
 def test_a_model_that_is_none_of_ours(changes, says):
     with pytest.raises(ConfigError, match=f"^FILE: .*{says}"):
-        config_json.keys_of(CONFIGS["llama2"] | changes, "FILE")
+        config_json.read_keys(CONFIGS["llama2"] | changes, "FILE")
 
 
 def test_what_config_json_need_not_say():
@@ -421,7 +421,7 @@ def test_what_config_json_need_not_say():
         ("qwen2", 32, 2, 0),
         ("qwen3", 32, 128, 0),
     ):
-        keys = config_json.keys_of({"model_type": kind, **few}, "")
+        keys = config_json.read_keys({"model_type": kind, **few}, "")
         assert (keys["base_num_kv_heads"], keys["head_dim"]) == (heads, width)
         assert keys.get("sliding_window_size", 0) == window
         assert keys["rope_max_timescale"] == 10_000 and keys["normalization_layer_epsilon"] == 1e-6
@@ -459,14 +459,14 @@ def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch, name):
         write(tmp_path / "out", config, model)
     assert [p for p in os.listdir(tmp_path) if p.startswith(".")] == []
     assert {*os.listdir(tmp_path / "out")} >= {"config.json", ".source.json"}
-    assert writing.made_of(tmp_path / "out")["files"].keys() > {*before}
+    assert writing.read_source(tmp_path / "out")["files"].keys() > {*before}
     with (tmp_path / "out" / before[0]).open("ab") as file:
         file.truncate(100)
-    assert writing.made_of(tmp_path / "out") == {}  # no longer what it was made of
+    assert writing.read_source(tmp_path / "out") == {}  # no longer what it was made of
     write(tmp_path / "again", config, model, **form)
-    assert writing.made_of(tmp_path / "again")
+    assert writing.read_source(tmp_path / "again")
     (tmp_path / "again" / "model.safetensors.index.json").unlink()
-    assert writing.made_of(tmp_path / "again") == {}
+    assert writing.read_source(tmp_path / "again") == {}
 
 
 def test_an_export_begins_anew_once_there_is_room(tmp_path, monkeypatch):
