@@ -136,7 +136,7 @@ def storm(folder: pathlib.Path, kills: int, seed: int, keys: list[str]) -> dict:
         launch.process.terminate()
     if status := launch.process.wait():
         faults.append(f"status {status}: {launch.printed()[-1500:]}")
-    lost = launch.printed().count(" was lost, and ")
+    lost = launch.printed().count("launch   lost node ")
     nodes = collections.Counter(
         record["devices"] for record in map(json.loads, launch.records()) if "loss" in record
     )

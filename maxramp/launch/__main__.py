@@ -1,6 +1,6 @@
 """Trains as a chain of jobs, here or on a cluster, and restarts them until the run is done.
 
-python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [options]
+python -m maxramp.launch CONFIG.yml --cluster local|slurm|gke [key=value ...] [--dry-run]
 
 num_nodes and devices_per_node say what nodes you have; each job takes as many as the plan gives its
 stage, and runs the program that the config is for (docs/pods.md).
@@ -22,7 +22,7 @@ from maxramp.keys.section import is_object_storage, refuse
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
 
-_CLUSTERS = {"local": local.launch, "slurm": slurm.submit, "gke": gke.launch}
+_CLUSTERS = {"local": local.launch, "slurm": slurm.launch, "gke": gke.launch}
 
 
 @command
@@ -31,8 +31,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cluster", required=True, choices=_CLUSTERS, help="where jobs run")
     text = "print everything that would be started"
     parser.add_argument("--dry-run", action="store_true", help=text)
-    text = "show the jobs of a run under slurm"
-    parser.add_argument("--status", action="store_true", help=text)
     options = parser.parse_intermixed_args(arguments)
     config, cluster = load(options.arguments, "launch"), options.cluster
     devices, output = config.batch.devices_per_node, config.run.base_output_directory
@@ -44,25 +42,22 @@ def main(arguments: list[str]) -> int:
                 "node; give devices_per_node",
             ),
             (
-                options.status and cluster != "slurm",
-                f"--status works with --cluster slurm, not {cluster}",
-            ),
-            (
                 cluster == "slurm" and is_object_storage(output),
-                f"base_output_directory={output}: the scripts of --cluster slurm read the "
+                f"base_output_directory={output}: the script of --cluster slurm reads the "
                 "run's folder through the file system; give a path that all nodes share, or "
                 "mount the storage (GCS FUSE, Mountpoint for S3) and give that path",
             ),
         ]
     )
-    devices = _local_devices(config) if devices == -1 else devices
+    if devices == -1:
+        devices = _count_local_devices(config)
     config = config.replace(devices_per_node=devices, num_nodes=config.batch.nodes)
     run = Run.from_config(config, options.arguments, options.dry_run)
-    return slurm.print_status(run) if options.status else _CLUSTERS[cluster](run, options.dry_run)
+    return _CLUSTERS[cluster](run, options.dry_run)
 
 
-def _local_devices(config: Config) -> int:
-    """Devices of this machine, counted by a process of its own: counting takes hold of them."""
+def _count_local_devices(config: Config) -> int:
+    """Counts the devices of this machine in another process: counting takes hold of them."""
     if config.backend.hardware == "cpu":
         return 1
     program = "import jax; print(jax.local_device_count())"

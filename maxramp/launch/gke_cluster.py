@@ -1,12 +1,13 @@
 """A run's JobSets on a Kubernetes cluster, one after another.
 
 The supervisors in the pods (`gke_pod`) restart a job on the same nodes. Here the JobSet for other
-nodes follows: after a stage, and where an elastic run loses a node. Such a run takes as many nodes
+nodes follows: after a stage, and when an elastic run loses a node. Such a run takes as many nodes
 as its plan gives it, for the cluster to bring, until it loses one; then those that are ready, until
 all are back. A launch that was ended continues when it is started again.
 """
 
 import collections
+import itertools
 import json
 import pathlib
 import subprocess
@@ -33,16 +34,18 @@ class GkeCluster:
     """Applies the JobSets of a launch, which are files `{name}-{nodes}.yaml`."""
 
     def __init__(self, run: Run, folder: pathlib.Path, labels: dict[str, str], selector: str):
-        """`labels` are the launch's, and `selector` chooses nodes by theirs."""
+        """Applies the configuration, unless a job of another launch of this run is active. `labels`
+        are the launch's, and `selector` chooses nodes by theirs.
+        """
         self._run, self._keys, self._folder = run, run.config.launch, folder
         self._name, self._selector = labels["maxramp/launch"], selector
-        # Files, as they outlive this program: that the JobSet has had its nodes; how many the one
-        # had that lost the first.
+        # Files, which outlive this program: the JobSet has had all its nodes; the number of nodes
+        # of the JobSet that first lost one.
         self._whole, self._lost = folder / "whole", folder / "lost"
         self._step, self._has_waited, self.is_stopped = 0, False, False
-        every = json.loads(self._ask("get", "jobset", "-l", f"maxramp/run={labels['maxramp/run']}"))
+        selected = f"maxramp/run={labels['maxramp/run']}"
         self._jobset = ""
-        for jobset in every["items"]:
+        for jobset in json.loads(self._ask("get", "jobset", "-l", selected, "-o", "json"))["items"]:
             name, has_ended = jobset["metadata"]["name"], _is(jobset, "Completed", "Failed")
             if jobset["metadata"]["labels"]["maxramp/launch"] == self._name:
                 self._jobset = name
@@ -55,12 +58,12 @@ class GkeCluster:
         self._ask("apply", "-f", str(folder / "config.yaml"))
 
     def nodes_of_jobset(self) -> int:
-        """Of the JobSet that an earlier start of this launch has applied; 0 for none."""
+        """Returns the nodes of the JobSet that an earlier start of this launch applied, or 0."""
         return int(self._jobset.rpartition("-")[2] or 0)
 
     def stop(self) -> None:
         self.is_stopped = True
-        say(f"ends; the JobSet {self._jobset} continues, and the same launch follows it")
+        say(f"stopped; JobSet {self._jobset} continues, and the same launch follows it")
 
     def available(self) -> int:
         """Counts the nodes that are ready, of TPUs in whole slices."""
@@ -68,7 +71,7 @@ class GkeCluster:
         for node in self._items("nodes", self._selector):
             if _is(node, "Ready") and not node["spec"].get("unschedulable"):
                 pools[node["metadata"]["labels"].get(_POOL)] += 1
-        return sum(count - count % self._run.unit for count in pools.values())
+        return sum(count - count % self._run.nodes_per_slice for count in pools.values())
 
     def start(self, nodes: int, failures: int) -> bool:
         name, elastic = f"{self._name}-{nodes}", self._keys.elastic
@@ -79,7 +82,9 @@ class GkeCluster:
             self._delete()
             if self._lost.exists() and nodes >= int(self._lost.read_text()):
                 self._lost.rename(self._whole)
-        while elastic and self._publish() < nodes and self._lost.exists() and not self.is_stopped:
+        while elastic and not self.is_stopped:
+            if self._publish() >= nodes or not self._lost.exists():
+                break
             time.sleep(_PERIOD)
         if self.is_stopped:
             return False
@@ -94,7 +99,7 @@ class GkeCluster:
             jobsets = self._items("jobset", f"maxramp/launch={self._name}")
             jobset = next((one for one in jobsets if one["metadata"]["name"] == name), {})
             if _is(jobset, "Completed"):
-                nodes = max((words["nodes"] for words in self._read_words()), default=0)
+                nodes = max((message["nodes"] for message in self._read_messages()), default=0)
                 return JobEnd(EXIT_STAGE_END if nodes else 0, self._step, nodes)
             if not jobset or _is(jobset, "Failed"):
                 return self._fail("failed" if jobset else "was deleted")
@@ -103,13 +108,13 @@ class GkeCluster:
             time.sleep(_PERIOD)
         return JobEnd(EXIT_PREEMPTED, self._step)
 
-    def _fail(self, why: str) -> JobEnd:
+    def _fail(self, what: str) -> JobEnd:
         """Ends the launch: the supervisors in the pods gave up, or are gone."""
         self.is_stopped = True
-        codes = {end["exitCode"] for pod in self._pods() for end in _ends(pod)}
+        codes = {end["exitCode"] for end in self._pod_ends()}
         codes -= {0, EXIT_PREEMPTED}  # of pods that were replaced, too
         describe = f"kubectl -n {self._keys.gke_namespace} describe jobset {self._jobset}"
-        say(f"{self._jobset} {why} ({describe}); launch again to continue")
+        say(f"{self._jobset} {what} ({describe}); launch again to continue")
         failed = EXIT_CONFIG if EXIT_CONFIG in codes else max(codes, default=EXIT_FAILED)
         return JobEnd(failed, self._step)
 
@@ -121,7 +126,7 @@ class GkeCluster:
         if not is_short and not any(_is(pod, "DisruptionTarget") for pod in self._pods()):
             return False
         say(f"{self._jobset} lost a node; {ready} are ready")
-        self._read_words()
+        self._read_messages()
         if not self._lost.exists():
             self._lost.write_text(str(nodes))
         return True
@@ -139,33 +144,41 @@ class GkeCluster:
     def _delete(self) -> None:
         options = ("--cascade=foreground", f"--timeout={self._keys.grace_seconds + 60}s")
         if self._kubectl("delete", "jobset", self._jobset, *options).returncode:
-            self._kubectl("delete", "pods", "-l", self._selector_of_pods(), "--force")
+            self._kubectl("delete", "pods", "-l", self._pod_selector(), "--force")
         self._whole.unlink(missing_ok=True)
 
-    def _selector_of_pods(self) -> str:
+    def _pod_selector(self) -> str:
         return f"jobset.sigs.k8s.io/jobset-name={self._jobset}"
 
     def _pods(self) -> list[dict[str, Any]]:
-        return self._items("pods", self._selector_of_pods())
+        return self._items("pods", self._pod_selector())
 
-    def _read_words(self) -> list[dict[str, int]]:
-        """The last words of the JobSet's pods that have ended, and how far the run got by them."""
-        ends = [end for pod in self._pods() for end in _ends(pod)]
-        words = [json.loads(end["message"]) for end in ends if end.get("message")]
-        self._step = max([self._step, *(word["step"] for word in words)])
-        return words
+    def _pod_ends(self) -> list[dict[str, Any]]:
+        """Lists how the containers of the JobSet's pods ended, of those that did."""
+        statuses = [pod.get("status", {}).get("containerStatuses", ()) for pod in self._pods()]
+        states = [status.get("state", {}) for status in itertools.chain(*statuses)]
+        return [state["terminated"] for state in states if "terminated" in state]
+
+    def _read_messages(self) -> list[dict[str, int]]:
+        """Returns the last messages of the JobSet's pods, and notes how far the run got by them."""
+        texts = [end.get("message") for end in self._pod_ends()]
+        messages = [json.loads(text) for text in texts if text]
+        self._step = max([self._step, *(message["step"] for message in messages)])
+        return messages
 
     def _items(self, kind: str, selector: str) -> list[dict[str, Any]]:
-        """The objects that a selector chooses; asks until the cluster answers."""
-        while (done := self._kubectl("get", kind, "-l", selector, "-o", "json")).returncode:
+        """Returns the objects that a selector chooses; asks until the cluster answers."""
+        while True:
+            done = self._kubectl("get", kind, "-l", selector, "-o", "json")
+            if done.returncode == 0:
+                return json.loads(done.stdout)["items"]
             print(done.stderr, end="", flush=True)
             if self.is_stopped:
                 return []
             time.sleep(_PERIOD)
-        return json.loads(done.stdout)["items"]
 
     def _ask(self, *words: str) -> str:
-        done = self._kubectl(*words, *(["-o", "json"] if words[0] == "get" else []))
+        done = self._kubectl(*words)
         if done.returncode:
             raise ConfigError(f"kubectl {' '.join(words)}: {' '.join(done.stderr.split())}")
         return done.stdout
@@ -175,12 +188,6 @@ class GkeCluster:
         return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
 
 
-def _is(thing: dict[str, Any], *conditions: str) -> bool:
-    states = thing.get("status", {}).get("conditions", ())
+def _is(manifest: dict[str, Any], *conditions: str) -> bool:
+    states = manifest.get("status", {}).get("conditions", ())
     return any(state["type"] in conditions and state["status"] == "True" for state in states)
-
-
-def _ends(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    """How the containers of a pod ended that did."""
-    states = (one.get("state", {}) for one in pod.get("status", {}).get("containerStatuses", ()))
-    return [state["terminated"] for state in states if "terminated" in state]

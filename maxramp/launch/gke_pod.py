@@ -1,7 +1,7 @@
 """The supervisor of a run inside a pod, which the pod's command starts.
 
 Every pod of a JobSet has one, for its process of a job, and all decide the same. For another number
-of nodes they end with success, and say in their last words how many the launch shall apply.
+of nodes they end with success, and their last message says how many the launch shall apply.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ class PodCluster:
         return self._nodes
 
     def start(self, nodes: int, failures: int) -> bool:
-        is_here = nodes == self._nodes
-        self.end = dataclasses.replace(self.end, next_nodes=0 if is_here else nodes)
-        if self.is_stopped or not is_here:
+        has_nodes = nodes == self._nodes
+        self.end = dataclasses.replace(self.end, next_nodes=0 if has_nodes else nodes)
+        if self.is_stopped or not has_nodes:
             return False
         self._process = subprocess.Popen(self._run.command("python"))
         if self.is_stopped:  # asked while it started
@@ -51,12 +51,14 @@ class PodCluster:
             self._process.terminate()
 
 
-def follow(run: Run, nodes: int, words: Place) -> int:
-    """Runs the jobs of a run that take `nodes`; returns the exit status of the pod."""
+def follow(run: Run, nodes: int, message: Place) -> int:
+    """Runs the jobs of a run that take `nodes`, and writes the pod's last `message`; returns the
+    exit status of the pod.
+    """
     cluster = PodCluster(run, nodes)
     stop_on_signals(cluster)
     status = supervise(run, cluster, nodes)
-    words.write_text(json.dumps({"step": cluster.end.step, "nodes": cluster.end.next_nodes}))
+    message.write_text(json.dumps({"step": cluster.end.step, "nodes": cluster.end.next_nodes}))
     if cluster.end.next_nodes or status in (0, EXIT_CONFIG):
         return 0 if cluster.end.next_nodes else status
     # Whatever its trainer ended with: Kubernetes takes the pod away, or the supervisor gave up.
@@ -65,8 +67,9 @@ def follow(run: Run, nodes: int, words: Place) -> int:
 
 @command
 def main(arguments: list[str]) -> int:
-    nodes, words, *config = arguments
-    return follow(Run.from_config(load(config, "launch"), config), int(nodes), pathlib.Path(words))
+    nodes, message, *config = arguments
+    run = Run.from_config(load(config, "launch"), config)
+    return follow(run, int(nodes), pathlib.Path(message))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a launch starts: a run's jobs by its plan, the same for every cluster."""
 
 import dataclasses
-import itertools
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near
 from maxramp.keys.section import refuse
 from maxramp.planning.stages import PlannedRun
+from maxramp.processes.nodes import VARIABLE
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.job_schedule import resume_point
 
@@ -34,17 +34,20 @@ class Run:
     stages: tuple[Stage, ...]  # the plan's, from where the run stands to its end
     first_step: int  # that the next job trains: after the newest checkpoint
     next_nodes: int  # of the stage that this step is in
-    unit: int = 1  # nodes that come and go together
+    nodes_per_slice: int = 1  # nodes that come and go together
 
     @classmethod
     def from_config(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
-        """The run of a config that was loaded from a command line's arguments.
+        """Plans the run of a config that was loaded from a command line's arguments.
 
-        For a dry run, an object storage is not asked where the run stands.
+        A dry run does not ask an object storage where the run stands.
         """
         config = config.replace(run_name=config.run.run_name or config.run.model_name)
         processes, devices = config.launch.processes_per_node, config.batch.devices_per_node
-        ours = {"num_nodes": config.batch.num_nodes, "devices_per_node": devices} | TRAINER_KEYS
+        trainer_keys = {
+            "num_nodes": config.batch.num_nodes,
+            "devices_per_node": devices,
+        } | TRAINER_KEYS
         refuse(
             [
                 (
@@ -73,11 +76,11 @@ class Run:
         if config.launch.elastic:
             _check_elastic(planned)
         first_step = position.step if position else 0
-        others = [a for a in arguments if a.partition("=")[0] not in ours]
+        others = [word for word in arguments if word.partition("=")[0] not in trainer_keys]
         return cls(
             config=config,
             module=f"maxramp.{config.run.program or 'train'}",
-            arguments=(*others, *(f"{name}={value}" for name, value in ours.items())),
+            arguments=(*others, *(f"{name}={value}" for name, value in trainer_keys.items())),
             folder=folder,
             ramp=planned.ramp,
             stages=planned.stages,
@@ -85,44 +88,43 @@ class Run:
             next_nodes=planned.ramp.stage_at_step(first_step).nodes,
         )
 
-    def again(self) -> "Run":
-        """The run as it stands now."""
-        return dataclasses.replace(Run.from_config(self.config, self.arguments), unit=self.unit)
+    def reload(self) -> "Run":
+        """Plans the run anew, from where it stands now."""
+        run = Run.from_config(self.config, self.arguments)
+        return dataclasses.replace(run, nodes_per_slice=self.nodes_per_slice)
 
     def fit(self, step: int, available: int) -> int:
-        """The most of the available nodes that the stage of a step can run on, after the newest
-        checkpoint; the fewest that it can, if these are too few.
+        """Returns the most of the available nodes that the stage of a step can run on, after the
+        newest checkpoint; the fewest that it can, if these are too few.
         """
-        fits = self.fits(self.ramp.stage_at_step(max(step, self.first_step)))
-        return next((nodes for nodes in fits if nodes <= available), fits[-1])
+        choices = self.node_choices(self.ramp.stage_at_step(max(step, self.first_step)))
+        return next((nodes for nodes in choices if nodes <= available), choices[-1])
 
-    def fits(self, stage: Stage) -> list[int]:
-        """The numbers of nodes that a stage can run on, the planned one first."""
-        fits = [nodes := stage.nodes]
-        while (
-            self.config.launch.elastic
-            and (nodes := self.ramp.fit(stage, nodes - 1).nodes) < fits[-1]
-        ):
-            fits.append(nodes)
-        return [nodes for nodes in fits if nodes % self.unit == 0 or nodes == fits[0]]
+    def node_choices(self, stage: Stage) -> list[int]:
+        """Lists the numbers of nodes that a stage can run on, the planned one first; the others are
+        those that an elastic run takes instead when nodes are lost.
+        """
+        choices, nodes = [stage.nodes], stage.nodes
+        while self.config.launch.elastic:
+            fewer = self.ramp.fit(stage, nodes - 1).nodes
+            if fewer >= nodes:
+                break
+            nodes = fewer
+            choices += [nodes] if nodes % self.nodes_per_slice == 0 else []
+        return choices
 
     def node_counts(self) -> list[int]:
-        """Of all jobs, in the order of the plan."""
-        return list(dict.fromkeys([*(stage.nodes for stage in self.stages), self.next_nodes]))
-
-    def all_node_counts(self) -> list[int]:
-        """Of all jobs, and of those that an elastic run takes instead where nodes are lost."""
-        return list(
-            dict.fromkeys(itertools.chain(self.node_counts(), *map(self.fits, self.stages)))
-        )
+        """Lists the numbers of nodes of all possible jobs, in the order of the plan."""
+        choices = [nodes for stage in self.stages for nodes in self.node_choices(stage)]
+        return list(dict.fromkeys([*choices, self.next_nodes]))
 
     def fewest_within(self, nodes: int) -> int:
-        """The fewest nodes on which every stage of a job with up to `nodes` can run."""
-        fits = map(self.fits, self.stages)
-        return max((min(some) for some in fits if nodes in some), default=nodes)
+        """Returns the fewest nodes on which every stage of a job with up to `nodes` can run."""
+        choices = map(self.node_choices, self.stages)
+        return max((min(some) for some in choices if nodes in some), default=nodes)
 
     def stages_on(self, nodes: int) -> str:
-        """The stages on that many nodes, for a person: "0, 1, 2"."""
+        """Names the stages that are planned on that many nodes: "0, 1, 2"."""
         return ", ".join(str(stage.index) for stage in self.stages if stage.nodes == nodes)
 
     def processes(self, nodes: int) -> int:
@@ -131,9 +133,21 @@ class Run:
     def command(self, python: str = sys.executable) -> list[str]:
         return [python, "-m", self.module, *self.arguments]
 
+    def environment(self, nodes: int, coordinator: str, nodes_file: pathlib.Path) -> dict[str, str]:
+        """Returns the variables by which processes of a job find each other and their devices; for
+        those of an elastic run, `nodes_file` holds how many nodes it could have.
+        """
+        share = self.config.batch.devices_per_node // self.config.launch.processes_per_node
+        variables = {
+            "MAXRAMP_COORDINATOR": coordinator,
+            "MAXRAMP_NUM_PROCESSES": str(self.processes(nodes)),
+            "JAX_NUM_CPU_DEVICES": str(share),
+        }
+        return variables | ({VARIABLE: str(nodes_file)} if self.config.launch.elastic else {})
+
 
 def _check_elastic(planned: PlannedRun) -> None:
-    """Refuses a run of which no stage can lose a node."""
+    """Refuses an elastic run if none of its stages can lose a node."""
     batch, fit = planned.config.batch, planned.ramp.fit
     fixed = [stage for stage in planned.stages if fit(stage, stage.nodes - 1).nodes == stage.nodes]
     if len(fixed) < len(planned.stages):

@@ -3,16 +3,22 @@
 import dataclasses
 from collections.abc import Sequence
 
-from maxramp.keys.section import Keys, form, minimum, one_of
+from maxramp.keys.section import Keys, form, limit, minimum, one_of
+
+# The chip of each TPU by the label that GKE gives its nodes.
+TPUS = {
+    **{"tpu-v4-podslice": "v4", "tpu-v5-lite-podslice": "v5e", "tpu-v5p-slice": "v5p"},
+    "tpu-v6e-slice": "v6e",
+}
 
 
 def _sbatch_text() -> str:
-    """A value of an option of sbatch, whose own reading of quotes is not a shell's."""
+    """Makes the field of an option of sbatch, whose own reading of quotes is not a shell's."""
     return form(r"[A-Za-z0-9._:,@+-]+", "holds characters that SLURM has not; leave them out")
 
 
 def _kubernetes_name() -> str:
-    """A name of an object on Kubernetes."""
+    """Makes the field of a name of an object on Kubernetes."""
     text = "is not a Kubernetes name (lower-case letters, digits, - and .)"
     return form(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text)
 
@@ -39,7 +45,10 @@ class LaunchKeys(Keys):
         r"--[a-z][A-Za-z0-9._:,@+=/*\[\]()&|%-]*",
         "must be options of sbatch of the form --name=value, without blanks or quotes",
     )
-    gke_accelerator: str
+    gke_accelerator: str = limit(
+        lambda label: label in TPUS or not label.startswith("tpu"),
+        f"is not one of {', '.join(TPUS)}",
+    )
     gke_topology: str
     gke_namespace: str = _kubernetes_name()
     gke_queue: str = _kubernetes_name()

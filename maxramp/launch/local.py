@@ -1,4 +1,4 @@
-"""Jobs on this machine: real processes that stand for nodes.
+"""Jobs on this machine: real processes play the nodes.
 
 No process outlives the launch: each leads a process group of its own that is killed at the end, and
 on Linux the kernel kills it when the launcher dies (`bound`).
@@ -20,16 +20,14 @@ from collections.abc import Sequence
 from typing import IO
 
 from maxramp.commandline import count, shell_quote
-from maxramp.errors import EXIT_CONFIG, EXIT_FAILED
 from maxramp.files.place import write_whole
 from maxramp.launch.jobs import Run
-from maxramp.launch.supervisor import JobEnd, say, stop_on_signals, supervise
+from maxramp.launch.supervisor import JobEnd, may_be_loss, say, stop_on_signals, supervise
 from maxramp.processes.bound import bind
 from maxramp.processes.lifeline import ORDERLY
-from maxramp.processes.nodes import VARIABLE
 
 _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has crashed
-# Seconds after a loss in which others are lost with it. What is left cannot go on, and the run can.
+# Seconds after a loss in which others are lost with it. The rest cannot continue, and the run can.
 _LOSS_GRACE = 0.25
 _PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
 _FAKE_DEVICES = r"--xla_force_host_platform_device_count=\d+"
@@ -55,14 +53,14 @@ def launch(run: Run, dry_run: bool = False) -> int:
 
 
 class LocalCluster:
-    """Starts jobs of processes here. A node that an elastic run loses rests, longer each time, and
+    """Starts the processes of jobs. A node that an elastic run loses rests, longer each time, and
     one that keeps failing is left out.
     """
 
     def __init__(self, run: Run, file: pathlib.Path):
-        """`file` tells the trainer how many nodes it could have (`processes.nodes`)."""
+        """Takes the `file` that tells the trainer how many nodes it could have (`nodes`)."""
         self._run, self._keys, self._file = run, run.config.launch, file
-        # The time from which on each node can be used.
+        # From when on each node can be used.
         self._usable_from = dict.fromkeys(range(run.config.batch.nodes), 0.0)
         self._losses = collections.Counter()
         self._stops = 0  # signals by which somebody asked for the end
@@ -83,17 +81,15 @@ class LocalCluster:
         return [node for node, since in self._usable_from.items() if since <= time.monotonic()]
 
     def start(self, nodes: int, failures: int) -> bool:
-        is_told = False
-        while (usable := self.available()) < nodes <= len(self._usable_from) and not self._stops:
-            if not is_told:
-                say(f"waits for {count(nodes, 'node')}: {usable} are there")
-            is_told = True
-            time.sleep(0.05)
-        if self._stops:
-            return False
-        if usable < nodes:
+        if nodes > len(self._usable_from):
             left = len(self._usable_from)
             say(f"gave up: the run needs {count(nodes, 'node')}, and {left} are left")
+            return False
+        if self.available() < nodes and not self._stops:
+            say(f"waiting for {count(nodes, 'node')}: {self.available()} are available")
+        while self.available() < nodes and not self._stops:
+            time.sleep(0.05)
+        if self._stops:
             return False
         processes = count(self._run.processes(nodes), "process")
         devices = count(self._run.config.batch.devices_per_node, "device")
@@ -133,10 +129,10 @@ class LocalCluster:
             for printer in printers:
                 printer.join(5.0)
         lost = []
-        if self._keys.elastic and status not in (*ORDERLY, EXIT_CONFIG, EXIT_FAILED):
+        if self._keys.elastic and may_be_loss(status):
             lost = find_lost(ended, self._job)
         for node in dict.fromkeys(self._nodes[p // self._keys.processes_per_node] for p in lost):
-            say(f"node {node} was lost, and {self.lose(node)}")
+            say(f"lost node {node}: {self.lose(node)}")
         return JobEnd.read(self._run.folder, status, bool(lost))
 
     def _wait(self) -> tuple[int, list[subprocess.Popen]]:
@@ -163,7 +159,7 @@ class LocalCluster:
                 break
             self._publish()
             time.sleep(0.05)
-        # As a shell says that a signal ended a process.
+        # A process that a signal ended has the exit status that a shell gives it.
         codes = [128 - p.returncode if p.returncode < 0 else p.returncode for p in ended]
         codes += [128 + signal.SIGKILL] * (len(self._job) - len(ended))
         return next((code for code in codes if code not in ORDERLY), max(codes)), ended
@@ -174,7 +170,7 @@ class LocalCluster:
             write_whole(self._file, text)
 
     def lose(self, node: int) -> str:
-        """Leaves a lost node out for a while, or for good; returns which, in a few words."""
+        """Leaves a lost node out for a while, or for good; returns what to print about it."""
         self._losses[node] += 1
         losses, most = self._losses[node], self._keys.max_node_failures
         if losses >= most:
@@ -182,30 +178,28 @@ class LocalCluster:
             return f"left out for good after max_node_failures={most}"
         rest = self._keys.node_rest_seconds * 2 ** (losses - 1)
         self._usable_from[node] = time.monotonic() + rest
-        return f"rests for {rest} s"
+        return f"it rests for {rest} s"
 
     def _environment(self, process_id: int, port: int) -> dict[str, str]:
         devices, processes = self._run.config.batch.devices_per_node, self._keys.processes_per_node
         share = devices // processes
         first = self._nodes[process_id // processes] * devices + process_id % processes * share
-        return os.environ | {
-            "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
-            "MAXRAMP_NUM_PROCESSES": str(self._run.processes(len(self._nodes))),
+        variables = self._run.environment(len(self._nodes), f"127.0.0.1:{port}", self._file)
+        return {
+            **os.environ,
+            **variables,
             "MAXRAMP_PROCESS_ID": str(process_id),
             "XLA_FLAGS": re.sub(_FAKE_DEVICES, "", os.environ.get("XLA_FLAGS", "")),
-            # A process's share: as many fake ones of a CPU, or those GPUs of this machine.
-            "JAX_NUM_CPU_DEVICES": str(share),
-            "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + share))),
+            "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + share))),  # GPUs
             "PYTHONUNBUFFERED": "1",
-            **({VARIABLE: str(self._file)} if self._keys.elastic else {}),
         }
 
 
 def find_lost(
     ended: Sequence[subprocess.Popen], processes: Sequence[subprocess.Popen]
 ) -> list[int]:
-    """The numbers of processes that were lost: killed, or hung until the others gave up. `ended`
-    are those that ended by themselves, in order.
+    """Lists the numbers of processes that were lost: killed, or hung until the others gave up.
+    `ended` are those that ended by themselves, in order.
     """
     by_signal = [p for p in ended if p.returncode < 0]
     # JAX aborts whoever outlives process 0.

@@ -1,33 +1,40 @@
 """The supervisor of a run inside a job of SLURM, which its batch script starts.
 
 Jobs on the nodes of the allocation are steps of it (`srun`). For other nodes, or more time, it
-submits another batch script, whose supervisor continues. Of an elastic run, SLURM takes a failed
+submits the script again, whose supervisor continues. If the run is elastic, SLURM takes a failed
 node out of the allocation (`--no-kill`), and the supervisor a drained one.
 """
 
 import collections
 import datetime
-import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
 import threading
 import time
 
-from maxramp.commandline import command
+from maxramp.commandline import command, count
 from maxramp.config.load import load
-from maxramp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_PREEMPTED
+from maxramp.errors import EXIT_PREEMPTED
 from maxramp.files.place import write_whole
 from maxramp.files.run_folder import Appending
 from maxramp.launch import slurm, slurm_guard
 from maxramp.launch.jobs import Run
-from maxramp.launch.supervisor import JobEnd, say, steps_done, stop_on_signals, supervise
-from maxramp.processes.lifeline import ORDERLY
-from maxramp.processes.nodes import VARIABLE
+from maxramp.launch.keys import LaunchKeys
+from maxramp.launch.supervisor import (
+    JobEnd,
+    may_be_loss,
+    say,
+    steps_done,
+    stop_on_signals,
+    supervise,
+)
 
 _RESTARTS = "MAXRAMP_RESTARTS"  # failures since progress, for the next job
 _PERIOD = 10.0  # seconds between two looks at the nodes
+_LAST = 2.0  # seconds before the time limit in which the next job is submitted
 _TOGETHER = 1.0  # seconds after a loss in which others are lost with it
 _WORKING = {"allocated", "mixed", "idle", "completing"}
 # SLURM kills the tasks of a job that has lost a node.
@@ -43,87 +50,82 @@ class SlurmCluster:
         self._id, self._node = os.environ["SLURM_JOB_ID"], os.environ.get("SLURMD_NODENAME", "")
         self._limit = self._read_limit()
         self._file = self._folder / f"{self._id}.nodes"  # for the trainer (`processes.nodes`)
-        self._chain = Appending(self._folder / slurm.CHAIN)
-        self._lost = Appending(self._folder / "lost_nodes")  # a line for every loss
-        self._is_asked = False  # to end, by SLURM: at the time limit, or by somebody's scancel
+        self._losses = Appending(self._folder / "lost_nodes")  # a line for every loss
+        self.is_stopped = False
         self._is_leaving = False  # another job continues
-        self._errors: list[tuple[float, str]] = []  # srun's lines of this start, and when they came
+        self._errors: list[tuple[float, str]] = []  # srun's lines of this start, and their times
         # A job that got all that is planned may get more: the queue decides. One that got fewer
         # takes only nodes that become idle later.
         self._others, self._refused = run.config.batch.nodes - run.next_nodes, set[str]()
-        if self._keys.elastic and len(self._read_nodes()) < run.next_nodes:
-            self._others, self._refused = 0, {*self._idle()}
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._is_asked and time.time() < self._limit - 2
+        if self._keys.elastic and len(self._allocated_nodes()) < run.next_nodes:
+            self._others, self._refused = 0, {*self._idle_nodes()}
 
     def stop(self) -> None:
-        self._is_asked = True
+        self.is_stopped = True
 
     def available(self) -> int:
-        return len(self._usable())
+        return len(self._usable_nodes())
 
     def start(self, nodes: int, failures: int) -> bool:
         if self.is_stopped:
             return False
-        usable, elastic = self._usable(), self._keys.elastic
-        is_here = len(usable) >= nodes if elastic else len(usable) == nodes
-        if self._is_leaving or not is_here:
-            self._submit(max(nodes, self._run.next_nodes) if elastic else nodes, failures)
+        usable = self._usable_nodes()
+        has_nodes = len(usable) == nodes
+        if self._keys.elastic:
+            has_nodes = len(usable) >= nodes
+        if self._is_leaving or not has_nodes:
+            self._submit(nodes, failures)
             return False
         self._nodes, self._errors = usable[:nodes], []
         self._publish()
-        self._note("start")
-        srun = subprocess.Popen(
-            ["srun", *self._srun_options(), *slurm.trainer(self._run)],
+        self._srun = subprocess.Popen(
+            ["srun", *self._srun_options(), *trainer_command(self._run)],
             env=self._environment(),
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
         )
-        self._srun, self._guard = srun, self._start_guard(usable[-1])
+        self._guard = self._start_guard(usable[-1])
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
         return True
 
     def wait(self) -> JobEnd:
-        looked, is_told = time.monotonic(), False
-        while self._srun.poll() is None and not self._is_asked:
-            if self._keys.elastic and time.monotonic() > looked + _PERIOD:
-                looked = time.monotonic()
+        last_look, is_told = time.monotonic(), False
+        while self._srun.poll() is None and not self.is_stopped:
+            if time.time() >= self._limit - _LAST:  # SLURM is about to end all of it
+                self._is_leaving = True
+                break
+            if self._keys.elastic and time.monotonic() > last_look + _PERIOD:
+                last_look = time.monotonic()
                 self._publish()
-                if not is_told and self._draining() & {*self._nodes}:
+                if not is_told and self._draining_nodes() & {*self._nodes}:
                     is_told = True  # the trainer saves and ends
                     slurm.query("scancel", "-s", "TERM", self._id)
             time.sleep(0.1)
         if self._guard:
             self._guard.terminate()
-        if self._is_asked:
-            self._is_leaving = not self.is_stopped
-            self._note("limit" if self._is_leaving else "cancelled")
+        if self.is_stopped or self._is_leaving:
             return JobEnd.read(self._run.folder, EXIT_PREEMPTED)
         status = self._srun.returncode
-        self._note("end", status)
         if status == EXIT_PREEMPTED:
             self._is_leaving = not self._leave_draining()
-        lost = []
-        if self._keys.elastic and status not in (*ORDERLY, EXIT_CONFIG, EXIT_FAILED):
-            lost = self._find_lost()
+        lost = self._find_lost() if self._keys.elastic and may_be_loss(status) else []
         if lost:
-            say(f"lost {' '.join(lost)}")
-            for node in lost:
-                self._lost.append(f"{node}\n".encode())
+            say(f"lost {count(len(lost), 'node')}: {' '.join(lost)}")
+        for node in lost:
+            self._losses.append(f"{node}\n".encode())
         return JobEnd.read(self._run.folder, status, bool(lost))
 
     def _submit(self, nodes: int, failures: int) -> None:
         options = []
         if self._keys.elastic:  # its nodes are free before the next job takes some
-            bad = ",".join(sorted(self._find_excluded()))
-            options = [f"--dependency=afterany:{self._id}", *([f"--exclude={bad}"] if bad else [])]
+            nodes, excluded = max(nodes, self._run.next_nodes), sorted(self._excluded_nodes())
+            options = [f"--dependency=afterany:{self._id}"]
+            options += [f"--exclude={','.join(excluded)}"] if excluded else []
         os.environ[_RESTARTS] = str(failures)
-        job = slurm.submit_script(self._folder, f"{nodes}-nodes.sh", *options)
-        say(f"job {job} continues the run (nodes: {nodes}, failed starts: {failures})")
+        job = slurm.submit(self._run, nodes, *options)
+        say(f"job {job} continues the run on {count(nodes, 'node')}, failed starts: {failures}")
 
     def _srun_options(self) -> list[str]:
         nodes, keys = self._nodes, self._keys
@@ -132,22 +134,18 @@ class SlurmCluster:
             f"--ntasks={self._run.processes(len(nodes))}",
             f"--ntasks-per-node={keys.processes_per_node}",
             *("--label", "--kill-on-bad-exit=0", f"--wait={keys.grace_seconds}"),
-            *slurm.container_options(keys),
+            *container_options(keys),
         ]
 
     def _environment(self) -> dict[str, str]:
-        """Of srun: where the processes find each other. Each knows its number by SLURM_PROCID."""
-        devices, processes = self._run.config.batch.devices_per_node, self._keys.processes_per_node
-        environment = os.environ | {
-            "MAXRAMP_COORDINATOR": f"{self._nodes[0]}:{20000 + int(self._id) % 20000}",
-            "MAXRAMP_NUM_PROCESSES": str(self._run.processes(len(self._nodes))),
-            "JAX_NUM_CPU_DEVICES": str(devices // processes),
-        }
+        """Returns the variables of srun, whose tasks know their numbers by SLURM_PROCID."""
+        coordinator = f"{self._nodes[0]}:{20000 + int(self._id) % 20000}"
+        variables = self._run.environment(len(self._nodes), coordinator, self._file)
+        environment = os.environ | variables
         environment.pop("MAXRAMP_PROCESS_ID", None)
-        if processes == 1:  # else JAX gives every process the one of SLURM_LOCALID
-            environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(devices)))
-        if self._keys.elastic:
-            environment[VARIABLE] = str(self._file)
+        if self._keys.processes_per_node == 1:  # else JAX gives each process that of SLURM_LOCALID
+            devices = range(self._run.config.batch.devices_per_node)
+            environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, devices))
         return environment
 
     def _start_guard(self, node: str) -> subprocess.Popen | None:
@@ -164,23 +162,18 @@ class SlurmCluster:
             self._errors.append((time.monotonic(), line))
 
     def _find_lost(self) -> list[str]:
-        """The nodes that srun's errors name as failed, or else those whose tasks were killed."""
+        """Lists the nodes that srun's errors name as failed, or else those of killed tasks."""
         self._reader.join(_TOGETHER)
         for pattern in (_FAILED_NODE, _KILLED_TASK):
-            losses = [(at, m[1]) for at, line in self._errors if (m := pattern.match(line))]
+            matches = [(seconds, pattern.match(line)) for seconds, line in self._errors]
+            losses = [(seconds, match[1]) for seconds, match in matches if match]
             if losses:
-                names = [name for at, name in losses if at <= losses[0][0] + _TOGETHER]
-                return slurm.hostnames(",".join(names))
+                last = losses[0][0] + _TOGETHER
+                return slurm.hostnames(",".join(name for seconds, name in losses if seconds < last))
         return []
 
-    def _note(self, event: str, status: int | None = None) -> None:
-        """Adds a line to chain.jsonl."""
-        job = {"job": int(self._id), "nodes": len(self._nodes), "time": int(time.time())}
-        job |= {"event": event, "status": status, "samples": slurm.samples_done(self._run.folder)}
-        self._chain.append((json.dumps(job) + "\n").encode())
-
     def _read_limit(self) -> float:
-        """Unix seconds at which SLURM ends this job."""
+        """Reads the Unix seconds at which SLURM ends this job."""
         try:
             (end,) = slurm.query("squeue", "-h", "-j", self._id, "-o", "%e")
             return datetime.datetime.fromisoformat(end).timestamp()
@@ -190,45 +183,63 @@ class SlurmCluster:
     def _publish(self) -> None:
         """Tells the trainer how many nodes it could have."""
         if self._keys.elastic:
-            idle = {*self._idle()} - self._refused
-            count = len(self._usable()) + len(idle) + self._others
-            write_whole(self._file, str(count).encode())
+            idle = self._idle_nodes() - self._refused
+            available = len(self._usable_nodes()) + len(idle) + self._others
+            write_whole(self._file, str(available).encode())
 
-    def _read_nodes(self) -> list[str]:
+    def _allocated_nodes(self) -> list[str]:
         return slurm.hostnames(*slurm.query("squeue", "-h", "-j", self._id, "-o", "%N"))
 
-    def _usable(self) -> list[str]:
-        """The nodes of this job; of an elastic run those that work."""
+    def _usable_nodes(self) -> list[str]:
+        """Lists the nodes of this job; those that work, if the run is elastic."""
         if not self._keys.elastic:
             return slurm.hostnames(os.environ["SLURM_JOB_NODELIST"])
         states = {node: state.rstrip("+-") for node, state in _node_states()}
-        working = {node for node in states if states[node] in _WORKING} - self._find_excluded()
-        return [node for node in self._read_nodes() if node in working]
+        working = {node for node in states if states[node] in _WORKING} - self._excluded_nodes()
+        return [node for node in self._allocated_nodes() if node in working]
 
-    def _idle(self) -> set[str]:
-        partition = ["-p", os.environ["SLURM_JOB_PARTITION"]]
-        idle = {node for node, state in _node_states(*partition) if state == "idle"}
-        return idle - self._find_excluded()
+    def _idle_nodes(self) -> set[str]:
+        states = _node_states("-p", os.environ["SLURM_JOB_PARTITION"])
+        return {node for node, state in states if state == "idle"} - self._excluded_nodes()
 
-    def _draining(self) -> set[str]:
+    def _draining_nodes(self) -> set[str]:
         return {node for node, state in _node_states() if re.match("drain(ing|ed)", state)}
 
     def _leave_draining(self) -> bool:
-        """Leaves the nodes that drain, of an elastic run; whether this job can continue."""
-        draining = self._draining() if self._keys.elastic else set()
-        late = time.time() >= self._limit - self._keys.grace_seconds
-        if late or self._node in draining or not draining & {*self._nodes}:
+        """Leaves nodes that drain, if the run is elastic; returns whether this job can continue."""
+        draining = self._draining_nodes() if self._keys.elastic else set()
+        is_late = time.time() >= self._limit - self._keys.grace_seconds
+        if is_late or self._node in draining or not draining & {*self._nodes}:
             return False
-        names = ",".join(self._usable())  # scontrol leaves files where it is called
+        names = ",".join(self._usable_nodes())  # scontrol leaves files where it is called
         slurm.query("scontrol", "update", f"JobId={self._id}", f"NodeList={names}", cwd="/tmp")
         return True
 
-    def _find_excluded(self) -> set[str]:
-        """Nodes that were lost too often, or that an option of sbatch excludes."""
+    def _excluded_nodes(self) -> set[str]:
+        """Returns the nodes that were lost too often, or that an option of sbatch excludes."""
         options = dict(option.partition("=")[::2] for option in self._keys.slurm_options)
         losses = collections.Counter((self._folder / "lost_nodes").read_text().split())
         often = {node for node, times in losses.items() if times >= self._keys.max_node_failures}
         return often | {*slurm.hostnames(options.get("--exclude", ""))}
+
+
+def trainer_command(run: Run) -> list[str]:
+    keys = run.config.launch
+    if not keys.container_image:
+        return run.command()
+    if keys.container_runtime == "pyxis":
+        return run.command("python")
+    binds = ["--bind", keys.container_mounts] if keys.container_mounts else []
+    return ["apptainer", "exec", "--nv", *binds, keys.container_image, *run.command("python")]
+
+
+def container_options(keys: LaunchKeys) -> list[str]:
+    """Lists the options of srun by which pyxis starts a container."""
+    if not keys.container_image or keys.container_runtime != "pyxis":
+        return []
+    mounts = [f"--container-mounts={keys.container_mounts}"] if keys.container_mounts else []
+    options = [f"--container-image={keys.container_image}", "--no-container-mount-home"]
+    return [*options, *mounts, f"--container-workdir={pathlib.Path.cwd()}"]
 
 
 def _node_states(*options: str) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ import signal
 from typing import Protocol
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.errors import EXIT_CONFIG, EXIT_PREEMPTED, EXIT_STAGE_END
+from maxramp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STAGE_END
 from maxramp.files.place import Place
 from maxramp.launch.jobs import Run
 from maxramp.processes.lifeline import ORDERLY
@@ -24,9 +24,9 @@ class JobEnd:
     """How a job ended, and where it left the run."""
 
     status: int  # of the first process that went wrong; else the largest
-    step: int  # of which the run is sure (`steps_done`)
-    next_nodes: int = 0  # for the next stage, after EXIT_STAGE_END; 0: the plan knows
-    has_lost_nodes: bool = False  # the run can continue without them
+    step: int  # from which the next start surely continues (`steps_done`)
+    next_nodes: int = 0  # of the next stage, after EXIT_STAGE_END; 0: as planned
+    has_lost_nodes: bool = False  # and can continue without them
 
     @classmethod
     def read(cls, folder: Place, status: int, has_lost_nodes: bool = False) -> "JobEnd":
@@ -66,25 +66,32 @@ def supervise(run: Run, cluster: Cluster, nodes: int, failures: int = 0) -> int:
     """
     keys, step, status = run.config.launch, steps_done(run.folder), EXIT_PREEMPTED
     while cluster.start(nodes, failures):
-        end, before = cluster.wait(), nodes
-        status, most = end.status, keys.max_restarts
+        end, nodes_before = cluster.wait(), nodes
+        status = end.status
         if status in (0, EXIT_CONFIG) or cluster.is_stopped:
             return status
         if status == EXIT_STAGE_END:
-            nodes = end.next_nodes or run.again().next_nodes
+            nodes = end.next_nodes or run.reload().next_nodes
         elif keys.elastic:
-            nodes = run.again().fit(end.step, cluster.available())
-        progressed, step = end.step > step, end.step
-        failures = 0 if progressed else failures
-        has_moved = keys.elastic and status == EXIT_STAGE_END and nodes != before
-        if end.has_lost_nodes or has_moved or (progressed and status in ORDERLY):
+            nodes = run.reload().fit(end.step, cluster.available())
+        has_progress, step = end.step > step, end.step
+        if has_progress:
+            failures = 0
+        has_moved = keys.elastic and status == EXIT_STAGE_END and nodes != nodes_before
+        if end.has_lost_nodes or has_moved or (has_progress and status in ORDERLY):
             continue
         failures += 1
-        if failures > most:
-            say(f"exit status {status}: gave up after max_restarts={most} starts without progress")
+        restarts = f"max_restarts={keys.max_restarts}"
+        if failures > keys.max_restarts:
+            say(f"exit status {status}: gave up after {restarts} starts without progress")
             return status
-        say(f"exit status {status}: starting again ({failures} of {most})")
+        say(f"exit status {status}: restart {failures} of {restarts} without progress")
     return EXIT_PREEMPTED if cluster.is_stopped else status
+
+
+def may_be_loss(status: int) -> bool:
+    """Tells whether a job may have ended so because it lost a node."""
+    return status not in (*ORDERLY, EXIT_CONFIG, EXIT_FAILED)
 
 
 def stop_on_signals(cluster: Cluster) -> None:
@@ -93,8 +100,8 @@ def stop_on_signals(cluster: Cluster) -> None:
 
 
 def steps_done(folder: Place) -> int:
-    """Steps after which the run's next start can surely begin: those of its newest whole
-    checkpoint, or of the snapshot that its last start continued from.
+    """Returns the step from which the next start surely continues: that of the newest checkpoint,
+    or of the snapshot that the last start continued from.
     """
     position = folder_lib.newest(folder / "checkpoints")[0]
     starts = [job["first_step"] for job in read_jobs(folder) if job["event"] == "start"]

@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 from maxramp.errors import START_AGAIN, ConfigError, PeerLostError, TrainingError
 
 _T = TypeVar("_T")
-_WORDS = itertools.count()
-_MEETING_MS = 3_600_000  # a process that hangs for so long is ended by its watchdog
+_KEYS = itertools.count()  # numbers of keys in the store that all processes share
+_MEETING_MS = 3_600_000  # the watchdog ends a process that hangs for as long
 
 
 def raise_everywhere(function: Callable[[], _T]) -> _T:
@@ -41,6 +41,7 @@ def _raise(failure: list[Any] | None) -> None:
 
 
 def all_gather_json(value: Any) -> list[Any]:
+    """Returns the JSON values of all processes, in their order, on each."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -50,34 +51,36 @@ def all_gather_json(value: Any) -> list[Any]:
 
 
 def broadcast_json(value: Any, beat: Callable[[], None]) -> Any:
-    """The JSON value of the first process, on all. It may take as long as it likes (collectives
-    give 30 seconds on CPUs): the others wait for a word of it first, and call `beat` meanwhile."""
+    """Returns the JSON value of the first process, on all. It may take any time (collectives on
+    CPUs give 30 seconds): the others first wait for its key, and call `beat` meanwhile.
+    """
     if jax.process_count() == 1:
         return value
-    is_first, word = jax.process_index() == 0, f"maxramp/first/{next(_WORDS)}"
+    is_first, key = jax.process_index() == 0, f"maxramp/first/{next(_KEYS)}"
     if is_first:
-        distributed.global_state.client.key_value_set(word, "")
-    while not (is_first or _has_come(word)):
-        beat()
+        distributed.global_state.client.key_value_set(key, "")
+    else:
+        _wait_for_key(key, beat)
     text = np.frombuffer(json.dumps(value).encode() if is_first else b"", np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     text = text if is_first else np.zeros(size, np.uint8)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(text), np.uint8).tobytes())
 
 
-def _has_come(word: str) -> bool:
-    try:
-        distributed.global_state.client.blocking_key_value_get(word, 5_000)
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return False
-    return True
+def _wait_for_key(key: str, beat: Callable[[], None]) -> None:
+    while True:
+        try:
+            distributed.global_state.client.blocking_key_value_get(key, 5_000)
+            return
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        beat()
 
 
 def meet(name: str, failure: str = "") -> list[str]:
-    """Waits, in any thread and not for the devices, until every process has come to `name`; returns
-    the failures that they bring.
+    """Waits until every process has called it with this `name`, in any thread and not for the
+    devices; returns the failures of all.
     """
     if jax.process_count() == 1:
         return [failure] if failure else []
@@ -89,32 +92,33 @@ def meet(name: str, failure: str = "") -> list[str]:
 
 
 def decide_on_first(function: Callable[[], Any]) -> Any:
-    """The JSON value that a function returns on the first process, or raises there, on all."""
-    ours = raise_everywhere(lambda: function() if jax.process_index() == 0 else None)
-    return all_gather_json(ours)[0]
+    """Returns on all processes the JSON value of a function on the first, or raises its error."""
+    value = raise_everywhere(lambda: function() if jax.process_index() == 0 else None)
+    return all_gather_json(value)[0]
 
 
 def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
     """Calls a function on the first process; others wait, return None, or raise its error."""
-    result, failure = _try(function) if jax.process_index() == 0 else (None, None)
-    _raise(broadcast_json(failure, beat))
-    return result
+    return run_on((0,), function, beat)
 
 
-def run_on(chosen: Sequence[int], function: Callable[[], Any], beat: Callable[[], None]) -> None:
-    """Calls a function on some processes, for as long as that takes; others wait, or raise its
-    errors.
+def run_on(
+    process_ids: Sequence[int], function: Callable[[], _T], beat: Callable[[], None]
+) -> _T | None:
+    """Calls a function on some processes, for as long as that takes; others wait, return None, or
+    raise its errors.
     """
-    word, failure = f"maxramp/ran/{next(_WORDS)}", None
-    if jax.process_index() in chosen:
-        _, failure = _try(function)
-        if jax.process_count() > 1:
-            distributed.global_state.client.key_value_set(f"{word}/{jax.process_index()}", "")
-    for process in chosen if jax.process_count() > 1 else ():
-        while not _has_come(f"{word}/{process}"):
-            beat()
+    key, result, failure = f"maxramp/ran/{next(_KEYS)}", None, None
+    if jax.process_index() in process_ids:
+        result, failure = _try(function)
+    if jax.process_count() > 1:
+        if jax.process_index() in process_ids:
+            distributed.global_state.client.key_value_set(f"{key}/{jax.process_index()}", "")
+        for process_id in process_ids:
+            _wait_for_key(f"{key}/{process_id}", beat)
     for other in all_gather_json(failure):
         _raise(other)
+    return result
 
 
 @contextlib.contextmanager

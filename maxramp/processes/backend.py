@@ -2,7 +2,7 @@
 
 JAX aborts a process whose peers do not come, with a stack trace. So the processes first meet at the
 coordinator's address themselves: a missing one is named in one line, in bounded time. The
-connections last, as the lifelines of the job.
+connections stay open, as the lifelines of the job.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 def take_hardware(hardware: str) -> None:
     """Makes JAX take cpu, gpu or tpu; auto leaves it to JAX. Call it before anything runs. With
-    "cpu" no plugin starts: none takes a device that somebody trains on, none complains."""
+    "cpu" no plugin starts: none takes a device that somebody trains on, none complains.
+    """
     logging.getLogger("jax._src.xla_bridge").addFilter(_shorten_plugin_error)
     if hardware != "auto":
         jax.config.update("jax_platforms", _PLATFORMS[hardware])
@@ -54,6 +55,7 @@ def _shorten_plugin_error(record: logging.LogRecord) -> bool:
 
 
 def start(keys: BackendKeys) -> None:
+    """Starts JAX with its cache of compiled programs, and joins the processes of the job."""
     take_hardware(keys.hardware)
     if keys.jax_cache_dir:
         try:
@@ -67,9 +69,9 @@ def start(keys: BackendKeys) -> None:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(keys.jax_cache_dir))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    # On CPUs a program runs in the thread that calls it. With several devices in a process, those
-    # dispatched asynchronously can each take the threads that the other's collective waits for, and
-    # XLA then aborts the process; with one, each would hold memory of its own.
+    # On CPUs a program runs in the thread that calls it. If a process has several devices, programs
+    # that run asynchronously can take the threads that each other's collectives wait for, and XLA
+    # aborts the process; if it has one, each of them holds memory of its own.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     join(keys.join_timeout_seconds)
     start_devices(keys.hardware)
@@ -80,10 +82,10 @@ def start(keys: BackendKeys) -> None:
         compiler.distributed = types.SimpleNamespace(global_state=alone)
 
 
-# What process 0 answers: all are there, or another process came with the same number.
+# What process 0 answers: all have come, or another process came with the same number.
 _GO, _TWICE = b"go", b"2x"
 
-# What numbers this process where MAXRAMP_PROCESS_ID does not: SLURM, Open MPI, Kubernetes.
+# The number of this process if MAXRAMP_PROCESS_ID is not set: SLURM, Open MPI, Kubernetes.
 _PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
@@ -91,14 +93,14 @@ def join(timeout: float) -> None:
     """Starts jax.distributed where the environment describes a job of several processes.
 
     MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come first, then
-    what JAX recognizes (TPU pods, GKE, SLURM, Open MPI). Others are waited for `timeout` seconds.
+    what JAX recognizes (TPU pods, GKE, SLURM, Open MPI). Waits `timeout` seconds for the others.
     """
     if tasks := os.environ.get("SLURM_STEP_NUM_TASKS"):
         # JAX reads the tasks of the whole job. A step that salloc opened for a person has one.
         os.environ["SLURM_NTASKS"] = tasks
-    given = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, int(timeout)
+    known = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, int(timeout)
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
-    address, count, place = _read_variables() or detect(*given)[:3]
+    address, count, process_id = _read_variables() or detect(*known)[:3]
     if address is None:
         return
     if count is None:
@@ -110,35 +112,42 @@ def join(timeout: float) -> None:
     if count == 1:
         return
     allow_many_files()  # process 0 holds a connection to each of a thousand others
-    meet = _wait_for_all if place == 0 else _report
-    lifeline.hold(place, meet(address, place, count, timeout))
+    if process_id == 0:
+        links = _wait_for_all(address, count, timeout)
+    else:
+        links = _report(address, process_id, count, timeout)
+    lifeline.register(process_id, links)
     host, _ = _split_address(address)
     bound = address if _is_loopback(host) else None  # JAX would listen everywhere
     jax.distributed.initialize(
-        address, count, place, coordinator_bind_address=bound, initialization_timeout=60
+        address, count, process_id, coordinator_bind_address=bound, initialization_timeout=60
     )
 
 
 def _read_variables() -> tuple[str, int, int] | None:
     names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
-    values = [os.environ.get(name, "") for name in names]
+    address, count, process_id = values = [os.environ.get(name, "") for name in names]
     if not any(values):
         return None
-    values[2] = next(filter(None, [values[2], *map(os.environ.get, _PROCESS_IDS)]), "")
-    host, _, port = values[0].rpartition(":")
-    numbers = values[1].isdigit() and values[2].isdigit() and int(values[2]) < int(values[1])
-    if not (host and port.isdigit() and 0 < int(port) < 2**16 and numbers):
+    for name in _PROCESS_IDS:
+        process_id = process_id or os.environ.get(name, "")
+    host, _, port = address.rpartition(":")
+    is_address = host and port.isdigit() and 0 < int(port) < 2**16
+    if not (
+        is_address and count.isdigit() and process_id.isdigit() and int(process_id) < int(count)
+    ):
+        values = address, count, process_id
         shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         raise ConfigError(
-            f"{shown}: all three must be set, to host:port, the number of processes and this one's "
-            "place among them, from 0 on"
+            f"{shown}: all three must be set, to host:port, the number of processes and the number "
+            "of this one, from 0 on"
         )
-    return values[0], int(values[1]), int(values[2])
+    return address, int(count), int(process_id)
 
 
 def _describe_address(address: str) -> str:
-    given = "MAXRAMP_COORDINATOR" in os.environ
-    return f"MAXRAMP_COORDINATOR={address}" if given else f"the cluster's coordinator {address}"
+    is_set = "MAXRAMP_COORDINATOR" in os.environ
+    return f"MAXRAMP_COORDINATOR={address}" if is_set else f"the cluster's coordinator {address}"
 
 
 def _split_address(address: str) -> tuple[str, int]:
@@ -154,12 +163,14 @@ def _listen(host: str, port: int, count: int) -> socket.socket:
     """Listens for `count` processes that know this one as `host`; by loopback only locally."""
     both = not _is_loopback(host) and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    where = (host if _is_loopback(host) else "", port)
-    return socket.create_server(where, family=family, backlog=count, dualstack_ipv6=both)
+    address = (host if _is_loopback(host) else "", port)
+    return socket.create_server(address, family=family, backlog=count, dualstack_ipv6=both)
 
 
-def _wait_for_all(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
-    """Process 0: waits until every other process has come, then lets them continue together."""
+def _wait_for_all(address: str, count: int, timeout: float) -> dict[socket.socket, int]:
+    """Waits, as process 0, until every other process has come; then lets all continue together.
+    Returns which process each connection leads to.
+    """
     shown, deadline = _describe_address(address), time.monotonic() + timeout
     known = {_greeting(other, count): other for other in range(1, count)}
     came: dict[int, socket.socket] = {}
@@ -186,28 +197,28 @@ def _wait_for_all(address: str, place: int, count: int, timeout: float) -> dict[
             with contextlib.suppress(OSError):
                 peer.settimeout(5.0)
                 other = known.get(peer.recv(64))
-            if other is None:  # somebody else who looked what listens here
+            if other is None:  # no process of this job
                 peer.close()
                 continue
-            if other in came:  # its connection broke, or it is another one
+            if other in came:  # its connection broke, or two have the same number
                 with contextlib.suppress(OSError):
                     came[other].sendall(_TWICE)
             came[other] = peer
             if len(came) == count - 1:  # some may have ended while they waited
                 came = {other: peer for other, peer in came.items() if _is_open(peer)}
     for peer in came.values():
-        with contextlib.suppress(OSError):  # one that has ended just now is missed at once
+        with contextlib.suppress(OSError):  # its lifeline shows at once that it has ended
             peer.sendall(_GO)
     return {peer: other for other, peer in came.items()}
 
 
-def _report(address: str, place: int, count: int, timeout: float) -> dict[socket.socket, int]:
-    """Another process: says that it is there, and waits until all are."""
+def _report(address: str, process_id: int, count: int, timeout: float) -> dict[socket.socket, int]:
+    """Reports to process 0, and waits until all processes have; returns the connection to it."""
     deadline = time.monotonic() + timeout
     while True:
         try:
             peer = socket.create_connection(_split_address(address), timeout=5.0)
-            peer.sendall(_greeting(place, count))
+            peer.sendall(_greeting(process_id, count))
             peer.settimeout(timeout + 5.0)
             answer = peer.recv(2)
             reason = f"it gave up waiting, or does not wait for {count} processes"
@@ -219,23 +230,24 @@ def _report(address: str, place: int, count: int, timeout: float) -> dict[socket
             time.sleep(0.1)
     if answer == _TWICE:
         raise ConfigError(
-            f"MAXRAMP_PROCESS_ID={place}: a second process came to {address} with this number; "
-            "give each its own"
+            f"MAXRAMP_PROCESS_ID={process_id}: a second process came to {address} with this "
+            "number; give each its own"
         )
     if answer != _GO:
         raise TrainingError(
-            f"{_describe_address(address)}: process {place} cannot join there: {reason} (waited "
-            f"up to {timeout:g} s); is process 0 running on that host, and is the port open?"
+            f"{_describe_address(address)}: process {process_id} cannot join there: {reason} "
+            f"(waited up to {timeout:g} s); is process 0 running on that host, and is the port "
+            "open?"
         )
     return {peer: 0}
 
 
-def _greeting(place: int, count: int) -> bytes:
-    return b"maxramp process %d of %d\n" % (place, count)
+def _greeting(process_id: int, count: int) -> bytes:
+    return b"maxramp process %d of %d\n" % (process_id, count)
 
 
 def _is_open(peer: socket.socket) -> bool:
-    """Whether the process at the other end, which has nothing more to say, is still there."""
+    """Tells whether the process at the other end, which sends nothing more, has not ended."""
     poll = select.poll()
     poll.register(peer, select.POLLIN)
     return not poll.poll(0)

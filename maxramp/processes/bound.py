@@ -1,5 +1,6 @@
 """A command that does not outlive its parent: on Linux the kernel kills it. A program of its own,
-because a launcher with threads must run nothing of ours between fork and exec."""
+because a launcher with threads must run no Python between fork and exec.
+"""
 
 import ctypes
 import os

@@ -1,5 +1,6 @@
-"""How a process ends, and with it the job: when it is done, asked to stop, or hangs. Signals are
-heard before JAX is imported, which takes a second."""
+"""How a process ends, and with it the job: when it is done, asked to stop, or hangs. It listens to
+signals before JAX is imported, which takes a second.
+"""
 
 import faulthandler
 import itertools
@@ -17,8 +18,9 @@ from maxramp.processes import lifeline
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs a program of a job and ends the process with its exit status. What it raises is printed
-    and ends the process too: a normal shutdown would wait for the other processes."""
+    """Runs a program of a job and ends the process with its exit status. An exception is printed
+    and ends the process too: a normal shutdown would wait for the other processes.
+    """
     try:
         status = main()
     except SystemExit as end:  # after the help that was asked for
@@ -30,13 +32,14 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends the process, and a job that it ends, at once: an interpreter that shut down would abort
-    under a compile and wait for a save that failed elsewhere."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # it is done: no signal changes its status
+    """Ends the process at once, and its job: an interpreter that shuts down aborts if something
+    compiles, and waits for a save that failed elsewhere.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # no signal changes the status any more
         signal.signal(number, signal.SIG_IGN)
     import jax
 
-    status = lifeline.leave(status)
+    status = lifeline.announce_exit(status)
     if status in lifeline.ORDERLY and jax.distributed.is_initialized():
         jax.distributed.shutdown()  # waits for the others, which end with the same step
     sys.stdout.flush()
@@ -45,11 +48,12 @@ def end_process(status: int) -> NoReturn:
 
 
 class Watchdog:
-    """Ends the process when nothing gets done for `timeout_seconds`: what hangs raises nothing.
-    Only time in which the process ran counts, so one that was stopped and continued goes on."""
+    """Ends the process when it makes no progress for `timeout_seconds`: what hangs raises nothing.
+    Only time in which the process ran counts, so one may be suspended and continued.
+    """
 
     def __init__(self, timeout_seconds: float, join_seconds: float = 0.0):
-        """A timeout of -1 waits for ever. `join_seconds` more may pass before the first beat."""
+        """Waits for ever if the timeout is -1, and `join_seconds` more for the first beat."""
         self._timeout = timeout_seconds
         self._tick = min(1.0, timeout_seconds / 10)
         self._waited = -join_seconds
@@ -57,7 +61,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self) -> None:
-        """A step is done or a part of one, or before the first a part of the data is opened."""
+        """Notes progress: a step or a part of it is done, or a part of the data is opened."""
         self._waited = 0.0
 
     def _watch(self) -> None:
@@ -82,22 +86,22 @@ class Watchdog:
         self._closed.set()
 
 
-_REPEATS = 1.0  # seconds in which a signal that comes again is the same wish: a key that is held
+_REPEATS = 1.0  # seconds in which a repeated signal is the same request: a key that is held down
 
 
 class Preemption:
-    """Notices a signal and lets the loop end after the step it is in. Make one before JAX is
+    """Notices a signal and lets the loop end after its current step. Make one before JAX is
     imported.
 
     Before the first step a signal ends the process at once. Then the first SIGTERM or SIGINT asks
-    the run to save and end; a SIGINT more than a second after it ends the process. A thread hears
-    signals, for the main thread may be in a compile. In a job of several processes JAX's own
-    service takes SIGTERM, stops all after the same step, and is handed SIGINT.
+    the run to save and end; a SIGINT more than a second after it ends the process. A thread listens
+    to signals, as the main thread may be in a compile. In a job of several processes JAX's own
+    service handles SIGTERM and stops all after the same step; a SIGINT is sent on as a SIGTERM.
     """
 
     def __init__(self):
-        self.say: Callable[[str], None] = print  # how a person hears that the wish was noticed
-        self._asked = self._has_trained = self._several = self._reached = False
+        self.say: Callable[[str], None] = print  # tells the user that the signal was noticed
+        self._asked = self._has_trained = self._is_distributed = self._reached = False
         self._points = itertools.count(1)
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -106,43 +110,44 @@ class Preemption:
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._listen, args=(read_end,), name="signals", daemon=True).start()
 
-    def begin(self, several: bool) -> None:
-        self._several = several
+    def begin(self, is_distributed: bool) -> None:
+        self._is_distributed = is_distributed
 
     def ask(self) -> None:
-        """Asks for the end as a scheduler would: every process of the job hears of it."""
+        """Asks for the end as a scheduler would, of every process of the job."""
         self._asked = True
-        if self._several:
+        if self._is_distributed:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _listen(self, read_end: int) -> None:
-        heard = None  # when the first signal came
+        first_signal = None  # when it came
         while True:
             number = os.read(read_end, 1)[0]
-            if heard is None:
-                heard = time.monotonic()
-                if not (self._several or self._has_trained):
-                    self._leave(
+            if first_signal is None:
+                first_signal = time.monotonic()
+                if not (self._is_distributed or self._has_trained):
+                    self._print_last(
                         "stopped by a signal before a step was done; start again to continue"
                     )
                     os._exit(EXIT_PREEMPTED)
                 self.ask()
                 self.say("saving and stopping (Ctrl-C again ends at once and saves nothing)")
-            elif number == signal.SIGINT and time.monotonic() > heard + _REPEATS:
-                self._leave("ended at once by a second Ctrl-C: nothing was saved")
+            elif number == signal.SIGINT and time.monotonic() > first_signal + _REPEATS:
+                self._print_last("ended at once by a second Ctrl-C: nothing was saved")
                 lifeline.end_now(128 + number)
 
-    def _leave(self, line: str) -> None:
+    def _print_last(self, line: str) -> None:
         cursor = "\x1b[?25h\n" if sys.stdout.isatty() else ""  # a live line hides it
         print(f"{cursor}{line}", flush=True)
 
     def should_stop(self, after_step: bool) -> bool:
-        """Whether to save and end here: the same answer on every process, and from then on. Every
-        process asks at the same points, `after_step` or before the first."""
+        """Tells whether to save and end here, alike on every process and at all later points. Every
+        process asks at the same points, `after_step` or before the first.
+        """
         self._has_trained |= after_step
-        if self._several and not self._reached:
+        if self._is_distributed and not self._reached:
             from jax.experimental import multihost_utils
 
             # JAX agrees on one of the coming points by its number.
             self._reached = multihost_utils.reached_preemption_sync_point(next(self._points))
-        return self._reached if self._several else self._asked
+        return self._reached if self._is_distributed else self._asked

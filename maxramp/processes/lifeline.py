@@ -1,8 +1,8 @@
 """How the end of one process reaches the others of its job.
 
 A process that fails alone leaves the others in a collective that never returns. So each keeps the
-connection to process 0 for as long as it lives: over it goes the exit status of whoever ends, and
-process 0 passes on the first failure. One that closes without a word belonged to a killed process.
+connection to process 0 for as long as it lives: whoever ends sends its exit status over it, and
+process 0 passes on the first failure. If one closes without a status, its process was killed.
 """
 
 import contextlib
@@ -26,29 +26,30 @@ _GRACE = 2.0  # seconds for a process to reach its own end once it knows of anot
 _peers: "_Peers | None" = None
 
 
-def hold(place: int, links: dict[socket.socket, int]) -> None:
-    """Keeps the connections of a process to 0, or of 0 to all: links[connection] is whose."""
+def register(process_id: int, links: dict[socket.socket, int]) -> None:
+    """Keeps the connections of a process to 0, or of 0 to all: links[connection] is a process."""
     global _peers
-    _peers = _Peers(place, links)
+    _peers = _Peers(process_id, links)
 
 
-def leave(status: int) -> int:
+def announce_exit(status: int) -> int:
     """Tells the other processes that this one ends; a status not in ORDERLY ends them too, within
     seconds. Returns the status to end with: that of the first process that failed."""
-    return status if _peers is None else _peers.leave(status)
+    return status if _peers is None else _peers.announce_exit(status)
 
 
 def end_now(status: int) -> NoReturn:
-    status = leave(status)
+    """Ends this process at once, and tells the others."""
+    status = announce_exit(status)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 class _Peers:
-    def __init__(self, place: int, links: dict[socket.socket, int]):
-        self._place, self._links = place, links
-        self._said: set[socket.socket] = set()  # those over which an end was announced
+    def __init__(self, process_id: int, links: dict[socket.socket, int]):
+        self._process_id, self._links = process_id, links
+        self._announced: set[socket.socket] = set()  # links over which an end was announced
         self._failed: tuple[int, int] | None = None  # the first process that failed, its status
         self._known = threading.Event()
         self._ends_itself = False
@@ -62,66 +63,69 @@ class _Peers:
             self._selector.register(link, selectors.EVENT_READ)
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
 
-    def leave(self, status: int) -> int:
+    def announce_exit(self, status: int) -> int:
         if status == EXIT_LOST:  # maybe because of the end of another, which is about to be heard
             self._known.wait(1.0)
         if status not in ORDERLY:
-            self._fail(self._place, status)
+            self._set_failed(self._process_id, status)
         with self._lock:
             failing = self._ends_itself = self._failed is not None
-            place, status = self._failed or (self._place, status)
-        self._tell(place, status)
+            process_id, status = self._failed or (self._process_id, status)
+        self._send(process_id, status)
         deadline = time.monotonic() + _GRACE + 1.0
-        while failing and self._place == 0 and self._links and time.monotonic() < deadline:
+        while failing and self._process_id == 0 and self._links and time.monotonic() < deadline:
             time.sleep(0.01)  # JAX aborts whoever outlives process 0
         return status
 
-    def _fail(self, place: int, status: int) -> bool:
+    def _set_failed(self, process_id: int, status: int) -> bool:
+        """Notes that a process failed; returns whether it is the first."""
         with self._lock:
             is_first = self._failed is None
-            self._failed = self._failed or (place, status)
+            self._failed = self._failed or (process_id, status)
         self._known.set()
         return is_first
 
-    def _tell(self, place: int, status: int) -> None:
+    def _send(self, process_id: int, status: int) -> None:
         for link in list(self._links):
             with contextlib.suppress(OSError):  # it is gone
-                link.sendall(_MESSAGE.pack(place, status))
+                link.sendall(_MESSAGE.pack(process_id, status))
 
     def _listen(self) -> None:
         while self._links:
             for key, _ in self._selector.select():
-                self._hear(key.fileobj)
+                self._receive(key.fileobj)
 
-    def _hear(self, link: socket.socket) -> None:
+    def _receive(self, link: socket.socket) -> None:
         data = b""
         with contextlib.suppress(OSError):
             data = link.recv(_MESSAGE.size, socket.MSG_WAITALL)
-        if closed := len(data) < _MESSAGE.size:
-            place, status = self._links.pop(link), EXIT_LOST
+        closed, was_announced = len(data) < _MESSAGE.size, link in self._announced
+        self._announced.add(link)
+        if closed:
+            process_id, status = self._links.pop(link), EXIT_LOST
             self._selector.unregister(link)
+            if was_announced:
+                return
         else:
-            place, status = _MESSAGE.unpack(data)
-        told = link in self._said
-        self._said.add(link)
-        if status in ORDERLY or (closed and told) or not self._fail(place, status):
+            process_id, status = _MESSAGE.unpack(data)
+        if status in ORDERLY or not self._set_failed(process_id, status):
             return
-        if self._place == 0:
-            self._tell(place, status)
-        killed = self._place != 0 and closed  # process 0: JAX is about to abort this one
+        if self._process_id == 0:
+            self._send(process_id, status)
+        killed = self._process_id != 0 and closed  # process 0: JAX is about to abort this one
         hung = status == EXIT_LOST and not closed
-        timer = threading.Timer(0.0 if killed else _GRACE, self._end, (place, status, hung))
+        timer = threading.Timer(0.0 if killed else _GRACE, self._end, (process_id, status, hung))
         timer.daemon = True
         timer.start()
 
-    def _end(self, place: int, status: int, hung: bool) -> None:
+    def _end(self, process_id: int, status: int, hung: bool) -> None:
         """Ends this process for another, unless it is about to end by itself."""
         if self._ends_itself:
             return
-        if hung:  # which of the two made the other wait shows where both stand
+        if hung:  # where both stand shows which of the two made the other wait
             faulthandler.dump_traceback(all_threads=True)
         why = f"ended with exit status {status}; its own output says why"
         if status == EXIT_LOST:
             why = f"was lost (killed, or it hung); {START_AGAIN}"
-        print(f"error: process {place} of the job {why}", file=sys.stderr, flush=True)
+        print(f"error: process {process_id} of the job {why}", file=sys.stderr, flush=True)
         end_now(status)

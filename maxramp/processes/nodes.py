@@ -1,4 +1,4 @@
-"""The nodes that there are for a run, as its launcher counts them while nodes come and go."""
+"""The nodes that a run could have, as its launcher counts them while nodes come and go."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ VARIABLE = "MAXRAMP_AVAILABLE_NODES"  # the path of a file that holds their numb
 
 
 def count_nodes() -> int | None:
-    """What process 0 reads, on all; None where the launcher counts none."""
+    """Returns what process 0 reads, on all; None if the launcher counts no nodes."""
     return agreement.decide_on_first(_read) if VARIABLE in os.environ else None
 
 

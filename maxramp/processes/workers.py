@@ -13,7 +13,7 @@ _ENDS = (signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def delay_signals() -> Iterator[None]:
-    """For the start of workers: signals that ask for an end wait until `stay_with_parent`."""
+    """Delays signals that ask for an end, for the start of workers, until `stay_with_parent`."""
     resource_tracker.ensure_running()  # its start, else part of the first worker's, unblocks them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
@@ -51,7 +51,7 @@ def lead_group() -> Iterator[None]:
     )
     try:
         yield
-    finally:  # its parent is gone, mostly
+    finally:  # mostly because its parent is gone
         os.killpg(0, signal.SIGKILL)
 
 

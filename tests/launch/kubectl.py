@@ -16,7 +16,7 @@ import sys
 import time
 
 CLUSTER = pathlib.Path(os.environ["CLUSTER"])
-OF_JOBSET = "jobset.sigs.k8s.io/jobset-name"
+JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 
 def is_over() -> bool:
@@ -111,27 +111,30 @@ class JobSet:
             "/dev/termination-log": str(self.words(index)),
         }
 
-        def here(text: str) -> str:
+        def replace_paths(text: str) -> str:
             for old, new in paths.items():
                 text = text.replace(old, new)
             return text
 
-        given = {e["name"]: here(e["value"]) for e in container["env"]}
-        given["MAXRAMP_COORDINATOR"] = f"127.0.0.1:{self.port}"
-        given["JOB_COMPLETION_INDEX"] = str(index)
-        given["POD"] = f"{self.name}-{index}"
         (devices,) = container["resources"]["limits"].values()
-        given["JAX_NUM_CPU_DEVICES"] = str(devices)
         path = [CLUSTER / "bin", pathlib.Path(sys.executable).parent, os.environ["PATH"]]
-        given["PATH"] = ":".join(map(str, path))
-        line = [*container["command"], *(here(word) for word in container["args"])]
+        variables = {e["name"]: replace_paths(e["value"]) for e in container["env"]}
+        variables |= {
+            "MAXRAMP_COORDINATOR": f"127.0.0.1:{self.port}",
+            "JOB_COMPLETION_INDEX": str(index),
+            "POD": f"{self.name}-{index}",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "PATH": ":".join(map(str, path)),
+        }
         self.processes[index] = subprocess.Popen(
-            line, env=os.environ | given, start_new_session=True
+            [*container["command"], *map(replace_paths, container["args"])],
+            env=os.environ | variables,
+            start_new_session=True,
         )
         self.tell(index, {"running": {}})
 
     def tell(self, index: int, state: dict) -> None:
-        labels = {OF_JOBSET: self.name}
+        labels = {JOBSET_LABEL: self.name}
         status = {"containerStatuses": [{"name": "train", "state": state}]}
         pod = {"metadata": {"labels": labels}, "status": status}
         write(CLUSTER / "pods" / f"{self.name}-{index}.json", json.dumps(pod))

@@ -10,7 +10,8 @@ import time
 
 import pytest
 from conftest import BASE, run
-from test_launch import Launched, arguments, gone, rows_of, steps_of
+from test_launch import Launched, arguments, gone, plan, rows_of, steps_of
+from test_restarts import wait_until
 
 from maxramp.config.load import load
 from maxramp.config.resolve import meshes_of
@@ -44,9 +45,8 @@ def same_training(folder, alone) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, cache_dir):
     folder = tmp_path_factory.mktemp("alone")
-    given = [x for x in ELASTIC if not x.startswith(("elastic", "node_rest"))]
-    line = arguments(folder, cache_dir, *given, "num_nodes=1", "run_name=alone")
-    done = run(*line)
+    keys = [x for x in ELASTIC if not x.startswith(("elastic", "node_rest"))]
+    done = run(*arguments(folder, cache_dir, *keys, "num_nodes=1", "run_name=alone"))
     assert done.returncode == 0, done.stderr
     return folder / "alone"
 
@@ -54,11 +54,12 @@ def undisturbed(tmp_path_factory, cache_dir):
 @pytest.mark.slow
 def test_nodes_are_lost_and_come_back(undisturbed, tmp_path, cache_dir):
     """One is killed; then process 0, while the job starts again; then one while that one starts.
-    The run goes on where its batch divides, and grows at a save when nodes have rested."""
+    The run continues on as many nodes as its batch divides over, and grows at a save when nodes
+    have rested."""
     line = arguments(tmp_path, cache_dir, *ELASTIC, "run_name=x")
     launched = Launched(line, tmp_path / "x")
     victims = launched.wait_for(7, trainers=4)
-    os.kill(by_place(launched, victims)[1], signal.SIGKILL)
+    os.kill(by_process_id(victims)[1], signal.SIGKILL)
     second = following(launched, victims)
     os.kill(second[0], signal.SIGKILL)
     third = following(launched, [*victims, *second.values()])
@@ -66,7 +67,7 @@ def test_nodes_are_lost_and_come_back(undisturbed, tmp_path, cache_dir):
     assert launched.end() == 0, launched.text()
     same_training(tmp_path / "x", undisturbed)
     text = launched.text()
-    assert len(re.findall(r"node \d was lost, and rests for (5|10|20) s", text)) == 3, text
+    assert len(re.findall(r"lost node \d: it rests for (5|10|20) s", text)) == 3, text
     assert text.count("planned for 4 nodes of 1: start again") >= 1, text
     devices = {record["devices"] for record in steps_of(tmp_path / "x")}
     assert 4 in devices and len(devices) > 1
@@ -79,10 +80,10 @@ def test_a_node_that_keeps_failing_is_left_out(undisturbed, tmp_path, cache_dir)
     between. It is never fewer than min_nodes."""
     more = ("max_node_failures=1", "min_nodes=2", "run_name=x")
     launched = Launched(arguments(tmp_path, cache_dir, *ELASTIC, *more), tmp_path / "x")
-    os.kill(by_place(launched, launched.wait_for(7, trainers=4))[3], signal.SIGKILL)
+    os.kill(by_process_id(launched.wait_for(7, trainers=4))[3], signal.SIGKILL)
     assert launched.end() == 0, launched.text()
     same_training(tmp_path / "x", undisturbed)
-    assert "node 3 was lost, and left out for good after max_node_failures=1" in launched.text()
+    assert "lost node 3: left out for good after max_node_failures=1" in launched.text()
     nodes = {}
     for record in steps_of(tmp_path / "x"):
         nodes.setdefault(record["global_batch_size"], set()).add(record["devices"])
@@ -98,38 +99,35 @@ def test_a_signal_ends_a_launch_whose_nodes_rest(tmp_path, cache_dir):
     """Two nodes are killed at once, and both rest; the launch waits for one of them."""
     more = ("step_batch_size_schedule=0:12", "min_nodes=3", "node_rest_seconds=500", "run_name=x")
     launched = Launched(arguments(tmp_path, cache_dir, *ELASTIC, *more), tmp_path / "x")
-    victims = by_place(launched, launched.wait_for(7, trainers=4))
-    for place in (1, 3):
-        os.kill(victims[place], signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while "waits for 3 nodes: 2 are there" not in launched.text():
-        assert time.monotonic() < deadline, launched.text()
-        time.sleep(0.05)
-    assert re.findall(r"node (\d) was lost, and rests for 500 s", launched.text()) == ["1", "3"]
+    victims = by_process_id(launched.wait_for(7, trainers=4))
+    for process_id in (1, 3):
+        os.kill(victims[process_id], signal.SIGKILL)
+    wait_until(lambda: "waiting for 3 nodes: 2 are available" in launched.text(), 60)
+    assert re.findall(r"lost node (\d): it rests for 500 s", launched.text()) == ["1", "3"]
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end(10) == 76, launched.text()
     assert gone(launched)
 
 
 def following(launched: Launched, before: list[int]) -> dict[int, int]:
-    """The trainers of the job that comes after these, once they are all there."""
+    """Waits for all trainers of the job after these; returns them by their process ids."""
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         jobs = re.findall(r"^launch   (\d) process", launched.text(), re.MULTILINE)
         new = [pid for pid in launched.trainers() if pid not in before]
         if len(new) == int(jobs[-1]) < 4:
-            return by_place(launched, new)
+            return by_process_id(new)
         time.sleep(0.01)
     raise AssertionError(launched.text())
 
 
-def by_place(launched: Launched, found: list[int]) -> dict[int, int]:
-    places = {}
-    for pid in found:
-        words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        at = next(word for word in words if word.startswith(b"MAXRAMP_PROCESS_ID="))
-        places[int(at.partition(b"=")[2])] = pid
-    return places
+def by_process_id(pids: list[int]) -> dict[int, int]:
+    numbers = {}
+    for pid in pids:
+        variables = pathlib.Path(f"/proc/{pid}/environ").read_text().split("\0")
+        variable = next(word for word in variables if word.startswith("MAXRAMP_PROCESS_ID="))
+        numbers[int(variable.partition("=")[2])] = pid
+    return numbers
 
 
 def planned(*arguments: str) -> RampupBatchManager:
@@ -138,9 +136,7 @@ def planned(*arguments: str) -> RampupBatchManager:
 
 
 def planned_launch(folder: pathlib.Path, *more: str) -> Run:
-    merged = dict(x.split("=", 1) for x in [*ELASTIC, *more])
-    line = arguments(folder, "", *(f"{k}={v}" for k, v in merged.items()), "run_name=x")
-    return Run.from_config(load(line), line)
+    return plan(folder, *ELASTIC, *more, "run_name=x")
 
 
 def test_a_stage_takes_the_most_nodes_that_its_batch_divides_over():
@@ -152,25 +148,23 @@ def test_a_stage_takes_the_most_nodes_that_its_batch_divides_over():
     )
     stage, later = ramp.stages
     assert (stage.nodes, later.nodes) == (6, 8) or (stage.nodes, later.nodes) == (8, 8)
-    for there in range(1, 9):
-        divides = [n for n in range(1, min(there, stage.nodes) + 1) if 24 % (2 * n) == 0]
-        fitted = ramp.fit(stage, there)
-        assert fitted.nodes == max(divides), there
-        assert (
-            fitted.per_device_batch_size * fitted.devices * (fitted.gradient_accumulation_steps)
-            == 24
-        )
+    for available in range(1, 9):
+        divides = [n for n in range(1, min(available, stage.nodes) + 1) if 24 % (2 * n) == 0]
+        fitted = ramp.fit(stage, available)
+        assert fitted.nodes == max(divides), available
+        rows = fitted.per_device_batch_size * fitted.devices * fitted.gradient_accumulation_steps
+        assert rows == 24
     assert [ramp.fit(later, n).nodes for n in range(1, 9)] == [1, 2, 2, 4, 4, 4, 4, 8]
 
 
 def test_lost_nodes_rest_longer_each_time(tmp_path):
     more = ("node_rest_seconds=1", "max_node_failures=3")
     cluster = LocalCluster(planned_launch(tmp_path, *more), tmp_path / "nodes")
-    assert cluster.lose(1) == "rests for 1 s"
+    assert cluster.lose(1) == "it rests for 1 s"
     assert cluster.usable_nodes() == [0, 2, 3]
     time.sleep(1.01)
     assert cluster.usable_nodes() == [0, 1, 2, 3]
-    assert cluster.lose(1) == "rests for 2 s"
+    assert cluster.lose(1) == "it rests for 2 s"
     assert "left out for good" in cluster.lose(1)
     assert cluster.usable_nodes() == [0, 2, 3]
     assert not cluster.start(4, 0)  # and does not wait
@@ -200,7 +194,7 @@ def test_which_nodes_were_lost(codes, ended, lost):
         (["min_nodes=4"], ("min_nodes=4 allows no fewer",)),
     ],
 )
-def test_what_cannot_lose_a_node(more, words, tmp_path):
+def test_an_elastic_run_that_cannot_lose_a_node_is_refused(more, words, tmp_path):
     with pytest.raises(ConfigError, match="elastic=True: ") as refused:
         planned_launch(tmp_path, *more)
     assert all(word in str(refused.value) for word in words), refused.value

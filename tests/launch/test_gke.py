@@ -47,8 +47,8 @@ TPU = [
 
 
 def words_of(*arguments: str) -> list[str]:
-    merged = dict(argument.split("=", 1) for argument in (*GPU, *arguments))
-    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+    keys = dict(argument.split("=", 1) for argument in (*GPU, *arguments))
+    return [BASE, *(f"{name}={value}" for name, value in keys.items())]
 
 
 def manifests(*arguments: str) -> dict[str, str]:
@@ -61,35 +61,40 @@ def jobsets(files: dict[str, str]) -> list[dict]:
     return [yaml.safe_load(text) for text in texts]
 
 
-def dropped(given, kept, where="") -> list[str]:
-    """What a model did not take over; it may add defaults."""
-    if isinstance(given, dict) and isinstance(kept, dict):
-        return [x for k in given for x in dropped(given[k], kept.get(k), f"{where}.{k}")]
-    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
-        pairs = enumerate(zip(given, kept, strict=True))
-        return [x for i, (g, k) in pairs for x in dropped(g, k, f"{where}[{i}]")]
-    return [] if given == kept else [where]
+def differences(manifest, kept, path="") -> list[str]:
+    """Lists what a model dropped of a manifest; it may add defaults."""
+    if isinstance(manifest, dict) and isinstance(kept, dict):
+        return [x for k in manifest for x in differences(manifest[k], kept.get(k), f"{path}.{k}")]
+    if isinstance(manifest, list) and isinstance(kept, list) and len(manifest) == len(kept):
+        pairs = enumerate(zip(manifest, kept, strict=True))
+        return [x for i, (m, k) in pairs for x in differences(m, k, f"{path}[{i}]")]
+    return [] if manifest == kept else [path]
 
 
-def read_by_schema(manifest: dict) -> dict:
-    return models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict()
+def dropped(manifest: dict) -> list[str]:
+    """Lists the fields of a JobSet that are not in its schema: a model drops what it lacks."""
+    kept = models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict()
+    return differences(manifest, kept)
+
+
+def pod_of(jobset: dict) -> dict:
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
 @pytest.mark.parametrize("more", [[], TPU], ids=["gpu", "tpu"])
-def test_schemas(more):
-    """Every field is one of the schema's, of its type: a model drops what it does not know."""
-    found = jobsets(files := manifests(*more))
-    for manifest in found:
-        assert dropped(manifest, read_by_schema(manifest)) == []
+def test_every_field_is_in_its_schema(more):
+    files = manifests(*more)
+    for manifest in jobsets(files):
+        assert dropped(manifest) == []
     config_map = yaml.safe_load(files["config.yaml"])
     assert set(config_map) == {"apiVersion", "kind", "metadata", "data"}
     assert (config_map["apiVersion"], config_map["kind"]) == ("v1", "ConfigMap")
     metadata = models.IoK8sApimachineryPkgApisMetaV1ObjectMeta.from_dict(config_map["metadata"])
-    assert dropped(config_map["metadata"], metadata.to_dict()) == []
+    assert differences(config_map["metadata"], metadata.to_dict()) == []
 
 
 def test_the_configuration_can_be_read_in_its_manifest():
-    """As a block, line by line, and the jobs read what it says."""
+    """It is a block, line by line, and the jobs read it."""
     text = manifests()["config.yaml"]
     assert "  config.yml: |\n    # model_name: default\n" in text and "\n    steps: 90\n" in text
     config = yaml.safe_load(text)["data"]["config.yml"]
@@ -103,21 +108,19 @@ def test_the_schema_check_can_fail(path):
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = 3
-    assert dropped(manifest, read_by_schema(manifest)) == [f".{'.'.join(path)}"]
+    assert dropped(manifest) == [f".{'.'.join(path)}"]
 
 
 def test_a_jobset_for_every_number_of_nodes():
     """16, 32, 64 rows, 2 a device of 8 a node."""
-    found = jobsets(manifests())
-    jobs = [m["spec"]["replicatedJobs"][0]["template"]["spec"] for m in found]
-    assert [(j["parallelism"], j["completions"]) for j in jobs] == [(1, 1), (2, 2), (4, 4)]
-    for manifest, job in zip(found, jobs, strict=True):
-        container = job["template"]["spec"]["containers"][0]
-        given = {e["name"]: e["value"] for e in container["env"]}
-        name = manifest["metadata"]["name"]
+    for nodes, manifest in zip((1, 2, 4), jobsets(manifests()), strict=True):
+        job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+        assert job["parallelism"] == job["completions"] == nodes
+        container, name = pod_of(manifest)["containers"][0], manifest["metadata"]["name"]
+        variables = {e["name"]: e["value"] for e in container["env"]}
         # Pod 0 of job 0 of replicated job "nodes", in the headless service of the JobSet's name.
-        assert given["MAXRAMP_COORDINATOR"].startswith(f"{name}-nodes-0-0.{name}:")
-        assert given["MAXRAMP_NUM_PROCESSES"] == str(job["completions"])
+        assert variables["MAXRAMP_COORDINATOR"].startswith(f"{name}-nodes-0-0.{name}:")
+        assert variables["MAXRAMP_NUM_PROCESSES"] == str(nodes)
         assert len(f"{name}-nodes-0-0") < 50  # of the 63 of a pod's name
         assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
 
@@ -129,22 +132,20 @@ def test_a_run_in_an_object_storage_needs_no_volume(monkeypatch):
     for bucket, names in (("", ["config", "memory"]), ("text", ["config", "shared", "memory"])):
         keys = ["base_output_directory=gs://runs/here", f"gke_bucket={bucket}"]
         files = manifests(*keys, "run_name=far")
-        found = jobsets(files)
-        for manifest in found:
-            assert dropped(manifest, read_by_schema(manifest)) == []
-            job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-            mounts = job["containers"][0]["volumeMounts"]
-            assert [v["name"] for v in job["volumes"]] == [m["name"] for m in mounts] == names
+        for manifest in jobsets(files):
+            assert dropped(manifest) == []
+            pod = pod_of(manifest)
+            mounts = pod["containers"][0]["volumeMounts"]
+            assert [v["name"] for v in pod["volumes"]] == [m["name"] for m in mounts] == names
         config = yaml.safe_load(yaml.safe_load(files["config.yaml"])["data"]["config.yml"])
         assert config["base_output_directory"] == "gs://runs/here"
 
 
 def test_tpu_jobs_grow_by_slices():
-    found = jobsets(manifests(*TPU))
-    replicas = [m["spec"]["replicatedJobs"][0]["replicas"] for m in found]
-    assert replicas == [2, 4]  # 16 rows on 8 chips, 32 on 16, and 64 in two passes
-    for m in found:
-        pod = m["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    # 16 rows on 8 chips, 32 on 16, and 64 in two passes
+    for slices, m in zip((2, 4), jobsets(manifests(*TPU)), strict=True):
+        assert m["spec"]["replicatedJobs"][0]["replicas"] == slices
+        pod = pod_of(m)
         assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "2x2x1"
         assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
         assert m["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
@@ -161,8 +162,7 @@ def test_the_config_in_the_cluster_is_the_one_launched(tmp_path):
     assert config.batch.num_nodes == 4
 
 
-def test_exit_statuses():
-    """Of the supervisor in a pod: what it gives up fails; a pod that is stopped is replaced."""
+def test_what_a_supervisor_gives_up_fails_and_a_stopped_pod_is_replaced():
     manifest = jobsets(manifests())[0]
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     rules = [(rule["action"], rule.get("onExitCodes")) for rule in job["podFailurePolicy"]["rules"]]
@@ -176,8 +176,7 @@ def test_exit_statuses():
 
 
 def test_lines_of_setup_run_before_the_supervisor():
-    job = jobsets(manifests('setup_lines=["export A=1"]'))[0]["spec"]["replicatedJobs"][0]
-    container = job["template"]["spec"]["template"]["spec"]["containers"][0]
+    container = pod_of(jobsets(manifests('setup_lines=["export A=1"]'))[0])["containers"][0]
     words = [*container["command"], "sh", "-c", "echo $A $0", "b c"]
     assert subprocess.check_output(words, text=True) == "1 b c\n"
     program = ["python", "-m", "maxramp.launch.gke_pod", "1", "/dev/termination-log"]
@@ -185,7 +184,7 @@ def test_lines_of_setup_run_before_the_supervisor():
 
 
 def names_of(*arguments: str) -> set[str]:
-    """The names of all objects of a launch."""
+    """Returns the names of all objects of a launch."""
     texts = manifests(*arguments).values()
     return {yaml.safe_load(text)["metadata"]["name"] for text in texts}
 
@@ -199,22 +198,22 @@ LONG = "run_name=llama3-8b-ablation-learning-rate-seed"
         [f"{LONG}2"],
         [f"{LONG}1", "base_output_directory=/mnt/shared/elsewhere"],
         [f"{LONG}1", "gke_bucket=other-runs"],
-        [f"{LONG}1", "steps=91"],  # whose jobs are no more completed than another run's
+        [f"{LONG}1", "steps=91"],
         [f"{LONG}1", "container_image=example.com/train:2"],
     ],
     ids=["name", "folder", "bucket", "steps", "image"],
 )
 def test_another_launch_has_objects_of_its_own(other):
-    """Neither a ConfigMap that it would overwrite, nor a completed JobSet that it would find."""
+    """It overwrites no ConfigMap, and takes no completed JobSet for its own."""
     assert names_of(f"{LONG}1") == names_of(f"{LONG}1")
     assert not names_of(f"{LONG}1") & names_of(*other)
 
 
-@pytest.mark.parametrize("given", [f"{LONG}1", f"run_name={HARMLESS}", "run_name=7", "run_name=Ä"])
-def test_names_and_labels_are_what_kubernetes_takes(given):
-    for name in names_of(given):
+@pytest.mark.parametrize("key", [f"{LONG}1", f"run_name={HARMLESS}", "run_name=7", "run_name=Ä"])
+def test_names_and_labels_are_what_kubernetes_takes(key):
+    for name in names_of(key):
         assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) and len(name) < 40
-    for text in manifests(given).values():
+    for text in manifests(key).values():
         for value in yaml.safe_load(text)["metadata"]["labels"].values():
             assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", value)
             assert len(value) < 64
@@ -222,13 +221,13 @@ def test_names_and_labels_are_what_kubernetes_takes(given):
 
 def test_the_label_joins_the_launches_of_a_run():
     def label(*arguments: str) -> str:
-        (found,) = {m["metadata"]["labels"]["maxramp/run"] for m in jobsets(manifests(*arguments))}
-        return found
+        (name,) = {m["metadata"]["labels"]["maxramp/run"] for m in jobsets(manifests(*arguments))}
+        return name
 
     assert label(f"{LONG}1") == label(f"{LONG}1", "steps=91") != label(f"{LONG}2")
 
 
-def test_lines_of_setup_are_for_the_job_alone(tmp_path, monkeypatch, capsys):
+def test_lines_of_setup_stay_private(tmp_path, monkeypatch, capsys):
     """They may hold passwords: not in the configuration, and the files are their owner's."""
     files = manifests('setup_lines=["export KEY=secret"]')
     assert "secret" not in files["config.yaml"]

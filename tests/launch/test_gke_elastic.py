@@ -8,14 +8,14 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import BASE
 from test_elastic import ELASTIC as SMALL
 from test_elastic import same_training, undisturbed  # noqa: F401
-from test_gke import TPU, dropped, jobsets, manifests, read_by_schema, words_of
+from test_gke import TPU, dropped, jobsets, manifests, pod_of, words_of
 from test_launch import Launched, arguments, gone, steps_of
+from test_restarts import wait_until
 
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
@@ -31,11 +31,11 @@ ELASTIC = (
     *("step_batch_size_schedule=0:24 720:16", "ici_data_parallelism=-1", "ici_fsdp_parallelism=2"),
     *("max_num_checkpoints_to_keep=1", "grace_seconds=1", "run_name=x"),
 )
-# In place of the supervisor: the pod ends with the last words that the test writes for it.
+# In place of the supervisor: the pod ends with the status and message that the test writes for it.
 POD = """#!/bin/sh
-until [ -e "$CLUSTER/say/$POD" ]; do sleep 0.05; done
-read -r status words < "$CLUSTER/say/$POD"
-echo "$words" > "$4"
+until [ -e "$CLUSTER/ends/$POD" ]; do sleep 0.05; done
+read -r status message < "$CLUSTER/ends/$POD"
+echo "$message" > "$4"
 exit "$status"
 """
 
@@ -60,7 +60,7 @@ class Launch:
         install_kubectl(folder, monkeypatch)
         (folder / "bin" / "python").write_text(POD)
         (folder / "bin" / "python").chmod(0o755)
-        (folder / "say").mkdir()
+        (folder / "ends").mkdir()
         self.run = gke.check(Run.from_config(load(line), line))
         self.labels, files = gke.manifests(self.run)
         for name, text in files.items():
@@ -73,20 +73,20 @@ class Launch:
         self.result = self.pool.submit(supervise, self.run, self.cluster, nodes)
 
     def set(self, *pools: str) -> None:
-        """The nodes that are ready, by their pools; with a "!" those that take no pods."""
+        """Sets the nodes that are ready, by their pools; those with a "!" take no pods."""
         (self.folder / "new").write_text("\n".join(pools))
         (self.folder / "new").rename(self.folder / "nodes")
 
-    def say(self, pods: int, **words: int) -> None:
-        """Ends the pods of the JobSet with last words."""
+    def end_pods(self, pods: int, **message: int) -> None:
+        """Ends the pods of the JobSet with a status and a message."""
         jobset = self.applied()[-1]
         for index in range(pods):
             new = self.folder / "new"
-            new.write_text(f"{words.get('status', 0)} {json.dumps({'step': 1} | words)}\n")
-            new.rename(self.folder / "say" / f"{jobset}-{index}")
+            new.write_text(f"{message.get('status', 0)} {json.dumps({'step': 1} | message)}\n")
+            new.rename(self.folder / "ends" / f"{jobset}-{index}")
         wait_until(lambda: self.result.done() or self.applied()[-1] != jobset)
         for index in range(pods):
-            (self.folder / "say" / f"{jobset}-{index}").unlink()
+            (self.folder / "ends" / f"{jobset}-{index}").unlink()
 
     def applied(self) -> list[str]:
         log = self.folder / "log"
@@ -99,13 +99,6 @@ class Launch:
     def available(self) -> int:
         (file,) = self.folder.glob("maps/*-nodes/MAXRAMP_AVAILABLE_NODES")
         return int(file.read_text())
-
-
-def wait_until(is_so, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_run_takes_the_nodes_that_are_ready(tmp_path, monkeypatch):
@@ -127,11 +120,11 @@ def test_a_run_takes_the_nodes_that_are_ready(tmp_path, monkeypatch):
     launch.runs(4, 3, 2)
     launch.set("a", "a", "a", "a")
     wait_until(lambda: launch.available() == 4)
-    launch.say(2, nodes=4)
+    launch.end_pods(2, nodes=4)
     launch.runs(4, 3, 2, 4)
-    launch.say(4, nodes=2)
+    launch.end_pods(4, nodes=2)
     launch.runs(4, 3, 2, 4, 2)
-    launch.say(2, nodes=0)
+    launch.end_pods(2, nodes=0)
     assert launch.result.result(60) == 0
 
 
@@ -148,7 +141,7 @@ def test_slices_come_and_go_whole(tmp_path, monkeypatch):
     wait_until((tmp_path / "whole").exists)
     launch.set("a", "a", "b", "b!")
     launch.runs(4, 2)
-    launch.say(2, nodes=0)
+    launch.end_pods(2, nodes=0)
     assert launch.result.result(60) == 0
 
 
@@ -157,13 +150,13 @@ def test_what_the_pods_gave_up_ends_the_launch_and_starts_with_the_next(tmp_path
     launch.set("a", "a", "a", "a")
     launch.start()
     launch.runs(4)
-    launch.say(1, status=2, nodes=0)
+    launch.end_pods(1, status=2, nodes=0)
     assert launch.result.result(60) == 2
     launch.start()
     launch.runs(4, 4)
-    launch.say(4, nodes=0)
+    launch.end_pods(4, nodes=0)
     assert launch.result.result(60) == 0
-    launch.start()  # what is completed stays so
+    launch.start()  # a completed run is not started again
     assert launch.result.result(60) == 0
     launch.runs(4, 4)
 
@@ -190,18 +183,17 @@ def test_a_launch_does_not_start_beside_another_configuration(tmp_path, monkeypa
     with pytest.raises(ConfigError, match="delete jobset") as refused:
         GkeCluster(other, tmp_path, labels, "of=pool")
     assert launch.applied()[0] in str(refused.value) and "\n" not in str(refused.value)
-    launch.say(4, nodes=0)
+    launch.end_pods(4, nodes=0)
     assert launch.result.result(60) == 0
     GkeCluster(other, tmp_path, labels, "of=pool")
 
 
-def test_pods_are_told_how_many_nodes_there_are():
+def test_pods_read_how_many_nodes_are_available():
     files = manifests(*ELASTIC)
-    manifests_of_jobs = jobsets(files)
-    assert len(manifests_of_jobs) == 4 and "config.yaml" in files
-    for manifest in manifests_of_jobs:
-        assert dropped(manifest, read_by_schema(manifest)) == []
-    pod = manifests_of_jobs[-1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert len(jobsets(files)) == 4 and "config.yaml" in files
+    for manifest in jobsets(files):
+        assert dropped(manifest) == []
+    pod = pod_of(jobsets(files)[-1])
     values = {e["name"]: e["value"] for e in pod["containers"][0]["env"]}
     mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
     assert pathlib.Path(values["MAXRAMP_AVAILABLE_NODES"]).parent == pathlib.Path(mounts["nodes"])

@@ -5,7 +5,6 @@ import contextlib
 import os
 import pathlib
 import random
-import re
 import resource
 import signal
 import socket
@@ -20,7 +19,7 @@ from forked import Forked
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.errors import EXIT_PREEMPTED, ConfigError, TrainingError
-from maxramp.launch import slurm
+from maxramp.launch import slurm, slurm_job
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
 from maxramp.processes import backend, bound
@@ -49,9 +48,14 @@ NASTY = """a run $(touch pwned) `touch pwned` 'single' "double" $HOME; touch pwn
 
 
 def arguments(folder: pathlib.Path, cache_dir: str, *more: str) -> list[str]:
-    given = [*GROWING, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", *more]
-    merged = dict(argument.split("=", 1) for argument in given)
-    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+    words = [*GROWING, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", *more]
+    keys = dict(word.split("=", 1) for word in words)
+    return [BASE, *(f"{name}={value}" for name, value in keys.items())]
+
+
+def plan(folder: pathlib.Path, *more: str) -> Run:
+    line = arguments(folder, "", *more)
+    return Run.from_config(load(line), line)
 
 
 def steps_of(folder: pathlib.Path) -> list[dict]:
@@ -90,8 +94,8 @@ class Launched:
         )
 
     def trainers(self) -> list[int]:
-        """Process ids of the run's trainers, whoever their parent is."""
-        found = []
+        """Lists the process ids of the run's trainers, whoever their parent is."""
+        trainers = []
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             try:
                 words = (path / "cmdline").read_bytes().split(b"\0")
@@ -100,8 +104,8 @@ class Launched:
                 continue
             ours = any(str(self.folder.parent).encode() in word for word in words)
             if ours and b"maxramp.train" in words and bound.__file__.encode() not in words:
-                found += [int(path.name)] if state != "Z" else []
-        return found
+                trainers += [int(path.name)] if state != "Z" else []
+        return trainers
 
     def wait_for(self, step: int, trainers: int = 1) -> list[int]:
         """Waits until that step is logged and so many trainers are there; returns them."""
@@ -207,24 +211,22 @@ def test_it_listens_on_the_loopback_address_alone(tmp_path, cache_dir):
 
 
 def addresses(port: int) -> set[str]:
-    """Local addresses, in hex, on which somebody listens on a port."""
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for line in pathlib.Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            local, state = line.split()[1], line.split()[3]
-            address, _, at = local.partition(":")
-            if state == "0A" and int(at, 16) == port:
-                found.add(address)
-    return found
+    """Returns the local addresses, in hex, on which somebody listens on a port."""
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in pathlib.Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    listening = [local.partition(":") for _, local, _, state, *_ in lines if state == "0A"]
+    return {address for address, _, number in listening if int(number, 16) == port}
 
 
 # --- Scripts ------------------------------------------------------------------------------------
 
 
-def test_words_of_a_script_are_read_back_as_given(tmp_path):
-    line = arguments(tmp_path, "", f"run_name={NASTY}", 'setup_lines=["export A=1"]')
-    launch = Run.from_config(load(line), line)
-    script = slurm.script(launch, 2)
+def test_a_batch_script_passes_every_argument_as_it_is(tmp_path):
+    launch = plan(tmp_path, f"run_name={NASTY}", 'setup_lines=["export A=1"]')
+    script = slurm.batch_script(launch)
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     (line,) = [x for x in script.splitlines() if x.startswith("exec ")]
     program = line.replace("exec ", "printf '%s\\0' ", 1)
@@ -233,38 +235,39 @@ def test_words_of_a_script_are_read_back_as_given(tmp_path):
     assert words[3:-1] == launch.command()[3:]
     assert not list(tmp_path.rglob("pwned"))
     options = [x for x in script.splitlines() if x.startswith("#SBATCH")]
-    assert "#SBATCH --nodes=2" in options and all("touch" not in x or "-" in x for x in options)
+    assert "#SBATCH --nodes=1" in options and all("touch" not in x or "-" in x for x in options)
     assert "export A=1" in script.splitlines()
 
 
-def test_containers(tmp_path):
-    keys = ["container_image=/images/a b.sqsh", "container_mounts=/data:/data"]
-    line = arguments(tmp_path, "", "run_name=x", *keys)
-    launch = Run.from_config(load(line), line)
-    options = slurm.container_options(launch.config.launch)
+def test_trainers_run_in_the_container_of_either_runtime(tmp_path):
+    keys = ["container_image=/images/a b.sqsh", "container_mounts=/data:/data", "run_name=x"]
+    launch = plan(tmp_path, *keys)
+    options = slurm_job.container_options(launch.config.launch)
     assert options[0] == "--container-image=/images/a b.sqsh"
-    assert slurm.trainer(launch)[0] == "python"
-    line.append("container_runtime=apptainer")
-    launch = Run.from_config(load(line), line)
+    assert slurm_job.trainer_command(launch)[0] == "python"
+    launch = plan(tmp_path, *keys, "container_runtime=apptainer")
     words = ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/images/a b.sqsh", "python"]
-    assert slurm.trainer(launch)[:7] == words
-    assert slurm.container_options(launch.config.launch) == []
+    assert slurm_job.trainer_command(launch)[:7] == words
+    assert slurm_job.container_options(launch.config.launch) == []
 
 
-def test_dry_run_shows_what_would_be_submitted(tmp_path, capsys):
+def dry_run(capsys, cluster: str, *line: str) -> str:
+    assert main([*line, "--cluster", cluster, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_dry_run_shows_every_job(tmp_path, capsys):
     line = arguments(tmp_path, "", "run_name=x")
-    assert main([*line, "--cluster", "slurm", "--dry-run"]) == 0
-    printed = capsys.readouterr().out
-    for nodes in (1, 2, 4):
-        assert f"#SBATCH --nodes={nodes}\n" in printed
-    assert "sbatch 1-nodes.sh" in printed
-    assert main([*line, "--cluster=local", "--dry-run"]) == 0
-    assert capsys.readouterr().out.count("-m maxramp.train") == 3
+    printed = dry_run(capsys, "slurm", *line)
+    assert "#SBATCH --nodes=1\n" in printed
+    for stage, nodes in enumerate((1, 2, 4)):
+        assert f"\nsbatch --nodes={nodes} job.sh  # stage {stage}\n" in printed
+    assert dry_run(capsys, "local", *line).count("-m maxramp.train") == 3
     assert not (tmp_path / "x").exists()
 
 
 def saved_at(folder: pathlib.Path, step: int, consumed: int, stages: list[dict]) -> None:
-    """A checkpoint as far as a launcher reads it."""
+    """Writes a checkpoint as far as a launcher reads it."""
     path = folder / "checkpoints" / str(step)
     path.mkdir(parents=True)
     commit(Checkpoint(path, step, consumed, stages, "", {}, {}))
@@ -272,22 +275,17 @@ def saved_at(folder: pathlib.Path, step: int, consumed: int, stages: list[dict])
 
 def test_a_job_takes_its_nodes_from_the_plan_of_the_whole_run(tmp_path):
     """8 rows alone would take 4 nodes; the run stays on 2, where a restart does not pay."""
-    line = arguments(tmp_path, "", "run_name=x", "restart_minutes=10")
-    config = load(line)
-    launch = Run.from_config(config, line)
+    launch = plan(tmp_path, "run_name=x", "restart_minutes=10")
     assert [stage.nodes for stage in launch.stages] == [2, 2, 2] and launch.next_nodes == 2
     saved_at(tmp_path / "x", 45, 160, [stage.to_json() for stage in launch.stages])
-    assert Run.from_config(config, line).next_nodes == 2
-    alone = arguments(tmp_path, "", "run_name=y", "step_batch_size_schedule=0:8")
-    assert Run.from_config(load(alone), alone).next_nodes == 4
+    assert launch.reload().next_nodes == 2
+    assert plan(tmp_path, "run_name=y", "step_batch_size_schedule=0:8").next_nodes == 4
 
 
-def test_a_launch_numbers_stages_on_after_a_change(tmp_path):
-    line = arguments(tmp_path, "", "run_name=x")
-    stages = [stage.to_json() for stage in Run.from_config(load(line), line).stages]
+def test_the_number_of_a_stage_survives_a_changed_ramp(tmp_path):
+    stages = [stage.to_json() for stage in plan(tmp_path, "run_name=x").stages]
     saved_at(tmp_path / "x", 30, 80, stages)  # in stage 1, of 4 rows
-    line = arguments(tmp_path, "", "run_name=x", "step_batch_size_schedule=0:4 200:8")
-    launch = Run.from_config(load(line), line)
+    launch = plan(tmp_path, "run_name=x", "step_batch_size_schedule=0:4 200:8")
     assert [(s.index, s.first_sample, s.nodes) for s in launch.stages] == [(1, 80, 2)]
     assert launch.next_nodes == launch.fit(0, 4) == 2
 
@@ -312,7 +310,6 @@ REFUSED = {
     "unknown cluster": (["--cluster", "nomad"], ("--cluster", "nomad", "slurm")),
     "no sbatch": (SLURM, ("no sbatch on the path", "--dry-run")),
     "no kubectl": (GKE, ("no kubectl on the path", "--dry-run")),
-    "status of what is no SLURM": (["--cluster", "local", "--status"], ("--status", "slurm")),
     "devices of a node": ([*SLURM, "devices_per_node=-1"], ("devices_per_node=-1",)),
     "nodes that hold no stage": (
         [*SLURM, "node_schedule=fixed", "num_nodes=3", *DATA],
@@ -375,16 +372,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(folder, cache_dir, place: int, count: int, port: int, host="127.0.0.1", **more):
-    """One process of a job."""
+def start(folder, cache_dir, process_id: int, count: int, port: int, host="127.0.0.1", **keys):
+    """Starts one process of a job."""
     line = arguments(folder, cache_dir, "join_timeout_seconds=3", "steps=2", "run_name=x")
-    given = {
+    variables = {
         "MAXRAMP_COORDINATOR": f"{host}:{port}",
         "MAXRAMP_NUM_PROCESSES": str(count),
-        "MAXRAMP_PROCESS_ID": str(place),
+        "MAXRAMP_PROCESS_ID": str(process_id),
     }
-    line += [f"{name}={value}" for name, value in more.items()]
-    return Forked(command(*line), environment() | given)
+    line += [f"{name}={value}" for name, value in keys.items()]
+    return Forked(command(*line), environment() | variables)
 
 
 def one_line(process: Forked, status: int, *parts: str) -> None:
@@ -397,25 +394,20 @@ def one_line(process: Forked, status: int, *parts: str) -> None:
 
 
 def test_a_port_in_use(tmp_path, cache_dir):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         process = start(tmp_path, cache_dir, 0, 2, port)
         one_line(process, 2, f"127.0.0.1:{port}", "in use", "another port")
 
 
 @pytest.mark.slow
-def test_nobody_at_the_coordinator(tmp_path, cache_dir):
+@pytest.mark.parametrize("host, reason", [("127.0.0.1", "refused"), ("nowhere.invalid", "")])
+def test_a_coordinator_that_cannot_be_reached(host, reason, tmp_path, cache_dir):
     port = free_port()
-    process = start(tmp_path, cache_dir, 1, 2, port)
-    one_line(process, 1, f"127.0.0.1:{port}", "process 1", "refused")
-
-
-@pytest.mark.slow
-def test_a_coordinator_that_does_not_exist(tmp_path, cache_dir):
-    process = start(tmp_path, cache_dir, 1, 2, 1234, host="nowhere.invalid")
-    one_line(process, 1, "nowhere.invalid:1234", "process 1")
+    process = start(tmp_path, cache_dir, 1, 2, port, host=host)
+    one_line(process, 1, f"{host}:{port}", "process 1", reason)
 
 
 @pytest.mark.slow
@@ -423,23 +415,9 @@ def test_a_process_that_does_not_come(tmp_path, cache_dir):
     """Both that are there say so: 0 names who is missing."""
     port = free_port()
     # The watchdog leaves them the time to wait for each other.
-    processes = [
-        start(tmp_path, cache_dir, place, 3, port, hang_timeout_seconds=2) for place in (0, 1)
-    ]
+    processes = [start(tmp_path, cache_dir, i, 3, port, hang_timeout_seconds=2) for i in (0, 1)]
     one_line(processes[0], 1, "1 of 3 processes did not come within 3 s (process 2)")
     one_line(processes[1], 1, f"127.0.0.1:{port}")
-
-
-def test_a_chain_with_a_torn_line(tmp_path, capsys, monkeypatch):
-    """A full disk, or a node that died: the jobs before and after it are known."""
-    monkeypatch.setenv("PATH", str(tmp_path))  # without a SLURM that could be asked
-    job = '{"job": %d, "nodes": 1, "time": 5, "event": "start", "status": null, "samples": 0}\n'
-    line = arguments(tmp_path, "", "run_name=x")
-    (tmp_path / "x" / "slurm").mkdir(parents=True)
-    chain = (job % 171 + job[:20] + "\n" + job % 172).encode() + b"\0"
-    (tmp_path / "x" / "slurm" / "chain.jsonl").write_bytes(chain)
-    slurm.print_status(Run.from_config(load(line), line))
-    assert re.findall(r"^ *(17\d) ", capsys.readouterr().out, re.M) == ["171", "172"]
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
@@ -450,7 +428,7 @@ def test_more_processes_than_files_may_be_open(host):
     program = (
         "from maxramp.processes import backend\n"
         "backend.allow_many_files()\n"
-        f"backend._wait_for_all('{host}:{port}', 0, {count}, 120.0)"
+        f"backend._wait_for_all('{host}:{port}', {count}, 120.0)"
     )
     waiting = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -461,8 +439,8 @@ def test_more_processes_than_files_may_be_open(host):
     )
     with contextlib.ExitStack() as closing:
         calls = []
-        for place in range(1, count):
-            text = b"maxramp process %d of %d\n" % (place, count)
+        for process_id in range(1, count):
+            text = b"maxramp process %d of %d\n" % (process_id, count)
             calls.append(closing.enter_context(call(port, text, host.strip("[]"))))
         for connection in calls:
             assert connection.recv(2) == b"go"
@@ -479,10 +457,10 @@ def meeting():
     port = free_port()
     address = f"127.0.0.1:{port}"
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = pool.submit(backend._wait_for_all, address, 0, 3, 20.0)
+        waiting = pool.submit(backend._wait_for_all, address, 3, 20.0)
 
-        def come(place: int, count: int = 3) -> concurrent.futures.Future:
-            return pool.submit(backend._report, address, place, count, 20.0)
+        def come(process_id: int, count: int = 3) -> concurrent.futures.Future:
+            return pool.submit(backend._report, address, process_id, count, 20.0)
 
         yield port, waiting, come
 
@@ -536,18 +514,18 @@ def test_two_processes_with_one_number(meeting):
 def test_an_output_folder_that_is_not_shared(tmp_path, cache_dir):
     """Two folders of the same job stand for two hosts' own disks."""
     port = free_port()
-    processes = []
-    for place in (0, 1):
-        (tmp_path / str(place)).mkdir()
-        processes.append(start(tmp_path / str(place), cache_dir, place, 2, port))
-    for place, process in enumerate(processes):
-        name = f"base_output_directory={tmp_path / str(place)}"
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        folder.mkdir()
+    processes = [start(folder, cache_dir, i, 2, port) for i, folder in enumerate(folders)]
+    for folder, process in zip(folders, processes, strict=True):
+        name = f"base_output_directory={folder}"
         one_line(process, 2, name, "not the same folder on every host", "process 1 of 2")
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 def test_a_dry_run_asks_no_storage(capsys):
-    """Of a bucket that nobody here can read: it shows the jobs of a run that begins."""
+    """It shows the jobs of a run that begins, though nobody here can read the bucket."""
     line = [*arguments(pathlib.Path("x"), "x"), "base_output_directory=gs://nobody/runs"]
     assert main([*line, "--cluster", "local", "--dry-run"]) == 0
     printed = capsys.readouterr()
@@ -558,18 +536,16 @@ def test_a_dry_run_asks_no_storage(capsys):
     )
 
 
-def test_the_program_that_a_config_is_for(tmp_path, capsys):
-    """What is launched, and what any other command says of the config."""
-    line = [*arguments(tmp_path, "")[1:], "program=grpo", "max_completion_length=8"]
-    assert main([BASE, *line, "--cluster", "local", "--dry-run"]) == 0
-    assert capsys.readouterr().out.count("-m maxramp.grpo") == 3
-    assert main([BASE, *line, "--cluster", "slurm", "--dry-run"]) == 0
-    assert "program=grpo" in capsys.readouterr().out
+def test_jobs_run_the_program_that_a_config_is_for(tmp_path, capsys):
+    """Any other command refuses the config."""
+    line = [*arguments(tmp_path, ""), "program=grpo", "max_completion_length=8"]
+    assert dry_run(capsys, "local", *line).count("-m maxramp.grpo") == 3
+    assert "program=grpo" in dry_run(capsys, "slurm", *line)
     with pytest.raises(ConfigError, match=r"program=grpo: this config is for maxramp\.grpo"):
-        load([BASE, *line], "train")
-    assert load([BASE, *line], "grpo").run.program == "grpo"
+        load(line, "train")
+    assert load(line, "grpo").run.program == "grpo"
     assert load([BASE], "grpo").run.program == "grpo"
-    fitted = run(BASE, *line, "--fit", module="plan")
+    fitted = run(*line, "--fit", module="plan")
     assert fitted.returncode == 2
     assert "only the steps of maxramp.train are compiled" in fitted.stderr
 

@@ -1,6 +1,6 @@
-"""How often a launch starts again: a start without progress counts, and progress resets.
+"""How often a launch starts again: a start without progress counts, and progress resets the count.
 
-The jobs are real processes that end as they are told; `test_launch` and `test_slurm` have real ones
+The jobs are real processes that end as the test says; `test_launch` and `test_slurm` have real ones
 that train.
 """
 
@@ -98,6 +98,13 @@ def ends(folder: pathlib.Path) -> list[int]:
     return [int(status) for status in path.read_text().split()] if path.exists() else []
 
 
+def wait_until(condition, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def signals():
     """Puts back what a launch does with signals."""
@@ -107,12 +114,12 @@ def signals():
         signal.signal(number, handler)
 
 
-# What SLURM does of it: `srun` runs the command, `sbatch` notes what is submitted.
+# What a supervisor needs of SLURM: `srun` runs the command, `sbatch` notes what is submitted.
 FAKES = {
     "scontrol": "echo localhost",
     "squeue": 'echo "$END"',
     "srun": 'while case $1 in --*) ;; *) false ;; esac; do shift; done; exec "$@"',
-    "sbatch": 'echo "$MAXRAMP_RESTARTS $2" > "$NEXT"; echo 7',
+    "sbatch": 'echo "$MAXRAMP_RESTARTS $2 $3" > "$NEXT"; echo 7',
 }
 
 
@@ -141,10 +148,10 @@ def follow_slurm(folder: pathlib.Path, run: Run, monkeypatch) -> int:
         status = slurm_job.follow(run)
         if not (folder / "next").exists():
             return status
-        restarts, script = (folder / "next").read_text().split()
+        restarts, *words = (folder / "next").read_text().split()
         (folder / "next").unlink()
         monkeypatch.setenv("MAXRAMP_RESTARTS", restarts)
-        assert script == "1-nodes.sh"
+        assert words == ["--nodes=1", "job.sh"]
     raise AssertionError("the chain does not end")
 
 
@@ -153,10 +160,10 @@ def follow_here(folder: pathlib.Path, run: Run, monkeypatch) -> int:
 
 
 def follow_in_pod(folder: pathlib.Path, run: Run, monkeypatch) -> int:
-    status = gke_pod.follow(run, 1, folder / "words")
+    status = gke_pod.follow(run, 1, folder / "message")
     step = int(max(["0", *os.listdir(run.folder / "checkpoints")], key=int))
-    words = json.loads((folder / "words").read_text())
-    assert words["step"] >= step and words["nodes"] == 0
+    message = json.loads((folder / "message").read_text())
+    assert message["step"] >= step and message["nodes"] == 0
     return status
 
 
@@ -176,15 +183,15 @@ def test_what_follows_a_job(follow, name, tmp_path, capfd, monkeypatch, signals)
 
 
 def test_a_stage_on_other_nodes_is_handed_over(tmp_path, monkeypatch, signals):
-    """Under SLURM to the next script, in a pod to whoever reads its last words."""
+    """Under SLURM to the next job, in a pod to whoever reads its last message."""
     run = scripted(tmp_path, [(75, 10), (75, 20)])
     (run.folder / "next_stage.json").write_text('{"nodes": 3}')
     for name, value in under_slurm(tmp_path, run).items():
         monkeypatch.setenv(name, value)
     assert slurm_job.follow(run) == 75
-    assert (tmp_path / "next").read_text().split() == ["0", "3-nodes.sh"]
-    assert gke_pod.follow(run, 1, tmp_path / "words") == 0
-    assert json.loads((tmp_path / "words").read_text()) == {"step": 20, "nodes": 3}
+    assert (tmp_path / "next").read_text().split() == ["0", "--nodes=3", "job.sh"]
+    assert gke_pod.follow(run, 1, tmp_path / "message") == 0
+    assert json.loads((tmp_path / "message").read_text()) == {"step": 20, "nodes": 3}
     assert ends(tmp_path) == [75, 75]
 
 
@@ -197,16 +204,22 @@ def test_a_pod_that_is_taken_away_says_so_whatever_its_trainer_does(
     run = scripted(tmp_path, [])
 
     def take_away() -> None:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "up").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until((tmp_path / "up").exists)
         os.kill(os.getpid(), signal.SIGTERM)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked = pool.submit(take_away)
-        assert gke_pod.follow(run, 1, tmp_path / "words") == 76
+        assert gke_pod.follow(run, 1, tmp_path / "message") == 76
         asked.result()
+
+
+def test_a_pod_that_is_taken_away_while_its_trainer_starts_ends_it(tmp_path, monkeypatch, signals):
+    def command(self, python: str) -> list[str]:
+        os.kill(os.getpid(), signal.SIGTERM)  # before the process that it could be sent to
+        return ["sleep", "300"]
+
+    monkeypatch.setattr(Scripted, "command", command)
+    assert gke_pod.follow(scripted(tmp_path, []), 1, tmp_path / "message") == 76
 
 
 def test_a_queue_that_cannot_be_read_starts_nothing(tmp_path, monkeypatch):
@@ -217,39 +230,35 @@ def test_a_queue_that_cannot_be_read_starts_nothing(tmp_path, monkeypatch):
     down = "Unable to contact slurm controller (connect failure)"
     squeue = tmp_path / "bin" / "squeue"
     squeue.write_text(f"#!/bin/sh\necho 'squeue: error: {down}' >&2\nexit 1\n")
-    for ask in (lambda: slurm.submit(run, False), lambda: slurm.print_status(run)):
-        with pytest.raises(ConfigError, match=rf"squeue .*: {re.escape(down)}$"):
-            ask()
+    with pytest.raises(ConfigError, match=rf"squeue .*: {re.escape(down)}$"):
+        slurm.launch(run, dry_run=False)
     assert not (tmp_path / "next").exists()
     squeue.write_text("#!/bin/sh\n")
-    assert slurm.submit(run, False) == 0 and (tmp_path / "next").exists()
+    assert slurm.launch(run, dry_run=False) == 0 and (tmp_path / "next").exists()
 
 
 @pytest.mark.parametrize("checkpoint, restarts", [(NO, "2"), (10, "0")])
 def test_a_time_limit_that_comes_before_any_progress_counts(
     checkpoint, restarts, tmp_path, monkeypatch, signals
 ):
-    """Where it is shorter than the start of a job, the chain would go on for ever."""
+    """Otherwise a limit that is shorter than a start would make the chain endless."""
     run = scripted(tmp_path, [(0, NO)])
-    more = {"MAXRAMP_RESTARTS": "1", "END": "2020-01-01T00:00:00"}
-    for name, value in (under_slurm(tmp_path, run) | more).items():
+    for name, value in (under_slurm(tmp_path, run) | {"MAXRAMP_RESTARTS": "1"}).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\necho $$ > $NEXT.srun\nexec sleep 300\n")
+    srun = tmp_path / "next.srun"
 
     def reach_the_limit() -> None:
-        deadline = time.monotonic() + 120
-        while not (srun := tmp_path / "next.srun").exists() or not srun.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: srun.exists() and srun.read_text())
         if checkpoint:
             path = run.folder / "checkpoints" / str(checkpoint)
             path.mkdir(parents=True)
             commit(Checkpoint(path, checkpoint, 2, [], "", {}, {}))
-        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr(slurm_job, "_LAST", float("inf"))
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reached = pool.submit(reach_the_limit)
         assert slurm_job.follow(run) == 76
         reached.result()
-    os.kill(int((tmp_path / "next.srun").read_text()), signal.SIGKILL)
-    assert (tmp_path / "next").read_text().split() == [restarts, "1-nodes.sh"]
+    os.kill(int(srun.read_text()), signal.SIGKILL)
+    assert (tmp_path / "next").read_text().split() == [restarts, "--nodes=1", "job.sh"]

@@ -1,4 +1,4 @@
-"""Whoever reads what a command says may stop reading, and whoever started it may interrupt it."""
+"""Readers of a command's output may stop reading, and whoever started it may interrupt it."""
 
 import fcntl
 import io
@@ -34,15 +34,15 @@ def start(module: str, *arguments: str, **streams) -> subprocess.Popen:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["full", "pipe", "closed"])
-def test_what_is_said_never_ends_a_run(tmp_path, cache_dir, fault):
-    """By the loop, the compiler's thread or that of the metrics."""
-    given = (*RUN, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=r")
+def test_output_that_fails_never_ends_a_run(tmp_path, cache_dir, fault):
+    """It is written by the loop, the compiler's thread and that of the metrics."""
+    keys = (*RUN, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=r")
     streams = {
         "full": {"stdout": open("/dev/full", "w")},  # noqa: SIM115
         "pipe": {"stdout": subprocess.PIPE},
         "closed": {"preexec_fn": lambda: os.close(1)},
     }[fault]
-    run = start("train", BASE, *given, **streams)
+    run = start("train", BASE, *keys, **streams)
     if fault == "pipe":
         run.stdout.readline()
         run.stdout.close()
@@ -61,8 +61,8 @@ def small_pipe():
         os.close(end)
 
 
-def test_a_reader_that_stalls_is_not_waited_for(small_pipe):
-    """A pager, say: what it does not take is dropped, until it reads again."""
+def test_a_reader_that_stalls_delays_no_writer(small_pipe):
+    """What it (a pager, say) does not read is dropped, until it reads again."""
     reading, writing = small_pipe
     stream = console._Descriptor(writing, patience=0.3)
     start = time.monotonic()
@@ -73,8 +73,8 @@ def test_a_reader_that_stalls_is_not_waited_for(small_pipe):
     assert stream.write(b"again") == 5 and os.read(reading, 100) == b"again"
 
 
-def test_all_is_said_where_writing_does_not_wait(small_pipe):
-    """Whoever shares a terminal or pipe can make it so; it is no failure."""
+def test_everything_is_written_where_writing_does_not_block(small_pipe):
+    """Another program that shares the terminal or pipe can set that; it is no failure."""
     reading, writing = small_pipe
     os.set_blocking(writing, False)
     text = os.urandom(10**6)
@@ -89,29 +89,28 @@ def test_all_is_said_where_writing_does_not_wait(small_pipe):
 
 
 @pytest.mark.parametrize(
-    "module, given",
+    "module, words",
     [pytest.param("plan", (BASE,), marks=pytest.mark.slow), ("checkpoint", ("--help",))],
 )
-def test_a_command_ends_with_its_reader(module, given):
-    """Quietly, as other tools do; a full disk is an error."""
-    plan = start(module, *given, stdout=subprocess.PIPE)
+def test_a_command_ends_with_its_reader(module, words):
+    """It ends quietly, as other tools do; a full disk is an error."""
+    plan = start(module, *words, stdout=subprocess.PIPE)
     plan.stdout.close()
     assert (plan.wait(100), plan.stderr.read()) == (128 + signal.SIGPIPE, "")
     with open("/dev/full", "w") as full:
-        plan = start(module, *given, stdout=full)
+        plan = start(module, *words, stdout=full)
     line = "error: standard output takes no more: No space left on device\n"
     assert (plan.wait(100), plan.stderr.read()) == (1, line)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_at_the_end_of_a_finished_run(tmp_path, cache_dir, number):
-    """What is finished is not called killed, however late the signals come."""
-    given = (*RUN, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=r")
-    run = start("train", BASE, *given, "eval_interval=-1", stdout=subprocess.PIPE)
+def test_signals_after_the_end_of_a_run_change_no_status(tmp_path, cache_dir, number):
+    keys = (*RUN, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=r")
+    run = start("train", BASE, *keys, "eval_interval=-1", stdout=subprocess.PIPE)
     while not run.stdout.readline().startswith("done"):
         assert run.poll() is None
-    deadline = time.monotonic() + 0.5  # one heard a second after the first would end it at once
+    deadline = time.monotonic() + 0.5  # a second after the first, one would end it at once
     while run.poll() is None:
         if number == signal.SIGTERM or time.monotonic() < deadline:
             run.send_signal(number)
@@ -120,7 +119,7 @@ def test_signals_at_the_end_of_a_finished_run(tmp_path, cache_dir, number):
 
 
 @pytest.mark.parametrize(
-    "module, number, status, said",
+    "module, number, status, line",
     [
         ("train", signal.SIGINT, EXIT_PREEMPTED, "stopped by a signal before a step was done"),
         ("train", signal.SIGTERM, EXIT_PREEMPTED, "stopped by a signal before a step was done"),
@@ -129,13 +128,13 @@ def test_signals_at_the_end_of_a_finished_run(tmp_path, cache_dir, number):
         ("prepare", signal.SIGINT, -signal.SIGINT, ""),
     ],
 )
-def test_an_interrupt_during_imports(module, number, status, said):
+def test_an_interrupt_during_imports(module, number, status, line):
     process = start(module, BASE, stdout=subprocess.PIPE)
     libraries = pathlib.Path(f"/proc/{process.pid}/maps")
-    while not re.search("numpy|yaml", libraries.read_text()):  # what takes long comes after them
+    while not re.search("numpy|yaml", libraries.read_text()):  # the slow imports follow
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(number)
     printed, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (status, "")
-    assert printed.startswith(said) and len(printed.splitlines()) == bool(said)
+    assert printed.startswith(line) and len(printed.splitlines()) == bool(line)

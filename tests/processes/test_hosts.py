@@ -53,8 +53,8 @@ def data(tmp_path_factory):
     return folder
 
 
-def keys(devices, *given, factor=1, tensor=1, accumulation=1):
-    """The arguments of a job; `accumulation` is that of the last stage."""
+def keys(devices, *more, factor=1, tensor=1, accumulation=1):
+    """Returns the arguments of a job; `accumulation` is that of the last stage."""
     values = dict(argument.split("=", 1) for argument in (*TINY, *RAMP))
     values |= {
         "per_device_batch_size": 48 / devices / accumulation,
@@ -62,25 +62,24 @@ def keys(devices, *given, factor=1, tensor=1, accumulation=1):
         "ici_tensor_parallelism": tensor,
         "expansion_factor_real_data": factor,
     }
-    values |= dict(argument.split("=", 1) for argument in given)
+    values |= dict(argument.split("=", 1) for argument in more)
     return [BASE, *(f"{name}={value}" for name, value in values.items())]
 
 
-def places(data, processes, factor):
-    """Where the processes of a job stand: only those that should read have the data there."""
+def folders(data, processes, factor):
+    """Returns the folder of each process of a job: only those that should read have the data."""
     return [data / ("with" if i % max(1, factor) == 0 else "without") for i in range(processes)]
 
 
 def ask(data, requests, processes=1, devices=1):
-    """What the loader of every process answers, by request: (first step, expansion factor, keys).
-
-    Requests are answered by jobs of one factor, since it says who stands where the data is.
+    """Returns what the loader of every process reads, by request: (first step, expansion factor,
+    keys). A job answers requests of one factor, which decides who has the data.
     """
     answers = [None] * len(requests)
     for factor in {factor for _, factor, _ in requests}:
         numbers = [i for i, request in enumerate(requests) if request[1] == factor]
         program = [*PROGRAM, json.dumps([[requests[i][0], requests[i][2]] for i in numbers])]
-        job = start(program, processes, devices, places(data, processes, factor))
+        job = start(program, processes, devices, folders(data, processes, factor))
         printed = []
         for out, err, status in finish(job):
             assert status == 0, err[-2000:]
@@ -92,7 +91,7 @@ def ask(data, requests, processes=1, devices=1):
 
 @pytest.fixture(scope="module")
 def alone(data):
-    """What one process with one device reads."""
+    """Returns what one process with one device reads."""
     ((answer,),) = ask(data, [(0, 1, keys(1))])
     assert len(answer["steps"]) == len(set(answer["steps"])) == 8
     assert answer["share"] == [16, 32, 48] and answer["moved"] == [0] * 8
@@ -182,7 +181,7 @@ def test_keys_that_are_refused(argument, reason):
 
 
 def test_a_factor_that_the_processes_do_not_divide_by():
-    """Said before the data is looked for."""
+    """The error comes before the data is opened."""
     done = run(*keys(1, "text_files=nowhere", factor=2))
     assert done.returncode == 2 and not done.stdout
     line = "expansion_factor_real_data=2: one of that many processes reads for the others, but this"
@@ -201,7 +200,7 @@ PACKINGS.append(("by the index of a set", ".1 of them"))
 
 
 def mixture(packing, evaluated):
-    """The keys of a mixture of documents, packed and evaluated in one of the ways."""
+    """Returns the keys of a mixture of documents, packed and evaluated in one of the ways."""
     if packing == "by the index of a set":
         files = MIXTURE[1].replace("a.jsonl", "a.bin").replace("b.jsonl", "b.bin")
         return MIXTURE[0], files, MIXTURE[2], "text_files="
@@ -212,7 +211,7 @@ def mixture(packing, evaluated):
 
 @pytest.fixture(scope="module")
 def mixtures(data):
-    """What one process reads of every mixture, and what two do of which one reads."""
+    """Returns what one process reads of every mixture, and what two do if one reads for both."""
     asked = [mixture(*case) for case in PACKINGS]
     one = ask(data, [(0, 1, keys(1, *text)) for text in asked])
     two = ask(data, [(0, 2, keys(2, *text, factor=2)) for text in asked], processes=2)
@@ -221,7 +220,7 @@ def mixtures(data):
 
 @pytest.mark.parametrize("case", PACKINGS, ids=", ".join)
 def test_documents_of_a_mixture_are_the_same_rows(mixtures, case):
-    """Counted by who reads, laid out alike by all."""
+    """Those who read count the documents, and all lay them out alike."""
     (alone,), both = mixtures[case]
     assert alone["packed"] == (case[0] != "none")
     for seen in both:
@@ -231,17 +230,17 @@ def test_documents_of_a_mixture_are_the_same_rows(mixtures, case):
 
 @pytest.mark.slow
 def test_machines_that_share_no_disk_prepare_a_set_each(data, mixtures, tmp_path):
-    """Of the same rows; what lies below the folder of each process is its own."""
+    """The sets have the same rows; each process has a folder of its own."""
     case = PACKINGS[0]
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
+    disks = [tmp_path / "a", tmp_path / "b"]
+    for folder in disks:
         shutil.copytree(data / "with", folder, ignore=shutil.ignore_patterns("output"))
     program = [*PROGRAM, json.dumps([[0, keys(2, *mixture(*case))]])]
-    for out, err, status in finish(start(program, 2, 1, folders)):
+    for out, err, status in finish(start(program, 2, 1, disks)):
         assert status == 0, err[-2000:]
         (answer,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         assert answer["steps"] == mixtures[case][0][0]["steps"]
-    sets = [sorted(x.name for x in (f / "output" / ".prepared").iterdir()) for f in folders]
+    sets = [sorted(x.name for x in (f / "output" / ".prepared").iterdir()) for f in disks]
     assert [len(names) for names in sets] == [2, 2]  # a copy of a file has a version of its own
 
 
@@ -259,9 +258,9 @@ from maxramp.processes import backend
 loaded = load(sys.argv[1:])
 backend.start(loaded.backend)
 resolved = resolve(loaded, jax.device_count(), mesh.num_slices(), jax.process_count())
-made = mesh.make_mesh(resolved.mesh)
+devices = mesh.make_mesh(resolved.mesh)
 hosts = sorted({device.slice_index for device in jax.devices()})
-print(json.dumps([hosts, dict(made.shape), [d.id for d in made.devices.flat]]))
+print(json.dumps([hosts, dict(devices.shape), [d.id for d in devices.devices.flat]]))
 """
 
 
@@ -288,23 +287,14 @@ def test_hosts_are_no_slices(tmp_path):
 
 
 def train(
-    data,
-    folder,
-    cache_dir,
-    name,
-    processes,
-    devices,
-    *given,
-    kill_at=None,
-    optimized=False,
-    **shape,
+    data, folder, cache_dir, name, processes, devices, *more, kill_at=None, optimized=False, **shape
 ):
-    """Runs a job of maxramp.train; its records. With `kill_at`, all of it is killed when that
-    checkpoint is there. With `optimized` its sums are made as a user's are."""
+    """Runs a job of maxramp.train; returns its records. With `kill_at`, all of it is killed once
+    that checkpoint exists. With `optimized` XLA adds up as it does for users."""
     factor, count = shape.get("factor", 1), processes * devices
-    arguments = keys(count, f"base_output_directory={folder}", f"run_name={name}", *given, **shape)
+    arguments = keys(count, f"base_output_directory={folder}", f"run_name={name}", *more, **shape)
     command = [*TRAIN, *arguments, f"jax_cache_dir={cache_dir}", "checkpoint_period=2"]
-    job = start(command, processes, devices, places(data, processes, factor), optimized)
+    job = start(command, processes, devices, folders(data, processes, factor), optimized)
     if kill_at is not None:
         deadline = time.monotonic() + 200
         while not (folder / name / "checkpoints" / str(kill_at)).exists():
@@ -330,9 +320,9 @@ def fingerprints(records):
 
 
 def noise(records):
-    found = [{k: v for k, v in r.items() if "noise_" in k} for r in records if "loss" in r]
-    assert all(found)
-    return found
+    scales = [{k: v for k, v in r.items() if "noise_" in k} for r in records if "loss" in r]
+    assert all(scales)
+    return scales
 
 
 NOISE = "log_gradient_noise_scale=True"
