@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 
 sys.path.insert(0, str(ROOT))
 
-from maxramp.model.parts.attention import Rule, attend
+from maxramp.model.parts.attention import AttentionMask, attend
 from maxramp.model.parts.positions import Positions
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.collectives import map_shards
@@ -59,7 +59,9 @@ def functions(case: str, kernel: str) -> dict:
     def forward(q, k, v, segments):
         if case.endswith("cuDNN") and kernel == "cudnn_flash":  # `attend` chooses itself
             return map_shards(cudnn, (X_BTHh,) * 3, X_BTHh)(q, k, v)
-        return attend(q, k, v, Rule(Positions(segments if document else None), **rule), kernel)
+        return attend(
+            q, k, v, AttentionMask(Positions(segments if document else None), **rule), kernel
+        )
 
     def forward_and_backward(q, k, v, segments):
         out, pull = jax.vjp(lambda *qkv: forward(*qkv, segments), q, k, v)

@@ -68,7 +68,7 @@ EQUALITY = """
 import jax, jax.numpy as jnp, json, numpy as np
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.model.parts.attention import Rule, attend
+from maxramp.model.parts.attention import AttentionMask, attend
 from maxramp.model.parts.positions import Positions
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import ROWS_BT, X_BTHh
@@ -84,7 +84,7 @@ with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
     for name, s in (("", None), (", documents", segments)):
         def run(which, q=q, k=k, v=v):
             def f(q, k, v):
-                out = attend(q, k, v, Rule(Positions(s)), which).astype(jnp.float32)
+                out = attend(q, k, v, AttentionMask(Positions(s)), which).astype(jnp.float32)
                 return (out * jnp.sin(jnp.arange(out.size).reshape(out.shape))).sum(), out
             return jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True))(q, k, v)
         pairs = zip(jax.tree.leaves(run("cudnn_flash")), jax.tree.leaves(run("dot_product")))

@@ -45,7 +45,7 @@ from maxramp.planning.stages import with_nodes
 from maxramp.planning.translation import TRAINERS, translate_file
 from maxramp.rampup.phases import MIXTURE
 from maxramp.run.job_schedule import length_by_epochs
-from maxramp.stage import SIGHT_KEYS
+from maxramp.stage import ROPE_KEYS
 
 
 @command
@@ -118,7 +118,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         cost, time = s["node_hours_against_all_nodes"], s["hours_against_all_nodes"]
         return "-" if s["nodes"] == plan["num_nodes"] else f"{cost:.2f}x, {time:.2f}x"
 
-    def sight_column(name: str) -> tuple[bool, str, Callable[[dict[str, Any]], str]]:
+    def rope_column(name: str) -> tuple[bool, str, Callable[[dict[str, Any]], str]]:
         changes = len({s[name] for s in plan["stages"]}) > 1
         head = "\n".join(name.replace("_", " ").rsplit(" ", 1))
         return changes, head, lambda s: s[name] if name == "rope_type" else show(s[name])
@@ -131,7 +131,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         (True, "tokens", lambda s: short(s["run_tokens"])),
         (True, "global\nbatch", lambda s: f"{s['global_batch_size']:,}"),
         (short_rows, "row\nlength", lambda s: f"{s['row_length']:,}"),
-        *map(sight_column, SIGHT_KEYS),
+        *map(rope_column, ROPE_KEYS),
         (passes, "rows per\nrank", lambda s: f"{s['rows_per_rank']:g}"),
         (passes, "accum.", lambda s: str(s["gradient_accumulation_steps"])),
         (several_nodes, "nodes", lambda s: str(s["nodes"])),

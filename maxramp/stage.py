@@ -30,8 +30,8 @@ def text_fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SightKeys(Keys):
-    """How a token sees those before it: by which positions, and how far back."""
+class RopeKeys(Keys):
+    """Rotary positions and the window: what a token sees of those before it."""
 
     rope_max_timescale: float = above_zero()
     rope_type: str  # `Execution` checks it: MaxText's configuration has others
@@ -48,7 +48,7 @@ class SightKeys(Keys):
     sliding_window_size: int = minimum(0)
 
 
-SIGHT_KEYS = SightKeys.names()
+ROPE_KEYS = RopeKeys.names()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StageSpec:
     mesh: MeshKeys | None
     remat_policy: str  # what a layer keeps for its backward pass
     pipeline_microbatches: int  # into how many a pipeline cuts a pass; 1 without one
-    sight: SightKeys  # what a token sees
+    rope_keys: RopeKeys  # what a token sees
     rows_of_sample: int = 1  # into how many rows a step cuts a sample
 
     @property

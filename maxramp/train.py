@@ -55,7 +55,7 @@ from maxramp.processes.ending import Preemption, run
 from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Dispatched, Record, evaluation_from_sums, names_of_sums
-from maxramp.stage import SightKeys
+from maxramp.stage import RopeKeys
 from maxramp.training.ahead import Ahead
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
@@ -225,8 +225,8 @@ class Pretrainer:
                 sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
         return evaluation_from_sums(found, by_batch, self._loss.shown, self._loss.divisor)
 
-    def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
-        return self._tasks.evaluate(self._ahead, self.state, sight)
+    def evaluate_tasks(self, rope_keys: RopeKeys) -> Dispatched | None:
+        return self._tasks.evaluate(self._ahead, self.state, rope_keys)
 
 
 if __name__ == "__main__":

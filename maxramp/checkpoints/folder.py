@@ -23,7 +23,7 @@ from maxramp.files.place import Place, is_near, place, remove_tree, sizes, write
 from maxramp.keys import base
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import trained_stages
-from maxramp.stage import SIGHT_KEYS, SightKeys
+from maxramp.stage import ROPE_KEYS, RopeKeys
 
 FILE = "checkpoint.json"
 TORN = ".torn"
@@ -96,11 +96,11 @@ class Checkpoint:
         return [stage for stage in self.stages_of_run() if stage["first_step"] <= self.step][-1]
 
     @property
-    def sight(self) -> SightKeys:
+    def rope_keys(self) -> RopeKeys:
         """What tokens saw in the stage of the last step; before the first, of that."""
         trained = [stage for stage in self.stages[1:] if stage["first_step"] < self.step]
         stage = base.base() | [self.stages[0], *trained][-1]
-        return SightKeys(**{name: stage[name] for name in SIGHT_KEYS})
+        return RopeKeys(**{name: stage[name] for name in ROPE_KEYS})
 
     def differences(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Keys that both have with different values: (there, here)."""

@@ -1,7 +1,7 @@
-"""The table of choices: which keys are read only where others have some value.
+"""The table of choices: keys that are read only if others have certain values (`keys.choices`).
 
-Keys of a service that is switched off are not in it, such as eval_samples with eval_interval=-1:
-they change nothing that is trained, and nobody waits for their output.
+It leaves out keys of a service that is switched off, such as eval_samples with eval_interval=-1:
+they do not change training, and nobody waits for their output.
 """
 
 from maxramp.keys.choices import Choices

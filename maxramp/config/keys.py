@@ -1,4 +1,4 @@
-"""The configuration: every section, put together."""
+"""The configuration: all sections together."""
 
 import dataclasses
 import itertools
@@ -27,15 +27,18 @@ from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import ProfilerKeys, RunKeys
 from maxramp.training.keys import LearningRateKeys, LossKeys, OptimizerKeys, Recipe
 
-# Sections that one of the programs that train reads, and the other does not.
-OF_ONE_PROGRAM = {"train": ("data", "reading", "loss", "evaluation"), "grpo": ("policy", "rollout")}
+# Sections that only one of the training programs reads.
+PROGRAM_SECTIONS = {
+    "train": ("data", "reading", "loss", "evaluation"),
+    "grpo": ("policy", "rollout"),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Config:
-    """Every section, for the commands, which hand each room its own."""
+    """All sections; commands pass each function the ones that it needs."""
 
-    values: Mapping[str, Any]  # all keys by their name, in the order of base.yml
+    values: Mapping[str, Any]  # all keys by name, in the order of base.yml
     batch: BatchKeys
     backend: BackendKeys
     mesh: MeshKeys
@@ -65,10 +68,10 @@ class Config:
 
     @classmethod
     def unread_by(cls, program: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The given keys that only other programs that train read, with their defaults."""
+        """Returns the defaults of changed keys that only other training programs read."""
         sections = cls.sections()
-        ours = OF_ONE_PROGRAM.get(program, sections)
-        others = {*itertools.chain(*OF_ONE_PROGRAM.values())} - {*ours}
+        ours = PROGRAM_SECTIONS.get(program, sections)
+        others = {*itertools.chain(*PROGRAM_SECTIONS.values())} - {*ours}
         read = {f.name for n, s in sections.items() if n not in others for f in fields(s)}
         return {
             name: default

@@ -1,4 +1,4 @@
-"""YAML files and key=value -> one checked configuration, and back."""
+"""Loads YAML files and key=value arguments into one checked configuration, and writes it back."""
 
 import dataclasses
 import difflib
@@ -29,19 +29,19 @@ from maxramp.run.keys import PROGRAMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
-    """What one config file or the command line gives."""
+class Source:
+    """The keys of one config file, or of the command line."""
 
-    where: str  # the beginning of an error about it: "FILE: ", "" for the command line
+    where: str  # begins an error about it: "FILE: ", "" for the command line
     values: dict[str, Any]  # by key of base.yml, each of the type of its default
-    is_foreign: bool = False  # a file of another trainer, which lists all that it has
-    # Keys of others that have to agree with the model's family, as given and with their values.
-    of_family: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
+    is_foreign: bool = False  # a file of another trainer, which lists all keys of that trainer
+    # Another trainer's keys that must agree with the model's family: as written, and their values.
+    family_keys: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
 
 
-Note = Callable[[str], None]  # takes a line about what became of another trainer's keys
+Note = Callable[[str], None]  # shows a line about what became of another trainer's keys
 _RAMP = "enable_rampup_batch_size"
-# Ways to say something: of each, the keys that choose it.
+# Alternatives that exclude each other, each with the keys that choose it.
 _NOTATIONS = (
     (_RAMP,),  # MaxText's
     ("rampup_batch_size", "global_batch_size", "global_batch_tokens"),  # NeMo's
@@ -49,56 +49,59 @@ _NOTATIONS = (
     ("rampup_policy",),
 )
 _LENGTHS = (("steps",), ("total_samples",), ("total_tokens",))
-_SIZES_OF_A_PASS = (("per_device_batch_size",), ("micro_batch_size",))
+_PASS_SIZES = (("per_device_batch_size",), ("micro_batch_size",))
 _BATCHES = (("global_batch_size",), ("global_batch_tokens",))
-_BEGINNINGS = (("load_parameters_path",), ("load_full_state_path",))
+_FIRST_WEIGHTS = (("load_parameters_path",), ("load_full_state_path",))
 
 
-def choose(values: MutableMapping[str, Any], given: Given) -> None:
-    """Takes what a file or command line gives: keys of other ways to say the same are unset, and
-    keys of choices that are unmade go back to their defaults.
+def merge_source(values: MutableMapping[str, Any], source: Source) -> None:
+    """Merges a source into the values before it. Alternatives to its keys are unset, and keys that
+    no longer apply go back to their defaults.
     """
     before = dict(values)
-    values.update(given.values)
-    # Beside a state, some take the weights that it began with.
-    stays_near = values["lora_rank"] or find_objective(values).has_reference
-    beginnings = () if stays_near else _BEGINNINGS
-    for ways in (_NOTATIONS, _LENGTHS, _BATCHES, _SIZES_OF_A_PASS, beginnings):
+    values.update(source.values)
+    # A state and the weights that it began from may both be needed.
+    keeps_reference = values["lora_rank"] or find_objective(values).has_reference
+    first_weights = () if keeps_reference else _FIRST_WEIGHTS
+    for alternatives in (_NOTATIONS, _LENGTHS, _BATCHES, _PASS_SIZES, first_weights):
         chosen = {
-            way: f"{name}={values[name]}"
-            for way in ways
-            for name in way
-            if name in given.values and values[name] != base.unset(name)
+            keys: f"{name}={values[name]}"
+            for keys in alternatives
+            for name in keys
+            if name in source.values and values[name] != base.unset(name)
         }
         if len(chosen) > 1:
             raise ConfigError(
-                f"{given.where}{' and '.join(chosen.values())} say the same thing in two ways; "
+                f"{source.where}{' and '.join(chosen.values())} say the same thing in two ways; "
                 "keep one of them"
             )
         if chosen:
-            others = (name for way in ways if way not in chosen for name in way)
-            values.update({name: base.unset(name) for name in others if name not in given.values})
+            others = (name for keys in alternatives if keys not in chosen for name in keys)
+            values |= {name: base.unset(name) for name in others if name not in source.values}
     changed = {name for name, value in before.items() if values[name] != value}
-    left = find_unmade(CHOICES, changed, values)
-    values.update({name: default for name, default in left.items() if name not in given.values})
+    defaults = find_unmade(CHOICES, changed, values)
+    values |= {name: value for name, value in defaults.items() if name not in source.values}
 
 
-def no_batch() -> dict[str, Any]:
-    alone = itertools.chain(*RAMP_CHOICES.values())
-    unset = {name: base.unset(name) for way in (*_NOTATIONS, *_LENGTHS) for name in way}
-    return {name: base.base()[name] for name in alone} | unset | {"phases": {}}
+def unset_batch() -> dict[str, Any]:
+    """Returns the keys of a run's batch and length without values, for another ramp in their
+    place."""
+    options = itertools.chain(*RAMP_CHOICES.values())
+    unset = {name: base.unset(name) for keys in (*_NOTATIONS, *_LENGTHS) for name in keys}
+    return {name: base.base()[name] for name in options} | unset | {"phases": {}}
 
 
 def load(arguments: Sequence[str], program: str = "plan", note: Note = print_note) -> Config:
-    """Reads CONFIG.yml and key=value arguments, checked as far as it can be without devices. A
-    `program` that trains refuses a config for another, says what it does not read, and leaves that
-    at its default.
+    """Loads CONFIG.yml and key=value arguments, and checks what can be checked without devices. A
+    `program` that trains refuses a config for another one; it names the keys that it does not read,
+    and leaves them at their defaults.
     """
-    *files, command_line = _read_layers(arguments, program, note)
-    names = {name for given in (*files, command_line) for name in given.values}
+    sources = _read_sources(arguments, program, note)
+    *files, command_line = sources
+    names = {name for source in sources for name in source.values}
     merged = dict(base.base())
-    for given in (*files, command_line):
-        choose(merged, given)
+    for source in sources:
+        merge_source(merged, source)
     if program in PROGRAMS:
         if (other := merged["program"]) not in ("", program):
             raise ConfigError(
@@ -106,78 +109,82 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
                 f"program={program}"
             )
         merged["program"] = program
-    # A batch that is given without a ramp is constant: base.yml's ramp is the demo's alone.
+    # A batch without a ramp is constant: base.yml's ramp is the demo's alone.
     if "per_device_batch_size" in names and not {_RAMP, *MAXTEXT_RAMP} & names:
         merged[_RAMP] = False
-    # A model's file decides over others, the command line over it.
-    decide = (command_line,) if merged["model_name"] != "default" else (*files, command_line)
-    for one in decide:
-        peers.check_family(merged["decoder_block"], one.of_family)
-    for one in files:
-        _note_layers(one, merged, note)
+    # A model's file overrides other files, the command line overrides it.
+    checked = [command_line] if merged["model_name"] != "default" else sources
+    for source in checked:
+        peers.check_family(merged["decoder_block"], source.family_keys)
+    for source in files:
+        _note_layers(source, merged, note)
     unread = Config.unread_by(merged["program"], merged)
     if unread:
         shown = ", ".join(base.shorten([f"{name}={merged[name]}" for name in unread]))
         note(f"maxramp.{merged['program']} does not read {shown}")
     merged |= unread
-    own = {name for one in (*files, command_line) if not one.is_foreign for name in one.values}
+    # Another trainer's file lists keys that nothing reads; in ours they are mistakes.
+    own = {name for source in sources if not source.is_foreign for name in source.values}
     idle = find_unmade(CHOICES, merged, merged)
     merged |= {name: default for name, default in idle.items() if name in names - own}
     config = Config.from_values(merged)
-    config.batch.refuse_unread(CHOICES, names & own, config.values)
+    config.batch.refuse_unread(CHOICES, own, config.values)
     config.check()
     return config
 
 
-def _note_layers(given: Given, values: Mapping[str, Any], note: Note) -> None:
-    """MaxText's files of Gemma 2 count pairs of layers."""
+def _note_layers(source: Source, values: Mapping[str, Any], note: Note) -> None:
+    """Warns about MaxText's files of Gemma 2, which count pairs of layers."""
     name = "base_num_decoder_layers"
-    layers = given.values.get(name)
-    if given.is_foreign and layers == values[name] and values["decoder_block"] == "gemma2":
+    layers = source.values.get(name)
+    if source.is_foreign and layers == values[name] and values["decoder_block"] == "gemma2":
         note(
-            f"{given.where}{name}={layers}: MaxText counts pairs of layers of gemma2, maxramp "
+            f"{source.where}{name}={layers}: MaxText counts pairs of layers of gemma2, maxramp "
             f"layers; if this is MaxText's number, give {name}={2 * layers}"
         )
 
 
 def find_sources(arguments: Sequence[str]) -> dict[str, str]:
-    """The config file that gives a key, "" for the command line; without keys that none gives."""
-    layers = _read_layers(arguments, "plan", lambda line: None)
-    return {name: given.where.removesuffix(": ") for given in layers for name in given.values}
+    """Returns the config file that sets each key, "" for the command line."""
+    sources = _read_sources(arguments, "plan", lambda line: None)
+    return {name: source.where.removesuffix(": ") for source in sources for name in source.values}
 
 
-def _read_layers(arguments: Sequence[str], program: str, note: Note) -> list[Given]:
-    """The config's files, that of its model, and last the command line."""
+def _read_sources(arguments: Sequence[str], program: str, note: Note) -> list[Source]:
+    """Reads the config's files, that of its model, and last the command line."""
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
     *files, command_line = read(arguments[0], arguments[1:], note)
-    chosen = [g.values["model_name"] for g in (*files, command_line) if "model_name" in g.values]
-    if chosen and chosen[-1] == "hf":
-        if program != "grpo":  # which takes sizes and tokenizer from its first weights of any kind
+    model = "default"
+    for source in (*files, command_line):
+        model = source.values.get("model_name", model)
+    if model == "hf":
+        if program != "grpo":  # it takes sizes and tokenizer from its first weights, of any kind
             files.append(_read_folder(files, command_line))
-    elif chosen and chosen[-1] != "default":
-        path = CONFIGS / "models" / f"{chosen[-1]}.yml"
-        if len(chosen[-1]) > 100 or not path.is_file():
-            there = sorted(p.stem for p in path.parent.glob("*.yml"))
-            near = ", ".join(difflib.get_close_matches(chosen[-1], there, 8, 0.4) or there[:8])
+    elif model != "default":
+        path = CONFIGS / "models" / f"{model}.yml"
+        if len(model) > 100 or not path.is_file():
+            models = sorted(p.stem for p in path.parent.glob("*.yml"))
+            near = ", ".join(difflib.get_close_matches(model, models, 8, 0.4) or models[:8])
             raise ConfigError(
-                f"model_name={chosen[-1]} has no file configs/models/{chosen[-1]}.yml; there are "
-                f"default, hf (the sizes of load_parameters_path), and {len(there)} files there: "
+                f"model_name={model} has no file configs/models/{model}.yml; there are "
+                f"default, hf (the sizes of load_parameters_path), and {len(models)} files there: "
                 f"{near}, ..."
             )
         files += read(str(path), (), note)[:-1]
     return [*files, command_line]
 
 
-def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
-    """A released model's sizes, and its tokenizer where text is encoded. A run has a copy."""
-    given = {name: one for one in (*files, command_line) for name in one.values}
-    value = {name: one.values[name] for name, one in given.items()}
-    path = value.get("load_parameters_path")
+def _read_folder(files: Sequence[Source], command_line: Source) -> Source:
+    """Reads a released model's sizes, and its tokenizer if text is encoded, from its folder or from
+    the copy that a run keeps."""
+    sources = {name: source for source in (*files, command_line) for name in source.values}
+    values = {name: source.values[name] for name, source in sources.items()}
+    path = values.get("load_parameters_path")
     if not path:
         raise ConfigError("model_name=hf takes a model's sizes from load_parameters_path; give it")
-    output = value.get("base_output_directory", base.base()["base_output_directory"])
-    own = "/".join((output, value.get("run_name") or "hf", released.RUN_COPY))
+    output = values.get("base_output_directory", base.base()["base_output_directory"])
+    own = "/".join((output, values.get("run_name") or "hf", released.RUN_COPY))
     path = base.expand_path("load_parameters_path", path)
     folder = released.find_or_copy("load_parameters_path", path, own)
     if not folder:
@@ -188,79 +195,81 @@ def _read_folder(files: Sequence[Given], command_line: Given) -> Given:
             f"load_parameters_path={path}: no config.json there, which model_name=hf takes the "
             f"sizes from; give a model's folder, of a run {newest or f'the one that {write} makes'}"
         )
-    sizes, wanted = folder.keys, value.get("decoder_block", "")
-    if is_of_experts(wanted) and not is_of_experts(sizes["decoder_block"]):
+    sizes, block = folder.keys, values.get("decoder_block", "")
+    if is_of_experts(block) and not is_of_experts(sizes["decoder_block"]):
         del sizes["decoder_block"]  # every expert begins as the folder's MLP
     for name, size in sizes.items():
-        said = value.get(name, size)
-        is_ours = given.get(name) is not command_line and said == base.base()[name]
-        grows = name == "vocab_size" and said > size
-        if said != size and not (is_ours or grows):
+        value = values.get(name, size)
+        is_default = sources.get(name) is not command_line and value == base.base()[name]
+        grows = name == "vocab_size" and value > size
+        if value != size and not (is_default or grows):
             raise ConfigError(
-                f"{given[name].where}{name}={said}: {folder.source_file(name)} makes it {size}; "
+                f"{sources[name].where}{name}={value}: {folder.source_file(name)} makes it {size}; "
                 "give that, or leave it out"
             )
-    kind = value.get("dataset_type", base.base()["dataset_type"])
+    kind = values.get("dataset_type", base.base()["dataset_type"])
     if kind == "text":
         raise ConfigError(
             f"dataset_type=text trains on bytes, and the model of {folder.path} reads the tokens "
             "of its tokenizer; use dataset_type=grain grain_train_files=FILES"
         )
     keys = {}
-    if kind != "synthetic" and "tokenizer_path" not in given:
+    if kind != "synthetic" and "tokenizer_path" not in sources:
         try:
             keys = folder.data_keys
         except ConfigError:
-            if value.get("tokenize_train_data", True):  # token ids need no tokenizer
+            if values.get("tokenize_train_data", True):  # token ids need no tokenizer
                 raise
-    keys = {name: value for name, value in keys.items() if name not in given}
-    return Given(f"{folder.path}/config.json: ", sizes | keys)
+    keys = {name: value for name, value in keys.items() if name not in sources}
+    return Source(f"{folder.path}/config.json: ", sizes | keys)
 
 
-def read(path: str, arguments: Sequence[str], note: Note) -> list[Given]:
-    """The files that give something else than base.yml, the base first, and the command line last.
-    Keys of other trainers (`peers`) become ours, are left out or are refused.
+def read(path: str, arguments: Sequence[str], note: Note) -> list[Source]:
+    """Reads the files that change something in base.yml, the base first, and the command line last.
+    Other trainers' keys (`peers`) become ours, are left out, or are refused.
     """
     layers = [
         *((f"{file}: ", list(flatten(values.items()))) for file, values in _chain(path)),
         ("", list(flatten(map(_split, arguments)))),
     ]
-    found: list[Given] = []
-    foreign: dict[str, tuple[str, Any]] = {}  # as given last, on the command line or further up
+    sources: list[Source] = []
+    foreign: dict[str, tuple[str, Any]] = {}  # as last written, and the value
     notes: list[str] = []
-    in_phases = base.base()["phases"]
+    phases_before = base.base()["phases"]
     for where, pairs in layers:
-        taken: dict[str, tuple[str, Any]] = {}
-        for name, given_value in phases.flat(pairs, in_phases):
-            given = f"{where}{base.show_key(name, given_value)}"
-            ours = peers.translate(name, given_value)
+        written: dict[str, tuple[str, Any]] = {}  # by our key, as written, and our value
+        for name, their_value in phases.flat(pairs, phases_before):
+            text = f"{where}{base.show_key(name, their_value)}"
+            ours = peers.translate(name, their_value)
             if not ours:
-                foreign[name] = given, given_value
+                foreign[name] = text, their_value
                 continue
             foreign.pop(name, None)
             key, value = ours
-            if where and key in taken and taken[key][1] != value:
+            if where and key in written and written[key][1] != value:
                 raise ConfigError(
-                    f"{taken[key][0]} and {name}={value} both give {key}; keep one of them"
+                    f"{written[key][0]} and {name}={value} both give {key}; keep one of them"
                 )
-            if value != base.unset(key) and ours != (name, given_value):
-                notes.append(f"{given}: taken as {key}={value}")
-            taken[key] = given, value
-        values = {key: base.cast_value(*given, key) for key, given in taken.items()}
+            if value != base.unset(key) and ours != (name, their_value):
+                notes.append(f"{text}: taken as {key}={value}")
+            written[key] = text, value
+        values = {key: base.cast_value(*pair, key) for key, pair in written.items()}
         is_foreign = bool(where) and any(name in foreign for name, _ in pairs)
-        of_family = {name: foreign[name] for name, _ in pairs if name in peers.OF_FAMILY}
-        found.append(Given(where, values, is_foreign, of_family))
-        in_phases = values.get("phases", in_phases)
+        family_keys = {name: foreign[name] for name, _ in pairs if name in peers.FAMILY_KEYS}
+        sources.append(Source(where, values, is_foreign, family_keys))
+        phases_before = values.get("phases", phases_before)
     ignored = peers.check(foreign, [dict(pairs) for _, pairs in layers])
     if ignored:
         notes.append(f"ignored, as nothing here depends on them: {', '.join(ignored)}")
     for line in notes:
         note(line)
-    return [one for one in found[:-1] if one.of_family or one.values != base.base()] + found[-1:]
+    *files, command_line = sources
+    changing = [file for file in files if file.family_keys or file.values != base.base()]
+    return [*changing, command_line]
 
 
 def flatten(pairs: Any) -> Iterator[tuple[str, Any]]:
-    """NeMo nests its keys: trainer: {max_steps: 100} is trainer.max_steps=100."""
+    """Flattens NeMo's nested keys: trainer: {max_steps: 100} is trainer.max_steps=100."""
     for name, value in pairs:
         if isinstance(value, dict) and value and name not in base.base():
             yield from flatten((f"{name}.{inner}", part) for inner, part in value.items())
@@ -272,7 +281,7 @@ def _split(argument: str) -> tuple[str, Any]:
     name, equals, text = argument.partition("=")
     if not equals or name.startswith("-"):
         raise ConfigError(f'"{argument}" is not of the form key=value (--help-keys lists them)')
-    name = name.lstrip("+")  # as Hydra's users write a key that a file does not have
+    name = name.lstrip("+")  # Hydra's notation for a key that a file does not have
     if isinstance(base.base().get(peers.RENAMED.get(name, name)), str):
         return name, text  # as written: run_name=007 or 1e5 is a name
     try:
@@ -282,7 +291,8 @@ def _split(argument: str) -> tuple[str, Any]:
 
 
 def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
-    """The base first. Paths are relative to the naming file."""
+    """Reads a config file and those that it is based on, the base first. Their paths are relative
+    to the file that names them."""
     path = place(named)
     if above and not is_object_storage(named):
         path = above[-1].parent / os.path.expanduser(named)
@@ -303,6 +313,7 @@ def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[
 
 
 def dump_config(config: Config) -> str:
+    """Returns the text of config.yml: every key with its value."""
     ordered = {name: config.values[name] for name in base.base()}
     # The sizes are written out: naming their file again would let it override them.
     ordered["model_name"] = "default"

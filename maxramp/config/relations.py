@@ -1,7 +1,7 @@
-"""What keys must not be together.
+"""Relations between keys, and the errors if they are broken.
 
-The bound of one key stands beside it, in its section; the keys of a choice in `choices`. `resolve`
-checks what depends on devices, `rampup.notations` what a ramp's notation asks for.
+The bound of a single key stands in its section, keys that need a choice in `choices`. `resolve`
+checks what depends on devices, `rampup.notations` the notations of ramps.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ from maxramp.rl.keys import RolloutKeys
 from maxramp.run.keys import RunKeys
 from maxramp.training.keys import OptimizerKeys, half_lives
 
+# Keys of the data that a dataset_type needs, and what to give.
 _NEEDED = {
     "grain_train_files": ("grain", "a prepared folder, or glob,weight;glob,weight"),
     "hf_path": ("hf", "the name of a data set, such as allenai/c4"),
@@ -90,9 +91,9 @@ def _check_data(keys: DataKeys) -> Relations:
         f"vocab_size={keys.vocab_size} is too small for dataset_type=text: 256 bytes and two marks "
         "make 258; use 320 (a multiple of 64) or more",
     )
-    for name, (needs_it, what) in _NEEDED.items():
-        needed = kind == needs_it and not getattr(keys, name)
-        yield needed, f"dataset_type={kind} needs {name}: {what}"
+    for name, (reader, value) in _NEEDED.items():
+        is_missing = kind == reader and not getattr(keys, name)
+        yield is_missing, f"dataset_type={kind} needs {name}: {value}"
     other = keys.grain_eval_files or keys.hf_eval_split
     yield (
         keys.eval_sets and other,
@@ -117,7 +118,7 @@ def _check_data(keys: DataKeys) -> Relations:
         "out",
     )
     if keys.tokenizer_path:
-        _ = keys.type_of_tokenizer  # raises where the name says nothing
+        _ = keys.type_of_tokenizer  # raises if the name does not tell
 
 
 def _check_optimizer(keys: OptimizerKeys) -> Relations:
@@ -156,17 +157,18 @@ def _check_checkpoints(
         name.startswith("task_") and not evaluation.evaluate_tasks,
         f"{how} without a task; give evaluate_tasks",
     )
-    of_set = name.removeprefix("eval_loss_") if name.startswith("eval_loss_") else ""
+    set_name = name.removeprefix("eval_loss_") if name.startswith("eval_loss_") else ""
     yield (
-        of_set and of_set not in sets,
-        f"{how}: eval_sets has no {of_set}, but {', '.join(sorted(sets)) or 'none'}",
+        set_name and set_name not in sets,
+        f"{how}: eval_sets has no {set_name}, but {', '.join(sorted(sets)) or 'none'}",
     )
 
 
 def _check_run(keys: RunKeys) -> Relations:
     for name in ("base_output_directory", "run_name"):
-        globs = sorted(set("*?[") & set(value := getattr(keys, name)))
-        yield (  # which clients of an object storage take for a glob
+        value = getattr(keys, name)
+        globs = sorted(set("*?[") & set(value))
+        yield (  # clients of an object storage would expand them
             globs and is_object_storage(keys.base_output_directory),
             f"{name}={value} has {' '.join(globs)} in it, which no address in an object storage "
             "may have; take another name",
@@ -180,6 +182,10 @@ def _check_rollout(keys: RolloutKeys) -> Relations:
         f"reward_weights={weights} has {len(weights)} numbers for {len(rewards)} rewards; give one "
         "for each, or none",
     )
+
+
+def _first_true(reasons: Mapping[str, Any]) -> str:
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _check_frozen(config: Any) -> Relations:
@@ -196,20 +202,20 @@ def _check_frozen(config: Any) -> Relations:
         f"allow_changed=[trainable_layers] with lora_rank={lora}: what other layers have learned "
         "would not be handed over; leave it out, or give another run_name",
     )
-    adapters = f"lora_rank={lora}" * bool(lora)
+    freezes_all = {f"lora_rank={lora}": lora}
     roles = f"trainable_parameters_mask={mask}"
-    no_routers = adapters or roles * bool(mask and "router" not in mask)
+    routers = _first_true(freezes_all | {roles: mask and "router" not in mask})
     yield (
-        optimizer.routed_bias_update_rate and no_routers,
+        optimizer.routed_bias_update_rate and routers,
         f"routed_bias_update_rate={optimizer.routed_bias_update_rate:g} moves biases of routers, "
-        f"which are frozen under {no_routers}; use 0",
+        f"which are frozen under {routers}; use 0",
     )
-    frozen = adapters or f"trainable_layers={chosen}" * bool(chosen)
-    frozen = frozen or roles * bool(mask and "scale" not in mask)
+    layers = {f"trainable_layers={chosen}": chosen}
+    scales = _first_true(freezes_all | layers | {roles: mask and "scale" not in mask})
     yield (
-        measured and frozen,
+        measured and scales,
         "the noise scale is measured on the gradients of the norms' scales, which are frozen under "
-        f"{frozen}; leave out log_gradient_noise_scale and rampup_policy=noise",
+        f"{scales}; leave out log_gradient_noise_scale and rampup_policy=noise",
     )
 
 
@@ -217,11 +223,11 @@ def _check_together(config: Any) -> Relations:
     rate, steps = config.learning_rate, config.batch.steps
     lora = config.model.lora_rank
     full, first = config.checkpoints.load_full_state_path, config.checkpoints.load_parameters_path
-    begins = f"lora_rank={lora}" * bool(lora)
-    begins = begins or config.objective.asked_by * config.objective.has_reference
+    objective = config.objective
+    reader = _first_true({f"lora_rank={lora}": lora, objective.asked_by: objective.has_reference})
     yield (
-        full and begins and not first,
-        f"load_full_state_path={full} with {begins}: its checkpoint does not hold the weights that "
+        full and reader and not first,
+        f"load_full_state_path={full} with {reader}: its checkpoint does not hold the weights that "
         "the run began with; give them too, load_parameters_path",
     )
     yield (

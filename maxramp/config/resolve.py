@@ -1,4 +1,4 @@
-"""What the devices of a job decide about a configuration."""
+"""Resolves what a job's devices decide about a configuration."""
 
 import dataclasses
 import functools
@@ -26,9 +26,9 @@ from maxramp.training.keys import optimizer_names
 def resolve(
     config: Config, num_devices: int, num_slices: int | None = None, num_processes: int = 1
 ) -> Config:
-    """Fills in what the devices decide, so that no key is left open, and checks what depends on
-    them. `num_slices` are groups of devices joined by the slow network (TPU slices; 1 elsewhere);
-    None takes the keys' own, as for a job that is still to come.
+    """Fills in the keys that the devices decide, so that none is left open, and checks what depends
+    on them. `num_slices` are groups of devices joined by the slow network (TPU slices; 1
+    elsewhere); None uses those of the keys, for a job in the future.
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
@@ -57,7 +57,8 @@ def resolve(
 
 
 def meshes_of(config: Config) -> Meshes:
-    """The meshes of a loaded config; None on numbers of devices that it does not resolve for."""
+    """Returns a function to the mesh for a number of devices and a sample, None if the config does
+    not resolve for that number."""
 
     @functools.cache
     def batch_keys(num_devices: int) -> BatchKeys | None:
@@ -74,7 +75,7 @@ def meshes_of(config: Config) -> Meshes:
 
 
 def data_values(config: Config) -> dict[str, str]:
-    """The keys of the data that other keys decide where they are not given."""
+    """Returns the keys of the data that others decide if they are left open."""
     output = config.run.base_output_directory
     cache = os.path.join(output, ".prepared")
     if is_address(output) or not can_make(config.run.folder.parent / ".prepared"):
@@ -93,15 +94,16 @@ def _dtype_of_means(config: Config) -> str:
 
 
 def _scaling(config: Config) -> dict[str, Any]:
-    """A policy asks for the root of the batch, from where it begins, and measured noise."""
+    """Returns how the learning rate follows the batch: under a policy by the square root, from the
+    initial batch. The policy "noise" also needs measurements."""
     policy, rate = config.batch.rampup_policy, config.learning_rate
-    how, from_where = ("sqrt", "initial") if policy else ("none", "final")
-    found = {"batch_size_lr_scaling": how, "batch_size_lr_reference": from_where}
-    found = {name: value for name, value in found.items() if getattr(rate, name) == "auto"}
+    scaling, reference = ("sqrt", "initial") if policy else ("none", "final")
+    keys = {"batch_size_lr_scaling": scaling, "batch_size_lr_reference": reference}
+    keys = {name: value for name, value in keys.items() if getattr(rate, name) == "auto"}
     if policy == "noise":
-        found |= {"log_gradient_noise_scale": True}
-        found |= {"rampup_decision_samples": ladder.period(config.batch)}
-    return found
+        keys |= {"log_gradient_noise_scale": True}
+        keys |= {"rampup_decision_samples": ladder.period(config.batch)}
+    return keys
 
 
 def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, Any]:
@@ -129,11 +131,11 @@ def _pipeline(config: Config) -> dict[str, int]:
             "pipeline"
         )
     if stages > 1 and config.optimizer.log_gradient_noise_scale:
-        given = "log_gradient_noise_scale=True"
+        reader = "log_gradient_noise_scale=True"
         if config.batch.rampup_policy == "noise":
-            given = "rampup_policy=noise measures the noise scale, which"
+            reader = "rampup_policy=noise measures the noise scale, which"
         raise ConfigError(
-            f"{given} takes gradients by rows, which a pipeline ({batch.command_line('stage')}) "
+            f"{reader} takes gradients by rows, which a pipeline ({batch.command_line('stage')}) "
             "cuts into micro batches; leave one of them out"
         )
     if stages == 1:  # MaxText's defaults for pipelines may stand in a configuration without one
@@ -141,7 +143,7 @@ def _pipeline(config: Config) -> dict[str, int]:
     elif repeats == -1:
         repeats = 1 if per_stage == -1 else layers // (stages * per_stage)
     if stages > 1:
-        _check_alike(model, stages * repeats, batch.command_line("stage"))
+        _check_equal_parts(model, stages * repeats, batch.command_line("stage"))
     if per_stage == -1:
         per_stage = layers // (stages * repeats)
     if stages * per_stage * repeats != layers:
@@ -159,8 +161,8 @@ def _pipeline(config: Config) -> dict[str, int]:
     }
 
 
-def _check_alike(model: ModelKeys, parts: int, stages: str) -> None:
-    """Makes sure that a pipeline can cut layers that differ into parts that are alike."""
+def _check_equal_parts(model: ModelKeys, parts: int, stages: str) -> None:
+    """Makes sure that a pipeline can cut layers of several kinds into equal parts."""
     pattern = FAMILIES[model.decoder_block].pattern(model)
     period, is_whole = len(pattern.period), not (pattern.prefix or pattern.remainder)
     if period > 1 and (not is_whole or pattern.repeats % parts):
@@ -176,8 +178,8 @@ def _check_alike(model: ModelKeys, parts: int, stages: str) -> None:
 def _phases(
     keys: BatchKeys, first: MeshKeys, num_devices: int, num_slices: int | None
 ) -> dict[str, dict[str, Any]]:
-    found, before = {}, first.group("ici")
-    # Of the slices' axes the outermost, data, leaves the devices in order.
+    values, before = {}, first.group("ici")
+    # Only the outermost axis between slices, data, leaves the devices in order.
     between = [f"{n}={x}" for n, x in [*first.group("dcn").items()][1:] if x > 1]
     for phase in keys.phase_list[1:]:
         with phase.name_errors():
@@ -189,22 +191,22 @@ def _phases(
                     "mesh of the same devices in the same order, which would be another one with "
                     f"{' '.join(between)}; use dcn_data_parallelism for the slices"
                 )
-        given = {name: sizes.get(name, value) for name, value in phase.changes.items()}
-        found[phase.name], before = given | changed, sizes
-    return found
+        resolved = {name: sizes.get(name, value) for name, value in phase.changes.items()}
+        values[phase.name], before = resolved | changed, sizes
+    return values
 
 
 def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
-    """As in a pass, where a phase changes the mesh in rows that the mesh of every phase takes."""
-    held = [phase.keys for phase in keys.phase_list]
-    multiples = [Fraction(of.rows_multiple, of.model_parallel_size) for of in held]
+    """Returns as many rows as a pass has, in multiples that fit the meshes of all phases."""
+    phases = [phase.keys for phase in keys.phase_list]
+    multiples = [Fraction(x.rows_multiple, x.model_parallel_size) for x in phases]
     denominator = math.lcm(*(multiple.denominator for multiple in multiples))
     multiple = Fraction(math.lcm(*(int(m * denominator) for m in multiples)), denominator)
     return max(1, layout.rows_per_device_limit(keys) // multiple) * multiple
 
 
 def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
-    """Every shard has to be of equal size. The stages that will run are checked when they are
+    """Makes sure that all shards have equal sizes. The ramp's stages are checked when they are
     known.
     """
     sizes, ranks = mesh.sizes, mesh.ranks
@@ -239,28 +241,29 @@ def check_context(model: ModelKeys, mesh: MeshKeys, row_length: int) -> None:
     """Makes sure that devices along `context` can share out the tokens of a row, and in attention
     the heads."""
     size, tensor = mesh.sizes["context"], mesh.sizes["tensor"]
-    given = f"{mesh.command_line('context')} = {size}"
+    axis = f"{mesh.command_line('context')} = {size}"
     if row_length % size:
         raise ConfigError(
-            f"{given} parts of a row: they do not divide its {row_length} tokens "
+            f"{axis} parts of a row: they do not divide its {row_length} tokens "
             f"(max_target_length or row_length); use {nearest_multiples(row_length, size)} tokens, "
             "or another size"
         )
     if size > 1 and model.context_strategy(tensor, size) == "all_gather":
-        moved = {"lora_dropout": model.lora_rank and model.lora_dropout}
-        moved["capacity_factor"] = model.num_experts > 1 and max(0, model.capacity_factor)
-        name = next((name for name, value in moved.items() if value), "")
-        if name and model.context_parallel_load_balance:
-            raise ConfigError(
-                f"{name}={moved[name]:g} goes by the places of a row's tokens, which "
-                "context_parallel_load_balance=True moves; use context_parallel_load_balance=False"
-            )
+        ordered = {"lora_dropout": model.lora_rank and model.lora_dropout}
+        ordered["capacity_factor"] = model.num_experts > 1 and max(0, model.capacity_factor)
+        for name, value in ordered.items():
+            if value and model.context_parallel_load_balance:
+                raise ConfigError(
+                    f"{name}={value:g} depends on the order of a row's tokens, which "
+                    "context_parallel_load_balance=True changes; use "
+                    "context_parallel_load_balance=False"
+                )
         return
     heads, key_heads = (n // tensor for n in (model.base_num_query_heads, model.base_num_kv_heads))
     if not key_copies(heads, key_heads, size):
         able = [n for n in range(1, heads + 1) if key_copies(heads, key_heads, n)]
         raise ConfigError(
             f"context_parallel_strategy=ulysses shares out the {heads} query and {key_heads} "
-            f"key/value heads of a device (ici_tensor_parallelism={tensor}) over {given} devices; "
+            f"key/value heads of a device (ici_tensor_parallelism={tensor}) over {axis} devices; "
             f"use {', '.join(map(str, able))} of them, or context_parallel_strategy=all_gather"
         )

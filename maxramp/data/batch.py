@@ -38,11 +38,11 @@ class Batch:
     reference_log_probs: _Array | None = None
     # int32, of each token in its document, where the tokens of a row lie in another order than that
     positions: _Array | None = None
-    places: _Array | None = None  # and its place in the row, by which kernels attend
+    index: _Array | None = None  # and its index in the row, by which kernels attend
 
     @property
     def token_positions(self) -> Positions:
-        return Positions(self.segments, self.positions, self.places)
+        return Positions(self.segments, self.positions, self.index)
 
 
 def abstract_batch(

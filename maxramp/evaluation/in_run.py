@@ -21,7 +21,7 @@ from maxramp.parallel.mesh import attach_mesh, mesh_of, reshape_mesh
 from maxramp.processes.agreement import broadcast_json, run_on_first
 from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Dispatched, Record
-from maxramp.stage import SightKeys
+from maxramp.stage import RopeKeys
 from maxramp.training.ahead import Ahead
 from maxramp.training.state import TrainState
 
@@ -44,7 +44,7 @@ class RunTasks:
         self._keys, self._abstract = keys, abstract
         self._beat: Callable[[], None] = job.watchdog.beat
         self._tokenizer = tokenizer_of(config.data, find_kept(job.output.folder))
-        self._scorers: dict[tuple[Mesh, SightKeys], Scorer] = {}
+        self._scorers: dict[tuple[Mesh, RopeKeys], Scorer] = {}
         longest = config.model.max_target_length
 
         def load() -> tuple[Any, list[Any]]:
@@ -66,14 +66,14 @@ class RunTasks:
             end = stage.first_sample + stage.samples
         if self._keys.tasks_are_due(stage.first_sample, end, end >= of_run):
             mesh = reshape_mesh(self._job.mesh, stage.spec.mesh)
-            expect(self._scorer(ahead, mesh, stage.spec.sight), self._asked)
+            expect(self._scorer(ahead, mesh, stage.spec.rope_keys), self._asked)
 
-    def evaluate(self, ahead: Ahead, state: TrainState, sight: SightKeys) -> Dispatched | None:
+    def evaluate(self, ahead: Ahead, state: TrainState, rope_keys: RopeKeys) -> Dispatched | None:
         """None where somebody asks for the end meanwhile; a StepError where a task fails, on every
         process.
         """
         self._tell = Throttle(self._job.output.say)  # 30 seconds from here
-        scorer = self._scorer(ahead, mesh_of(state), sight)
+        scorer = self._scorer(ahead, mesh_of(state), rope_keys)
         together = Together(scorer, state.model, self._beat)
         try:
             found = together.run(lambda: self._numbers(self._tasks, together))
@@ -89,11 +89,11 @@ class RunTasks:
         model = harness.Model(asked, self._tokenizer)
         return harness.numbers(harness.evaluate(tasks, model, Asking(bootstrap_iters=0)))
 
-    def _scorer(self, ahead: Ahead, mesh: Mesh, sight: SightKeys) -> Scorer:
-        config, key = self._job.config, (mesh, sight)
+    def _scorer(self, ahead: Ahead, mesh: Mesh, rope_keys: RopeKeys) -> Scorer:
+        config, key = self._job.config, (mesh, rope_keys)
         if key not in self._scorers:
             recipe = dataclasses.replace(
-                config.recipe, model=dataclasses.replace(config.model, **vars(sight))
+                config.recipe, model=dataclasses.replace(config.model, **vars(rope_keys))
             )
             abstract = attach_mesh(self._abstract.model, mesh)
             made = Scorer(recipe, abstract, self._tokenizer, ahead, beat=self._pause)

@@ -36,7 +36,7 @@ from maxramp.model.keys import ModelKeys
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.keys import MeshKeys
 from maxramp.processes.keys import BackendKeys
-from maxramp.stage import SIGHT_KEYS
+from maxramp.stage import ROPE_KEYS
 from maxramp.training.state import abstract_state
 
 _BASE = "load_parameters_path"  # of adapters, the weights below them
@@ -192,7 +192,7 @@ class TrainedRun(Opened):
 
     def __init__(self, weights: SavedWeights, arguments: Sequence[str]):
         checkpoint = weights.checkpoint
-        there = checkpoint.config | vars(checkpoint.sight)
+        there = checkpoint.config | vars(checkpoint.rope_keys)
         # Of adapters, trainable_layers are those that there are.
         names = {*ModelKeys.names(), *DataKeys.names(), "trainable_layers"}.difference(_OF_TRAINING)
         own = {name: there[name] for name in names if name in there}
@@ -208,7 +208,7 @@ class TrainedRun(Opened):
             if (
                 found
                 and not (found.path == kept and is_run(below))
-                and all(there[n] == x for n, x in found.keys.items() if n in SIGHT_KEYS)
+                and all(there[n] == x for n, x in found.keys.items() if n in ROPE_KEYS)
             ):
                 self.adapted = _full_name(found.adapter.base if found.adapter else below)
 

@@ -22,7 +22,7 @@ from maxramp.rampup.adaptive import Decision, NoisePolicy
 from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Dispatched, LastEvaluation, MetricsLog
 from maxramp.run.profiling import Profiler
-from maxramp.stage import SightKeys
+from maxramp.stage import RopeKeys
 from maxramp.training.state import TrainState
 
 
@@ -51,10 +51,10 @@ class Trainer(Protocol):
         """Hands an evaluation of the state to the devices, with the programs of a stage."""
         ...
 
-    def evaluate_tasks(self, sight: SightKeys) -> Dispatched | None:
+    def evaluate_tasks(self, rope_keys: RopeKeys) -> Dispatched | None:
         """Evaluates the state on tasks, of a run that has some, and returns when it is done.
 
-        Tokens see what they saw in the step before (`sight`). None if it was given up because
+        Tokens see what they saw in the step before (`rope_keys`). None if it was given up because
         somebody asks for the end.
         """
         ...
@@ -146,7 +146,7 @@ class _After:
         if TASKS in due:
             self._log.flush()
             self._log.restart_clock()
-            dispatched = self._trainer.evaluate_tasks(stage.spec.sight)
+            dispatched = self._trainer.evaluate_tasks(stage.spec.rope_keys)
             if dispatched is None:
                 return False
             self._log.log_eval(step, consumed, dispatched)
@@ -202,7 +202,7 @@ def _train(job: Job, trainer: Trainer) -> int:
 
     if job.owes:
         stage = schedule.ramp.stage_at_step(first_step)
-        spec = dataclasses.replace(stage.spec, sight=position.sight)  # of the step before
+        spec = dataclasses.replace(stage.spec, rope_keys=position.rope_keys)  # of the step before
         stage, consumed = dataclasses.replace(stage, spec=spec), position.consumed_samples
         if not after.make_up(first_step - 1, consumed, stage, job.owes):
             return stop(first_step)

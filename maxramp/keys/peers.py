@@ -12,7 +12,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys.base import base, may_be_unset, shorten, unknown_keys
 from maxramp.keys.yamlfile import read_yaml
 
-# What each part is stands there.
+# Its parts are explained in the file.
 _TABLE = read_yaml(pathlib.Path(__file__).with_name("peers.yml"))
 RENAMED: dict[str, str] = _TABLE["renamed"]
 MEGATRON: dict[str, str] = _TABLE["megatron"]
@@ -21,14 +21,14 @@ MEGATRON_NEAR: dict[str, str] = _TABLE["megatron_near"]
 VALUES: dict[str, dict[str, Any]] = _TABLE["values"]
 _ONLY: dict[str, list[Any]] = _TABLE["only"]
 _DERIVED: dict[str, str] = _TABLE["derived"]
-OF_FAMILY: dict[str, list[str]] = _TABLE["of_family"]
+FAMILY_KEYS: dict[str, list[str]] = _TABLE["family_keys"]
 _IGNORED = " ".join(_TABLE["ignored"].values())
 _NOT_GIVEN = (None, "", "none", "None")
 
 
 def translate(name: str, value: Any) -> tuple[str, Any] | None:
-    """None for a name that is not theirs, for a renamed one whose null leaves it out, and for a
-    value that means something else there.
+    """Returns our key and value for another trainer's. None if it is not one of theirs, if null
+    unsets a renamed key, or if the value means something else to them.
     """
     key = RENAMED.get(name, name)
     if key not in base() or (key != name and value is None and not may_be_unset(key)):
@@ -39,7 +39,7 @@ def translate(name: str, value: Any) -> tuple[str, Any] | None:
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """What is wrong with a key: "" where nothing depends on it; None where no trainer has it."""
+    """Returns why a key is refused: "" if nothing depends on it, None if no trainer has it."""
     if name in _DERIVED:
         return f"(NeMo's): is {_DERIVED[name]} there; give that number"
     owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
@@ -48,52 +48,55 @@ def refusal(name: str, value: Any) -> str | None:
             if _matches(name, names):
                 nothing = value in (*_NOT_GIVEN, *asks_for_nothing)
                 return "" if nothing else f"({refused.get('owner', owner)}'s): {refused['because']}"
-    is_idle = name in RENAMED or name in OF_FAMILY or _matches(name, _IGNORED)
+    is_idle = name in RENAMED or name in FAMILY_KEYS or _matches(name, _IGNORED)
     return "" if is_idle else None
 
 
 def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of other keys than ours on which training does not depend. `foreign` is (as given,
-    value) by name; `layers` are the keys of each file and the command line, the base first.
+    """Refuses other trainers' keys that training would depend on; returns the names of the others.
+    `foreign` has by name the key as written and its value; `layers` are the keys of each file and
+    the command line, the base first.
     """
     refused, unknown, ignored = collections.defaultdict(list), [], []
-    for name, (given, value) in foreign.items():
-        if why := refusal(name, value):
-            refused[why].append(given)
-        elif why is None:
-            unknown.append((given, name))
-        elif name not in OF_FAMILY:
+    for name, (text, value) in foreign.items():
+        reason = refusal(name, value)
+        if reason:
+            refused[reason].append(text)
+        elif reason is None:
+            unknown.append((text, name))
+        elif name not in FAMILY_KEYS:
             ignored.append(name)
-    for together, why in _refused_together(layers):
-        refused[why].append(together)
-    wrong = [f"{', '.join(shorten(given))} {why}" for why, given in refused.items()]
+    for text, reason in _refused_together(layers):
+        refused[reason].append(text)
+    errors = [f"{', '.join(shorten(texts))} {reason}" for reason, texts in refused.items()]
     if unknown:
-        wrong.append(unknown_keys(unknown))
-    if wrong:
-        raise ConfigError(". ".join(wrong))
+        errors.append(unknown_keys(unknown))
+    if errors:
+        raise ConfigError(". ".join(errors))
     return ignored
 
 
-def check_family(block: str, given: Mapping[str, tuple[str, Any]]) -> None:
-    """Refuses keys that do not agree with the family of models; `given` as in `check`."""
-    for name, (shown, value) in given.items():
-        switched, always = (block in blocks.split() for blocks in OF_FAMILY[name])
+def check_family(block: str, family_keys: Mapping[str, tuple[str, Any]]) -> None:
+    """Refuses keys that contradict the family of models: by name, as written and the value."""
+    for name, (text, value) in family_keys.items():
+        switched, always = (block in blocks.split() for blocks in FAMILY_KEYS[name])
         if value not in _NOT_GIVEN and value != switched and not always:
             has = "has" if switched else "does not have"
             raise ConfigError(
-                f"{shown} (MaxText's): decoder_block={block} {has} these norms; use {switched}, or "
+                f"{text} (MaxText's): decoder_block={block} {has} these norms; use {switched}, or "
                 "leave it out"
             )
 
 
 def _refused_together(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     last: dict[str, Any] = {}
-    beside: set[str] = set()  # the keys that go with the newest heads
-    for given in layers:
-        last |= given
-        beside = {*given} | (set() if "model.num_attention_heads" in given else beside)
+    heads = "model.num_attention_heads"
+    since_heads: set[str] = set()  # keys in the layer that last sets the heads, or after it
+    for layer in layers:
+        last |= layer
+        since_heads = {*layer} if heads in layer else since_heads | {*layer}
     for name, default in _DERIVED.items():
-        if "model.num_attention_heads" in last and name not in last and RENAMED[name] not in beside:
+        if heads in last and name not in last and RENAMED[name] not in since_heads:
             yield name, f"(NeMo's): is not given, and is {default} there; give that number"
     if last.get("normalize_embedding_logits") and last.get("logits_via_embedding"):
         yield (

@@ -6,7 +6,7 @@ from typing import Any
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
-from maxramp.config.load import no_batch
+from maxramp.config.load import unset_batch
 from maxramp.keys.base import base
 from maxramp.keys.choices import find_unmade
 from maxramp.rampup.phases import MIXTURE
@@ -50,7 +50,7 @@ def branch_keys(
     mixtures = {p.name: {MIXTURE: p.changes[MIXTURE]} for p in config.batch.changing(MIXTURE)}
     return (
         decays
-        | no_batch()
+        | unset_batch()
         | {
             "step_batch_size_schedule": f"0:{rate.reference} {first}:{size}",
             "step_batch_size_unit": "samples",

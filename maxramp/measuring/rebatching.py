@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.config.keys import Config
-from maxramp.config.load import no_batch
+from maxramp.config.load import unset_batch
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
@@ -44,7 +44,7 @@ class Rebatching:
                 rate = {"learning_rate": rates[name]} if rates and name in rates else {}
                 phases[name] = rest | rate
         own = own | {"total_samples": self.total_samples}
-        keys, before = no_batch() | {"phases": phases} | own, self.config.values
+        keys, before = unset_batch() | {"phases": phases} | own, self.config.values
         return {name: x for name, x in keys.items() if name in own or before[name] != x}
 
     def rated_keys(self, batches: Batches) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Low-rank adapters of a model's weights: LoRA (arXiv 2106.09685). An `Adapted` stands in place of
-a `Weight`. Shapes: B rows, L layers."""
+"""Low-rank adapters of a model's weights: LoRA (arXiv 2106.09685). An `Adapted` replaces a
+`Weight`. Shapes: B rows, L layers."""
 
 import dataclasses
 import itertools
@@ -23,12 +23,12 @@ from maxramp.model.parts.weights import (
 )
 from maxramp.parallel.sharding import axes_spec, stack_spec
 
-_DTYPE = "float32"  # whatever the base's: steps of adapters are small beside them
+_DTYPE = "float32"  # whatever the base's dtype: updates are small beside the weights
 
 
-def add_adapters(born: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Callable:
-    """Makes the function from a random key to a block add adapters too. As in PEFT, `down` begins
-    uniform within 1 / sqrt(inputs) and `up` at zero: the model begins as the base."""
+def add_adapters(make_block: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Callable:
+    """Wraps the function from a random key to a block so that it adds adapters. As in PEFT, `down`
+    begins uniform within 1 / sqrt(inputs) and `up` at zero: the model begins as the base."""
     tensors = FAMILIES[keys.decoder_block].tensors
 
     def make(key: jax.Array) -> Any:
@@ -37,10 +37,9 @@ def add_adapters(born: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -
             name = tensors[f"layers.{kind}.{path}"]
             if weight.role != "matrix" or name.split(".")[-2] not in keys.lora_modules:
                 return weight
-            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            return _adapt(weight, keys, own)
+            return _adapt(weight, keys, jax.random.fold_in(key, zlib.crc32(path.encode())))
 
-        return jax.tree_util.tree_map_with_path(adapt, born(key), is_leaf=is_weight)
+        return jax.tree_util.tree_map_with_path(adapt, make_block(key), is_leaf=is_weight)
 
     return make
 
@@ -77,12 +76,12 @@ def has_adapters(model: Any) -> bool:
 
 
 def stored_part(model: Any) -> Any:
-    """A model's adapters if it has some, else the whole model."""
+    """Returns the part that checkpoints store: the adapters if there are any, else all weights."""
     return part_of(model, is_adapter) if has_adapters(model) else model
 
 
 def without_adapters(model: Any) -> Any:
-    """The base, the same arrays."""
+    """Returns the base model, with the same arrays."""
     return jax.tree.map(lambda x: x.weight if _is_adapted(x) else x, model, is_leaf=_is_adapted)
 
 
@@ -96,9 +95,9 @@ def attach_adapters(adapters: Any, base: Any) -> Any:
 
 
 def merge_adapters(model: Any, dtype: str) -> Any:
-    """The model with weights W + scale * down @ up, summed in float32, rounded once to `dtype`."""
+    """Returns the model with weights W + scale * down @ up, in float32, rounded once to `dtype`."""
 
-    def sum_of(x: Any) -> Any:
+    def merge(x: Any) -> Any:
         if not _is_adapted(x):
             return x
         weight = x.weight[...]
@@ -108,7 +107,7 @@ def merge_adapters(model: Any, dtype: str) -> Any:
         changed = weight.astype(jnp.float32) + x.scale * change
         return x.weight.replace(changed.astype(dtype))
 
-    return jax.tree.map(sum_of, model, is_leaf=_is_adapted)
+    return jax.tree.map(merge, model, is_leaf=_is_adapted)
 
 
 def dropout_of(model: Any) -> float:
@@ -116,17 +115,18 @@ def dropout_of(model: Any) -> float:
     return next((x.dropout for x in leaves if _is_adapted(x)), 0.0)
 
 
-def add_dropout(model: Any, places_B2: jax.Array) -> Any:
-    """The model with adapters that drop inputs, by the tokens of the run before each row (uint32,
-    low and high word): the same under any split, mesh or restart, others in a later epoch."""
-    counted = itertools.count(1)
+def add_dropout(model: Any, token_offset_B2: jax.Array) -> Any:
+    """Returns the model with dropout in its adapters, seeded by the number of tokens that the run
+    has read before each row (uint32, low and high word): the same for any split, mesh or
+    restart."""
+    numbers = itertools.count(1)
 
     def add_seeds(x: Any) -> Any:
         if not _is_adapted(x) or not x.dropout:
             return x
-        number, layers = next(counted), x.down.shape[0]
-        of_weight = jnp.uint32(number * 0x9E3779B9 % 2**32)
-        seeds_B = hash_bits((hash_bits(places_B2[:, 0]) ^ places_B2[:, 1]) + of_weight)
+        number, layers = next(numbers), x.down.shape[0]
+        salt = jnp.uint32(number * 0x9E3779B9 % 2**32)  # differs from adapter to adapter
+        seeds_B = hash_bits((hash_bits(token_offset_B2[:, 0]) ^ token_offset_B2[:, 1]) + salt)
         layers_L1 = jnp.arange(layers, dtype=jnp.uint32)[:, None]
         spec = stack_spec(jax.typeof(seeds_B).sharding.spec)
         seeds_1B = jax.lax.reshape(seeds_B, (1, len(seeds_B)), out_sharding=spec)

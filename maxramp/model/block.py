@@ -20,8 +20,8 @@ from maxramp.model.pattern import Mixing
 
 
 class Block(nnx.Module):
-    """A mixer, then an MLP, each added to the residual stream: with a norm before each, behind
-    each (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118)."""
+    """A mixer, then an MLP, each added to the residual stream: with a norm before each, after each
+    (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118)."""
 
     def __init__(
         self,
@@ -30,17 +30,17 @@ class Block(nnx.Module):
         mlp: Callable[..., Any] = MLP,
         mixer: Callable[..., Mixer] = Attention,
         norm: Callable[..., Any] = RMSNorm,
-        places: str = "before",
+        norms: str = "before",
     ):
-        """`places` of the norms are "before", "behind" or "both"."""
+        """Builds the layer's weights; `norms` stand "before", "after" or on "both" sides."""
         mixer_key, mlp_key = jax.random.split(key)
         norm = functools.partial(
             norm, (keys.base_emb_dim,), keys.normalization_layer_epsilon, keys.weight_dtype
         )
-        self.places = places
-        if places != "behind":
+        self.norms = norms
+        if norms != "after":
             self.mixer_norm, self.mlp_norm = norm(), norm()
-        if places != "before":
+        if norms != "before":
             self.mixer_post_norm, self.mlp_post_norm = norm(), norm()
         self.mixer = mixer(keys, mixer_key)
         self.mlp = mlp(keys, mlp_key)
@@ -48,14 +48,14 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: Any = None
     ) -> tuple[jax.Array, Aux]:
-        """Returns the stream [B, T, D] behind the layer, and the sums of its MLP; a state as in
-        `Mixer`."""
-        before, behind = self.places != "behind", self.places != "before"
+        """Returns the residual stream [B, T, D] after the layer, and the sums of its MLP. The state
+        is the mixer's."""
+        before, after = self.norms != "after", self.norms != "before"
         with jax.named_scope(type(self.mixer).__name__.lower()):  # as profiles show it
             y_BTD = self.mixer_norm(x_BTD) if before else x_BTD
             y_BTD = self.mixer(y_BTD, mixing, shared, state)
-            x_BTD = x_BTD + (self.mixer_post_norm(y_BTD) if behind else y_BTD)
+            x_BTD = x_BTD + (self.mixer_post_norm(y_BTD) if after else y_BTD)
         with jax.named_scope("mlp"):
             y_BTD = self.mlp_norm(x_BTD) if before else x_BTD
-            y_BTD, aux = self.mlp(y_BTD, shared.shares_BT)
-            return x_BTD + (self.mlp_post_norm(y_BTD) if behind else y_BTD), aux
+            y_BTD, aux = self.mlp(y_BTD, shared.token_weight_BT)
+            return x_BTD + (self.mlp_post_norm(y_BTD) if after else y_BTD), aux

@@ -30,11 +30,11 @@ class Decoder(nnx.Module):
 
     def __init__(self, keys: ModelKeys, key: jax.Array):
         V, D, L = keys.vocab_size, keys.base_emb_dim, keys.base_num_decoder_layers
-        embedding, head, of_layers = jax.random.split(key, 3)
+        embedding, head, layers_key = jax.random.split(key, 3)
         family, dtype = FAMILIES[keys.decoder_block], keys.weight_dtype
         blocks = family.blocks()
-        # Static fields are compared at every call of a compiled step: a few, and small ones.
-        self.pattern = family.pattern(keys)  # the layers, in the order in which a row meets them
+        # Static fields are compared at every call of a compiled step: keep them few and small.
+        self.pattern = family.pattern(keys)
         self.head_dim = keys.head_dim
         self.tied = keys.logits_via_embedding
         self.logits_cap = keys.final_logits_soft_cap
@@ -42,15 +42,15 @@ class Decoder(nnx.Module):
         self.embedding_VD = normal(
             "embedding", "V D", embedding, (V, D), EMBEDDING_VD, D**-0.5, dtype
         )
-        keys_L, stacks = jax.random.split(of_layers, L), {}
+        keys_L, stacks = jax.random.split(layers_key, L), {}
         for kind in self.pattern.kinds:
-            born = functools.partial(blocks[kind], keys)
+            make_block = functools.partial(blocks[kind], keys)
             if keys.lora_rank:
-                born = adapters.add_adapters(born, kind, keys)
+                make_block = adapters.add_adapters(make_block, kind, keys)
             own = [i for i, layer in enumerate(self.pattern) if layer.kind == kind]
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
-            stacks[kind] = _stack(born, keys_l, keys.num_pipeline_repeats)
-        self.layers = nnx.data(stacks)  # their weights, by kind: a stack in that order
+            stacks[kind] = _stack(make_block, keys_l, keys.num_pipeline_repeats)
+        self.layers = nnx.data(stacks)  # by kind of layer: a stack of weights, in order
         form = keys.normalization_layer_epsilon, dtype
         self.norm = RMSNorm((D,), *form, offset=family.norm_offset)
         if not self.tied:
@@ -59,11 +59,11 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> jax.Array:
-        """float32 logits [B, T, V] of the token after each one."""
+        """Returns float32 logits [B, T, V] of the token after each one."""
         return self.logits(self.hidden(tokens_BT, execution, positions)[0])
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """float32 logits [B, T, V] of what `hidden` or `read` returned."""
+        """Computes float32 logits [B, T, V] from what `hidden` or `read` returned."""
         logits_BTV = jnp.einsum(
             "BTD,DV->BTV",
             x_BTD,
@@ -76,13 +76,14 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> tuple[jax.Array, Aux]:
-        """The vectors [B, T, D] for `logits`, and the layers' sums. Padding reads as token 0."""
+        """Returns the vectors [B, T, D] for `logits`, and the layers' sums. Padding counts as token
+        0."""
         x_BTD = self._embed(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
             run = functools.partial(layers.run, head_dim=self.head_dim, execution=execution)
             if axis_size("stage") > 1:
-                of_stage = self.pattern.stage_pattern(execution.num_layers_per_pipeline_stage)
-                run = functools.partial(run, of_stage)
+                layers_per_stage = execution.num_layers_per_pipeline_stage
+                run = functools.partial(run, self.pattern.stage_pattern(layers_per_stage))
                 x_BTD, aux = pipeline.run(execution, run, self.layers, x_BTD, positions)
             else:
                 x_BTD, aux = run(self.pattern, self.layers, x_BTD, positions)
@@ -96,12 +97,12 @@ class Decoder(nnx.Module):
         states: Sequence[State],
         execution: Execution,
     ) -> tuple[jax.Array, tuple[State, ...]]:
-        """Reads T more tokens of every row, from position first_B on, behind those that the layers'
-        states remember; returns `hidden` of them, and the next states."""
+        """Reads T more tokens of every row, from position first_B on, after those in the layers'
+        states. Returns their vectors [B, T, D], and the next states."""
         positions_BT = first_B[:, None] + jnp.arange(tokens_BT.shape[1])
         angles = layers.find_angles(self.pattern, execution, positions_BT, self.head_dim)
         shared = Pass(execution, _IN_ORDER, angles, first_B=first_B)
-        states = jax.tree.map(lambda x: x, tuple(states))  # of this pass, which changes them
+        states = jax.tree.map(lambda x: x, tuple(states))  # a copy, which this pass changes
         x_BTD = self._embed(tokens_BT, execution.dtype)
         blocks = self.one_by_one().layers
         for layer, block, state in zip(self.pattern, blocks, states, strict=True):
@@ -109,8 +110,8 @@ class Decoder(nnx.Module):
         return jax.reshard(self.norm(x_BTD), X_BTD), states
 
     def one_by_one(self) -> "Decoder":
-        """The model with a tuple of layers in place of stacks, for many tokens: cutting a layer out
-        of a stack copies it, as slow as reading a token with it."""
+        """Returns the model with a tuple of layers instead of stacks, to read tokens one by one:
+        slicing a stack copies the layer, which takes as long as reading a token with it."""
         if isinstance(self.layers, tuple):
             return self
         assert axis_size("stage") == 1, "a pipeline's layers lie on several stages"
@@ -119,12 +120,13 @@ class Decoder(nnx.Module):
         return copy
 
     def head(self, dtype: str) -> jax.Array:
-        """Output weights [D, V], sharded as HEAD_DV."""
+        """Returns the output weights [D, V], sharded as HEAD_DV."""
         weight_DV = self.embedding_VD[...].T if self.tied else self.head_DV[...]
         return weight_DV.astype(dtype)
 
     def cast(self, dtype: str, apart: Iterable[str] = ()) -> "Decoder":
-        """Casts products' weights; gradients stay apart over these (`sharding.weight_spec`)."""
+        """Casts the weights of products; their gradients stay apart over the axes `apart`
+        (`sharding.weight_spec`)."""
 
         def cast(x: jax.Array) -> jax.Array:
             return jax.reshard(x.astype(dtype), weight_spec(jax.typeof(x).sharding.spec, apart))
@@ -138,22 +140,22 @@ class Decoder(nnx.Module):
             return x_BTD * jnp.asarray(self.embedding_scale, dtype)
 
 
-def _stack(born, keys_L: jax.Array, repeats: int):
-    born = jax.vmap(born)
+def _stack(make_block, keys_L: jax.Array, repeats: int):
+    make_block = jax.vmap(make_block)
     if axis_size("stage") > 1:
         keys_L = pipeline.split_repeats(jax.reshard(keys_L, LAYERS_L), repeats)
         if repeats > 1:
-            return relabel(jax.vmap(born)(keys_L), "", "RL")
-    return relabel(born(keys_L), "", "L")
+            return relabel(jax.vmap(make_block)(keys_L), "", "RL")
+    return relabel(make_block(keys_L), "", "L")
 
 
 def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
-    """cap * tanh(logit / cap), 0 for none (Gemma 2, arXiv 2408.00118, section 2)."""
+    """Returns cap * tanh(logits / cap); 0 is no cap (Gemma 2, arXiv 2408.00118, section 2)."""
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def pull_back(gradient: jax.Array, capped: jax.Array, cap: float) -> jax.Array:
-    """The gradient to logits of that to what `soft_cap` made of them."""
+def soft_cap_backward(gradient: jax.Array, capped: jax.Array, cap: float) -> jax.Array:
+    """Returns the gradient with respect to the logits, from that with respect to `soft_cap`'s."""
     return gradient * (1 - (capped / cap) ** 2) if cap else gradient
 
 
@@ -162,6 +164,6 @@ def num_parameters(model: Decoder) -> int:
 
 
 def num_active_parameters(model: Decoder, keys: ModelKeys) -> int:
-    """Those that a token meets: of experts the ones that it takes."""
+    """Counts the parameters that are active for one token: a few of the experts, and all others."""
     experts = sum(w.size for w in weights_of(model) if "E" in w.leading)
     return num_parameters(model) - experts + experts // keys.num_experts * keys.num_experts_per_tok

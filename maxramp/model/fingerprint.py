@@ -9,7 +9,7 @@ from maxramp.model.parts.weights import hash_bits
 
 
 def fingerprint_of_weights(weights: Any) -> str:
-    """A 64-bit hash of a tree of arrays, in hex: the same on any mesh of devices.
+    """Returns a 64-bit hash of a tree of arrays, in hex: the same on any mesh of devices.
 
     A value with the bits b at index i of the n-th array adds mix(mix(i + n c) ^ b) to the word
     whose constant is c, modulo 2^32; n counts from 1.

@@ -16,12 +16,12 @@ from maxramp.keys.section import (
     some_of,
 )
 from maxramp.parallel.axes import SHARD_AXES
-from maxramp.stage import SIGHT_KEYS, SightKeys
+from maxramp.stage import ROPE_KEYS, RopeKeys
 
 BYTES = {"float32": 4, "bfloat16": 2}
 ACTIVATIONS = ("silu", "gelu", "relu", "linear")
 
-# Keys that decide which weights there are and of what shape.
+# Keys that decide which weights a model has, and their shapes.
 SHAPE_KEYS = (
     *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim"),
     *("base_mlp_dim", "base_num_decoder_layers", "vocab_size", "logits_via_embedding"),
@@ -29,28 +29,29 @@ SHAPE_KEYS = (
     *("first_num_dense_layers", "routed_bias"),
 )
 
-# Keys that decide which experts a token takes, and with which weights.
+# Keys that decide which experts a token goes to, and with which weights.
 _ROUTING_KEYS = (
     *("num_experts_per_tok", "norm_topk_prob", "routed_score_func", "routed_scaling_factor"),
     *("n_routing_groups", "topk_routing_group"),
 )
 
-# Keys that decide which adapters there are.
+# Keys that decide which adapters a model has.
 LORA_KEYS = ("lora_rank", "lora_alpha", "use_rslora", "lora_targets")
 
 # Keys that decide what weights mean.
 MODEL_KEYS = (
     *(*SHAPE_KEYS, "mlp_activations", "normalization_layer_epsilon"),
     *("query_pre_attn_scalar", "attn_logits_soft_cap", "final_logits_soft_cap"),
-    *(*_ROUTING_KEYS, *SIGHT_KEYS),
+    *(*_ROUTING_KEYS, *ROPE_KEYS),
 )
 
-# What a weight can be: others ask this, and not its name or its type.
+# The roles of weights that train: other rooms ask for these, never for a name or type. Routers'
+# biases ("balance"), which `training.balance` moves, are state.
 ROLES = ("matrix", "embedding", "head", "scale", "bias", "router", "adapter")
-# used in dtype, the others in float32
+# used in `dtype`, the others in float32
 ROLES_IN_PRODUCTS = ("matrix", "embedding", "head", "adapter")
 
-# What LoRA can adapt, by the names that Hugging Face's models have for them.
+# The weights that LoRA can adapt, by their names in Hugging Face's models.
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -65,23 +66,23 @@ def dtype_of(*unset: str) -> Any:
 
 
 def key_copies(query_heads: int, key_heads: int, devices: int) -> int:
-    """How often each key/value head is there, so that every one of the devices that share out the
-    heads has those of its queries; 0 where that is not possible."""
+    """Returns how many copies of each key/value head give every device the heads of its queries, if
+    devices share out the heads; 0 if that is impossible."""
     copies = math.lcm(key_heads, devices) // key_heads
     return 0 if query_heads % (key_heads * copies) else copies
 
 
-def select_strategy(asked: str, query_heads: int, key_heads: int, devices: int) -> str:
-    """How tokens attend to those of other devices along `context`: the way that was asked for;
-    under autoselected heads are shared out where they can be."""
-    if asked != "autoselected":
-        return asked
+def select_strategy(requested: str, query_heads: int, key_heads: int, devices: int) -> str:
+    """Returns the requested value of context_parallel_strategy; for "autoselected" heads are shared
+    out if possible."""
+    if requested != "autoselected":
+        return requested
     return "ulysses" if key_copies(query_heads, key_heads, devices) else "all_gather"
 
 
 @dataclasses.dataclass(frozen=True)
-class Execution(SightKeys):
-    """How a pass is computed, and what a token sees in it; independent of the weights."""
+class Execution(RopeKeys):
+    """How a pass is computed, and what tokens see in it; independent of the weights."""
 
     rope_type: str = one_of("default", "llama3.1", "yarn", "dynamic")
     dtype: str = dtype_of()
@@ -185,4 +186,4 @@ class ModelKeys(Execution):
         if self.base_moe_mlp_dim == -1 or self.first_num_dense_layers:
             tensor += ("base_mlp_dim",)
         axes = {("expert",): ("num_experts",), SHARD_AXES: ("base_emb_dim",), ("tensor",): tensor}
-        return {of: {name: getattr(self, name) for name in names} for of, names in axes.items()}
+        return {axis: {name: getattr(self, name) for name in names} for axis, names in axes.items()}

@@ -1,4 +1,4 @@
-"""The order of layers in memory: that in which a row meets them, or a circular pipeline's."""
+"""The order of layers in memory: that of the model, or that of a circular pipeline."""
 
 import functools
 from typing import Any
@@ -11,7 +11,8 @@ from maxramp.parallel.mesh import attach_mesh, mesh_of
 
 
 def order_by_layer(tree: Any) -> Any:
-    """A tree as it is stored, with layers on one axis: for any number of pipeline stages."""
+    """Returns the tree as checkpoints store it, with layers on one axis: for any number of pipeline
+    stages."""
     if not any(map(_is_circular, weights_of(tree))):
         return tree
     mesh, is_abstract = mesh_of(tree), isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)
@@ -22,7 +23,7 @@ def order_by_layer(tree: Any) -> Any:
 
 
 def order_by_stage(tree: Any, like: Any) -> Any:
-    """The inverse of `order_by_layer`, for a pipeline that holds `like`; donates the arrays."""
+    """Inverts `order_by_layer` for a pipeline that holds `like`; donates the arrays."""
     repeats = {weight.shape[0] for weight in weights_of(like) if _is_circular(weight)}
     if not repeats:
         return tree

@@ -1,37 +1,37 @@
-"""Which layers a model has, in which order, and what their tokens see. Imports no JAX."""
+"""The layers of a model in their order, and what their tokens see. Imports no JAX."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from maxramp.stage import SightKeys
+from maxramp.stage import RopeKeys
 
 
 def yarn_amplitude(factor: float) -> float:
-    """What YaRN multiplies queries and keys by (arXiv 2309.00071, section 3.4)."""
+    """Returns YaRN's factor for queries and keys (arXiv 2309.00071, section 3.4)."""
     return 0.1 * math.log(factor) + 1
 
 
 @dataclasses.dataclass(frozen=True, order=True)  # a key of trees
 class Rope:
-    """How fast the pairs of a head's numbers turn with the position (`parts.rotary`)."""
+    """How fast the pairs of a head's numbers rotate with the position (`parts.rotary`)."""
 
-    # pair i turns by position / (factor * max_timescale^(2i/h)) (Su et al., arXiv 2104.09864)
+    # pair i rotates by position / (factor * max_timescale^(2i/h)) (Su et al., arXiv 2104.09864)
     max_timescale: float
     factor: float = 1.0
-    # But for "default" pairs that turn more than `high` times in `length` tokens are as fast as
-    # with a factor of 1, those that turn fewer than `low` times have the factor, and in between it
-    # goes from one to the other (`parts.rotary`).
+    # Except for "default", pairs with more than `high` rotations in `length` tokens have a factor
+    # of 1, those with fewer than `low` the whole factor, and between them it blends
+    # (`parts.rotary`).
     kind: str = "default"
     low: float = 1.0
     high: float = 4.0
-    length: int = 1  # tokens of the texts that a model read before it was given longer ones
-    truncate: bool = True  # yarn: whether the pairs that turn `low` and `high` times are whole ones
-    amplitude: float = 1.0  # what queries and keys are multiplied by
+    length: int = 1  # tokens of the texts before training went on with longer ones
+    truncate: bool = True  # yarn: round the pairs with `low` and `high` rotations to whole ones
+    amplitude: float = 1.0  # factor of queries and keys
 
     @classmethod
-    def from_keys(cls, keys: SightKeys) -> "Rope":
+    def from_keys(cls, keys: RopeKeys) -> "Rope":
         base, length = keys.rope_max_timescale, keys.original_max_position_embeddings
         if keys.rope_type == "dynamic":  # up to `length` tokens, and rows are no longer
             return cls(base)
@@ -43,42 +43,42 @@ class Rope:
         amplitude = keys.rope_attention_factor
         if amplitude == -1:
             amplitude = yarn_amplitude(keys.rope_factor)
-        turns = keys.beta_slow, keys.beta_fast
-        return cls(*scaling, *turns, length, keys.rope_truncate, amplitude)
+        low, high = keys.beta_slow, keys.beta_fast
+        return cls(*scaling, low, high, length, keys.rope_truncate, amplitude)
 
     @classmethod
-    def from_local_keys(cls, keys: SightKeys) -> "Rope":
-        """Of layers that see a window: without scaling."""
+    def from_local_keys(cls, keys: RopeKeys) -> "Rope":
+        """Returns the rope of layers that see a window: it is not scaled."""
         local = keys.local_rope_max_timescale
         return cls(keys.rope_max_timescale if local == -1 else local)
 
 
 class Mixing(NamedTuple):
-    """What the mixer of a layer does in a pass, beyond what its weights say."""
+    """What a pass asks of a layer's mixer, beyond its weights."""
 
-    rope: Rope | None = None  # how queries and keys turn; None where none do
+    rope: Rope | None = None  # None: without positions
     window: int = 0  # tokens that each token sees, itself included; 0 = all before it
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a layer is."""
+    """One layer of a model."""
 
-    kind: str  # of its weights: layers of one kind are one stack
-    mixing: Callable[[SightKeys], Mixing]  # by the keys of a pass, which a run may change
-    sums: tuple[str, ...] = ()  # names of those that its block minimizes or shows (`Aux`)
-    # names and shapes of what its block counts of a row
+    kind: str  # layers of one kind have weights of the same shapes, in one stack
+    mixing: Callable[[RopeKeys], Mixing]  # from the keys of a pass, which phases may change
+    sums: tuple[str, ...] = ()  # names of the sums that its block minimizes or shows (`Aux`)
+    # names and shapes of the counts that its block returns for a row
     counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Layers in the order in which a row meets them."""
+    """The layers of a model in order."""
 
-    period: tuple[Layer, ...]  # layers that come again and again, as one loop
+    period: tuple[Layer, ...]  # layers that repeat, as one loop
     repeats: int  # how often
-    prefix: tuple[Layer, ...] = ()  # layers before them
-    remainder: tuple[Layer, ...] = ()  # layers behind them
+    prefix: tuple[Layer, ...] = ()  # layers before the loop
+    remainder: tuple[Layer, ...] = ()  # layers after it
 
     def __iter__(self) -> Iterator[Layer]:
         yield from (*self.prefix, *self.period * self.repeats, *self.remainder)
@@ -96,16 +96,17 @@ class Pattern:
 
     @property
     def counts(self) -> dict[str, tuple[int, ...]]:
-        """Names of what layers count, with the shapes [L, ...] of those layers that count it."""
-        shapes = [of_layer for layer in self for of_layer in layer.counts]
+        """Names of the layers' counts, with shapes [L, ...] for the L layers that have them."""
+        shapes = [count for layer in self for count in layer.counts]
         return {name: (shapes.count((name, shape)), *shape) for name, shape in shapes}
 
     def stage_pattern(self, layers: int) -> "Pattern":
-        """These layers of a pipeline's stage: the same on all stages, so all in the loop."""
+        """Returns the pattern of a pipeline's stage: the same on all stages, so all in the loop."""
         assert not (self.prefix or self.remainder), "layers outside of the loop, in a pipeline"
         return Pattern(self.period, layers // len(self.period))
 
     def stack_indices(self) -> Iterator[tuple[Layer, int]]:
+        """Yields the layers in order, each with its index in the stack of its kind."""
         counts = dict.fromkeys(self.kinds, 0)
         for layer in self:
             yield layer, counts[layer.kind]

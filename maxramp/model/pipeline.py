@@ -1,23 +1,23 @@
 """A pipeline: stages of layers on the mesh axis `stage`, and micro batches that pass through them.
 
-Outside the layers `stage` is an axis of the batch. Inside, an array of a turn still has its rows
-over all batch axes, but the rows on a stage are those of its micro batch, and every weight has an
-axis S more. So only products with weights see the stages (`weights.dense`).
+Outside the layers `stage` is an axis of the batch. Inside, an array of a tick still has its rows
+over all batch axes, but the rows on a stage are those of its micro batch, and every weight has one
+more axis, S. So only products with weights see the stages (`weights.dense`).
 
 Glossary
   micro batch  1/m of a pass's rows; on a device one of its k = m / S slots of rows
-  turn         every stage runs its layers once, each on another micro batch
-  repeat       how often a micro batch comes round; repeat r on stage s is the block of layers
-               r * S + s. Groups of S micro batches go round R times, one group behind the other
-  ring         inputs come down it slot by slot to stage 0 while results of the last stage take
-               their places, so that every stage holds B / S rows from beginning to end
+  tick         every stage runs its layers once, each on another micro batch
+  repeat       one round of a micro batch through the stages; repeat r on stage s runs the block of
+               layers r * S + s. Groups of S micro batches make R rounds, one group after the other
+  ring         inputs move along it slot by slot to stage 0, and results of the last stage fill the
+               free slots, so that every stage always holds B / S rows
 
-Micro batch j meets repeat r on stage s in turn t = (j // S) * S * R + r * S + j % S + s; there are
-m * R + S - 1 turns. In those before its first and after its last micro batch a stage computes what
-nobody reads, and nobody adds.
+Micro batch j meets repeat r on stage s in tick t = (j // S) * S * R + r * S + j % S + s; there are
+m * R + S - 1 ticks. Before its first and after its last micro batch a stage computes results that
+nobody reads or adds up.
 
-Shapes: B rows of a turn, T tokens, D model width, L layers, S stages, R repeats, k slots, m micro
-batches, l layers of a stage in a turn (L / S / R).
+Shapes: B rows of a tick, T tokens, D model width, L layers, S stages, R repeats, k slots, m micro
+batches, l layers of a stage in a tick (L / S / R).
 """
 
 import functools
@@ -32,7 +32,7 @@ from maxramp.model.layers import KEPT
 from maxramp.model.parts.aux import Aux, sum_by_stage
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import Weight, map_products, map_weights, relabel
-from maxramp.model.size import pipeline_turns
+from maxramp.model.size import pipeline_ticks
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
 from maxramp.parallel.collectives import map_shards, permute, recompute_after, wait_for
 from maxramp.parallel.mesh import axis_size
@@ -52,7 +52,7 @@ Run = Callable[[Any, jax.Array, Positions], tuple[jax.Array, Aux]]
 
 
 def split_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
-    """Layers [L, ...], as a row meets them, as [R, L / R, ...], on their stages."""
+    """Returns layers [L, ...], in the model's order, as [R, L / R, ...] on their stages."""
     if repeats == 1:
         return x_L
     spec = without_axis(jax.typeof(x_L).sharding.spec, "stage")
@@ -69,51 +69,51 @@ def merge_repeats(x_RL: jax.Array) -> jax.Array:
 def run(
     execution: Execution, run_layers: Run, layers: Any, x_BTD: jax.Array, positions: Positions
 ) -> tuple[jax.Array, Aux]:
-    """Every row through all layers, by turns; returns x and the sums of all rows. `run_layers`
-    takes layers [l, S, ...], a turn's x and positions. x has a multiple of k rows on each
-    device."""
+    """Runs all rows through all layers, tick by tick; returns x and the sums of all rows.
+    `run_layers` takes layers [l, S, ...], and x and positions of a tick. x has a multiple of k rows
+    on each device."""
     m, R = execution.num_pipeline_microbatches, execution.num_pipeline_repeats
-    S, held = axis_size("stage"), "LS" if R == 1 else "RLS"
+    S, leading = axis_size("stage"), "LS" if R == 1 else "RLS"
     weights, sums = _split_layers(layers, S, R, execution.pipeline_fsdp_ag_once)
     slots_kBTD = _split_slots(x_BTD, m // S)
     positions_mBT = jax.tree.map(functools.partial(_gather_stages, k=m // S), positions)
 
-    def turn(x_BTD, weights, sums, positions_mBT, t) -> tuple[jax.Array, Aux]:
+    def tick(x_BTD, weights, sums, positions_mBT, t) -> tuple[jax.Array, Aux]:
         layers = jax.tree.map(functools.partial(_read, t=t, S=S, R=R), weights, sums)
-        layers = relabel(layers, held, "LS")
-        positions = jax.tree.map(functools.partial(_take_micro_batch, t=t, S=S, R=R), positions_mBT)
+        layers = relabel(layers, leading, "LS")
+        positions = jax.tree.map(functools.partial(_micro_batch_at, t=t, S=S, R=R), positions_mBT)
         x_BTD, aux = run_layers(layers, x_BTD, positions)
         counts = jax.tree.map(jax.vmap(sum_by_stage), aux.counts)
         return x_BTD, Aux(*jax.tree.map(sum_by_stage, (aux.minimized, aux.shown)), counts)
 
     kept = KEPT[execution.remat_policy]
-    turn = recompute_after(jax.checkpoint(turn, policy=kept, prevent_cse=False))
+    tick = recompute_after(jax.checkpoint(tick, policy=kept, prevent_cse=False))
 
     def body(carry: tuple, t: jax.Array) -> tuple[tuple, Aux]:
         slots_kBTD, x_BTD = carry
-        y_BTD, aux = turn(x_BTD, weights, sums, positions_mBT, t)
+        y_BTD, aux = tick(x_BTD, weights, sums, positions_mBT, t)
         return _exchange(slots_kBTD, y_BTD, t, S, R), aux
 
-    # Every stage begins with rows of its own: what nobody reads is finite as well.
-    turns = jnp.arange(pipeline_turns(m, S, R))
-    carry, aux = jax.lax.scan(body, (slots_kBTD, slots_kBTD[0]), turns)
-    return _join_slots(carry[0], S), _sum_turns(aux, turns, m, S, R)
+    # Every stage begins with real rows, so that results that nobody reads are finite as well.
+    ticks = jnp.arange(pipeline_ticks(m, S, R))
+    carry, aux = jax.lax.scan(body, (slots_kBTD, slots_kBTD[0]), ticks)
+    return _join_slots(carry[0], S), _sum_ticks(aux, ticks, m, S, R)
 
 
-def _sum_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
-    """Sums of turns [turns, S] or [turns, l, S, ...] -> those of the pass, without the bubble."""
-    since_tS = turns[:, None] - jnp.arange(S)
-    works_tS = (since_tS >= 0) & (since_tS < m * R)
+def _sum_ticks(aux: Aux, ticks: jax.Array, m: int, S: int, R: int) -> Aux:
+    """Adds up the sums of ticks [t, S] or [t, l, S, ...], without those of the bubble."""
+    since_tS = ticks[:, None] - jnp.arange(S)
+    is_busy_tS = (since_tS >= 0) & (since_tS < m * R)
     repeat_tS = since_tS % (S * R) // S
 
     def total(x_tS: jax.Array) -> jax.Array:
-        return jnp.where(works_tS, jax.reshard(x_tS, REPLICATED), 0).sum()
+        return jnp.where(is_busy_tS, jax.reshard(x_tS, REPLICATED), 0).sum()
 
     def layer_totals(x_tlS: jax.Array) -> jax.Array:
         x_tSl = jnp.moveaxis(jax.reshard(x_tlS, REPLICATED), 2, 1)
-        is_here_RtS = works_tS & (repeat_tS == jnp.arange(R)[:, None, None])
-        is_here = jnp.expand_dims(is_here_RtS, range(3, 1 + x_tSl.ndim))
-        x_RSl = jnp.where(is_here, x_tSl, 0).sum(1)
+        is_repeat_RtS = is_busy_tS & (repeat_tS == jnp.arange(R)[:, None, None])
+        is_repeat = jnp.expand_dims(is_repeat_RtS, range(3, 1 + x_tSl.ndim))
+        x_RSl = jnp.where(is_repeat, x_tSl, 0).sum(1)
         return x_RSl.reshape(-1, *x_RSl.shape[3:])
 
     totals = jax.tree.map(total, (aux.minimized, aux.shown))
@@ -121,17 +121,17 @@ def _sum_turns(aux: Aux, turns: jax.Array, m: int, S: int, R: int) -> Aux:
 
 
 def _split_layers(layers: Any, S: int, R: int, gather_once: bool) -> tuple[Any, Any]:
-    """Weights [R, l, S, ...] as turns read them, and as their float32 gradients are added; over
-    copies these stay apart until the pass is done."""
+    """Returns weights [R, l, S, ...] for the ticks, and float32 copies that only collect their
+    gradients; these stay apart over copies until the pass is done."""
 
     def split(weight: Weight) -> Weight:
         w = weight[...]
         if len(weight.layers) == 1:
             w = split_repeats(w, R)
-        layers = 1 if R == 1 else 2  # axes of them; a stack may hold one kind of several
-        of_layer = unstack_spec(jax.typeof(w).sharding.spec, layers)
-        spec = stack_spec(staged_layers_spec(stack_spec(of_layer)))
-        shape = R, S, w.shape[layers - 1] // S, *w.shape[layers:]
+        layer_axes = 1 if R == 1 else 2
+        layer_spec = unstack_spec(jax.typeof(w).sharding.spec, layer_axes)
+        spec = stack_spec(staged_layers_spec(stack_spec(layer_spec)))
+        shape = R, S, w.shape[layer_axes - 1] // S, *w.shape[layer_axes:]
         w = jax.lax.reshape(w, shape, out_sharding=spec).swapaxes(1, 2)
         if R == 1:
             return relabel(weight.replace(w[0]), "L", "LS")
@@ -152,24 +152,24 @@ def _split_layers(layers: Any, S: int, R: int, gather_once: bool) -> tuple[Any, 
 
 
 def _read(weight: jax.Array, sums: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
-    """The repeat of a weight [R, l, S, ...] that each stage is at in turn t: [l, S, ...]. Its
-    gradient goes to `sums`, in float32."""
-    return _take_repeat(weight, sums, t, S, R, jax.typeof(sums).sharding.spec)
+    """Returns the layers of a weight [R, l, S, ...] that each stage runs in tick t: [l, S, ...].
+    Their gradient goes to `sums`, in float32."""
+    return _repeat_at(weight, sums, t, S, R, jax.typeof(sums).sharding.spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _take_repeat(weight, sums, t, S, R, spec):
+def _repeat_at(weight, sums, t, S, R, spec):
     if R == 1:
         return weight
 
     def local(weight: jax.Array, t: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(weight, _repeat(t, S, R), 0, keepdims=False)
+        return jax.lax.dynamic_index_in_dim(weight, _repeat_of_stage(t, S, R), 0, keepdims=False)
 
     whole = jax.typeof(weight).sharding.spec
     return map_shards(local, (whole, REPLICATED), unstack_spec(whole))(weight, t)
 
 
-def _take_repeat_backward(S, R, spec, t, gradient):
+def _repeat_at_backward(S, R, spec, t, gradient):
     whole = gradient_spec(spec)
     if R == 1:
         return None, jax.reshard(gradient, whole).astype(jnp.float32), None
@@ -178,29 +178,28 @@ def _take_repeat_backward(S, R, spec, t, gradient):
 
     def local(gradient: jax.Array, t: jax.Array) -> jax.Array:
         zeros = jnp.zeros((R, *gradient.shape), gradient.dtype)
-        return jax.lax.dynamic_update_index_in_dim(zeros, gradient, _repeat(t, S, R), 0)
+        return jax.lax.dynamic_update_index_in_dim(zeros, gradient, _repeat_of_stage(t, S, R), 0)
 
     return None, map_shards(local, (one, REPLICATED), whole)(gradient, t), None
 
 
-_take_repeat.defvjp(
-    lambda weight, sums, t, *static: (_take_repeat(weight, sums, t, *static), t),
-    _take_repeat_backward,
+_repeat_at.defvjp(
+    lambda weight, sums, t, *static: (_repeat_at(weight, sums, t, *static), t), _repeat_at_backward
 )
 
 
-def _repeat(t: jax.Array, S: int, R: int) -> jax.Array:
+def _repeat_of_stage(t: jax.Array, S: int, R: int) -> jax.Array:
     return (t - jax.lax.axis_index("stage")) % (S * R) // S
 
 
 def _split_slots(x_BTD: jax.Array, k: int) -> jax.Array:
-    """[k, B, T, D]: slot i holds the i-th of k equal parts of every device's rows."""
+    """Splits every device's rows into k equal parts: slot i of [k, B, T, D] holds the i-th."""
     spec = jax.typeof(x_BTD).sharding.spec
     return map_shards(lambda x: x.reshape(k, -1, *x.shape[1:]), spec, stack_spec(spec))(x_BTD)
 
 
 def _join_slots(slots_kBTD: jax.Array, S: int) -> jax.Array:
-    """Back to rows. Results lie S - 1 slots behind the inputs that they belong to."""
+    """Joins slots to rows again. Results lie S - 1 slots after their inputs."""
 
     def local(slots_kBTD: jax.Array) -> jax.Array:
         return jnp.roll(slots_kBTD, 1 - S, axis=0).reshape(-1, *slots_kBTD.shape[2:])
@@ -210,7 +209,7 @@ def _join_slots(slots_kBTD: jax.Array, S: int) -> jax.Array:
 
 
 def _gather_stages(x_BT: jax.Array, k: int) -> jax.Array:
-    """[m, B, T]: micro batches' tokens on every stage; little beside x."""
+    """Gathers all micro batches' tokens on every stage, [m, B, T]: few bytes beside x."""
 
     def local(x_BT: jax.Array) -> jax.Array:
         every = jax.lax.all_gather(x_BT.reshape(k, -1, x_BT.shape[-1]), "stage")
@@ -219,8 +218,8 @@ def _gather_stages(x_BT: jax.Array, k: int) -> jax.Array:
     return map_shards(local, ROWS_BT, ROWS_mBT)(x_BT)
 
 
-def _take_micro_batch(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
-    """[B, T]: of the micro batch that each stage is at in turn t."""
+def _micro_batch_at(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
+    """Returns the tokens [B, T] of the micro batch that each stage runs in tick t."""
 
     def local(x_mBT: jax.Array, t: jax.Array) -> jax.Array:
         since = t - jax.lax.axis_index("stage")
@@ -234,7 +233,8 @@ def _take_micro_batch(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Arr
 def _exchange(
     slots_kBTD: jax.Array, y_BTD: jax.Array, t: jax.Array, S: int, R: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The next slots (inputs to come, and results) and x; y is what the stages made in turn t."""
+    """Returns the next slots (inputs to come, and results) and x; y is the stages' output of tick
+    t."""
     return _run_move(_move, S, R, slots_kBTD, y_BTD, t)
 
 
@@ -254,23 +254,23 @@ def _run_move(
 
 def _move(slots_kBTD, y_BTD, t, *, S, R):
     k, stage = slots_kBTD.shape[0], jax.lax.axis_index("stage")
-    # Stage 0 has taken its input, or would have: all that is behind it in its slot moves up.
-    taken, slot = _input_of(t, S, R, k)
-    held = slots_kBTD[slot]
-    # Behind the layers' collectives.
-    moved = permute(held, "stage", [(s, s - 1) for s in range(1, S)], behind=y_BTD)
-    # Nothing comes down to the last stage but zeros, on which no stage is to compute.
-    moved = jnp.where(stage == S - 1, held, moved)
-    slots_kBTD = slots_kBTD.at[slot].set(jnp.where(taken, moved, held))
-    # The result of the last stage takes the place that became free.
-    made, slot = _result_of(t, S, R, k)
-    made &= stage == S - 1
-    slots_kBTD = slots_kBTD.at[slot].set(jnp.where(made, y_BTD, slots_kBTD[slot]))
+    # Where stage 0 has read its input from a slot, the slot's later inputs move up by a stage.
+    is_read, slot = _input_slot(t, S, R, k)
+    inputs = slots_kBTD[slot]
+    # After the layers' collectives.
+    moved = permute(inputs, "stage", [(s, s - 1) for s in range(1, S)], behind=y_BTD)
+    # The last stage receives only zeros, on which no stage must compute.
+    moved = jnp.where(stage == S - 1, inputs, moved)
+    slots_kBTD = slots_kBTD.at[slot].set(jnp.where(is_read, moved, inputs))
+    # The result of the last stage goes into the part that became free.
+    is_result, slot = _result_slot(t, S, R, k)
+    is_result &= stage == S - 1
+    slots_kBTD = slots_kBTD.at[slot].set(jnp.where(is_result, y_BTD, slots_kBTD[slot]))
     # Results go on to the next stage, and stage 0 begins with the next input.
     links = [(s, (s + 1) % S) for s in range(S if R > 1 else S - 1)]
     y_BTD = permute(y_BTD, "stage", links)
-    taken, slot = _input_of(t + 1, S, R, k)
-    return slots_kBTD, jnp.where(taken & (stage == 0), slots_kBTD[slot], y_BTD)
+    is_read, slot = _input_slot(t + 1, S, R, k)
+    return slots_kBTD, jnp.where(is_read & (stage == 0), slots_kBTD[slot], y_BTD)
 
 
 def _move_back(dslots_kBTD, dx_BTD, t, *, S, R):
@@ -281,12 +281,14 @@ def _move_back(dslots_kBTD, dx_BTD, t, *, S, R):
     return dslots_kBTD, wait_for(dy_BTD, dslots_kBTD[:, 0, 0, 0].astype(jnp.float32).sum())
 
 
-def _input_of(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
-    group, turn = t // (S * R), t % (S * R)
-    return turn < S, (group * S + turn % S) % k
+def _input_slot(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
+    """Tells whether stage 0 reads a new input in tick t, and from which slot."""
+    group, tick = t // (S * R), t % (S * R)
+    return tick < S, (group * S + tick % S) % k
 
 
-def _result_of(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
+def _result_slot(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:
+    """Tells whether the last stage finishes a micro batch in tick t, and for which slot."""
     since = t - (S - 1)
-    made = (since >= 0) & (since % (S * R) // S == R - 1)
-    return made, (since // (S * R) * S + since % S + S - 1) % k
+    is_result = (since >= 0) & (since % (S * R) // S == R - 1)
+    return is_result, (since // (S * R) * S + since % S + S - 1) % k

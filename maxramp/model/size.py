@@ -1,4 +1,4 @@
-"""What a model takes: weights, arithmetic, and the memory of a pass. Imports no JAX."""
+"""The cost of a model: weights, FLOPs, and the memory of a pass. Imports no JAX."""
 
 import math
 from collections import Counter
@@ -11,17 +11,17 @@ from maxramp.stage import StageSpec
 
 
 def describe_weights(total: int, active: int, form: Callable[[int], str] = "{:,}".format) -> str:
-    """`active` are those that a token meets (`decoder.num_active_parameters`)."""
-    of_token = f", {form(active)} of them for a token" if active < total else ""
-    return f"{form(total)} weights{of_token}"
+    """Returns the number of weights, and of those active for a token if they are fewer."""
+    share = f", {form(active)} of them for a token" if active < total else ""
+    return f"{form(total)} weights{share}"
 
 
 def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
-    """A training step's FLOPs per token of a row of T: the model's, without remat.
+    """Counts a training step's FLOPs per token of a row of T, without those of remat.
 
-    6 per weight of a matrix product (4 where it is frozen) that the token meets, and three times
-    what mixers do beside them (PaLM, arXiv 2204.02311, appendix B; MaxText). The embedding's lookup
-    is not a product.
+    They are 6 for each active weight of a matrix product (4 if it is frozen), and three times those
+    of mixers without weights (PaLM, arXiv 2204.02311, appendix B; MaxText). The embedding's lookup
+    is no product.
     """
     D, family = keys.base_emb_dim, FAMILIES[keys.decoder_block]
     products, adapters, mixed = D * keys.vocab_size, 0, 0
@@ -32,26 +32,27 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
         adapted = (D + matrices[name] for name in keys.lora_modules if name in matrices)
         adapters += count * keys.lora_rank * sum(adapted)
         mixed += count * sizes.mixer.row_products(tokens, layer.mixing(keys))
-    if keys.lora_rank:  # 4 per weight that is frozen: none for its gradient
+    if keys.lora_rank:  # 4 for each frozen weight: it has no gradient
         products = products * 4 / 6 + adapters
     return 6.0 * products + 6.0 * (mixed / tokens)
 
 
-def pipeline_turns(microbatches: int, stages: int, repeats: int) -> int:
-    """Turns of each pipeline stage in a pass: microbatches * repeats with a micro batch, the others
-    are the bubble (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+def pipeline_ticks(microbatches: int, stages: int, repeats: int) -> int:
+    """Counts the ticks of a pass in a pipeline: microbatches * repeats with work for a stage, the
+    others are the bubble (Narayanan et al., arXiv 2104.04473, section 2.2)."""
     return microbatches * repeats + stages - 1
 
 
 def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
     work = spec.pipeline_microbatches * keys.num_pipeline_repeats
-    return 1 - work / pipeline_turns(work, spec.mesh.pipeline_stages, 1)
+    return 1 - work / pipeline_ticks(work, spec.mesh.pipeline_stages, 1)
 
 
 def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """Groups, blocks of a group, and tokens of a block (the last one padded) in a device's loss. A
-    group is as many blocks as keep the gradients of their logits, of `itemsize` bytes, no larger
-    than their product's sum in float32; or all, if that needs no more than two such sums."""
+    """Returns the groups, blocks of a group, and tokens of a block (the last one padded) of a
+    device's loss. A group has as many blocks as keep the gradients of their logits, of `itemsize`
+    bytes, no larger than their product's sum in float32; or all, if they need no more than two
+    such sums."""
     count = math.ceil(tokens / (block_tokens or tokens))
     size = math.ceil(tokens / count)
 
@@ -65,7 +66,7 @@ def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tu
 
 
 def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> float:
-    """An estimate of what a device keeps of a pass for its backward pass, and a block of logits."""
+    """Estimates the bytes that a device keeps of a pass for its backward pass, and for logits."""
     tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
     D, stages = keys.base_emb_dim, spec.mesh.pipeline_stages
     itemsize, family = BYTES[keys.dtype], FAMILIES[keys.decoder_block]
@@ -75,17 +76,17 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
     for layer in (layer for layer in counts if layer.counts):
         more, gathered = _expert_bytes(keys, spec)
         kept[layer] = {name: size + more[name] for name, size in kept[layer].items()}
-    everything = max(of_layer["none"] for of_layer in kept.values())
+    everything = max(sizes["none"] for sizes in kept.values())
     policy, recomputed = spec.remat_policy, 0 if spec.remat_policy == "none" else everything
     groups, blocks, block = loss_blocks(math.ceil(tokens), loss_block_tokens, D, itemsize)
-    sums = 4 * D * (2 if groups > 1 else 1)  # of all groups, and the product that is added to them
+    sums = 4 * D * (2 if groups > 1 else 1)  # all groups', and the product that is added to them
     logits = (block * (2 * 4 + blocks * itemsize) + sums) * keys.vocab_size / tensor
     share, slots = 1, 0.0
-    if stages > 1:  # turns without work keep as much as others; inputs and results wait in slots
+    if stages > 1:  # idle ticks keep as much as others; inputs and results wait in slots
         share = 1 - pipeline_bubble(keys, spec)
         slots = 2 * tokens * D * itemsize
         at_once = 1
-        if policy == "none":  # a turn keeps its products, and is recomputed as a whole
+        if policy == "none":  # a tick keeps its products, and is recomputed as a whole
             policy, at_once = "minimal_with_context", keys.num_layers_per_pipeline_stage
         recomputed = at_once * everything * stages / spec.pipeline_microbatches
     layers = sum(count / share * kept[layer][policy] for layer, count in counts.items())
@@ -93,16 +94,16 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
 
 
 def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], float]:
-    """Beyond what the sizes of a token say: of a layer, rows by expert (with several devices along
-    `expert` as many as can come to one), and what they make; and once, an expert's weights whole
-    over fsdp with their gradient."""
+    """Returns what experts add to the sizes of a token. For a layer, by remat policy: rows sorted
+    by expert (as many as can reach one device along `expert`) and their results. Once: the weights
+    of a device's experts, gathered over fsdp, and their gradient."""
     sizes, itemsize = spec.mesh.sizes, BYTES[keys.dtype]
     tokens = spec.device_tokens
     own, k = keys.num_experts // sizes["expert"], keys.num_experts_per_tok
     D, F = keys.base_emb_dim, keys.moe_mlp_dim
     rows = tokens * sizes["expert"] * min(k, own)
-    of_stream = rows * D * itemsize
-    products = of_stream + 2 * (rows - tokens * k) * F / sizes["tensor"] * itemsize
+    stream = rows * D * itemsize
+    products = stream + 2 * (rows - tokens * k) * F / sizes["tensor"] * itemsize
     more = {"full": 0, "minimal": products, "minimal_with_context": products}
     more["none"] = 2 * products  # what is sent, and what lies between the products
     matrix = own * D * F / sizes["tensor"] * itemsize
@@ -118,7 +119,7 @@ def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str
     activations = tokens * sizes.mlp.activations / tensor * itemsize
     norms = 2 * tokens * keys.base_emb_dim * 4
     everything = 4 * stream + norms + products + mixed + activations
-    shard = stream / tensor  # of the residual stream between the products
+    shard = stream / tensor  # the residual stream between the products
     minimal = 3 * shard + products
     return {
         "full": shard,

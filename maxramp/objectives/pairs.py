@@ -7,7 +7,7 @@ from maxramp.keys.section import Keys, Relations, above_zero, limit, one_of
 from maxramp.objectives.chats import refuse_tokenizer
 from maxramp.objectives.objective import Objective, measured_noise, refuse_cuts, refuse_in_phases
 from maxramp.rampup.phases import MIXTURE
-from maxramp.stage import SIGHT_KEYS, Field, text_fields
+from maxramp.stage import ROPE_KEYS, Field, text_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _refuse(config: Any) -> Relations:
         "over pairs; leave it out, and give a ramp or rampup_policy=seesaw",
     )
     yield from refuse_cuts(config, reader)
-    yield from refuse_in_phases(config, reader, (*SIGHT_KEYS, MIXTURE))
+    yield from refuse_in_phases(config, reader, (*ROPE_KEYS, MIXTURE))
 
 
 PAIRS = Objective(

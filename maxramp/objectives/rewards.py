@@ -6,7 +6,7 @@ from typing import Any
 from maxramp.keys.section import Keys, Relations, above_zero, limit, minimum, one_of
 from maxramp.objectives.objective import Objective, measured_noise, refuse_cuts, refuse_in_phases
 from maxramp.rampup.phases import MESH_KEYS, MIXTURE
-from maxramp.stage import SIGHT_KEYS, Field
+from maxramp.stage import ROPE_KEYS, Field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _refuse(config: Any) -> Relations:
         "out, and give a ramp or rampup_policy=seesaw",
     )
     yield from refuse_cuts(config, reader)
-    yield from refuse_in_phases(config, reader, (*MESH_KEYS, *SIGHT_KEYS, MIXTURE))
+    yield from refuse_in_phases(config, reader, (*MESH_KEYS, *ROPE_KEYS, MIXTURE))
     factor = config.model.capacity_factor
     yield (
         factor > 0,

@@ -13,7 +13,7 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.planning.keys import PlanKeys
 from maxramp.planning.pod import Pod, least_rows
 from maxramp.planning.stages import price
-from maxramp.stage import SIGHT_KEYS, StageSpec
+from maxramp.stage import ROPE_KEYS, StageSpec
 
 
 def compile_stages(
@@ -159,5 +159,5 @@ def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
 
 def _shape(entry: dict[str, Any], length: int) -> tuple:
     names = ("global_batch_size", "gradient_accumulation_steps", "devices", "row_length")
-    names += SIGHT_KEYS
+    names += ROPE_KEYS
     return (*(entry[name] for name in names), *entry["mesh"].values(), length)

@@ -18,7 +18,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.keys.numbers import parse_count
 from maxramp.parallel.axes import TABLE
-from maxramp.stage import SIGHT_KEYS
+from maxramp.stage import ROPE_KEYS
 
 # What a phase may change: a step is made anew for each, and nothing that the run keeps depends on
 # them.
@@ -28,7 +28,7 @@ WARMUP = "warmup_steps_fraction"
 KEYS = (
     *("global_batch_size", "global_batch_tokens", "per_device_batch_size", "micro_batch_size"),
     *("gradient_accumulation_steps", "row_length", "remat_policy", "learning_rate", WARMUP),
-    *(*MESH_KEYS, *SIGHT_KEYS, MIXTURE),
+    *(*MESH_KEYS, *ROPE_KEYS, MIXTURE),
 )
 # Why it cannot change others that ask for it.
 _REFUSED = {

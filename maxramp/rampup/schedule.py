@@ -116,7 +116,7 @@ class Stage:
         size = plain_number(self.per_device_batch_size)
         values = vars(self) | {"per_device_batch_size": size, "row_length": self.spec.row_length}
         values |= {"max_target_length": self.spec.tokens}
-        values |= {"mesh": self.spec.mesh and self.spec.mesh.sizes, **vars(self.spec.sight)}
+        values |= {"mesh": self.spec.mesh and self.spec.mesh.sizes, **vars(self.spec.rope_keys)}
         return {n: value for n, value in values.items() if n not in ("spec", "threshold")}
 
 
@@ -350,7 +350,7 @@ def _first_index(point: ResumePoint, size: int, spec: StageSpec) -> int:
     has at this step, where it is the same; else it continues or follows the last trained stage.
     """
     shape = {"global_batch_size": size, "max_target_length": spec.tokens}
-    shape |= {"row_length": spec.row_length, **vars(spec.sight)}
+    shape |= {"row_length": spec.row_length, **vars(spec.rope_keys)}
     begun = [stage for stage in point.stages if stage["first_step"] <= point.step]
     trained = [stage for stage in begun if stage["first_step"] < point.step]
     if begun and shape.items() <= begun[-1].items():

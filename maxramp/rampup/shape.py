@@ -7,14 +7,14 @@ from maxramp.errors import ConfigError
 from maxramp.keys.numbers import nearest_divisors, nearest_multiples
 from maxramp.keys.section import minimum, positive_or_open
 from maxramp.parallel.keys import MeshKeys
-from maxramp.stage import Fields, SightKeys, StageSpec
+from maxramp.stage import Fields, RopeKeys, StageSpec
 
 # The mesh by the number of devices and the first sample of a threshold, where there is one.
 Meshes = Callable[[int, int], MeshKeys | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class ShapeKeys(MeshKeys, SightKeys):
+class ShapeKeys(MeshKeys, RopeKeys):
     """The keys that give a step its shape, but for the number of its rows."""
 
     max_target_length: int = minimum(1)
@@ -66,10 +66,10 @@ class ShapeKeys(MeshKeys, SightKeys):
         return sample // row
 
     @property
-    def sight(self) -> SightKeys:
-        return SightKeys.from_values(vars(self))
+    def rope_keys(self) -> RopeKeys:
+        return RopeKeys.from_values(vars(self))
 
     def spec(self, passes: int, rows: int, mesh: MeshKeys | None, fields: Fields) -> StageSpec:
         tokens, held = self.max_target_length, (self.remat_policy, self.num_pipeline_microbatches)
         shape = passes, rows, tokens, fields(tokens)
-        return StageSpec(*shape, mesh, *held, self.sight, self.rows_of_sample)
+        return StageSpec(*shape, mesh, *held, self.rope_keys, self.rows_of_sample)

@@ -10,7 +10,7 @@ from typing import Any
 from maxramp.commandline import count
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import OF_SET, TASK, Record
-from maxramp.stage import SIGHT_KEYS
+from maxramp.stage import ROPE_KEYS
 
 _LAST = 10  # the closing line averages this many steps
 _SIGN_OF_LIFE = 30.0  # seconds after which the next step gets a line
@@ -22,7 +22,7 @@ def describe_stage(plan: dict[str, Any], number: int, last: int) -> str:
     """
     steps = plan["total_steps"]
     *before, stage = [stage for stage in plan["stages"] if stage["index"] <= number]
-    changed = [name for one in before[-1:] for name in SIGHT_KEYS if stage[name] != one[name]]
+    changed = [name for one in before[-1:] for name in ROPE_KEYS if stage[name] != one[name]]
     if stage["steps"] is not None:
         steps = min(steps, stage["first_step"] + stage["steps"])
     cut = stage["row_length"] < stage["max_target_length"]

@@ -255,7 +255,7 @@ def _shapes_before(ramp: RampupBatchManager, sample: int) -> Iterator[tuple]:
         if one.first_sample < sample:
             held = ramp.keys.keys_at(one.first_sample)
             lengths = held.max_target_length, held.row_length
-            yield one.first_sample, one.global_batch_size, *lengths, held.sight
+            yield one.first_sample, one.global_batch_size, *lengths, held.rope_keys
 
 
 def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:

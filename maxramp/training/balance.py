@@ -29,8 +29,8 @@ def summing_positions(model: Decoder, batch: Batch, divisors_B: jax.Array) -> Po
         return batch.token_positions
     is_token_BT = batch.tokens >= 0
     share_B = divisors_B.astype(jnp.float32) / jnp.maximum(is_token_BT.sum(1), 1)
-    shares_BT = jnp.where(is_token_BT, share_B[:, None], 0)
-    return dataclasses.replace(batch.token_positions, shares_BT=shares_BT)
+    token_weight_BT = jnp.where(is_token_BT, share_B[:, None], 0)
+    return dataclasses.replace(batch.token_positions, token_weight_BT=token_weight_BT)
 
 
 def with_last_step(model: Decoder, counts: Counts) -> Decoder:

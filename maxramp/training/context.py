@@ -30,14 +30,14 @@ def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
     costs_Bn = sum(n * positions.count_blocks(T, run, window) for window, n in windows.items())
     costs_Bn = jax.reshard(jnp.broadcast_to(costs_Bn, (len(batch.tokens), T // run)), ROWS_BT)
     order = functools.partial(balanced_order, run=run, devices=devices)
-    places_BT = map_shards(order, ROWS_BT, ROWS_BT)(costs_Bn)
+    index_BT = map_shards(order, ROWS_BT, ROWS_BT)(costs_Bn)
     at_BT = positions.segment_positions(T)
     at_BT = jnp.broadcast_to(positions.order(T), batch.tokens.shape) if at_BT is None else at_BT
 
     def move(x: jax.Array) -> jax.Array:
-        if x.shape != places_BT.shape:
+        if x.shape != index_BT.shape:
             return x
-        return jnp.take_along_axis(jax.reshard(x, ROWS_BT), places_BT, 1)
+        return jnp.take_along_axis(jax.reshard(x, ROWS_BT), index_BT, 1)
 
     moved = jax.tree.map(move, dataclasses.replace(batch, positions=at_BT))
-    return dataclasses.replace(moved, places=places_BT)
+    return dataclasses.replace(moved, index=index_BT)

@@ -157,7 +157,7 @@ class Recipe:
 
     def with_spec(self, spec: StageSpec) -> Self:
         execution = {
-            **vars(spec.sight),
+            **vars(spec.rope_keys),
             "max_target_length": spec.row_length,
             "remat_policy": spec.remat_policy,
             "num_pipeline_microbatches": spec.pipeline_microbatches,

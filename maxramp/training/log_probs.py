@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
-from maxramp.model.decoder import Decoder, pull_back, soft_cap
+from maxramp.model.decoder import Decoder, soft_cap, soft_cap_backward
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.parallel.axes import SHARD_AXES
@@ -108,7 +108,7 @@ def _backward(temperature, block_tokens, cap, kept, cotangents):
             logits_NV = _logits(x_ND, head_DV, cap)
             p_NV = jnp.exp(logits_NV / temperature - log_z_N[:, None])
             dlogits_NV = (is_target(targets_N) - p_NV) * (dlog_p_N / temperature)[:, None]
-            dlogits_NV = pull_back(dlogits_NV, logits_NV, cap)
+            dlogits_NV = soft_cap_backward(dlogits_NV, logits_NV, cap)
             dhead_DV += jnp.einsum("ND,NV->DV", x_ND.astype(jnp.float32), dlogits_NV)
             return dhead_DV, jnp.einsum("NV,DV->ND", dlogits_NV, head_DV)
 

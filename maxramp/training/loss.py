@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxramp.data.batch import Batch
 from maxramp.data.rows import PADDING
-from maxramp.model.decoder import Decoder, pull_back, soft_cap
+from maxramp.model.decoder import Decoder, soft_cap, soft_cap_backward
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.model.size import loss_blocks
@@ -146,7 +146,7 @@ def _blocks(
         scale_N = jnp.where(counts_N, (1 + 2 * z_loss_multiplier * log_z_N) / z_N, 0)
         dlogits_NV = exp_NV * scale_N[:, None] - (is_target_NV & counts_N[:, None])
         # Turned as XLA for TPUs has them, or it would copy all of them.
-        return sums, pull_back(dlogits_NV, logits_NV, cap).astype(x_ND.dtype).T
+        return sums, soft_cap_backward(dlogits_NV, logits_NV, cap).astype(x_ND.dtype).T
 
     def group(carry, arrays):
         sums, dhead_DV = carry

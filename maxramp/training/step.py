@@ -88,13 +88,13 @@ def train_step(
     """
 
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
-        micro_batch, places_B2 = micro_batch
+        micro_batch, token_offset_B2 = micro_batch
         micro_batch = share_out(micro_batch, trained.pattern, recipe.model)
 
         def minimize(trained: Decoder) -> tuple[jax.Array, Aux]:
             model = join_parts(frozen, trained)
             model = balance.with_last_step(model, state.buffers)
-            return loss(add_dropout(model, places_B2) if drops else model, micro_batch)
+            return loss(add_dropout(model, token_offset_B2) if drops else model, micro_batch)
 
         gradient, kept = jax.grad(minimize, has_aux=True), None
         if optimizer.log_gradient_noise_scale:

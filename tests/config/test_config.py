@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import BASE, ROOT, run
 
-from maxramp.config.keys import OF_ONE_PROGRAM, Config
+from maxramp.config.keys import PROGRAM_SECTIONS, Config
 from maxramp.config.load import dump_config, load
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
@@ -496,7 +496,7 @@ def test_what_a_program_does_not_read_is_said_and_unset(program, other):
 def test_programs_use_the_sections_that_they_read(program):
     source = (ROOT / "maxramp" / f"{program}.py").read_text()
     used = set(re.findall(r"config\.(\w+)", source)) & {f.name for f in dataclasses.fields(Config)}
-    others = {name for of, names in OF_ONE_PROGRAM.items() if of != program for name in names}
+    others = {name for of, names in PROGRAM_SECTIONS.items() if of != program for name in names}
     assert used and not used & others
 
 

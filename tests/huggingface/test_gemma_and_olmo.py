@@ -22,8 +22,8 @@ modeling_rope_utils = Later("transformers.modeling_rope_utils")
 pytestmark = pytest.mark.slow
 
 
-def with_places(model, places):
-    model.layers["dense"].places = places
+def with_norms(model, norms):
+    model.layers["dense"].norms = norms
 
 
 def with_offset(model, offset):
@@ -36,7 +36,7 @@ def without_norms_of_heads(model):
     model.layers["dense"].mixer.has_norms = False
 
 
-def without_norms_behind(model):
+def without_norms_after(model):
     for name in ("mixer_post_norm", "mlp_post_norm"):
         delattr(model.layers["dense"], name)
         setattr(model.layers["dense"], name, lambda x: x)
@@ -52,12 +52,12 @@ _GEMMA = {
     "windows": {"sliding_window": 64},
     "scale of scores": {"query_pre_attn_scalar": 16},
     "gelu": {"hidden_activation": "silu"},
-    "norms behind": functools.partial(with_places, places="before"),
-    "norms before": functools.partial(with_places, places="behind"),
+    "norms after": functools.partial(with_norms, norms="before"),
+    "norms before": functools.partial(with_norms, norms="after"),
     "1 + w": functools.partial(with_offset, offset=0.0),
     "embedding": without_scaled_embedding,
 }
-_OLMO = {"norms behind": without_norms_behind}
+_OLMO = {"norms after": without_norms_after}
 _OLMO |= {"norms of heads": without_norms_of_heads}
 # What takes each feature away: other values of config.json, or a change of our model, which with
 # all of them is that of transformers (test_beside_transformers.py).

@@ -207,12 +207,12 @@ def test_an_export_changes_no_key_that_the_run_did_not_change(tmp_path, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config_json_says_what_was_changed(tmp_path, name):
     """Positions and windows may be others than those that the weights came with."""
-    sight = {"rope_max_timescale": 500.0, "rope_type": "llama3.1", "rope_factor": 4.0}
-    sight |= {"sliding_window_size": 7} if name == "mistral" else {}
-    keys = dataclasses.replace(config_of(write_folder(tmp_path, name)).model, **sight)
+    rope_keys = {"rope_max_timescale": 500.0, "rope_type": "llama3.1", "rope_factor": 4.0}
+    rope_keys |= {"sliding_window_size": 7} if name == "mistral" else {}
+    keys = dataclasses.replace(config_of(write_folder(tmp_path, name)).model, **rope_keys)
     for came_in in ({}, CONFIGS[name]):
         said = config_json.read_keys(config_json.make_config(keys, came_in, "float32"), "")
-        assert {key: said[key] for key in sight} == sight
+        assert {key: said[key] for key in rope_keys} == rope_keys
 
 
 @pytest.mark.parametrize("mesh", ["one", "all axes"])

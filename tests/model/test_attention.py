@@ -1,4 +1,4 @@
-"""Every implementation of attention computes what plain products and a softmax compute."""
+"""Every kernel of attention computes what plain products and a softmax compute."""
 
 import functools
 
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
 from maxramp.model.parts import attention, splash_attention
-from maxramp.model.parts.attention import Rule, attend, select_for
+from maxramp.model.parts.attention import AttentionMask, attend, select_for
 from maxramp.model.parts.positions import Positions
 from maxramp.parallel.sharding import X_BTHh
 
@@ -55,7 +55,7 @@ def on_mesh(function, tensor, *arrays):
 
 
 @pytest.mark.parametrize(
-    "implementation, T, tensor, documents",
+    "kernel, T, tensor, documents",
     [
         ("dot_product", 24, 2, False),
         ("dot_product", 24, 2, True),
@@ -66,13 +66,13 @@ def on_mesh(function, tensor, *arrays):
         ("packed_interpreted", 100, 2, True),
     ],
 )
-def test_equals_the_definition(implementation, T, tensor, documents):
+def test_equals_the_definition(kernel, T, tensor, documents):
     q, k, v, segments = inputs(T)
     if not documents:
         segments = np.zeros_like(segments)
 
     def found(q, k, v):
-        return attend(q, k, v, Rule(Positions(segments if documents else None)), implementation)
+        return attend(q, k, v, AttentionMask(Positions(segments if documents else None)), kernel)
 
     out = on_mesh(found, tensor, q, k, v)
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
@@ -82,34 +82,32 @@ BITING = {"window": 50, "scale": 0.5, "cap": 2.0}
 
 
 @pytest.mark.parametrize("documents", (False, True))
-@pytest.mark.parametrize(
-    "implementation", ("dot_product", "splash_interpreted", "packed_interpreted")
-)
-def test_windows_scales_and_caps(implementation, documents):
+@pytest.mark.parametrize("kernel", ("dot_product", "splash_interpreted", "packed_interpreted"))
+def test_windows_scales_and_caps(kernel, documents):
     q, k, v, segments = inputs(256)
     if not documents:
         segments = np.zeros_like(segments)
 
     def found(q, k, v):
-        rule = Rule(Positions(segments if documents else None), **BITING)
-        return attend(q, k, v, rule, implementation)
+        mask = AttentionMask(Positions(segments if documents else None), **BITING)
+        return attend(q, k, v, mask, kernel)
 
     out = on_mesh(found, 2, q, k, v)
     np.testing.assert_allclose(out, reference(q, k, v, segments, **BITING), atol=2e-5)
 
 
-@pytest.mark.parametrize("rule", [{}, {"window": 150}])
-def test_rows_whose_masks_do_not_fit_are_taken_in_parts(monkeypatch, rule):
+@pytest.mark.parametrize("mask", [{}, {"window": 150}])
+def test_rows_whose_masks_do_not_fit_are_taken_in_parts(monkeypatch, mask):
     """Gradients too, of documents; as rows of 1,048,576 tokens are on TPUs."""
     q, k, v, segments = inputs(512)
     towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
     masks, taken = splash_attention._masks, []
     monkeypatch.setattr(splash_attention, "_LARGEST_BLOCK", 128)
-    monkeypatch.setattr(splash_attention, "_MOST_TURNS", 8)
+    monkeypatch.setattr(splash_attention, "_MOST_STEPS", 8)
     monkeypatch.setattr(splash_attention, "_masks", lambda *x: taken.append(len(x[1])) or masks(*x))
 
     def run(kernel, *qkv):
-        seen = Rule(Positions(segments), **rule)
+        seen = AttentionMask(Positions(segments), **mask)
         out, pull = jax.vjp(lambda *qkv: attend(*qkv, seen, kernel), *qkv)
         return out, *pull(towards)
 
@@ -126,10 +124,10 @@ def test_windows_of_packed_rows_on_gpus(window):
     q, k, v, segments = inputs(200)
     towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
-    def outputs(implementation):
+    def outputs(kernel):
         def found(q, k, v):
             attention = functools.partial(
-                attend, rule=Rule(Positions(segments), window), kernel=implementation
+                attend, mask=AttentionMask(Positions(segments), window), kernel=kernel
             )
             out, pull = jax.vjp(attention, q, k, v)
             return out, *pull(jax.reshard(towards, jax.typeof(out).sharding.spec))
@@ -143,7 +141,7 @@ def test_windows_of_packed_rows_on_gpus(window):
 
 
 @pytest.mark.parametrize(
-    "implementation, T, h, documents, rule",
+    "kernel, T, h, documents, mask",
     [
         ("splash_interpreted", 128, 16, False, {}),
         ("splash_interpreted", 128, 16, True, {}),
@@ -153,18 +151,18 @@ def test_windows_of_packed_rows_on_gpus(window):
         ("packed_interpreted", 200, 256, True, BITING | {"scale": 0.1}),
     ],
 )
-def test_gradients_equal_those_of_plain_products(implementation, T, h, documents, rule):
+def test_gradients_equal_those_of_plain_products(kernel, T, h, documents, mask):
     q, k, v, segments = inputs(T, h)
     towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
-    def gradients(implementation):
+    def gradients(kernel):
         def objective(q, k, v):
-            seen = Rule(Positions(segments if documents else None), **rule)
-            return (attend(q, k, v, seen, implementation) * towards).sum()
+            seen = AttentionMask(Positions(segments if documents else None), **mask)
+            return (attend(q, k, v, seen, kernel) * towards).sum()
 
         return on_mesh(jax.grad(objective, argnums=(0, 1, 2)), 2, q, k, v)
 
-    for a, b in zip(gradients(implementation), gradients("dot_product"), strict=True):
+    for a, b in zip(gradients(kernel), gradients("dot_product"), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
 
 
@@ -220,10 +218,13 @@ def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch, documents):
         return plain(*arguments, implementation="xla", **options)
 
     def found(q, k, v):
-        return attend(q, k, v, Rule(Positions(segments if documents else None)), "cudnn_flash")
+        return attend(
+            q, k, v, AttentionMask(Positions(segments if documents else None)), "cudnn_flash"
+        )
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
     monkeypatch.setattr(attention, "has_triton", lambda: False)
+    monkeypatch.setattr(attention, "select", lambda *_: "cudnn_flash")
     out = on_mesh(found, 2, q, k, v)
     np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
     assert shapes == [[(1, 24, 2, 16), (1, 24, 1, 16), (1, 24, 1, 16)]]

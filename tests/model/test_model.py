@@ -16,7 +16,7 @@ from maxramp.config import load as loading
 from maxramp.config.resolve import resolve
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import SHAPE_KEYS
-from maxramp.model.mixers import attention
+from maxramp.model.parts import attention
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.weights import dense, new_weight
 from maxramp.model.size import training_flops_per_token

@@ -21,10 +21,10 @@ from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.model import order, pipeline
 from maxramp.model.families.table import FAMILIES, is_of_experts
-from maxramp.model.mixers import attention
+from maxramp.model.parts import attention
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import dense, new_weight, relabel
-from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_turns
+from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_ticks
 from maxramp.parallel.sharding import BATCH_ABT, X_BTD
 from maxramp.planning import hlo, topology
 from maxramp.planning.plan import make_plan
@@ -306,7 +306,7 @@ def program(request):
 def test_turns_and_what_travels(program):
     """Forward and backward every turn moves an x down the ring and one up it, and no more."""
     config, _, text = program
-    turns = pipeline_turns(4, 2, config.model.num_pipeline_repeats)
+    turns = pipeline_ticks(4, 2, config.model.num_pipeline_repeats)
     assert f'"n":"{turns}"' in text
     rows_of_a_turn = ROWS // 4 // 4  # micro batches, fsdp
     x_bytes = rows_of_a_turn * 16 * 32 * 4

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxramp.model.parts.attention import KERNELS, Rule
+from maxramp.model.parts.attention import KERNELS, AttentionMask
 from maxramp.model.parts.positions import Positions
 
 BITING = {"window": 50, "scale": 0.5, "cap": 2.0}
@@ -20,23 +20,23 @@ def inputs(T, h=16, B=2, H=2, K=1):
 
 
 def shards(T):
-    """Places of each device's tokens, [B, t]; a run has a fifth of the row."""
+    """The index of each device's tokens, [B, t]; a run has a fifth of the row."""
     runs = np.arange(T).reshape(5, T // 5)
     return [np.stack([runs[row].reshape(-1) for row in cut]).astype(np.int32) for cut in CUTS]
 
 
-def outputs(kernel, q, k, v, rule, places):
-    """What all devices find, in the order of the rows."""
+def outputs(kernel, q, k, v, mask, shards):
+    """The output of all devices, in the order of the rows."""
     out = jnp.zeros(q.shape, q.dtype)
     rows, run = np.arange(len(q))[:, None], q.shape[1] // 5
-    for places_Bt in places:
-        own = KERNELS[kernel](q[rows, places_Bt], k, v, rule, jnp.asarray(places_Bt), run)
-        out = out.at[rows, places_Bt].set(own)
+    for index_Bt in shards:
+        own = KERNELS[kernel](q[rows, index_Bt], k, v, mask, jnp.asarray(index_Bt), run)
+        out = out.at[rows, index_Bt].set(own)
     return out
 
 
 @pytest.mark.parametrize(
-    "kernel, T, documents, rule",
+    "kernel, T, documents, mask",
     [
         ("dot_product", 45, True, BITING | {"window": 7}),
         ("packed_interpreted", 205, True, BITING),
@@ -45,13 +45,13 @@ def outputs(kernel, q, k, v, rule, places):
         pytest.param("splash_interpreted", 640, False, {"window": 150}, marks=pytest.mark.slow),
     ],
 )
-def test_together_they_find_what_whole_rows_do(kernel, T, documents, rule):
+def test_together_they_find_what_whole_rows_do(kernel, T, documents, mask):
     q, k, v, towards, segments = inputs(T)
-    rule = Rule(Positions(segments if documents else None), **rule)
+    mask = AttentionMask(Positions(segments if documents else None), **mask)
     whole = [np.tile(np.arange(T, dtype=np.int32), (2, 1))]
 
-    def run(kernel, places):
-        out, pull = jax.vjp(lambda *qkv: outputs(kernel, *qkv, rule, places), q, k, v)
+    def run(kernel, shards):
+        out, pull = jax.vjp(lambda *qkv: outputs(kernel, *qkv, mask, shards), q, k, v)
         return out, *pull(towards)
 
     cut = jax.jit(lambda: run(kernel, shards(T)))()
@@ -66,10 +66,10 @@ def test_documents_of_odd_lengths_keep_to_themselves(kernel):
     q, k, v, towards, _ = inputs(T)
     ends = np.array([[101, 333, 334, 517], [1, 127, 129, 600]])
     segments = (np.arange(T) >= ends[..., None]).sum(1, dtype=np.int32)
-    rule = Rule(Positions(segments))
+    mask = AttentionMask(Positions(segments))
 
     def objective(k, v, chosen):
-        out = outputs(kernel, q, k, v, rule, shards(T)) * towards
+        out = outputs(kernel, q, k, v, mask, shards(T)) * towards
         return jnp.where((segments == chosen)[..., None, None], out, 0.0).sum()
 
     gradients = jax.jit(jax.grad(objective, argnums=(0, 1)))

@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxramp.model.parts.attention import Rule, attend
+from maxramp.model.parts.attention import AttentionMask, attend
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import X_BTHh
 from maxramp.planning import hlo, machine, topology
@@ -133,7 +133,7 @@ def test_attention_kernels(rows, window):
     q, k = (on(mesh, (4 * rows, T, heads, h), "bfloat16", X_BTHh) for heads in (H, K))
 
     def loss(q, k, v):
-        return attend(q, k, v, Rule(window=window), "splash").astype(jnp.float32).sum()
+        return attend(q, k, v, AttentionMask(window=window), "splash").astype(jnp.float32).sum()
 
     work = count(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
     behind = np.arange(T)[:, None] - np.arange(T)
@@ -151,7 +151,7 @@ def test_attention_to_gathered_keys_is_that_of_the_last_part(rows):
     q, k = (on(mesh, (rows, T, heads, h), "bfloat16", X_BTHh) for heads in (H, K))
 
     def loss(q, k, v):
-        return attend(q, k, v, Rule(), "splash", "all_gather").astype(jnp.float32).sum()
+        return attend(q, k, v, AttentionMask(), "splash", "all_gather").astype(jnp.float32).sum()
 
     work = count(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
     assert work.flops == (2 + 4 + 3) * 2 * rows * H * 4 * 512 * 512 * h

@@ -8,7 +8,7 @@ import pytest
 from conftest import BASE
 
 from maxramp.config.load import load
-from maxramp.model.size import pipeline_turns
+from maxramp.model.size import pipeline_ticks
 from maxramp.planning.compiled import compile_stages
 
 # T tokens of a row, D model width, F MLP width, V vocabulary, H and K heads of width h, L layers.
@@ -65,7 +65,7 @@ def test_what_a_step_does_and_sends(case):
     (stage,) = result["stages"]
     m, R, S = 4, int(given.get("num_pipeline_repeats", 1)), result["mesh"]["stage"]
     assert S == 2
-    turns, tensor = pipeline_turns(m, S, R), result["mesh"]["tensor"]
+    turns, tensor = pipeline_ticks(m, S, R), result["mesh"]["tensor"]
     passes = int(given.get("gradient_accumulation_steps", 1))
 
     tokens = passes * 2 * T / tensor  # of a device, in a step

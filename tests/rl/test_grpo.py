@@ -20,7 +20,7 @@ from maxramp.handover.first_weights import pin_first_weights
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.rl.prompts import FilePrompts, Sums, check_enough, open_prompts
 from maxramp.run.metrics import read_records
-from maxramp.stage import SIGHT_KEYS
+from maxramp.stage import ROPE_KEYS
 
 RL = str(ROOT / "configs" / "post_train" / "rl.yml")
 SUMS = str(ROOT / "configs" / "pre_train" / "sums.yml")
@@ -268,7 +268,7 @@ def test_keys_are_those_of_the_weights_it_begins_with(tmp_path):
     config = load([RL, f"load_parameters_path={other}", f"base_output_directory={run.parent}"])
     config = config.replace(run_name=run.name)
     there = load([SUMS]).values
-    stage = {"first_step": 0, **{name: there[name] for name in SIGHT_KEYS}}
+    stage = {"first_step": 0, **{name: there[name] for name in ROPE_KEYS}}
     first = checkpoint(other, 4, stages=[stage], **there)
     checkpoint(run, 5, load_parameters_path=str(first))
     later = stage | {"rope_max_timescale": 500000}

@@ -10,7 +10,7 @@ from conftest import batch_of, make_config, make_mesh
 from one_step import take_step
 
 from maxramp.errors import ConfigError
-from maxramp.model.parts.attention import Rule, attend
+from maxramp.model.parts.attention import AttentionMask, attend
 from maxramp.model.parts.balanced_order import balanced_order, run_length
 from maxramp.model.parts.positions import Positions
 from maxramp.parallel.sharding import ROWS_BT, TOKENS_BT, X_BTHh
@@ -143,8 +143,8 @@ def test_documents_leak_nothing(kernel, strategy):
 
     @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
     def of_third(q, k, v, positions, kernel, strategy):
-        rule = Rule(positions, window=130)
-        out_BTHh = attend(q, k, v, rule, kernel, strategy)
+        mask = AttentionMask(positions, window=130)
+        out_BTHh = attend(q, k, v, mask, kernel, strategy)
         is_third_BT = jax.reshard(jnp.asarray(is_third_T[None]), TOKENS_BT)
         return jnp.where(is_third_BT[..., None, None], out_BTHh, 0).sum(), out_BTHh
 

@@ -245,8 +245,8 @@ def test_a_rows_terms_are_means_over_its_tokens_that_count_as_its_targets():
             router, key = Router(config.model, jax.random.key(0)), jax.random.key(0)
             router.matrix_DE = router.matrix_DE.replace(jnp.eye(32, 2))
             model = jax.eval_shape(functools.partial(Decoder, config.model), key)
-            shares_BT = summing_positions(model, batch, is_target_BT.sum(1)).shares_BT
-            aux = router(jnp.pad(logits_BT2, ((0, 0), (0, 0), (0, 30))), shares_BT)[1]
+            token_weight_BT = summing_positions(model, batch, is_target_BT.sum(1)).token_weight_BT
+            aux = router(jnp.pad(logits_BT2, ((0, 0), (0, 0), (0, 30))), token_weight_BT)[1]
         sums = {name: float(x_B.sum()) / 3 for name, x_B in aux.minimized.items()}
         assert sums == pytest.approx({"load_balance_loss": expected, "router_z_loss": z})
 

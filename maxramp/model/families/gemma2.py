@@ -23,7 +23,7 @@ def _blocks() -> Mapping[str, Callable[..., Any]]:
 
     norm = functools.partial(RMSNorm, offset=_OFFSET)
     attention = functools.partial(Attention, norm=norm)
-    return {"dense": functools.partial(Block, mixer=attention, norm=norm, places="both")}
+    return {"dense": functools.partial(Block, mixer=attention, norm=norm, norms="both")}
 
 
 GEMMA2 = Family(

@@ -8,10 +8,10 @@ from maxramp.model.families.family import Family, LayerSizes, MlpSizes, Released
 from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.sizes import AttentionSizes
 from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
-from maxramp.stage import SightKeys
+from maxramp.stage import RopeKeys
 
 
-def see_before(keys: SightKeys) -> Mixing:
+def see_before(keys: RopeKeys) -> Mixing:
     return Mixing(Rope.from_keys(keys), keys.sliding_window_size)  # 0: no window
 
 

@@ -3,14 +3,14 @@
 from maxramp.model.families.llama import see_before
 from maxramp.model.keys import ModelKeys
 from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
-from maxramp.stage import SightKeys
+from maxramp.stage import RopeKeys
 
 
-def _see_all(keys: SightKeys) -> Mixing:
+def _see_all(keys: RopeKeys) -> Mixing:
     return Mixing(Rope.from_keys(keys))
 
 
-def _see_near(keys: SightKeys) -> Mixing:
+def _see_near(keys: RopeKeys) -> Mixing:
     return Mixing(Rope.from_local_keys(keys), keys.sliding_window_size)
 
 

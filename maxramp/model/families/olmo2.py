@@ -18,7 +18,7 @@ def _blocks() -> Mapping[str, Callable[..., Any]]:
     from maxramp.model.mixers.attention import Attention
 
     attention = functools.partial(Attention, heads_together=True)
-    return {"dense": functools.partial(Block, mixer=attention, places="behind")}
+    return {"dense": functools.partial(Block, mixer=attention, norms="after")}
 
 
 OLMO2 = dataclasses.replace(

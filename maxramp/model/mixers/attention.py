@@ -13,16 +13,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxramp.model.keys import ModelKeys, select_strategy
+from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.mixer import Pass
-from maxramp.model.parts.attention import LANES, Rule, attend, attend_plainly, select
+from maxramp.model.parts.attention import LANES, AttentionMask, attend, attend_plainly
 from maxramp.model.parts.norm import RMSNorm
 from maxramp.model.parts.rotary import rotate
 from maxramp.model.parts.weights import Weight, apply_elementwise, dense, normal, zeros
 from maxramp.model.pattern import Mixing
-from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import map_shards
-from maxramp.parallel.mesh import axis_size, platform
 from maxramp.parallel.sharding import (
     ROWS_B,
     STREAM_BTD,
@@ -38,11 +36,11 @@ from maxramp.parallel.sharding import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class KeysAndValues:
-    """The last S tokens of every row in S slots, the one at position p in slot p % S: all, or those
-    of a window. Behind a shorter prompt stands padding; each slot is written before a token sees
-    it."""
+    """A layer's cache: the last S tokens of every row, or all of a window, the token at position p
+    in slot p % S. Slots after a shorter prompt hold padding, which no token sees before it is
+    overwritten."""
 
-    keys_BKSh: jax.Array  # turned by their positions
+    keys_BKSh: jax.Array  # rotated by their positions
     values_BKSh: jax.Array  # in the dtype of the arithmetic, as the keys are
 
     def attend(
@@ -51,19 +49,21 @@ class KeysAndValues:
         k_BTKh: jax.Array,
         v_BTKh: jax.Array,
         first_B: jax.Array,
-        rule: Rule,
+        mask: AttentionMask,
         kernel: str,
     ) -> jax.Array:
-        """`attend` of T more tokens of every row (one segment), from position first_B on, put into
-        their slots, to all up to each."""
+        """Writes T more tokens of every row (one segment), from position first_B on, into their
+        slots, and returns what they attend to: [B, T, H, h]."""
         tokens, slots = q_BTHh.shape[1], self.keys_BKSh.shape[2]
         if tokens == slots:
             self.keys_BKSh, self.values_BKSh = (
                 jax.reshard(x.swapaxes(1, 2), CACHE_BKSh) for x in (k_BTKh, v_BTKh)
             )
-            return attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel)
+            # A prompt may have a length that kernels do not take, whatever that of rows is.
+            kernel = "dot_product" if tokens % LANES else kernel
+            return attend(q_BTHh, k_BTKh, v_BTKh, mask, kernel)
         a_BTHh, self.keys_BKSh, self.values_BKSh = map_shards(
-            functools.partial(_write_and_attend, rule=rule),
+            functools.partial(_write_and_attend, mask=mask),
             (*(X_BTHh,) * 3, *(CACHE_BKSh,) * 2, ROWS_B),
             (X_BTHh, CACHE_BKSh, CACHE_BKSh),
         )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, first_B)
@@ -73,38 +73,43 @@ class KeysAndValues:
         slots = min(mixing.window or slots, slots)
 
         def move(x_BKSh: jax.Array, lengths_B: jax.Array) -> jax.Array:
-            at_BS = _positions(lengths_B, slots)  # below 0: not there yet
-            return jax.vmap(lambda x_KSh, at_S: x_KSh.at[:, at_S].get(mode="clip"))(x_BKSh, at_BS)
+            position_BS = _slot_positions(lengths_B, slots)
+            get = jax.vmap(lambda x_KSh, index_S: x_KSh.at[:, index_S].get(mode="clip"))
+            return get(x_BKSh, position_BS)
 
         move = map_shards(move, (CACHE_BKSh, ROWS_B), CACHE_BKSh)
         return KeysAndValues(move(self.keys_BKSh, lengths_B), move(self.values_BKSh, lengths_B))
 
 
-def _positions(lengths_B: jax.Array, slots: int) -> jax.Array:
-    """Of the tokens in the slots of rows with these lengths: [B, S], below 0 for none."""
+def _slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
+    """Returns the position of the token in each slot of rows of these lengths: [B, S]. It is below
+    0 for an empty slot."""
     last_B1 = lengths_B[:, None] - 1
     return last_B1 - (last_B1 - jnp.arange(slots)) % slots
 
 
-def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, *, rule):
+def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, *, mask):
     S = keys_BKSh.shape[2]
 
     def write(slots_KSh, new_TKh, position):
-        at = 0, position % S, 0
-        return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), at)
+        start = 0, position % S, 0
+        return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), start)
 
     keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, first_B)
     values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, first_B)
-    T, at_BS = q_BTHh.shape[1], _positions(first_B + q_BTHh.shape[1], S)
-    seen_BTS = rule.sees(first_B[:, None] + jnp.arange(T), at_BS) & (at_BS >= 0)[:, None]
-    out_BTHh = attend_plainly(q_BTHh, keys_BKSh, values_BKSh, "BKSh", rule, seen_BTS[:, None, None])
+    T = q_BTHh.shape[1]
+    position_BS = _slot_positions(first_B + T, S)
+    sees_BTS = mask.sees(first_B[:, None] + jnp.arange(T), position_BS)
+    sees_BTS &= (position_BS >= 0)[:, None]
+    visible = sees_BTS[:, None, None]
+    out_BTHh = attend_plainly(q_BTHh, keys_BKSh, values_BKSh, "BKSh", mask, visible)
     return out_BTHh, keys_BKSh, values_BKSh
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; by the keys with biases (Qwen2.5, arXiv
-    2412.15115) or with norms of queries and keys: of each head's (Qwen3, arXiv 2505.09388), or of
-    all heads' together (OLMoE, arXiv 2409.02060)."""
+    """Grouped-query attention with rotary positions. Keys add biases (Qwen2.5, arXiv 2412.15115) or
+    norms of queries and keys, for each head (Qwen3, arXiv 2505.09388) or for all heads together
+    (OLMoE, arXiv 2409.02060)."""
 
     def __init__(
         self,
@@ -138,34 +143,26 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: KeysAndValues | None = None
     ) -> jax.Array:
-        """[B, T, D] -> [B, T, D]; with a state, of tokens behind those in it, which it then has."""
+        """Maps [B, T, D] to [B, T, D]; with a state, for tokens after those in it, and adds
+        them."""
         angles, execution = shared.angles[mixing.rope], shared.execution
         x_BTD = jax.reshard(x_BTD, X_BTD)
         q_BTHh = dense(x_BTD, self.query_DHh, X_BTHh)
         k_BTKh = dense(x_BTD, self.key_DKh, X_BTHh)
         v_BTKh = dense(x_BTD, self.value_DKh, X_BTHh)
         if self.has_biases:
-            q_BTHh = _plus(q_BTHh, self.query_bias_Hh)
-            k_BTKh = _plus(k_BTKh, self.key_bias_Kh)
-            v_BTKh = _plus(v_BTKh, self.value_bias_Kh)
+            q_BTHh = _add_bias(q_BTHh, self.query_bias_Hh)
+            k_BTKh = _add_bias(k_BTKh, self.key_bias_Kh)
+            v_BTKh = _add_bias(v_BTKh, self.value_bias_Kh)
         if self.has_norms:
             q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
         q_BTHh, k_BTKh = rotate(q_BTHh, angles), rotate(k_BTKh, angles)
-        _, T, _, h = q_BTHh.shape
-        kernel = execution.attention
-        if state is not None and T % LANES:  # a prompt's length, which is not that of rows
-            kernel = "dot_product"
-        rule = Rule(shared.positions, mixing.window, self.scale, self.cap)
-        devices, tensor = axis_size(*TOKEN_AXES), axis_size("tensor")
-        heads = q_BTHh.shape[2] // tensor, k_BTKh.shape[2] // tensor
-        strategy = select_strategy(execution.context_parallel_strategy, *heads, devices)
-        seen_at_once = T // devices if strategy == "all_gather" else T
-        has_places = rule.positions.has_places
-        kernel = select(kernel, platform(), q_BTHh.dtype.name, h, seen_at_once, has_places)
+        mask = AttentionMask(shared.positions, mixing.window, self.scale, self.cap)
+        kernel, strategy = execution.attention, execution.context_parallel_strategy
         if state is None:
-            a_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, rule, kernel, strategy)
+            a_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, mask, kernel, strategy)
         else:
-            a_BTHh = state.attend(q_BTHh, k_BTKh, v_BTKh, shared.first_B, rule, kernel)
+            a_BTHh = state.attend(q_BTHh, k_BTKh, v_BTKh, shared.first_B, mask, kernel)
         return dense(a_BTHh, self.out_HhD, STREAM_BTD)
 
     @staticmethod
@@ -175,5 +172,5 @@ class Attention(nnx.Module):
         return KeysAndValues(zeros_BKSh, zeros_BKSh)
 
 
-def _plus(x: jax.Array, bias: Weight) -> jax.Array:
+def _add_bias(x: jax.Array, bias: Weight) -> jax.Array:
     return apply_elementwise(jnp.add, x.astype(jnp.float32), bias).astype(x.dtype)

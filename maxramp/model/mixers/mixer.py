@@ -22,17 +22,16 @@ class Pass:
     execution: Execution
     positions: Positions
     angles: Mapping[Rope, Angles]  # at the positions of the tokens
-    shares_BT: jax.Array | None = None  # what each counts in the sums of layers (`data.batch`)
-    # int32, the position of the first of the tokens, where layers remember those before it
-    first_B: jax.Array | None = None
+    token_weight_BT: jax.Array | None = None  # each token's weight in the layers' sums
+    first_B: jax.Array | None = None  # int32, position of the first token, where layers have states
 
 
 class State(Protocol):
-    """What a layer remembers of every row while text is generated: a pytree of arrays [B, ...],
-    which the mixer replaces in place: it lives as long as the pass that is traced."""
+    """What a layer keeps of every row while text is generated: a pytree of arrays [B, ...]. The
+    mixer replaces them in place; the object lives for one traced pass."""
 
     def resize(self, slots: int, mixing: Mixing, lengths_B: jax.Array) -> Self:
-        """Returns the state for rows of up to `slots` tokens, which have these lengths now."""
+        """Returns the state with room for rows of `slots` tokens, which now have these lengths."""
 
 
 class Mixer(Protocol):
@@ -43,7 +42,8 @@ class Mixer(Protocol):
     def __call__(
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: Any = None
     ) -> jax.Array:
-        """[B, T, D] -> [B, T, D]; with a state, of tokens behind those that it remembers."""
+        """Maps [B, T, D] to [B, T, D]; with a state, for tokens after those in it, and adds
+        them."""
 
     @staticmethod
     def empty_state(keys: ModelKeys, rows: int, slots: int) -> State:

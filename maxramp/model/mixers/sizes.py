@@ -10,14 +10,14 @@ from maxramp.stage import StageSpec
 
 
 class MixerSizes(Protocol):
-    """Widths of a mixer's products, by the names that Hugging Face's models have for its matrices,
-    and what it does beside them."""
+    """The output widths of a mixer's weights, by their names in Hugging Face's models, and the work
+    that no weight does."""
 
-    reads: Mapping[str, int]  # what products make of the stream
-    writes: Mapping[str, int]  # what products turn back into the stream
+    reads: Mapping[str, int]  # weights that read the residual stream: their output widths
+    writes: Mapping[str, int]  # weights that write to it: their input widths
 
     def row_products(self, tokens: int, mixing: Mixing) -> float:
-        """Returns products of two numbers in a row of T tokens, but for those with weights."""
+        """Counts the multiplications in a row of T tokens that involve no weight."""
 
     def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
         """Returns bytes of a pass on a device beside its products with weights: those that
@@ -42,16 +42,16 @@ class AttentionSizes:
         return cls(reads, {"o_proj": width}, keys.base_num_query_heads, width)
 
     def row_products(self, tokens: int, mixing: Mixing) -> float:
-        """2 products of 2 T h a head and token, halved for causality (PaLM, arXiv 2204.02311,
-        appendix B); a window of W tokens leaves W (2 T - W) / T^2 of that."""
+        """Counts 2 T h multiplications for each head and token, halved for causality (PaLM, arXiv
+        2204.02311, appendix B); a window of W tokens leaves W (2 T - W) / T^2 of that."""
         W = min(mixing.window or tokens, tokens)
         return self.width * W * (2 * tokens - W)
 
     def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
         tokens, itemsize = spec.device_tokens / spec.mesh.sizes["tensor"], BYTES[keys.dtype]
         result = tokens * self.width * itemsize
-        # A kernel makes no scores, and plain products make all, whatever the window; autoselected
-        # is taken to find a kernel for an accelerator's dtype.
+        # A kernel stores no scores; plain products store all, whatever the window. "autoselected"
+        # has a kernel for an accelerator's dtype.
         kernel = keys.attention in ("cudnn_flash", "splash")
         kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
         if kernel:

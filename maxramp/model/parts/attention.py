@@ -19,7 +19,7 @@ from maxramp.model.parts.splash_attention import LANES, splash_attention
 from maxramp.model.parts.weights import static
 from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, map_shards
-from maxramp.parallel.mesh import axis_size
+from maxramp.parallel.mesh import axis_size, platform
 from maxramp.parallel.sharding import ROWS_BT, X_BTHh
 
 _NO_TRITON = "this version of jax has no Pallas for Triton; use jax 0.10.2 to 0.12"
@@ -27,62 +27,70 @@ _NO_TRITON = "this version of jax has no Pallas for Triton; use jax 0.10.2 to 0.
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """Which tokens a token sees, of those up to its own, and what its scores are."""
+class AttentionMask:
+    """Which earlier tokens a token sees, and how their scores are scaled."""
 
     positions: Positions = Positions()
-    # tokens that each sees, itself included; 0 = all (Mistral 7B, arXiv 2310.06825)
+    # how many tokens each sees, itself included; 0 = all (Mistral 7B, arXiv 2310.06825)
     window: int = static(default=0)
     # what products of queries and keys are multiplied by; 0 = 1 / sqrt(h)
     scale: float = static(default=0.0)
     # scores are cap * tanh(score / cap); 0 = as they are (Gemma 2, arXiv 2408.00118)
     cap: float = static(default=0.0)
 
-    def sees(self, at_T: jax.Array, at_S: jax.Array) -> jax.Array:
-        """[..., T, S]: whether tokens at positions T of a text see those at positions S of it."""
-        at_T1, at_1S = at_T[..., None], at_S[..., None, :]
-        seen_TS = at_1S <= at_T1
+    def sees(self, position_T: jax.Array, position_S: jax.Array) -> jax.Array:
+        """Tells whether tokens at positions T of a text see those at positions S: [..., T, S]."""
+        position_T1, position_1S = position_T[..., None], position_S[..., None, :]
+        sees_TS = position_1S <= position_T1
         if self.window:
-            seen_TS &= at_1S > at_T1 - self.window
-        return seen_TS
+            sees_TS &= position_1S > position_T1 - self.window
+        return sees_TS
 
-    def mask(self, tokens: int, places_Bt: jax.Array | None = None) -> jax.Array:
-        """Whether each token of a row, or those at places of each row, see each of it: [T, S], or
-        of each row [B, 1, 1, T, S]."""
+    def materialize(self, tokens: int, index_Bt: jax.Array | None = None) -> jax.Array:
+        """Returns the mask [T, S], or one for each row [B, 1, 1, T, S], of rows of S tokens. With
+        `index_Bt` the queries are those tokens of each row, else all."""
 
         def pick(x: jax.Array) -> jax.Array:
-            return x if places_Bt is None else _pick(x, places_Bt)
+            return x if index_Bt is None else _pick(x, index_Bt)
 
-        at, segments_BS = self.positions.order(tokens), self.positions.segments_BT
-        seen = self.sees(pick(at), at)
-        seen = seen if seen.ndim == 2 else seen[:, None, None]
+        order, segments_BS = self.positions.order(tokens), self.positions.segments_BT
+        mask = self.sees(pick(order), order)
+        mask = mask if mask.ndim == 2 else mask[:, None, None]
         if segments_BS is not None:
             same_BTS = pick(segments_BS)[:, :, None] == segments_BS[:, None]
-            seen = seen & same_BTS[:, None, None]
-        return seen
+            mask = mask & same_BTS[:, None, None]
+        return mask
 
-    def weights(self, scores_BKGTS: jax.Array, seen: jax.Array) -> jax.Array:
-        """The softmax [B, K, G, T, S] of float32 scores, (queries * `scale_of` them) keys."""
+    def softmax(self, scores_BKGTS: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns attention's weights [B, K, G, T, S] for float32 scores of scaled queries."""
         if self.cap:
             scores_BKGTS = self.cap * jnp.tanh(scores_BKGTS / self.cap)
-        scores_BKGTS = jnp.where(seen, scores_BKGTS, jnp.finfo(jnp.float32).min)
+        scores_BKGTS = jnp.where(mask, scores_BKGTS, jnp.finfo(jnp.float32).min)
         return jax.nn.softmax(scores_BKGTS, axis=-1)
 
-    def scale_of(self, q: jax.Array) -> float:
-        return self.scale or q.shape[-1] ** -0.5
+    def query_scale(self, head_dim: int) -> float:
+        return self.scale or head_dim**-0.5
 
 
 def select(
-    asked: str, platform: str | None, dtype: str, head_dim: int, tokens: int, in_order: bool = True
+    requested: str,
+    platform: str | None,
+    dtype: str,
+    head_dim: int,
+    tokens: int,
+    in_order: bool = True,
 ) -> str:
-    """The implementation that was asked for; under autoselected the best that can. `in_order`:
-    tokens of a row lie in the order of their positions. `platform` is None where unknown."""
-    there, length = f"{platform or 'unknown'} devices", "max_target_length or row_length"
+    """Returns the requested implementation; for "autoselected" the best one that works.
+
+    `tokens` is the length of a row; `in_order` tells whether its tokens lie in the order of their
+    positions; `platform` is None if unknown.
+    """
+    devices, length = f"{platform or 'unknown'} devices", "max_target_length or row_length"
     order = {"needs tokens that lie in order, and these do not": not in_order}
     obstacles = {
         "cudnn_flash": {
             **order,
-            f"needs NVIDIA GPUs, not {there}": platform not in ("gpu", "cuda"),
+            f"needs NVIDIA GPUs, not {devices}": platform not in ("gpu", "cuda"),
             f"needs dtype=bfloat16, not {dtype}": dtype != "bfloat16",
             f"needs a head_dim that is a multiple of 8 up to 256, not {head_dim}": (
                 head_dim % 8 or head_dim > 256
@@ -90,24 +98,27 @@ def select(
         },
         "splash": {
             **order,
-            f"needs TPUs, not {there}": platform != "tpu",
+            f"needs TPUs, not {devices}": platform != "tpu",
             f"needs a {length} that is a multiple of {LANES}, not {tokens}": tokens % LANES,
         },
         "dot_product": {},
     }
-    return choose("attention", asked, obstacles)
+    return choose("attention", requested, obstacles)
 
 
-def choose(key: str, asked: str, obstacles: dict[str, dict[str, object]]) -> str:
-    """The value of a key that was asked for, or an error that names an obstacle that stands; under
-    autoselected the first value that has none. The last one never has any."""
-    if asked == "autoselected":
-        return next(name for name, found in obstacles.items() if not any(found.values()))
-    for obstacle, stands in obstacles[asked].items():
-        if stands:
+def choose(key: str, requested: str, obstacles: dict[str, dict[str, object]]) -> str:
+    """Returns the requested value of a key, or for "autoselected" the first without an obstacle.
+
+    `obstacles` has for each value the reasons that may rule it out, and whether they do; the last
+    value has none. Raises a ConfigError if one rules the requested value out.
+    """
+    if requested == "autoselected":
+        return next(name for name, reasons in obstacles.items() if not any(reasons.values()))
+    for reason, applies in obstacles.get(requested, {}).items():
+        if applies:
             others = f"{key}=autoselected or {[*obstacles][-1]}"
-            raise ConfigError(f"{key}={asked} {obstacle}; use {others}")
-    return asked
+            raise ConfigError(f"{key}={requested} {reason}; use {others}")
+    return requested
 
 
 def select_for(keys: ModelKeys, platform: str | None) -> str:
@@ -115,7 +126,7 @@ def select_for(keys: ModelKeys, platform: str | None) -> str:
 
 
 def cost_of_packing(implementation: str) -> str | None:
-    """A line for the log on what packed rows cost an implementation; None if nothing."""
+    """Returns the log's line on what packed rows cost an implementation, None if nothing."""
     if implementation != "cudnn_flash" or has_triton():
         return None
     return (
@@ -131,133 +142,141 @@ def attend(
     q_BTHh: jax.Array,
     k_BSKh: jax.Array,
     v_BSKh: jax.Array,
-    rule: Rule,
-    kernel: str = "dot_product",
+    mask: AttentionMask,
+    kernel: str = "autoselected",
     strategy: str = "autoselected",
 ) -> jax.Array:
-    """softmax(q k * scale) v over the tokens that the rule lets each see: [B, T, H, h], as X_BTHh.
-    Scores and softmax are float32. Kernels that end in "_interpreted" need no accelerator.
-    `strategy` is how tokens attend to those of other devices along `context`."""
+    """Returns softmax(q k * scale) v over the tokens that each token sees: [B, T, H, h], as X_BTHh.
 
-    def local(q_BTHh: jax.Array, k_BSKh: jax.Array, v_BSKh: jax.Array, rule: Rule) -> jax.Array:
-        devices, heads = axis_size(*TOKEN_AXES), (q_BTHh.shape[2], k_BSKh.shape[2])
+    Args:
+      kernel: the key `attention`, or a name of KERNELS that ends in "_interpreted" and needs no
+        accelerator. Scores and softmax are float32 in all.
+      strategy: the key `context_parallel_strategy`.
+    """
+    devices, tensor = axis_size(*TOKEN_AXES), axis_size("tensor")
+    heads = q_BTHh.shape[2] // tensor, k_BSKh.shape[2] // tensor
+    strategy = select_strategy(strategy, *heads, devices)
+    _, T, _, h = q_BTHh.shape
+    own_tokens = T // devices if strategy == "all_gather" else T
+    has_order = mask.positions.has_order
+    kernel = select(kernel, platform(), q_BTHh.dtype.name, h, own_tokens, has_order)
+
+    def local(q_BTHh, k_BSKh, v_BSKh, mask: AttentionMask) -> jax.Array:
         if devices == 1:
-            return KERNELS[kernel](q_BTHh, k_BSKh, v_BSKh, rule)
-        way = select_strategy(strategy, *heads, devices)
-        if way == "ulysses":
-            return _attend_by_heads(q_BTHh, k_BSKh, v_BSKh, rule, kernel)
-        order = "in_order" if rule.positions.places_BT is None else "balanced"
+            return KERNELS[kernel](q_BTHh, k_BSKh, v_BSKh, mask)
+        if strategy == "ulysses":
+            return _attend_by_heads(q_BTHh, k_BSKh, v_BSKh, mask, kernel)
+        order = "in_order" if mask.positions.index_BT is None else "balanced"
         with jax.named_scope(f"attention_of_{devices}_devices_{order}"):  # planning/hlo.py reads it
-            return _attend_to_gathered(q_BTHh, k_BSKh, v_BSKh, rule, kernel)
+            return _attend_to_gathered(q_BTHh, k_BSKh, v_BSKh, mask, kernel)
 
     # A kernel sees the rows and heads of one device; attention needs no others.
-    arrays = (q_BTHh, k_BSKh, v_BSKh, rule)
-    specs = (*(X_BTHh,) * 3, jax.tree.map(lambda _: ROWS_BT, rule))
+    arrays = (q_BTHh, k_BSKh, v_BSKh, mask)
+    specs = (*(X_BTHh,) * 3, jax.tree.map(lambda _: ROWS_BT, mask))
     arrays = jax.tree.map(jax.reshard, arrays, specs)
     return map_shards(local, specs, X_BTHh)(*arrays)
 
 
-def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, rule, kernel):
-    """Each device gets whole rows of some of the heads, and what these attend to goes back
-    (DeepSpeed Ulysses, arXiv 2309.14509): all have as much to do, whatever tokens see."""
+def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, mask, kernel):
+    """Gives each device whole rows of some of the heads, and sends the results back (DeepSpeed
+    Ulysses, arXiv 2309.14509): all devices have equal work, whatever tokens see."""
     copies = key_copies(q_BtHh.shape[2], k_BtKh.shape[2], axis_size(*TOKEN_AXES))
     k_BtKh, v_BtKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BtKh, v_BtKh))
     whole = (all_to_all(x, TOKEN_AXES, split=2, join=1) for x in (q_BtHh, k_BtKh, v_BtKh))
-    return all_to_all(KERNELS[kernel](*whole, rule), TOKEN_AXES, split=1, join=2)
+    return all_to_all(KERNELS[kernel](*whole, mask), TOKEN_AXES, split=1, join=2)
 
 
-def _attend_to_gathered(q_BtHh, k_BtKh, v_BtKh, rule, kernel):
-    """Each device gets all keys and values, and its own tokens attend to them."""
-    (B, t), places_BT = q_BtHh.shape[:2], rule.positions.places_BT
+def _attend_to_gathered(q_BtHh, k_BtKh, v_BtKh, mask, kernel):
+    """Gathers all keys and values on each device, whose own tokens attend to them."""
+    (B, t), index_BT = q_BtHh.shape[:2], mask.positions.index_BT
     first = jax.lax.axis_index(TOKEN_AXES) * t
     k_BTKh, v_BTKh = (all_gather(x, TOKEN_AXES, dimension=1) for x in (k_BtKh, v_BtKh))
-    if places_BT is None:
-        places_Bt = jnp.broadcast_to(first + jnp.arange(t, dtype=jnp.int32), (B, t))
-        return KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, rule, places_Bt, t)
-    order_BT = jnp.argsort(places_BT, axis=1)  # of the row, where its tokens are
+    if index_BT is None:
+        index_Bt = jnp.broadcast_to(first + jnp.arange(t, dtype=jnp.int32), (B, t))
+        return KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, mask, index_Bt, t)
+    order_BT = jnp.argsort(index_BT, axis=1)  # back to the order of the row
     k_BTKh, v_BTKh = (
         jnp.take_along_axis(x, order_BT[..., None, None], 1) for x in (k_BTKh, v_BTKh)
     )
-    segments_BT = rule.positions.segments_BT
+    segments_BT = mask.positions.segments_BT
     if segments_BT is not None:
         segments_BT = jnp.take_along_axis(segments_BT, order_BT, 1)
-    rule = dataclasses.replace(rule, positions=Positions(segments_BT))
-    places_Bt = jax.lax.dynamic_slice_in_dim(places_BT, first, t, 1)
-    return KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, rule, places_Bt, run_length(t))
+    mask = dataclasses.replace(mask, positions=Positions(segments_BT))
+    index_Bt = jax.lax.dynamic_slice_in_dim(index_BT, first, t, 1)
+    return KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, mask, index_Bt, run_length(t))
 
 
-def _pick(x: jax.Array, places_Bt: jax.Array) -> jax.Array:
-    """What rows [T] or [B, T] have at places of each."""
-    return jnp.take_along_axis(jnp.broadcast_to(x, (len(places_Bt), x.shape[-1])), places_Bt, 1)
+def _pick(x: jax.Array, index_Bt: jax.Array) -> jax.Array:
+    """Returns the values of rows [T] or [B, T] at the tokens `index_Bt` of each: [B, t]."""
+    return jnp.take_along_axis(jnp.broadcast_to(x, (len(index_Bt), x.shape[-1])), index_Bt, 1)
 
 
-def _dot_product(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0):
-    mask = rule.mask(k_BSKh.shape[1], places_BT)
-    return attend_plainly(q_BTHh, k_BSKh, v_BSKh, "BSKh", rule, mask)
+def _dot_product(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0):
+    visible = mask.materialize(k_BSKh.shape[1], index_BT)
+    return attend_plainly(q_BTHh, k_BSKh, v_BSKh, "BSKh", mask, visible)
 
 
-def attend_plainly(q_BTHh, k, v, axes, rule, seen):
-    """On one device."""
+def attend_plainly(q_BTHh, k, v, axes, mask, visible):
+    """Computes attention as two products and a softmax, on one device. `axes` are those of k and
+    v."""
     B, T, H, h = q_BTHh.shape
     K = k.shape[axes.index("K")]
-    q = q_BTHh.reshape(B, T, K, H // K, h) * rule.scale_of(q_BTHh)
+    q = q_BTHh.reshape(B, T, K, H // K, h) * mask.query_scale(q_BTHh.shape[-1])
     scores_BKGTS = jnp.einsum(f"BTKGh,{axes}->BKGTS", q, k, preferred_element_type=jnp.float32)
-    weights_BKGTS = rule.weights(scores_BKGTS, seen).astype(v.dtype)
+    weights_BKGTS = mask.softmax(scores_BKGTS, visible).astype(v.dtype)
     out_BTKGh = jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
     return out_BTKGh.reshape(B, T, H, h)
 
 
-def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):
-    """cuDNN's flash attention; our own for packed rows, which cost cuDNN a dense mask, for some
-    tokens of rows, for scores with a cap, which cuDNN has not, and for heads that it refuses."""
-    packed, mask = rule.positions.segments_BT is not None, None
-    only_ours = bool(rule.cap) or places_BT is not None
-    only_ours |= not _takes_heads(q_BTHh.shape[-1])
+def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=False):
+    """Runs cuDNN's flash attention, or our own kernel for what cuDNN lacks: packed rows (which cost
+    it a dense mask), some tokens of a row, scores with a cap, and some widths of heads."""
+    packed = mask.positions.segments_BT is not None
+    only_ours = bool(mask.cap) or index_BT is not None
+    only_ours |= not _cudnn_supports(q_BTHh.shape[-1])
     if has_triton() and (packed or only_ours):
         from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
         B, S = k_BSKh.shape[:2]
-        if places_BT is None:
-            places_BT = jnp.broadcast_to(rule.positions.order(S), (B, S))
-        first_BT = _pick(rule.positions.first_seen(S, rule.window), places_BT)
-        seen, scale = (first_BT, places_BT), rule.scale_of(q_BTHh)
-        with jax.named_scope(f"attention_window_{rule.window}"):  # planning/gpu.py reads it
-            return packed_attention(q_BTHh, k_BSKh, v_BSKh, *seen, scale, rule.cap, interpret)
+        if index_BT is None:
+            index_BT = jnp.broadcast_to(mask.positions.order(S), (B, S))
+        first_BT = _pick(mask.positions.first_seen(S, mask.window), index_BT)
+        visible, scale = (first_BT, index_BT), mask.query_scale(q_BTHh.shape[-1])
+        with jax.named_scope(f"attention_window_{mask.window}"):  # planning/gpu.py reads it
+            return packed_attention(q_BTHh, k_BSKh, v_BSKh, *visible, scale, mask.cap, interpret)
     if only_ours:
-        what = "cap of scores" if rule.cap else "part of a row, nor heads over 128 here"
+        what = "cap of scores" if mask.cap else "part of a row, nor heads over 128 here"
         raise ConfigError(f"attention=cudnn_flash takes no {what}: {_NO_TRITON}, or dot_product")
-    if packed:
-        mask = rule.positions.same_segment[:, None]
     return jax.nn.dot_product_attention(
         q_BTHh,
         k_BSKh,
         v_BSKh,
-        mask=mask,
-        scale=rule.scale_of(q_BTHh),
+        mask=mask.positions.same_segment[:, None] if packed else None,
+        scale=mask.query_scale(q_BTHh.shape[-1]),
         is_causal=True,
-        local_window_size=(rule.window - 1, 0) if rule.window else None,
+        local_window_size=(mask.window - 1, 0) if mask.window else None,
         implementation="cudnn",
     )
 
 
-def _takes_heads(width: int) -> bool:
-    """Gradients of heads over 128 need a Hopper or newer, and JAX asks the devices here which they
-    are, also where it compiles for others."""
-    if width <= 128:
+def _cudnn_supports(head_dim: int) -> bool:
+    """Tells whether cuDNN has gradients for heads of this width: over 128 they need a Hopper or
+    newer, and JAX asks the local devices, even when it compiles for others."""
+    if head_dim <= 128:
         return True
     on_gpus = jax.default_backend() == "gpu"
     return on_gpus and all(float(x.compute_capability) >= 9 for x in jax.local_devices())
 
 
-def _splash(q_BTHh, k_BSKh, v_BSKh, rule, places_BT=None, run=0, interpret=False):
-    q_BTHh = q_BTHh * rule.scale_of(q_BTHh)
-    seen = rule.positions, rule.window, rule.cap
-    return splash_attention(q_BTHh, k_BSKh, v_BSKh, *seen, places_BT, run, interpret)
+def _splash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=False):
+    q_BTHh = q_BTHh * mask.query_scale(q_BTHh.shape[-1])
+    visible = mask.positions, mask.window, mask.cap
+    return splash_attention(q_BTHh, k_BSKh, v_BSKh, *visible, index_BT, run, interpret)
 
 
-# `attend` on one device, of all tokens or of some of each row: those at places, int32, that rise
-# along a row in runs of `run` consecutive tokens, from multiples of it on (for splash a multiple of
-# 128).
+# Attention on one device. The queries are all tokens of a row, or those of `index_BT` (int32),
+# which rise along the row in runs of `run` consecutive tokens that begin at multiples of `run` (for
+# splash a multiple of 128).
 KERNELS = {
     "dot_product": _dot_product,
     "cudnn_flash": _gpu_flash,

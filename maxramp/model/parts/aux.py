@@ -1,4 +1,4 @@
-"""What a pass makes beside its output: named sums.
+"""Named sums that a pass returns beside its output.
 
 Shapes: B rows, L layers, S stages of a pipeline, d copies of the weights.
 """
@@ -17,22 +17,22 @@ from maxramp.parallel.sharding import staged_rows_spec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:
-    """Sums by name over a row's tokens, in float32 but for counts: of a block [B, ...], added up by
-    a pass, so that any split of the rows gives the same."""
+    """Sums over a row's tokens by name, float32 except counts: [B, ...] from a block. A pass adds
+    them up, so any split of the rows gives the same."""
 
-    # added to what training minimizes, and shown; over all layers
+    # terms of the loss, which the metrics show too; over all layers
     minimized: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    # in the metrics, divided by the number of target tokens; over all layers
+    # for the metrics, divided by the number of target tokens; over all layers
     shown: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    # of each layer [L, ...], integers, which the train state holds until the next step
+    # integers of each layer [L, ...], which the train state holds until the next step
     counts: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
-def join_layers(found: Sequence[Aux]) -> Aux:
-    """Of layers behind each other: counts stand side by side, other sums are added."""
+def join_layers(layers: Sequence[Aux]) -> Aux:
+    """Joins the sums of consecutive layers: concatenates counts and adds up the others."""
 
     def join_kind(kind: str, join: Callable) -> dict[str, jax.Array]:
-        parts = [getattr(aux, kind) for aux in found]
+        parts = [getattr(aux, kind) for aux in layers]
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: join([part[name] for part in parts if name in part]) for name in names}
 
@@ -42,13 +42,13 @@ def join_layers(found: Sequence[Aux]) -> Aux:
 
 
 def sum_by_stage(x_B: jax.Array) -> jax.Array:
-    """Rows [B, ...] added up on each stage of a pipeline: [S, ...], on every copy."""
+    """Adds up rows [B, ...] on each stage of a pipeline: [S, ...], on every copy."""
     shape, spec = stages_of(x_B.shape), jax.typeof(x_B).sharding.spec
     return jax.lax.reshape(x_B, shape, out_sharding=staged_rows_spec(spec)).sum((0, 2))
 
 
 def await_sums(x: jax.Array, aux: Aux) -> jax.Array:
-    """`x`, on several CPU devices not before the sums (`wait_for`)."""
+    """Returns `x`; on several CPU devices not before the sums are computed (`wait_for`)."""
     sums = jax.tree.leaves(aux)
     return wait_for(x, sum(value.sum() for value in sums)) if sums else x
 

@@ -1,10 +1,10 @@
-"""Tokens to the devices of their experts, sorted by expert, and what these make of them back.
+"""Sends tokens to their experts' devices, sorted by expert, and returns the results.
 
-Either the devices along `expert` send each other the rows that are to be computed there, or each
-gathers all tokens and takes its own: then the results travel as sums.
+Devices along `expert` either exchange the rows that each expert computes, or each gathers all
+tokens and picks those of its experts; then the results travel as sums.
 
-Shapes: B rows, T tokens, D model width, k experts of a token, E experts of a device; of a device M
-rows for its experts, R rows that it sends.
+Shapes: B rows, T tokens, D model width, k experts of a token, E experts of a device; a device has M
+rows for its experts and sends R rows.
 """
 
 import dataclasses
@@ -24,78 +24,81 @@ from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 class Plan:
     """Which rows the experts of each device compute; every array is a device's own."""
 
-    order_R: jax.Array  # of the [B * T * k] choices those to be computed or sent
-    places_BTk: jax.Array  # where in that order each choice is; R or more: nowhere
+    order_R: jax.Array  # which of the [B * T * k] choices are computed or sent, in this order
+    slots_BTk: jax.Array  # each choice's index in that order; R or more: nowhere
     sizes_E: jax.Array  # rows of each expert
-    # how many rows each device along `expert` has for each expert of all, where they are sent
+    # rows that each device along `expert` has for each expert of any device, with way "ragged"
     counts_PE: jax.Array | None
     rows: int = static()  # M
-    equal_rows: int = static()  # those of a device where all experts have the same load
-    way: str = static()
+    equal_rows: int = static()  # rows of a device if all experts had the same load
+    way: str = static()  # "ragged" or "gather"
 
 
-def select(asked: str, platform: str | None, per_token: int) -> str:
-    """The way that was asked for; under autoselected the one that sends less: P devices gather the
-    tokens of P - 1 others, or exchange k (P - 1) / P times their own. CPUs have no ragged exchange,
-    and on GPUs nobody has seen one that is right."""
+def select(requested: str, platform: str | None, per_token: int) -> str:
+    """Returns the requested value of expert_dispatch; for "autoselected" the one that sends less.
+
+    P devices gather the tokens of P - 1 others, or exchange k (P - 1) / P times their own. CPUs
+    have no ragged exchange, and nobody has seen a correct one on GPUs.
+    """
     devices = axis_size("expert")
     if devices == 1:
         return "gather"
-    if asked == "ragged" and platform == "cpu":
+    if requested == "ragged" and platform == "cpu":
         raise ConfigError(
             "expert_dispatch=ragged needs TPUs or GPUs, not cpu devices; use "
             "expert_dispatch=autoselected or gather"
         )
-    if asked == "autoselected":
+    if requested == "autoselected":
         return "ragged" if platform == "tpu" and per_token < devices else "gather"
-    return asked
+    return requested
 
 
 def plan(experts_BTk: jax.Array, num_experts: int, way: str) -> Plan:
-    """`experts_BTk` are the choices of every token; `num_experts` or above: none."""
+    """Plans the dispatch of each token's experts [B, T, k]; `num_experts` or above means none."""
 
     def local(experts_BTk: jax.Array) -> Plan:
         own, k = num_experts // jax.lax.axis_size("expert"), experts_BTk.shape[-1]
-        first, seen = jax.lax.axis_index("expert") * own, num_experts
+        first, counted = jax.lax.axis_index("expert") * own, num_experts
         if way == "gather":
-            experts_BTk, seen = all_gather(experts_BTk, "expert") - first, own
+            experts_BTk, counted = all_gather(experts_BTk, "expert") - first, own
             is_own_BTk = (experts_BTk >= 0) & (experts_BTk < own)
             experts_BTk = jnp.where(is_own_BTk, experts_BTk, num_experts)
         experts_R = experts_BTk.reshape(-1)
         order_R = jnp.argsort(experts_R, stable=True)
-        places_R = jnp.where(experts_R < num_experts, jnp.argsort(order_R), len(order_R))
-        places_BTk = places_R.reshape(experts_BTk.shape)
-        rows = len(order_R) // k * min(k, own)  # a token takes an expert once
+        slots_R = jnp.where(experts_R < num_experts, jnp.argsort(order_R), len(order_R))
+        slots_BTk = slots_R.reshape(experts_BTk.shape)
+        rows = len(order_R) // k * min(k, own)  # no token has an expert twice
         equal_rows = len(order_R) * own // num_experts
-        sizes_E = (experts_R[:, None] == jnp.arange(seen)).sum(0, dtype=jnp.int32)
+        sizes_E = (experts_R[:, None] == jnp.arange(counted)).sum(0, dtype=jnp.int32)
         if way == "gather":
-            return Plan(order_R[:rows], places_BTk, sizes_E, None, rows, equal_rows, way)
+            return Plan(order_R[:rows], slots_BTk, sizes_E, None, rows, equal_rows, way)
         counts_PE = all_gather(sizes_E[None], "expert")
         sizes_E = jax.lax.dynamic_slice_in_dim(counts_PE.sum(0), first, own)
         sizes = rows * len(counts_PE), equal_rows * len(counts_PE)
-        return Plan(order_R, places_BTk, sizes_E, counts_PE, *sizes, way)
+        return Plan(order_R, slots_BTk, sizes_E, counts_PE, *sizes, way)
 
     return map_shards(local, CHOICES_BTk, SORTED_M)(jax.reshard(experts_BTk, CHOICES_BTk))
 
 
 @jax.custom_vjp
 def spread(x_BTD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Every token to its experts, and what each is weighed by: [M, D] and [M] of each device."""
+    """Sends every token to its experts; returns rows and their weights, [M, D] and [M] on each
+    device."""
 
     def local(x_BTD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
         weights_R = _tokens(weights_BTk, plan).reshape(-1)[plan.order_R]
         return _to_experts(x_BTD, plan), _send(weights_R, plan)
 
-    given = jax.reshard(x_BTD, X_BTD), jax.reshard(weights_BTk, CHOICES_BTk)
-    return map_shards(local, (X_BTD, CHOICES_BTk, SORTED_M), SORTED_M)(*given, plan)
+    arrays = jax.reshard(x_BTD, X_BTD), jax.reshard(weights_BTk, CHOICES_BTk)
+    return map_shards(local, (X_BTD, CHOICES_BTk, SORTED_M), SORTED_M)(*arrays, plan)
 
 
 def _spread_backward(plan, gradients):
     def local(dx_MD: jax.Array, dweights_M: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
         dweights_R = _send(dweights_M, plan, back=True)
-        dweights_BTk = dweights_R.at[plan.places_BTk].get(mode="fill", fill_value=0)
-        found = _from_experts(dx_MD, plan), _own_rows(dweights_BTk, plan)
-        return tuple(psum(x, "tensor") for x in found)
+        dweights_BTk = dweights_R.at[plan.slots_BTk].get(mode="fill", fill_value=0)
+        parts = _from_experts(dx_MD, plan), _own_rows(dweights_BTk, plan)
+        return tuple(psum(x, "tensor") for x in parts)
 
     specs = (SORTED_M, SORTED_M, SORTED_M), (X_BTD, CHOICES_BTk)
     return *map_shards(local, *specs)(*gradients, plan), None
@@ -106,7 +109,7 @@ spread.defvjp(lambda x_BTD, w_BTk, plan: (spread(x_BTD, w_BTk, plan), plan), _sp
 
 @jax.custom_vjp
 def collect(y_MD: jax.Array, plan: Plan) -> jax.Array:
-    """Of every token the sum of what its experts made, as STREAM_BTD; sums are float32."""
+    """Sums the outputs of every token's experts, in float32, as STREAM_BTD."""
 
     def local(y_MD: jax.Array, plan: Plan) -> jax.Array:
         return psum_scatter(_from_experts(y_MD, plan), "tensor", dimension=2)
@@ -126,50 +129,51 @@ collect.defvjp(lambda y_MD, plan: (collect(y_MD, plan), plan), _collect_backward
 
 
 def _to_experts(x_BTD: jax.Array, plan: Plan) -> jax.Array:
-    """[M, D]: every token to each of its experts."""
-    return _send(_tokens(x_BTD, plan)[plan.order_R // plan.places_BTk.shape[2]], plan)
+    """Sends every token to each of its experts: [M, D]."""
+    return _send(_tokens(x_BTD, plan)[plan.order_R // plan.slots_BTk.shape[2]], plan)
 
 
 def _from_experts(y_MD: jax.Array, plan: Plan) -> jax.Array:
-    """[B, T, D]: of every token the float32 sum over its choices, one after the other."""
+    """Adds up the outputs for every token, in float32 and in the order of its choices: [B, T,
+    D]."""
     y_RD = _send(y_MD, plan, back=True)
-    y_BTD = jnp.zeros((*plan.places_BTk.shape[:2], y_RD.shape[1]), jnp.float32)
-    for places_BT in jnp.unstack(plan.places_BTk, axis=2):
-        y_BTD += y_RD.at[places_BT].get(mode="fill", fill_value=0).astype(jnp.float32)
+    y_BTD = jnp.zeros((*plan.slots_BTk.shape[:2], y_RD.shape[1]), jnp.float32)
+    for slots_BT in jnp.unstack(plan.slots_BTk, axis=2):
+        y_BTD += y_RD.at[slots_BT].get(mode="fill", fill_value=0).astype(jnp.float32)
     return _own_rows(y_BTD.astype(y_MD.dtype), plan)
 
 
 def _tokens(x_BTD: jax.Array, plan: Plan) -> jax.Array:
-    """[B * T, ...] of the tokens that the device's plan is about."""
+    """Returns the tokens [B * T, ...] that the device's plan covers."""
     x_BTD = all_gather(x_BTD, "expert") if plan.way == "gather" else x_BTD
     return x_BTD.reshape(-1, x_BTD.shape[-1])
 
 
 def _own_rows(x_BTD: jax.Array, plan: Plan) -> jax.Array:
-    """What all devices along `expert` made of a device's rows, in one sum."""
+    """Sums over devices along `expert`, and returns a device's own rows."""
     return psum_scatter(x_BTD, "expert", dimension=0) if plan.way == "gather" else x_BTD
 
 
 def _send(x: jax.Array, plan: Plan, back: bool = False) -> jax.Array:
-    """Rows in the order of experts to the devices of these, [M, D] in that order; or `back`. Rows
-    that nobody sends hold anything."""
+    """Sends rows sorted by expert to the experts' devices, [M, D] in that order; or `back`. Rows
+    that nobody sends are undefined."""
     if plan.way == "gather":
         return x
     to_experts, from_experts = _offsets(plan.counts_PE)
-    sent, got = (from_experts, to_experts) if back else (to_experts, from_experts)
+    sent, received = (from_experts, to_experts) if back else (to_experts, from_experts)
     rows = len(plan.order_R) if back else plan.rows
     out = jax.lax.empty((rows, *x.shape[1:]), x.dtype)
-    return jax.lax.ragged_all_to_all(x, out, *sent, got[1], axis_name="expert")
+    return jax.lax.ragged_all_to_all(x, out, *sent, received[1], axis_name="expert")
 
 
 def _offsets(counts_PE: jax.Array) -> tuple:
-    """Of what a device sends, and of what it gets: where the rows for each expert of each device
-    begin here, how many they are, and where they begin with the other."""
+    """Returns the offsets of what a device sends, and of what it receives: for each expert of each
+    device, where its rows begin here, how many they are, and where they begin on the other side."""
     devices, number = len(counts_PE), jax.lax.axis_index("expert")
     counts_QPE = counts_PE.reshape(devices, devices, -1)  # from Q for the experts E of P
     starts_QPE = (jnp.cumsum(counts_PE, 1) - counts_PE).reshape(counts_QPE.shape)  # on Q
     sizes_PE = counts_QPE.sum(0)
     lands_QPE = (jnp.cumsum(sizes_PE, 1) - sizes_PE) + jnp.cumsum(counts_QPE, 0) - counts_QPE
     sent = starts_QPE[number], counts_QPE[number], lands_QPE[number]
-    got = lands_QPE[:, number], counts_QPE[:, number], starts_QPE[:, number]
-    return tuple(x.reshape(-1) for x in sent), tuple(x.reshape(-1) for x in got)
+    received = lands_QPE[:, number], counts_QPE[:, number], starts_QPE[:, number]
+    return tuple(x.reshape(-1) for x in sent), tuple(x.reshape(-1) for x in received)

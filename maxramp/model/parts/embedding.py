@@ -18,8 +18,8 @@ from maxramp.parallel.sharding import (
 
 @jax.custom_vjp
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """The tokens' vectors [B, T, D], with a gradient summed in float32: a frequent token's sum of
-    thousands would stop growing in bfloat16, and so depend on how many tokens a pass has."""
+    """Looks up the tokens' vectors [B, T, D]. The gradient is summed in float32: in bfloat16 a
+    frequent token's sum of thousands would stop growing, and depend on the tokens of a pass."""
     spec, tokens = jax.typeof(table_VD).sharding.spec, tokens_BT.size // axis_size(*BATCH_AXES)
     # Where a device has fewer tokens than its part of the table has rows, vectors travel and the
     # table does not: every device cuts its part of D for the rows of all who share the table, and
@@ -43,7 +43,7 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 
 def _own_index(tokens_BT: jax.Array, V: int) -> jax.Array:
-    """Where tokens are among the V rows of this device's part of the table; V: in another part."""
+    """Returns the tokens' rows in this device's V rows of the table; V or more: in another part."""
     index_BT = tokens_BT - jax.lax.axis_index("tensor") * V
     return jnp.where(index_BT < 0, V, index_BT)
 

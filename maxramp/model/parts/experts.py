@@ -1,5 +1,5 @@
-"""A mixture of experts in place of an MLP (Shazeer et al., arXiv 1701.06538): each token takes some
-of them, and no token is dropped.
+"""A mixture of experts in place of an MLP (Shazeer et al., arXiv 1701.06538): each token goes to
+some of them, and no token is dropped.
 
 Shapes: B rows, T tokens, D model width, E experts, F width of an expert, k experts of a token; M
 rows of a device's experts.
@@ -21,8 +21,8 @@ from maxramp.parallel.sharding import EXPERTS_IN_EDF, EXPERTS_OUT_EFD, X_BTD
 
 
 class Experts(nnx.Module):
-    """A router and gated MLPs, and beside them MLPs that every token takes (DeepSeekMoE, arXiv
-    2401.06066): those are one of their widths together."""
+    """A router and gated MLPs; beside them, shared experts for every token (DeepSeekMoE, arXiv
+    2401.06066), which are one MLP of their total width."""
 
     def __init__(self, keys: ModelKeys, key: jax.Array):
         E, D, F, dtype = keys.num_experts, keys.base_emb_dim, keys.moe_mlp_dim, keys.weight_dtype
@@ -39,10 +39,10 @@ class Experts(nnx.Module):
             self.shared = MLP(keys, shared, keys.shared_experts * F)
 
     def __call__(
-        self, x_BTD: jax.Array, shares_BT: jax.Array | None = None
+        self, x_BTD: jax.Array, token_weight_BT: jax.Array | None = None
     ) -> tuple[jax.Array, Aux]:
         x_BTD = jax.reshard(x_BTD, X_BTD)
-        (experts_BTk, weights_BTk), aux = self.router(x_BTD, shares_BT)
+        (experts_BTk, weights_BTk), aux = self.router(x_BTD, token_weight_BT)
         way = dispatch.select(self.dispatch, platform(), experts_BTk.shape[2])
         plan = dispatch.plan(experts_BTk, self.num_experts, way)
         y_MD = self._compute(*dispatch.spread(x_BTD, weights_BTk, plan), plan)
@@ -59,6 +59,6 @@ class Experts(nnx.Module):
         with jax.named_scope(grouped.describe(kernel, plan.equal_rows, plan.rows, own)):
             gate_MF = f(grouped.product(x_MD, self.gate_EDF, plan.sizes_E, kernel))
             up_MF = g(grouped.product(x_MD, self.up_EDF, plan.sizes_E, kernel))
-            # Weighed before the last product, whose result no gradient then needs.
+            # Weighted before the last product, whose result no gradient then needs.
             hidden_MF = (gate_MF * up_MF * weights_M[:, None]).astype(x_MD.dtype)
             return grouped.product(hidden_MF, self.out_EFD, plan.sizes_E, kernel)

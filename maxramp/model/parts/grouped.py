@@ -1,7 +1,7 @@
 """Products of tokens with the weights of their experts, by the best kernel of each platform.
 
-Rows are sorted by expert, those of one behind those of another; a device's are of its own experts.
-No row is dropped or added: kernels go by the sizes of the groups.
+Rows are sorted by expert, and a device has those of its own experts. No row is dropped or padded:
+kernels follow the sizes of the groups.
 
 Shapes: M rows of a device, E experts of a device, K inputs, N outputs.
 """
@@ -25,8 +25,8 @@ _INTERPRETED = "_interpreted"
 
 
 def product(x_MK: jax.Array, weight: Weight, sizes_E: jax.Array, kernel: str) -> jax.Array:
-    """[M, N]: every row times the matrix of its expert; rows behind all groups are undefined. Each
-    device has its own rows and groups (`SORTED_M`), and what it has of the weights' K or N over
+    """Multiplies every row by the matrix of its expert: [M, N]; rows after all groups are
+    undefined. Each device has its own rows and groups (`SORTED_M`), and its shard of K or N over
     tensor."""
     return checkpoint_name(
         _product(x_MK, weight[...].astype(x_MK.dtype), sizes_E, kernel), STAGE_PRODUCTS
@@ -40,25 +40,25 @@ def _product(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, kernel: str) -> 
     def local(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array) -> jax.Array:
         w_EAB = _gather(w, spec)
         multiply, _ = load_kernel(kernel)
-        return multiply(x_MK, w_EAB, sizes_E, is_transposed=_is_turned(spec))
+        return multiply(x_MK, w_EAB, sizes_E, is_transposed=_is_transposed(spec))
 
     return map_shards(local, (SORTED_M, spec, SORTED_M), SORTED_M)(x_MK, w, sizes_E)
 
 
-def _is_turned(spec: Spec) -> bool:
-    """Whether the outputs of the weights are sharded and not their inputs. Their shards are
-    turned, so that they are gathered, and gradients scattered, at the side that is not in a
-    device's lanes: XLA for TPUs would copy what it gathers there, and scatter nothing."""
+def _is_transposed(spec: Spec) -> bool:
+    """Tells whether the weights' outputs are sharded, not their inputs. Such shards are transposed,
+    so that gathers and scatters use the side that is not in a device's lanes: there XLA for TPUs
+    would copy what it gathers, and scatter nothing."""
     return spec.partitions[-1] == SHARDS_OF_EXPERT
 
 
 def _gather(w: jax.Array, spec: Spec) -> jax.Array:
-    """The weights of a device's experts, of a stage's one layer, whole: [E, K, N], or
-    turned [E, N, K]."""
+    """Gathers the weights of a device's experts, in one layer: [E, K, N], or transposed [E, N,
+    K]."""
     w_EKN = w.reshape(w.shape[-3:])
     if SHARDS_OF_EXPERT not in spec.partitions:  # gathered before
         return w_EKN
-    w_EKN = w_EKN.swapaxes(1, 2) if _is_turned(spec) else w_EKN
+    w_EKN = w_EKN.swapaxes(1, 2) if _is_transposed(spec) else w_EKN
     return all_gather(w_EKN, SHARDS_OF_EXPERT, dimension=1)
 
 
@@ -68,14 +68,14 @@ def _backward(kernel, residuals, dy_MN):
     copies = [axis for axis in BATCH_AXES if axis not in divided]
 
     def local(x_MK, w, sizes_E, dy_MN):
-        (multiply, find_gradient), is_turned = load_kernel(kernel), _is_turned(spec)
-        dx_MK = multiply(dy_MN, _gather(w, spec), sizes_E, is_transposed=not is_turned)
+        (multiply, find_gradient), is_transposed = load_kernel(kernel), _is_transposed(spec)
+        dx_MK = multiply(dy_MN, _gather(w, spec), sizes_E, is_transposed=not is_transposed)
         # Each device holds the sum of its own shard alone, never that of all.
-        sides = (dy_MN, x_MK) if is_turned else (x_MK, dy_MN)
+        sides = (dy_MN, x_MK) if is_transposed else (x_MK, dy_MN)
         dw = find_gradient(*sides, sizes_E).astype(w.dtype)
         if SHARDS_OF_EXPERT in spec.partitions:
             dw = psum_scatter(dw, SHARDS_OF_EXPERT, dimension=1)
-        dw_EKN = dw.swapaxes(1, 2) if is_turned else dw
+        dw_EKN = dw.swapaxes(1, 2) if is_transposed else dw
         return dx_MK, psum(dw_EKN, copies).reshape(w.shape)
 
     specs = SORTED_M, spec, SORTED_M, SORTED_M
@@ -87,16 +87,16 @@ _product.defvjp(lambda *arguments: (_product(*arguments), arguments[:3]), _backw
 
 
 def describe(kernel: str, rows: int, most_rows: int, experts: int) -> str:
-    """A name that says how many rows a device's experts compute where loads are equal, and for how
-    many a kernel takes the time, as tiles are of buffers of `most_rows`; of a device's `experts`.
-    """
+    """Names a kernel's work for `planning.hlo`: a device's rows if loads are equal, and the rows
+    that its tiles take the time of. Tiles fit buffers of `most_rows` for the device's `experts`."""
     tile = _module(kernel).row_tile(most_rows, experts)
     return f"grouped_rows_{rows}_tiled_{rows + (experts - 1) * tile}"
 
 
 def load_kernel(name: str) -> tuple[Callable, Callable]:
-    """Its product, of [M, K], [E, K, N] (`is_transposed`: [E, N, K]) and sizes, and the weights'
-    gradient, of [M, K], [M, N] and sizes. "NAME_interpreted" needs no accelerator."""
+    """Loads a kernel's two functions: the product of [M, K], [E, K, N] (`is_transposed`: [E, N, K])
+    and sizes; the weights' gradient of [M, K], [M, N] and sizes. "NAME_interpreted" needs no
+    accelerator."""
     options = {"interpret": True} if name.endswith(_INTERPRETED) else {}
     module = _module(name)
     return tuple(functools.partial(run, **options) for run in (module.product, module.gradient))
@@ -106,21 +106,21 @@ def _module(kernel: str) -> Any:
     return importlib.import_module(f"{__package__}.grouped_{kernel.removesuffix(_INTERPRETED)}")
 
 
-def select(asked: str, platform: str | None) -> str:
-    """The kernel that was asked for; under autoselected the best that can. `platform` is None where
-    unknown."""
-    there = f"{platform or 'unknown'} devices"
+def select(requested: str, platform: str | None) -> str:
+    """Returns the requested kernel; for "autoselected" the best one that works. `platform` is None
+    if unknown."""
+    devices = f"{platform or 'unknown'} devices"
     obstacles = {
-        "megablox": {f"needs TPUs, not {there}": platform != "tpu"},
+        "megablox": {f"needs TPUs, not {devices}": platform != "tpu"},
         "triton": {
-            f"needs NVIDIA GPUs, not {there}": platform not in ("gpu", "cuda"),
+            f"needs NVIDIA GPUs, not {devices}": platform not in ("gpu", "cuda"),
             "needs Pallas for Triton, which jax 0.10.2 to 0.12 have": not has_triton(),
         },
         "blocks": {},
     }
-    return choose("grouped_matmul", asked, obstacles)
+    return choose("grouped_matmul", requested, obstacles)
 
 
 def select_for(keys: ModelKeys, platform: str | None) -> str | None:
-    """None for a model without experts."""
+    """Selects the kernel for a model; None for a model without experts."""
     return select(keys.grouped_matmul, platform) if keys.num_experts > 1 else None

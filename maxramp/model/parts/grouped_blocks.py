@@ -1,5 +1,5 @@
-"""Grouped products by blocks of rows in a loop, for CPUs: XLA makes every expert multiply every row
-in its own. Shapes as in `grouped`."""
+"""Grouped products by blocks of rows in a loop, for CPUs, where XLA's own ragged product multiplies
+every row by every expert. Shapes as in `grouped`."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,8 @@ _BLOCK = 128  # rows
 
 
 def _cut_blocks(sizes_E: jax.Array, rows: int) -> tuple[int, jax.Array, Callable]:
-    """Rows of a block, how many blocks there are, and of each its expert, its first row and how
-    many of its rows are the expert's."""
+    """Returns the rows of a block, the number of blocks, and a function from a block's number to
+    its expert, its first row and how many of its rows are the expert's."""
     block = row_tile(rows, len(sizes_E))
     starts_E, counts_E = jnp.cumsum(sizes_E) - sizes_E, -(-sizes_E // block)
     ends_E = jnp.cumsum(counts_E)
@@ -32,7 +32,7 @@ def product(
 
     def body(i: jax.Array, y_MN: jax.Array) -> jax.Array:
         e, first, _ = find(i)
-        # What it makes of the next expert's rows, the next block writes over.
+        # The next block overwrites the results for rows of the next expert.
         w_KN = w[e].T if is_transposed else w[e]
         y = jax.lax.dynamic_slice_in_dim(x_MK, first, block) @ w_KN
         return jax.lax.dynamic_update_slice_in_dim(y_MN, y, first, 0)

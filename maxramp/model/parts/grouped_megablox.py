@@ -35,7 +35,8 @@ def gradient(
 
 
 def row_tile(rows: int, experts: int) -> int:
-    """An eighth of a group: it begins and ends within a tile, which two groups then go through."""
+    """Returns an eighth of a group: groups begin and end within tiles, which two groups then
+    visit."""
     share = max(1, rows // experts // 8)
     return min(_ROW_TILE, max(128, 1 << (share.bit_length() - 1)))
 

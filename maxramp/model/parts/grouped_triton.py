@@ -1,7 +1,7 @@
-"""Grouped products on NVIDIA GPUs: a program multiplies one tile of rows that one expert has.
+"""Grouped products on NVIDIA GPUs: a program multiplies one tile of rows of one expert.
 
-Tiles begin where an expert's rows begin, so that no two programs write to the same rows, and end
-with them; a tile behind all groups does nothing. Sums are float32.
+Tiles begin and end with an expert's rows, so no two programs write to the same rows; a tile after
+all groups does nothing. Sums are float32.
 
 Shapes: M rows, E experts, K inputs, N outputs; m, k and n in names of blocks.
 """
@@ -40,7 +40,8 @@ def product(
     is_transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """[M, N]: every row times its expert's matrix, of [E, K, N] or transposed of [E, N, K]."""
+    """Multiplies every row by its expert's matrix of [E, K, N], or transposed of [E, N, K]: [M,
+    N]."""
     tiling = _choose(x_MK)
     M, E, N = len(x_MK), len(sizes_E), w.shape[1 if is_transposed else 2]
     rows = row_tile(M, E, tiling)
@@ -68,7 +69,7 @@ def product(
 def gradient(
     x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """[E, K, N]: of every expert the products of its rows' inputs with their outputs' gradients."""
+    """Multiplies, for every expert, its rows' inputs by their outputs' gradients: [E, K, N]."""
     tiling = _choose(x_MK)
     K, N, E = x_MK.shape[1], dy_MN.shape[1], len(sizes_E)
     grid = pl.cdiv(K, tiling.rows), pl.cdiv(N, tiling.columns)
@@ -85,7 +86,7 @@ def gradient(
 
 
 def _cut(sizes_E: jax.Array, tiles: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each tile its expert, its first row, and where its expert's rows end."""
+    """Returns each tile's expert, its first row, and where its expert's rows end."""
     i = jnp.arange(tiles, dtype=jnp.int32)
     ends_E, counts_E = jnp.cumsum(sizes_E), pl.cdiv(sizes_E, rows)
     last_E = jnp.cumsum(counts_E)
@@ -96,16 +97,16 @@ def _cut(sizes_E: jax.Array, tiles: int, rows: int) -> tuple[jax.Array, jax.Arra
 def _product_kernel(
     expert_ref, first_ref, end_ref, x_ref, w_ref, y_ref, *, grid, rows, tiling, is_transposed
 ):
-    i, j = _place(grid)
+    i, j = _tile_of_program(grid)
     e, first, end = expert_ref[i], first_ref[i], end_ref[i]
     K, N = x_ref.shape[1], y_ref.shape[1]
-    here, columns = (first, rows, end), (j * tiling.columns, tiling.columns, N)
+    tile, columns = (first, rows, end), (j * tiling.columns, tiling.columns, N)
 
     @pl.when(first < end)
     def _():
         def add(k, y_mn):
             inner = k * tiling.inner, tiling.inner, K
-            x_mk = _load(x_ref, here, inner)
+            x_mk = _load(x_ref, tile, inner)
             if is_transposed:
                 w_kn = _load(w_ref, columns, inner, e).T
             else:
@@ -114,27 +115,27 @@ def _product_kernel(
 
         zeros = jnp.zeros((rows, tiling.columns), jnp.float32)
         y_mn = jax.lax.fori_loop(0, pl.cdiv(K, tiling.inner), add, zeros)
-        _store(y_ref, here, columns, y_mn)
+        _store(y_ref, tile, columns, y_mn)
 
 
 def _gradient_kernel(start_ref, end_ref, x_ref, dy_ref, dw_ref, *, grid, tiling):
-    i, j = _place(grid)
+    i, j = _tile_of_program(grid)
     e = pl.program_id(1)
     start, end = start_ref[e], end_ref[e]
     K, N = dw_ref.shape
     inputs, outputs = (i * tiling.rows, tiling.rows, K), (j * tiling.columns, tiling.columns, N)
 
     def add(m, dw_kn):
-        here = start + m * tiling.inner, tiling.inner, end
-        return dw_kn + triton.dot(_load(x_ref, here, inputs).T, _load(dy_ref, here, outputs))
+        rows = start + m * tiling.inner, tiling.inner, end
+        return dw_kn + triton.dot(_load(x_ref, rows, inputs).T, _load(dy_ref, rows, outputs))
 
     zeros = jnp.zeros((tiling.rows, tiling.columns), jnp.float32)
     dw_kn = jax.lax.fori_loop(0, pl.cdiv(end - start, tiling.inner), add, zeros)
     _store(dw_ref, inputs, outputs, dw_kn)
 
 
-def _place(grid: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """A program's tile of rows and of columns: programs that run together have both in common."""
+def _tile_of_program(grid: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Returns a program's tile of rows and of columns; programs that run together share both."""
     number, (tiles, columns) = pl.program_id(0), grid
     first = jax.lax.div(number, _NEIGHBORS * columns) * _NEIGHBORS
     beside = jnp.minimum(tiles - first, _NEIGHBORS)
@@ -153,7 +154,8 @@ def _store(ref, rows, columns, value):
 
 
 def _clip(*sides: tuple[jax.Array, int, int]):
-    """The slices of a block, whose sides begin, have a size, and end; and what lies before."""
+    """Returns the slices of a block, and which of its elements lie before the ends. Each side is
+    its start, its size, and where the array ends."""
     (a, m, end_m), (b, n, end_n) = sides
     is_row, is_column = a + jnp.arange(m) < end_m, b + jnp.arange(n) < end_n
     return (pl.ds(a, m), pl.ds(b, n)), is_row[:, None] & is_column[None, :]

@@ -22,7 +22,7 @@ class MLP(nnx.Module):
         self.up_DF = normal("matrix", "D F", up, (D, F), MLP_IN_DF, D**-0.5, dtype)
         self.out_FD = normal("matrix", "F D", out, (F, D), MLP_OUT_FD, F**-0.5, dtype)
 
-    def __call__(self, x_BTD: jax.Array, shares_BT: jax.Array | None = None):
+    def __call__(self, x_BTD: jax.Array, token_weight_BT: jax.Array | None = None):
         x_BTD = jax.reshard(x_BTD, X_BTD)
         f, g = (ACTIVATIONS[name] for name in self.activations)
         gate_BTF = f(dense(x_BTD, self.gate_DF, X_BTF))

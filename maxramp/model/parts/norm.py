@@ -23,15 +23,15 @@ class RMSNorm(nnx.Module):
         spec: Spec = REPLICATED,
         offset: float = 0.0,
     ):
-        """`axes` are the letters of what is normalized: the model's width, a head's, or all heads
-        together. What is multiplied by is `offset` + the weight, at first 1."""
+        """Builds the scale over `axes`, the letters of what is normalized: the model's width, a
+        head's, or all heads together. The factor is `offset` + the weight, at first 1."""
         self.epsilon, self.normalized = epsilon, tuple(range(-len(shape), 0))
         self.offset = offset
         first = jnp.full(shape, 1 - offset, dtype, out_sharding=spec)
         self.scale_D = new_weight(first, "scale", axes)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """[B, T, ..., D], dtype kept."""
+        """Normalizes [B, T, ..., D], and keeps the dtype."""
         x = x_BTD.astype(jnp.float32)
         mean = jnp.mean(x * x, axis=self.normalized, keepdims=True)
         x = x * jax.lax.rsqrt(mean + self.epsilon)
@@ -44,7 +44,8 @@ class RMSNorm(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowScale:
-    """A norm's scale with a gradient for each row too: that of `rows_BD`, zeros."""
+    """A norm's scale that has a gradient for each row too, as that of `rows_BD`, which are
+    zeros."""
 
     scale: Weight
     rows_BD: jax.Array
@@ -61,8 +62,8 @@ class RowScale:
 def _give_row_gradients(
     y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array, axes: int
 ) -> jax.Array:
-    """y = x * scale as it is; the gradient to `rows_BD` is what a scale of each row would have, of
-    this many axes."""
+    """Returns y = x * scale; `rows_BD` gets the gradient that a scale for each row would have. A
+    scale has this many axes."""
     return y_BTD
 
 

@@ -1,8 +1,8 @@
-"""Attention of tokens that each see an interval, on GPUs: flash attention that reads nothing else.
+"""Flash attention for GPUs in which each token sees an interval, and no other keys are read.
 
 A token sees from the start of its document, or of its window, to itself: one integer per token
 replaces a [T, T] mask, and blocks outside of it are never read. Forward: FlashAttention-2 (Dao,
-arXiv 2307.08691, algorithm 1); backward: weights made again from the log of their sum.
+arXiv 2307.08691, algorithm 1); backward: weights recomputed from the log of their sum.
 
 Shapes: B rows, T tokens, t queries of a row (all, or those of one device), H query heads, K
 key/value heads, G query heads per key/value head (H = K * G), h head width; q and k in names of
@@ -20,8 +20,8 @@ from jax.experimental.pallas import triton
 from maxramp.model.parts.positions import query_blocks
 
 _LOG2E = math.log2(math.e)
-_BLOCK = 128  # what tokens are a multiple of; blocks are powers of two
-_NEVER = -1e30  # the score of what is not seen; finite, so that no difference is NaN
+_BLOCK = 128  # tokens are padded to a multiple of it; blocks are powers of two
+_MASKED = -1e30  # the score of an invisible key; finite, so that no difference is NaN
 
 
 def packed_attention(
@@ -29,45 +29,45 @@ def packed_attention(
     k_BTKh: jax.Array,
     v_BTKh: jax.Array,
     first_Bt: jax.Array,
-    at_Bt: jax.Array,
+    last_Bt: jax.Array,
     scale: float,
     cap: float = 0.0,
     interpret: bool = False,
 ) -> jax.Array:
-    """softmax(q k * scale) v over the tokens from `first` to `at` of each query (int32, both rise
-    along a row): [B, t, H, h]. Scores are cap * tanh(score / cap) if there is a cap. `interpret`
-    runs the kernels without a GPU, slowly."""
+    """Returns softmax(q k * scale) v over the tokens from `first` to `last` of each query (int32,
+    both rise along a row): [B, t, H, h]. Scores are cap * tanh(score / cap) if there is a cap.
+    `interpret` runs the kernels without a GPU, slowly."""
     _, t, _, h = q_BtHh.shape
 
     def pad(x: jax.Array) -> jax.Array:
         width = max(pl.next_power_of_2(h), 16) - h
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK), (0, 0), (0, width)))
 
-    # Queries that are added see one token, whose gradients they do not change; keys, none sees.
-    at = jnp.pad(at_Bt, ((0, 0), (0, -t % _BLOCK)), mode="edge")
-    first = jnp.concatenate([first_Bt, at[:, t:]], 1)
+    # Padded queries see one token and do not change its gradients; no query sees padded keys.
+    last = jnp.pad(last_Bt, ((0, 0), (0, -t % _BLOCK)), mode="edge")
+    first = jnp.concatenate([first_Bt, last[:, t:]], 1)
     q, k, v = map(pad, (q_BtHh, k_BTKh, v_BTKh))
-    return _attention(q, k, v, first, at, scale, cap, interpret)[:, :t, :, :h]
+    return _attention(q, k, v, first, last, scale, cap, interpret)[:, :t, :, :h]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attention(q_BtHh, k_BTKh, v_BTKh, first_Bt, at_Bt, *static):
-    return _forward(q_BtHh, k_BTKh, v_BTKh, first_Bt, at_Bt, *static)[0]
+def _attention(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, *static):
+    return _forward(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, *static)[0]
 
 
-def _forward(q_BtHh, k_BTKh, v_BTKh, first_Bt, at_Bt, *static):
+def _forward(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, *static):
     B, t, H, h = q_BtHh.shape
     T, K = k_BTKh.shape[1:3]
     kept, *_ = blocks = _blocks(q_BtHh, backward=False)
     specs = [_tokens(kept, h), *[_row(T, h, H // K)] * 2, *[_line(t)] * 2]
-    made = q_BtHh, jax.ShapeDtypeStruct((B, H, t), jnp.float32)
-    call = _call(_forward_kernel, specs, made, blocks, *static)
-    out_BtHh, lse_BHt = call(q_BtHh, k_BTKh, v_BTKh, first_Bt, at_Bt)
-    return out_BtHh, (q_BtHh, k_BTKh, v_BTKh, first_Bt, at_Bt, out_BtHh, lse_BHt)
+    outputs = q_BtHh, jax.ShapeDtypeStruct((B, H, t), jnp.float32)
+    call = _call(_forward_kernel, specs, outputs, blocks, *static)
+    out_BtHh, lse_BHt = call(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt)
+    return out_BtHh, (q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, out_BtHh, lse_BHt)
 
 
 def _backward(scale, cap, interpret, residuals, dout_BtHh):
-    q_BtHh, k_BTKh, v_BTKh, first_Bt, at_Bt, out_BtHh, lse_BHt = residuals
+    q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, out_BtHh, lse_BHt = residuals
     _, t, H, h = q_BtHh.shape
     T, K = k_BTKh.shape[1:3]
     G, static = H // K, (scale, cap, interpret)
@@ -78,12 +78,12 @@ def _backward(scale, cap, interpret, residuals, dout_BtHh):
     own, sums = _tokens(kept, h), _sums(kept)
     specs = [own, *[_row(T, h, G)] * 2, *[_line(t)] * 2, own, sums, sums]
     call = _call(_dq_kernel, specs, (q_BtHh,), blocks, *static)
-    (dq_BtHh,) = call(q_BtHh, k_BTKh, v_BTKh, first_Bt, at_Bt, dout_BtHh, lse_BHt, delta_BHt)
+    (dq_BtHh,) = call(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, dout_BtHh, lse_BHt, delta_BHt)
     group = pl.BlockSpec((None, t, G, h), lambda i, n, b: (b, 0, n, 0))
     sums = pl.BlockSpec((None, G, t), lambda i, n, b: (b, n, 0))
     specs = [group, own, own, *[_line(t)] * 2, *[_line(T // kept)] * 2, group, sums, sums]
     call = _call(_dkv_kernel, specs, (k_BTKh, v_BTKh), blocks, *static)
-    lines = first_Bt, at_Bt, *query_blocks(first_Bt, at_Bt, moving, kept, T)
+    lines = first_Bt, last_Bt, *query_blocks(first_Bt, last_Bt, moving, kept, T)
     dk_dv = call(q_BtHh, k_BTKh, v_BTKh, *lines, dout_BtHh, lse_BHt, delta_BHt)
     return dq_BtHh, *dk_dv, None, None
 
@@ -92,49 +92,50 @@ _attention.defvjp(_forward, _backward)
 
 
 def _forward_kernel(
-    q_ref, k_ref, v_ref, first_ref, at_ref, out_ref, lse_ref, *, scale, cap, kept, moving
+    q_ref, k_ref, v_ref, first_ref, last_ref, out_ref, lse_ref, *, scale, cap, kept, moving
 ):
-    """A block of queries of one head: its outputs, and their weights' sums as logs to base 2."""
-    q_qh, (first_q, at_q, keys) = q_ref[...], _sight(first_ref, at_ref, kept, moving)
+    """Computes a block of queries of one head: outputs, and their weights' sums as logs to base
+    2."""
+    q_qh, (first_q, last_q, keys) = q_ref[...], _visible(first_ref, last_ref, kept, moving)
 
     def add(j, carry):
         out_qh, top_q, sum_q = carry
-        here = pl.ds(j * moving, moving)
-        scores_qk, _ = _scores(triton.dot(q_qh, k_ref[here, :].T), scale, cap)
-        at_k = j * moving + jnp.arange(moving)
-        sees_qk = (at_k[None, :] <= at_q[:, None]) & (at_k[None, :] >= first_q[:, None])
-        scores_qk = jnp.where(sees_qk, scores_qk, _NEVER)
+        block = pl.ds(j * moving, moving)
+        scores_qk, _ = _scores(triton.dot(q_qh, k_ref[block, :].T), scale, cap)
+        index_k = j * moving + jnp.arange(moving)
+        sees_qk = (index_k[None, :] <= last_q[:, None]) & (index_k[None, :] >= first_q[:, None])
+        scores_qk = jnp.where(sees_qk, scores_qk, _MASKED)
         new_top_q = jnp.maximum(top_q, scores_qk.max(-1))
         weights_qk = jnp.exp2(scores_qk - new_top_q[:, None])
         shrink_q = jnp.exp2(top_q - new_top_q)
-        v_kh = v_ref[here, :]
+        v_kh = v_ref[block, :]
         out_qh = out_qh * shrink_q[:, None] + triton.dot(weights_qk.astype(v_kh.dtype), v_kh)
         return out_qh, new_top_q, sum_q * shrink_q + weights_qk.sum(-1)
 
     zeros_q = jnp.zeros(kept, jnp.float32)
-    carry = jnp.zeros(q_qh.shape, jnp.float32), zeros_q + _NEVER, zeros_q
+    carry = jnp.zeros(q_qh.shape, jnp.float32), zeros_q + _MASKED, zeros_q
     out_qh, top_q, sum_q = jax.lax.fori_loop(*keys, add, carry)
     out_ref[...] = (out_qh / sum_q[:, None]).astype(out_ref.dtype)
     lse_ref[...] = top_q + jnp.log2(sum_q)
 
 
 def _dq_kernel(
-    q_ref, k_ref, v_ref, first_ref, at_ref, dout_ref, lse_ref, delta_ref, dq_ref,
+    q_ref, k_ref, v_ref, first_ref, last_ref, dout_ref, lse_ref, delta_ref, dq_ref,
     *, scale, cap, kept, moving
 ):  # fmt: skip
-    """A block of queries of one head: their gradients."""
-    q_qh, (first_q, at_q, keys) = q_ref[...], _sight(first_ref, at_ref, kept, moving)
+    """Computes the gradients of a block of queries of one head."""
+    q_qh, (first_q, last_q, keys) = q_ref[...], _visible(first_ref, last_ref, kept, moving)
     dout_qh, lse_q, delta_q = dout_ref[...], lse_ref[...], delta_ref[...]
 
     def add(j, dq_qh):
-        here = pl.ds(j * moving, moving)
-        k_kh = k_ref[here, :]
+        block = pl.ds(j * moving, moving)
+        k_kh = k_ref[block, :]
         scores_qk, slopes_qk = _scores(triton.dot(q_qh, k_kh.T), scale, cap)
         weights_qk = jnp.exp2(scores_qk - lse_q[:, None])
-        at_k = j * moving + jnp.arange(moving)
-        sees_qk = (at_k[None, :] <= at_q[:, None]) & (at_k[None, :] >= first_q[:, None])
+        index_k = j * moving + jnp.arange(moving)
+        sees_qk = (index_k[None, :] <= last_q[:, None]) & (index_k[None, :] >= first_q[:, None])
         weights_qk = jnp.where(sees_qk, weights_qk, 0.0) * slopes_qk
-        dscores_qk = weights_qk * (triton.dot(dout_qh, v_ref[here, :].T) - delta_q[:, None])
+        dscores_qk = weights_qk * (triton.dot(dout_qh, v_ref[block, :].T) - delta_q[:, None])
         return dq_qh + triton.dot(dscores_qk.astype(k_kh.dtype), k_kh)
 
     dq_qh = jax.lax.fori_loop(*keys, add, jnp.zeros(q_qh.shape, jnp.float32))
@@ -142,49 +143,49 @@ def _dq_kernel(
 
 
 def _dkv_kernel(
-    q_ref, k_ref, v_ref, first_ref, at_ref, begin_ref, end_ref, dout_ref, lse_ref, delta_ref,
+    q_ref, k_ref, v_ref, first_ref, last_ref, begin_ref, end_ref, dout_ref, lse_ref, delta_ref,
     dk_ref, dv_ref, *, scale, cap, kept, moving
 ):  # fmt: skip
-    """A block of keys and values of one head: their gradients, from all heads that share it."""
+    """Computes the gradients of a block of keys and values of one head, from all query heads."""
     j, G = pl.program_id(0), q_ref.shape[1]
-    k_kh, v_kh, at_k = k_ref[...], v_ref[...], j * kept + jnp.arange(kept)
+    k_kh, v_kh, index_k = k_ref[...], v_ref[...], j * kept + jnp.arange(kept)
 
-    def add(turn, carry):
+    def add(step, carry):
         dk_kh, dv_kh = carry
-        g, i = jax.lax.rem(turn, G), begin + jax.lax.div(turn, G)
-        here = pl.ds(i * moving, moving)
-        q_qh, dout_qh = q_ref[here, g, :], dout_ref[here, g, :]
-        lse_q, delta_q, first_q, at_q = (
-            lse_ref[g, here],
-            delta_ref[g, here],
-            first_ref[here],
-            at_ref[here],
+        g, i = jax.lax.rem(step, G), begin + jax.lax.div(step, G)
+        block = pl.ds(i * moving, moving)
+        q_qh, dout_qh = q_ref[block, g, :], dout_ref[block, g, :]
+        lse_q, delta_q, first_q, last_q = (
+            lse_ref[g, block],
+            delta_ref[g, block],
+            first_ref[block],
+            last_ref[block],
         )
         scores_kq, slopes_kq = _scores(triton.dot(k_kh, q_qh.T), scale, cap)
         weights_kq = jnp.exp2(scores_kq - lse_q[None, :])
-        sees_kq = (at_k[:, None] <= at_q[None, :]) & (at_k[:, None] >= first_q[None, :])
+        sees_kq = (index_k[:, None] <= last_q[None, :]) & (index_k[:, None] >= first_q[None, :])
         weights_kq = jnp.where(sees_kq, weights_kq, 0.0)
         dv_kh += triton.dot(weights_kq.astype(dout_qh.dtype), dout_qh)
         dscores_kq = weights_kq * (triton.dot(v_kh, dout_qh.T) - delta_q[None, :]) * slopes_kq
         return dk_kh + triton.dot(dscores_kq.astype(q_qh.dtype), q_qh), dv_kh
 
     begin, zeros_kh = begin_ref[j], jnp.zeros(k_kh.shape, jnp.float32)
-    turns = (end_ref[j] - begin) * G
-    dk_kh, dv_kh = jax.lax.fori_loop(0, turns, add, (zeros_kh, zeros_kh))
+    steps = (end_ref[j] - begin) * G
+    dk_kh, dv_kh = jax.lax.fori_loop(0, steps, add, (zeros_kh, zeros_kh))
     dk_ref[...] = (dk_kh * scale).astype(dk_ref.dtype)
     dv_ref[...] = dv_kh.astype(dv_ref.dtype)
 
 
-def _sight(first_ref, at_ref, kept, moving):
-    """What a program's queries see, from first to at, and the blocks of keys that hold it."""
+def _visible(first_ref, last_ref, kept, moving):
+    """Returns the first and last tokens that a program's queries see, and those blocks of keys."""
     start = pl.program_id(0) * kept
-    here, last = pl.ds(start, kept), at_ref[start + kept - 1]
+    own, last = pl.ds(start, kept), last_ref[start + kept - 1]
     keys = jax.lax.div(first_ref[start], moving), jax.lax.div(last, moving) + 1
-    return first_ref[here], at_ref[here], keys
+    return first_ref[own], last_ref[own], keys
 
 
 def _scores(products, scale, cap):
-    """Scores, to base 2, and how fast they rise with products * scale, to base e."""
+    """Returns scores, to base 2, and their derivatives by products * scale, to base e."""
     if not cap:
         return products * (scale * _LOG2E), 1.0
     tanh = jnp.tanh(products * (scale / cap))
@@ -192,7 +193,8 @@ def _scores(products, scale, cap):
 
 
 def _blocks(q_BtHh: jax.Array, backward: bool) -> tuple[int, int, int]:
-    """Tokens of the block that a program keeps and of those it goes through, and its warps."""
+    """Returns the tokens of the block that a program keeps and of those it loops over, and its
+    warps."""
     h = q_BtHh.shape[3]
     bytes_per_token = h * q_BtHh.dtype.itemsize
     kept = _BLOCK if bytes_per_token <= 256 else 64
@@ -216,15 +218,15 @@ def _line(size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, size), lambda i, n, b: (b, 0))
 
 
-def _call(kernel, in_specs, made, blocks, scale, cap, interpret):
-    """A program for each block of tokens and head of the first array that is `made`."""
-    (kept, moving, warps), (B, T, heads, h) = blocks, made[0].shape
+def _call(kernel, in_specs, outputs, blocks, scale, cap, interpret):
+    """Builds a call with a program for each block of tokens and head of the first output."""
+    (kept, moving, warps), (B, T, heads, h) = blocks, outputs[0].shape
     return pl.pallas_call(
         functools.partial(kernel, scale=scale, cap=cap, kept=kept, moving=moving),
         grid=(T // kept, heads, B),
         in_specs=in_specs,
-        out_specs=[_tokens(kept, h) if x.ndim == 4 else _sums(kept) for x in made],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made],
+        out_specs=[_tokens(kept, h) if x.ndim == 4 else _sums(kept) for x in outputs],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
         name=kernel.__name__.strip("_"),

@@ -1,4 +1,4 @@
-"""Splash attention, the kernel for TPUs that JAX ships: of whole rows, or of some of their tokens.
+"""Splash attention, JAX's kernel for TPUs, for whole rows or for some of their tokens.
 
 Shapes: B rows, T keys of a row, t queries of it, H query heads, K key/value heads, h head width; q
 and k blocks of queries and of keys.
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from maxramp.model.parts.positions import Positions, key_blocks, query_blocks
 
-LANES = 128  # what a block is a multiple of
+LANES = 128  # blocks are multiples of it
 _LARGEST_BLOCK = 512
-# Of a kernel's loops at once: each has an int16 and an int8 in a TPU's scalar memory of 1 MiB.
-_MOST_TURNS = 2**18
+# Steps of a kernel's loops: each has an int16 and an int8 in a TPU's scalar memory of 1 MiB.
+_MOST_STEPS = 2**18
 CONTEXT = "context"  # what remat_policy=minimal_with_context keeps: a kernel's result and sums
 
 
@@ -23,12 +23,12 @@ def splash_attention(
     positions: Positions,
     window: int = 0,
     cap: float = 0.0,
-    places_Bt: jax.Array | None = None,
+    index_Bt: jax.Array | None = None,
     run: int = 0,
     interpret: bool = False,
 ) -> jax.Array:
-    """softmax(q k) v of all tokens of rows in order, or of those at places that rise along a row in
-    runs of `run` consecutive tokens, from multiples of it on: [B, t, H, h]."""
+    """Returns softmax(q k) v for all tokens of rows in order, or for those at `index_Bt`: [B, t, H,
+    h]. Indices rise along a row in runs of `run` consecutive tokens, from multiples of it on."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
 
     (t, H), T = q_BtHh.shape[1:3], k_BTKh.shape[1]
@@ -43,34 +43,34 @@ def splash_attention(
         "interpret": interpret,
     }
     segments_BT, first = positions.segments_BT, positions.first_seen(T, window)
-    if places_Bt is None:  # rows share masks of what any sees, and the kernel takes them together
-        places_Bt = jnp.arange(T, dtype=jnp.int32)
+    if index_Bt is None:  # one mask of what any row sees, so that the kernel runs all rows at once
+        index_Bt = jnp.arange(T, dtype=jnp.int32)
         first = first if first.ndim == 1 else first.min(0)
 
-    def attend_row(q_tHh, k_TKh, v_TKh, first_T, places_t, segments_T):
+    def attend_row(q_tHh, k_TKh, v_TKh, first_T, index_t, segments_T):
         k_KTh, v_KTh = (x.swapaxes(0, 1) for x in (k_TKh, v_TKh))
 
-        def attend_some(q_pHh: jax.Array, places_p: jax.Array) -> jax.Array:
-            masks = _masks(first_T[places_p], places_p, window, T, queries, keys)
+        def attend_some(q_pHh: jax.Array, index_p: jax.Array) -> jax.Array:
+            masks = _masks(first_T[index_p], index_p, window, T, queries, keys)
             segments = None
             if segments_T is not None:
-                segments = splash.SegmentIds(segments_T[places_p], segments_T)
+                segments = splash.SegmentIds(segments_T[index_p], segments_T)
             kernel = _kernel(*masks, window, options)
             return kernel(q_pHh.swapaxes(0, 1), k_KTh, v_KTh, segment_ids=segments).swapaxes(0, 1)
 
         p = _most_queries(t, T, window, queries, keys)
         if p == t:
-            return attend_some(q_tHh, places_t)
-        parts = q_tHh.reshape(t // p, p, *q_tHh.shape[1:]), places_t.reshape(t // p, p)
+            return attend_some(q_tHh, index_t)
+        parts = q_tHh.reshape(t // p, p, *q_tHh.shape[1:]), index_t.reshape(t // p, p)
         return jax.lax.map(lambda part: attend_some(*part), parts).reshape(t, H, -1)
 
-    rows = q_BtHh, k_BTKh, v_BTKh, first, places_Bt, segments_BT
+    rows = q_BtHh, k_BTKh, v_BTKh, first, index_Bt, segments_BT
     axes = (0, 0, 0, *(None if x is None or x.ndim == 1 else 0 for x in rows[3:]))
     return jax.vmap(attend_row, axes)(*rows)
 
 
-def _turns(own: int, others: int, number: int, window: int) -> int:
-    """How many of `number` blocks of others a block of consecutive tokens may meet."""
+def _most_steps(own: int, others: int, number: int, window: int) -> int:
+    """Bounds how many of `number` blocks of others a block of consecutive tokens may meet."""
     if not window:
         return number
     near = -(-own // others) + -(-(window - 1) // others) + (own % others > 0)
@@ -78,43 +78,44 @@ def _turns(own: int, others: int, number: int, window: int) -> int:
 
 
 def _most_queries(t: int, T: int, window: int, queries: int, keys: int) -> int:
-    """How many of t queries the kernel takes at once, so that its masks fit."""
-    turns = _turns(queries, keys, T // keys, window)
+    """Returns how many of t queries the kernel takes at once, so that its masks fit."""
+    steps = _most_steps(queries, keys, T // keys, window)
     n = t // queries
-    return queries * next(m for m in range(n, 0, -1) if n % m == 0 and m * turns <= _MOST_TURNS)
+    return queries * next(m for m in range(n, 0, -1) if n % m == 0 and m * steps <= _MOST_STEPS)
 
 
-def _masks(first_t, places_t, window, T, queries, keys):
-    """The MaskInfos of queries and of keys: the number of the block that each turn of the kernel's
-    loops reads, and whether there is one, [1, q, turns] and [1, turns, k]."""
+def _masks(first_t, index_t, window, T, queries, keys):
+    """Returns the MaskInfos of queries and of keys: which block each step of the kernel's loops
+    reads, and whether it reads one, [1, q, steps] and [1, steps, k]."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
-    seen = first_t[None], places_t[None]
+    visible = first_t[None], index_t[None]
 
-    def turns(own: int, others: int, number: int, begin_1n: jax.Array, end_1n: jax.Array):
-        most = _turns(own, others, number, window)
-        at = begin_1n[..., None] + jnp.arange(most, dtype=jnp.int32)
+    def steps(own: int, others: int, number: int, begin_1n: jax.Array, end_1n: jax.Array):
+        most = _most_steps(own, others, number, window)
+        block = begin_1n[..., None] + jnp.arange(most, dtype=jnp.int32)
         end = end_1n[..., None]
-        there = (at < end).astype(jnp.int8)
-        return jnp.clip(at, 0, jnp.maximum(end - 1, 0)).astype(jnp.int16), there
+        is_read = (block < end).astype(jnp.int8)
+        return jnp.clip(block, 0, jnp.maximum(end - 1, 0)).astype(jnp.int16), is_read
 
-    of_queries = turns(queries, keys, T // keys, *key_blocks(*seen, queries, keys))
-    number = len(places_t) // queries
-    of_keys = turns(keys, queries, number, *query_blocks(*seen, queries, keys, T))
-    both = of_queries, (x.swapaxes(1, 2) for x in of_keys)
-    return tuple(info.MaskInfo(block, None, there, None, places_t) for block, there in both)
+    query_steps = steps(queries, keys, T // keys, *key_blocks(*visible, queries, keys))
+    number = len(index_t) // queries
+    key_steps = steps(keys, queries, number, *query_blocks(*visible, queries, keys, T))
+    both = query_steps, (x.swapaxes(1, 2) for x in key_steps)
+    return tuple(info.MaskInfo(block, None, is_read, None, index_t) for block, is_read in both)
 
 
-def _kernel(of_queries, of_keys, window, options):
+def _kernel(query_mask, key_mask, window, options):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    def sees(at_q, at_k):
-        return (at_k <= at_q) & (at_k > at_q - window) if window else at_k <= at_q
+    def sees(index_q, index_k):
+        is_before = index_k <= index_q
+        return is_before & (index_k > index_q - window) if window else is_before
 
     return splash.SplashAttentionKernel(
-        of_queries,
-        of_queries,
-        of_keys,
+        query_mask,
+        query_mask,
+        key_mask,
         is_mqa=False,
         save_residuals=False,
         mask_value=splash.DEFAULT_MASK_VALUE,

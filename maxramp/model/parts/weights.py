@@ -1,4 +1,4 @@
-"""Weights that say what they are, and products with them on any mesh and in a pipeline.
+"""Weights that name their role and axes, and products with them on any mesh and in a pipeline.
 
 Shapes: B rows, T tokens, N tokens of all rows, D model width, F MLP width, r rank of an adapter; in
 front of a weight's own axes R repeats of a circular pipeline, L layers, S stages, E experts.
@@ -31,16 +31,16 @@ from maxramp.parallel.sharding import (
 class Weight(nnx.Param):
     """An array that training may change."""
 
-    role: str  # one of `keys.ROLES`; decay, cast, optimizer and noise scale ask it
-    # A letter for each of its axes: those of a stack, of which a product has one after the other
-    # ("L", "RL"; of a layer of each stage "S") or all at once ("E": `grouped`), ...
+    role: str  # one of `keys.ROLES`; decides on decay, cast, optimizer and noise scale
+    # A letter for each axis: those of a stack, which a product uses one by one ("L", "RL"; "S" a
+    # layer of each stage) or all at once ("E": `grouped`), ...
     leading: str
     inputs: str  # ... those that a product sums over ("D"), ...
-    outputs: str  # ... and those that it makes ("Hh")
+    outputs: str  # ... and those of its result ("Hh")
 
     @property
     def own(self) -> str:
-        """The axes of one matrix or vector, as in the weight's name ("DHh")."""
+        """The axes of one matrix or vector, as in the name of the weight ("DHh")."""
         return self.inputs + self.outputs
 
     @property
@@ -49,8 +49,8 @@ class Weight(nnx.Param):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The sizes of the axes of layers: [L], [R, L / R], or none. What an optimizer keeps of a
-        weight may have other axes, and then has none of them."""
+        """The sizes of the axes of layers: [L], [R, L / R], or none. An optimizer's array for a
+        weight may have other axes, and then none of these."""
         shapes = [x.shape for x in jax.tree.leaves(self)]
         if [len(shape) for shape in shapes] != [len(self.axes)]:
             return ()
@@ -59,12 +59,12 @@ class Weight(nnx.Param):
 
     @property
     def is_in_products(self) -> bool:
-        """Whether it is used in the arithmetic's dtype; others are in float32."""
+        """Whether products use it, in the dtype of the arithmetic; others are float32."""
         return self.role in ROLES_IN_PRODUCTS
 
 
 def new_weight(x: jax.Array, role: str, axes: str, leading: str = "") -> Weight:
-    """The weight of one layer; axes are "inputs outputs", of a vector one."""
+    """Makes a weight of one layer; `axes` are "inputs outputs", or one for a vector."""
     *inputs, outputs = axes.split()
     return Weight(x, role=role, leading=leading, inputs="".join(inputs), outputs=outputs)
 
@@ -79,7 +79,8 @@ def normal(
     dtype: str,
     leading: str = "",
 ) -> Weight:
-    """Truncated normal values (at 2 sigma) with standard deviation `std`."""
+    """Draws a weight from a normal distribution of standard deviation `std`, truncated at 2
+    sigma."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
     return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes, leading)
@@ -89,7 +90,7 @@ def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) 
     return new_weight(jnp.zeros(shape, dtype, out_sharding=spec), role, axes)
 
 
-# A field that programs are compiled for, of a dataclass whose others are arrays.
+# A field that programs are compiled for, in a dataclass whose other fields are arrays.
 static = functools.partial(dataclasses.field, metadata={"static": True})
 
 
@@ -102,7 +103,7 @@ class Adapted:
     down: Weight  # its inputs' axes, r
     up: Weight  # r, its outputs' axes
     scale: float = static()
-    dropout: float = static()  # the share of inputs that `down` does not see, where there are seeds
+    dropout: float = static()  # the share of inputs that `down` does not see, if there are seeds
     seeds_B: jax.Array | None = None  # uint32, one a row (`model.adapters.add_dropout`)
 
 
@@ -111,7 +112,7 @@ def is_weight(x: Any) -> bool:
 
 
 def map_weights(change: Callable, tree: Any, *beside: Any) -> Any:
-    """A tree with `change(weight)` for every weight, and weights of trees beside it."""
+    """Maps `change` over the weights of a tree, with those of the trees beside it."""
 
     def change_leaf(x: Any, *others: Any) -> Any:
         return change(x, *others) if is_weight(x) else x
@@ -150,7 +151,7 @@ def join_parts(*parts: Any) -> Any:
 
 
 def apply_elementwise(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
-    """`change(x, weight)` in float32, of x [B, T, ...]; weights as in `dense`."""
+    """Computes `change(x, weight)` in float32 for x [B, T, ...]; weights as in `dense`."""
     w = weight[...].astype(jnp.float32)
     if "S" not in weight.leading:
         return change(x, w)
@@ -166,9 +167,9 @@ STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal 
 def dense(
     x: jax.Array, weight: Weight | Adapted, out_sharding: Spec, precision: str | None = None
 ) -> jax.Array:
-    """The product with a weight of a layer, or of a layer on every stage: [B, T, inputs] -> [B, T,
-    outputs]; with experts see `grouped`. Naming the result's sharding
-    makes a product with an fsdp-sharded weight gather the weight and not the activations."""
+    """Multiplies by a weight of a layer, or of a layer on every stage: [B, T, inputs] -> [B, T,
+    outputs]; for experts see `grouped`. `out_sharding` makes a product with a weight on fsdp gather
+    the weight, not the activations."""
     if isinstance(weight, Adapted):
         return _dense_adapted(x, weight, out_sharding)
     w = weight[...].astype(x.dtype)
@@ -188,7 +189,7 @@ def dense(
     x = jax.lax.reshape(x, (*rows, *x.shape[2:]), out_sharding=spec)
     y = _compute_gradient_once(product(axes, y_spec, precision, x, w))
     y = jax.lax.reshape(y, (B, T, *y.shape[len(rows) :]), out_sharding=out_sharding)
-    # Among stages a product has batch dimensions, by which remat_policy=minimal tells attention's.
+    # remat_policy=minimal recomputes products with batch dimensions, which these have among stages.
     return checkpoint_name(y, STAGE_PRODUCTS) if is_staged else y
 
 
@@ -202,18 +203,18 @@ def _dense_adapted(x: jax.Array, adapted: Adapted, out_sharding: Spec) -> jax.Ar
 
 
 def _drop_inputs(x: jax.Array, seeds_B: jax.Array, rate: float) -> jax.Array:
-    """x [B, T, ...] with a share of its values 0 and the others larger, by a row's seed."""
-    spec, place = jax.typeof(x).sharding.spec, jnp.uint32(0)
+    """Applies dropout to x [B, T, ...], with a seed for each row."""
+    spec, index = jax.typeof(x).sharding.spec, jnp.uint32(0)
     for axis in range(1, x.ndim):
         along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=spec)
-        place = place * jnp.uint32(x.shape[axis]) + along
+        index = index * jnp.uint32(x.shape[axis]) + along
     seeds = jnp.expand_dims(seeds_B, range(1, x.ndim))
-    kept = hash_bits(hash_bits(place) ^ seeds) >= jnp.uint32(round(rate * 2**32))
+    kept = hash_bits(hash_bits(index) ^ seeds) >= jnp.uint32(round(rate * 2**32))
     return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
 
 
 def hash_bits(x: jax.Array) -> jax.Array:
-    """A bijection of 32 bits whose outputs look random (MurmurHash3's finalizer)."""
+    """Scrambles 32 bits by a bijection (MurmurHash3's finalizer)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -221,7 +222,8 @@ def hash_bits(x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _compute_gradient_once(y: jax.Array) -> jax.Array:
-    """y, whose gradient XLA for TPUs would compute anew in each product that reads it."""
+    """Returns y. Without this XLA for TPUs recomputes its gradient in each product that reads
+    it."""
     return y
 
 
@@ -231,7 +233,8 @@ _compute_gradient_once.defvjp(
 
 
 def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows [B, ...] of all batch axes as [d, S, B, ...]: the copies, the stages, the others."""
+    """Returns the shape [d, S, B, ...] of rows [B, ...] of all batch axes: copies, stages,
+    others."""
     S, d = axis_size("stage"), axis_size(*AROUND_STAGES)
     return d, S, rows[0] // (d * S), *rows[1:]
 
@@ -243,7 +246,7 @@ def _product(
     x: jax.Array,
     weight: jax.Array,
 ) -> jax.Array:
-    """`axes` are the letters of x, of the weight, and of the result."""
+    """Multiplies x and the weight; `axes` are their letters and those of the result."""
     spec = jax.typeof(weight).sharding.spec
     if _confuses_rows(spec):
         weight = jax.reshard(weight, without_axis(spec, "fsdp"))
@@ -253,27 +256,27 @@ def _product(
 
 
 def _confuses_rows(spec: Spec) -> bool:
-    """Whether XLA leaves few rows in the order of the weight's shards: it does where a weight is on
-    fsdp and tensor, and rows on fsdp and another axis. So such weights are gathered first."""
+    """Tells whether XLA would return few rows in the order of the weight's shards: it does if a
+    weight is on fsdp and tensor, and rows on fsdp and another axis. Gather such weights first."""
     if platform() == "tpu":
         return False
     copies = axis_size(*(axis for axis in COPY_AXES if axis not in spec.partitions))
     return copies > 1 and axis_size(*SHARD_AXES) > 1 and axis_size("tensor") > 1
 
 
-# The same with a weight whose gradient stays apart (`sharding.weight_spec`); what it keeps of the
-# weight for the backward pass are shards.
+# The same with a weight whose gradient stays apart (`sharding.weight_spec`). It keeps only shards
+# of the weight for the backward pass.
 _product_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
 
 
 def _product_apart_backward(axes, out_sharding, precision, residuals, dy):
-    (x, weight), (of_x, of_weight, of_y) = residuals, axes
+    (x, weight), (x_axes, weight_axes, y_axes) = residuals, axes
     spec = jax.typeof(weight).sharding.spec
-    back = (of_y, of_weight, of_x), jax.typeof(x).sharding.spec
+    back = (y_axes, weight_axes, x_axes), jax.typeof(x).sharding.spec
     dx = _product(*back, precision, dy, weight)
-    # JAX sums a product over all axes that its rows are sharded on, or over none: so over none,
-    # and then over those on which the weight is a shard.
-    subscripts = f"{of_x},{of_y}->{of_weight}"
+    # JAX sums a product over all axes that its rows are sharded on, or over none. So this sums over
+    # none, then over those on which the weight is a shard.
+    subscripts = f"{x_axes},{y_axes}->{weight_axes}"
     dweight = jnp.einsum(
         subscripts, x, dy, out_sharding=own_gradient_spec(spec), precision=precision
     )

@@ -75,10 +75,10 @@ def test_a_checkpoint_sees_as_in_its_last_step():
     config = phased(PHASES)
     stages = RampupBatchManager(config.batch, 8).to_json()["stages"]
     seen = {
-        step: Checkpoint(place("c"), step, 4 * step, stages, "", dict(config.values), {}).sight
+        step: Checkpoint(place("c"), step, 4 * step, stages, "", dict(config.values), {}).rope_keys
         for step in (0, 1, 10, 11, 15, 16, 20, 21)
     }
-    windows = {step: sight.sliding_window_size for step, sight in seen.items()}
+    windows = {step: rope_keys.sliding_window_size for step, rope_keys in seen.items()}
     assert windows == {0: 16, 1: 16, 10: 16, 11: 4, 15: 4, 16: 4, 20: 4, 21: 16}
     assert (seen[15].rope_type, seen[16].rope_type) == ("default", "llama3.1")
 
