@@ -120,7 +120,7 @@ def main() -> None:
     devices = jax.devices()
     if name:
         parse = gpu.parse if name.partition(":")[0] in gpu.GPUS else topology.parse
-        devices = machine.describe(parse(name))
+        devices = machine.describe_devices(parse(name))
     platform = "cuda" if devices[0].platform in ("gpu", "cuda") else devices[0].platform
     if platform == "cpu":
         sys.exit("error: this benchmark needs an NVIDIA GPU, or --preflight")

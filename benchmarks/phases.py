@@ -28,7 +28,7 @@ from maxramp.commandline import print_note, print_table
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.parallel.mesh import format_sizes
-from maxramp.planning.pod import Pod
+from maxramp.planning.compile_target import CompileTarget
 from maxramp.rampup.schedule import Stage
 
 _8B_PHASES = {
@@ -53,28 +53,32 @@ RUNS = {
 COMMON = ("micro_batch_size=4", "remat_policy=full")
 
 
-def pod_of(name: str, tensor: int) -> Pod:
+def target_for(name: str, tensor: int) -> CompileTarget:
     """The compiler for a run on one mesh."""
     config, *keys = RUNS[name][0]
     mesh = f"ici_tensor_parallelism={tensor}"
-    return Pod.from_config(load([str(ROOT / config), *COMMON, *keys, mesh]), print_note)
+    return CompileTarget.from_config(load([str(ROOT / config), *COMMON, *keys, mesh]), print_note)
 
 
-def phases_of(pod: Pod) -> list[Stage]:
+def phases_of(target: CompileTarget) -> list[Stage]:
     """The phases whose batches divide over a mesh."""
     found = []
-    for stage in pod.ramp.stages:
+    for stage in target.ramp.stages:
         try:
-            pod.ramp.check([stage])
+            target.ramp.check([stage])
         except ConfigError:
             continue
         found.append(stage)
     return found
 
 
-def step(pod: Pod, stage: Stage) -> dict[str, Any]:
+def step(target: CompileTarget, stage: Stage) -> dict[str, Any]:
     """What a phase takes on a mesh."""
-    found, steps, chips = pod.step(stage.spec), pod.ramp.run_steps(stage), len(pod.machine.devices)
+    found, steps, chips = (
+        target.step(stage.spec),
+        target.ramp.run_steps(stage),
+        len(target.machine.devices),
+    )
     taken = {
         "row_length": stage.spec.row_length,
         "samples": stage.spec.samples,
@@ -115,20 +119,21 @@ def main() -> None:
     figures = json.loads(path.read_text())["figures"] if path.exists() else {}
     for name in arguments.runs or RUNS:
         run = figures.setdefault(name, {"meshes": {}, "moves": {}})
-        pods = {
-            format_sizes((pod := pod_of(name, t)).config.mesh.sizes): pod for t in RUNS[name][1]
+        targets = {
+            format_sizes((target := target_for(name, t)).config.mesh.sizes): target
+            for t in RUNS[name][1]
         }
-        todo = [(mesh, stage) for mesh, pod in pods.items() for stage in phases_of(pod)]
+        todo = [(mesh, stage) for mesh, target in targets.items() for stage in phases_of(target)]
         for mesh, stage in sorted(todo, key=lambda of: -of[1].index):
             phases = run["meshes"].setdefault(mesh, {})
             if str(stage.index) not in phases:
-                phases[str(stage.index)] = step(pods[mesh], stage)
+                phases[str(stage.index)] = step(targets[mesh], stage)
                 save(arguments.json, figures)
         run |= compare(run["meshes"])
         for before, after in zip(run["best"], run["best"][1:], strict=False):
             if before != after and (way := f"{before} to {after}") not in run["moves"]:
-                sizes = pods[before].config.mesh, pods[after].config.mesh
-                run["moves"][way] = pods[before].move(*sizes)
+                sizes = targets[before].config.mesh, targets[after].config.mesh
+                run["moves"][way] = targets[before].move(*sizes)
         save(arguments.json, figures)
         show(name, run)
 

@@ -32,8 +32,8 @@ from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, write_whole
 from maxramp.parallel.mesh import format_sizes
+from maxramp.planning.compile_target import least_rows
 from maxramp.planning.compiled import compile_stages, compile_ways
-from maxramp.planning.pod import least_rows
 
 _FILE = "compiled.json"
 
@@ -45,26 +45,29 @@ def main(arguments: list[str]) -> int:
     text = "compile the last stage alone, under each remat_policy in its largest micro batches, "
     text += "and list the ways that fit, the fastest first"
     parser.add_argument("--best", action="store_true", help=text)
-    given = parser.parse_intermixed_args(arguments)
-    config = load(given.arguments, "compile")
+    options = parser.parse_intermixed_args(arguments)
+    config = load(options.arguments, "compile")
     if not config.planning.compile_topology:
         raise ConfigError(
             "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
             "v5p-2048 or h200:16x8"
         )
-    result = (compile_ways if given.best else compile_stages)(config, print_progress)
-    text, show = json.dumps(result, indent=2), print_ways if given.best else print_stages
-    print(text) if given.json else show(result)
-    if not given.best:
+    if options.best:
+        result, show = compile_ways(config, print_progress), print_ways
+    else:
+        result, show = compile_stages(config, print_progress), print_stages
+    text = json.dumps(result, indent=2)
+    print(text) if options.json else show(result)
+    if not options.best:
         path = _save(config.run.folder, f"{text}\n".encode())
-        if not given.json:
-            line = shell_quote([*given.arguments, "--compiled", path])
+        if not options.json:
+            line = shell_quote([*options.arguments, "--compiled", path])
             print(f"see       {path}; python -m maxramp.plan {line}")
     return 0
 
 
 def _save(folder: Place, content: bytes) -> Place:
-    """Writes the result into a folder, or into this one if nothing can be written there."""
+    """Writes the result into a folder, or into the current one if that cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / _FILE, content)
@@ -119,8 +122,8 @@ def print_stages(result: dict[str, Any]) -> None:
 def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     device, totals = result["device"], result["totals"]
     meshes = (
-        " x ".join(f"{axis} {size}" for axis, size in of_stage["mesh"].items())
-        for of_stage in result["stages"]
+        " x ".join(f"{axis} {size}" for axis, size in stage["mesh"].items())
+        for stage in result["stages"]
     )
     mesh = ", then ".join(dict.fromkeys(meshes))
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""

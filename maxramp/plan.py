@@ -38,9 +38,9 @@ from maxramp.model.size import describe_weights
 from maxramp.parallel.axes import SHARD_AXES
 from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.beside import find_published, summarize_ramp
+from maxramp.planning.compile_target import CompileTarget
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
-from maxramp.planning.pod import Pod
 from maxramp.planning.stages import with_nodes
 from maxramp.planning.translation import TRAINERS, translate_file
 from maxramp.rampup.phases import MIXTURE
@@ -62,37 +62,38 @@ def main(arguments: list[str]) -> int:
     add("--beside", metavar="NAMES", help=text)
     text = "plan the run of another trainer's FILE (for Megatron a file with its command line): "
     add("--trainer", metavar="NAME", help=text + ", ".join(TRAINERS))
-    given = parser.parse_intermixed_args(arguments)
-    if given.trainer:
-        given.arguments, left_out = translate_file(given.trainer, given.arguments)
-        if not given.json:
-            print(f"python -m maxramp.plan {shell_quote(given.arguments)}")
+    options = parser.parse_intermixed_args(arguments)
+    arguments = options.arguments
+    if options.trainer:
+        arguments, left_out = translate_file(options.trainer, arguments)
+        if not options.json:
+            print(f"python -m maxramp.plan {shell_quote(arguments)}")
             if left_out:
                 print(f"left out, without an equal here: {', '.join(left_out)}")
-    config = load(given.arguments, "plan")
+    config = load(arguments, "plan")
     if config.batch.is_open:
         config = _with_length(config)
-    if given.fit:
-        print(Pod.from_config(config, print_progress).largest_batch())
+    if options.fit:
+        print(CompileTarget.from_config(config, print_progress).largest_batch())
         return 0
-    plan = make_plan(config, find_sources(given.arguments))
-    if given.trainer:
-        plan |= {"arguments": given.arguments, "left_out": left_out}
+    plan = make_plan(config, find_sources(arguments))
+    if options.trainer:
+        plan |= {"arguments": arguments, "left_out": left_out}
     planned = with_nodes(config)
     resolved = resolve(planned, planned.batch.num_devices)
     plan["warnings"] += check_batches(resolved, meshes_of(planned), config.run.folder)
-    if given.beside is not None:
-        plan["beside"] = find_published(given.beside)
-    if given.compiled:
-        add_compiled(plan, place(given.compiled), config.planning)
-    if given.plot:
-        draw_plan(plan, place(given.plot))
-    print(json.dumps(plan, indent=2)) if given.json else print_plan(plan)
+    if options.beside is not None:
+        plan["beside"] = find_published(options.beside)
+    if options.compiled:
+        add_compiled(plan, place(options.compiled), config.planning)
+    if options.plot:
+        draw_plan(plan, place(options.plot))
+    print(json.dumps(plan, indent=2)) if options.json else print_plan(plan)
     return 0
 
 
 def _with_length(config: Config) -> Config:
-    """The config of num_epoch passes over its data, which is read for their length."""
+    """Reads the data for the length of a run that is num_epoch passes over it."""
     print_progress(f"reading the data: the run is num_epoch={config.data.num_epoch} passes over it")
     planned = with_nodes(config)
     devices = planned.batch.num_devices
@@ -123,7 +124,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         head = "\n".join(name.replace("_", " ").rsplit(" ", 1))
         return changes, head, lambda s: s[name] if name == "rope_type" else show(s[name])
 
-    columns = [  # those that say the same of every plan are not shown
+    columns = [  # whether to show it, head, cell: not one that is the same in every plan
         (True, "stage", lambda s: str(s["index"])),
         (True, "first\nstep", lambda s: f"{s['first_step']:,}"),
         (True, "steps", lambda s: f"{s['run_steps']:,}"),
@@ -156,7 +157,7 @@ def print_plan(plan: dict[str, Any]) -> None:
 
 
 def _print_beside(plan: dict[str, Any]) -> None:
-    """The ramp and those of published runs, in tokens."""
+    """Prints the ramp and those of published runs, in tokens."""
     stages = [(s["first_sample"], s["global_batch_size"]) for s in plan["stages"]]
     own = summarize_ramp("this run", stages, plan["total_samples"], plan["max_target_length"])
     heads = (
@@ -263,7 +264,7 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cost(totals: dict[str, Any], constant: str) -> tuple[str, str]:
-    """The run's hours, or how to learn them; and its price, beside that of a `constant` batch."""
+    """Shows the run's hours, or how to get them; and its price, beside a `constant` batch's."""
     if not totals["hours"]:
         return "planned_tflops_per_device=N gives the hours (docs/pods.md)", ""
     hours = f"{totals['node_hours']:,.0f} node-hours in {totals['hours']:,.0f} hours"
@@ -277,28 +278,24 @@ def _cost(totals: dict[str, Any], constant: str) -> tuple[str, str]:
 
 def _compiled_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for stage in (s for s in plan["stages"] if s.get("compiled")):
-        made, what = stage["compiled"], ", which does not fit"
-        if made["fits"]:
-            what = (
-                f", {made['step_seconds']:.3g} s a step, {amount(made['hours'])} hours, "
-                f"{amount(made['device_hours'])} {made['device']}-hours on {made['machine']}"
+        compiled, costs = stage["compiled"], ", which does not fit"
+        if compiled["fits"]:
+            costs = (
+                f", {compiled['step_seconds']:.3g} s a step, {amount(compiled['hours'])} hours, "
+                f"{amount(compiled['device_hours'])} {compiled['device']}-hours on "
+                f"{compiled['machine']}"
             )
-        needs = "{peak:.1f} of {limit:.1f} GiB".format(**made["memory_gib"])
-        yield "compiled", f"stage {stage['index']}: {needs}{what}"
+        needs = "{peak:.1f} of {limit:.1f} GiB".format(**compiled["memory_gib"])
+        yield "compiled", f"stage {stage['index']}: {needs}{costs}"
     if run := plan["totals"].get("compiled"):
-        price, known = run["price"], plan["totals"]["hours"]
-        yield (
-            "compiled",
-            f"the run: {amount(run['hours'])} hours, {amount(run['device_hours'])} "
-            f"{run['device']}-hours"
-            + (f", a price of {amount(price)}" if price else "")
-            + (
-                f"; the {amount(known)} hours above are at planned_tflops_per_device, these by the "
-                "step times that the compiler gives"
-                if known
-                else ""
-            ),
-        )
+        line = f"the run: {amount(run['hours'])} hours, {amount(run['device_hours'])} "
+        line += f"{run['device']}-hours"
+        if run["price"]:
+            line += f", a price of {amount(run['price'])}"
+        if hours := plan["totals"]["hours"]:
+            line += f"; the {amount(hours)} hours above are at planned_tflops_per_device, these by "
+            line += "the step times that the compiler gives"
+        yield "compiled", line
 
 
 def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -317,40 +314,41 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     yield from (("warning", warning) for warning in plan["warnings"])
     limit = plan["memory_limit"]
-    unknown = "; device_memory_gib=N or compile_topology tells what a program can use"
-    of_limit = f", of {limit['gib']:.3g} GiB ({limit['of']})" if limit else unknown
+    available = "; device_memory_gib=N or compile_topology tells what a program can use"
+    if limit:
+        available = f", of {limit['gib']:.3g} GiB ({limit['of']})"
     yield (
         "memory",
         f"per device in the last stage, estimated: weights {memory['weights']:.3g}, "
         f"optimizer {memory['optimizer']:.3g}, gradients {memory['gradients']:.3g}, "
         f"activations {memory['activations']:.3g} GiB (remat_policy={last['remat_policy']})"
-        f"{of_limit}; --fit asks the compiler",
+        f"{available}; --fit asks the compiler",
     )
     if last["devices"] > 1 and not any(stage["move_gib"] for stage in plan["stages"]):
         yield "mesh", _mesh_text(last["mesh"])
     by_source = itertools.groupby(plan["defaults"], key=lambda one: one["source"])
-    defaults = [f"{', '.join(x['given'] for x in of)} ({source})" for source, of in by_source]
+    defaults = [f"{', '.join(x['given'] for x in group)} ({s})" for s, group in by_source]
     if defaults:
         yield "not given", "; ".join(defaults)
 
 
 def _mesh_text(sizes: dict[str, int]) -> str:
-    """A mesh, also in the words of Megatron."""
+    """Shows a mesh, also in the words of Megatron."""
     fsdp = math.prod(sizes[axis] for axis in SHARD_AXES)  # of all but experts
     flags = {"tensor": "tensor-model", "stage": "pipeline-model", "expert": "expert-model"}
     flags |= {"context": "context"}
-    says = [
+    words = [
         f"{name}-parallel-size {sizes[axis]}" for axis, name in flags.items() if sizes[axis] > 1
     ]
     if fsdp > 1:
-        says.append(
+        words.append(
             f"weights, gradients and the optimizer's state over {fsdp} ranks (ZeRO stage 3; its "
             "distributed optimizer is stage 1)"
         )
     if sizes["data"] > 1:
         whole = "" if fsdp > 1 else " of the optimizer's state too (no distributed optimizer)"
-        says.append(f"{sizes['data']} copies{whole}")
-    return f"{format_sizes(sizes)}; in Megatron's words: {', '.join(says)}"
+        words.append(f"{sizes['data']} copies{whole}")
+    return f"{format_sizes(sizes)}; in Megatron's words: {', '.join(words)}"
 
 
 def _change(value: float, reference: float, less: str = "fewer") -> str:

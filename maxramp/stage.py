@@ -1,5 +1,5 @@
-"""What a stage is: the shape of its steps, the mesh they run on, how their passes are computed,
-what their tokens see. Imports no JAX.
+"""The shape of a stage's steps: batch, mesh, how a pass is computed, what a token sees. Imports no
+JAX.
 
 Shapes: A gradient accumulation steps, B samples of a pass over all devices, T tokens of a sample.
 """
@@ -13,7 +13,7 @@ from maxramp.parallel.keys import MeshKeys
 
 
 class Field(NamedTuple):
-    """An array of a batch: [A, B, *suffix]."""
+    """An array of a batch, [A, B, *suffix]."""
 
     name: str
     dtype: str
@@ -24,7 +24,7 @@ Fields = Callable[[int], tuple[Field, ...]]  # the arrays of a batch by T
 
 
 def text_fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:
-    """Of T tokens a row; `separate` where rows hold several documents, apart from each other."""
+    """Returns the arrays of text; `separate` for rows of documents that do not see each other."""
     names = ("tokens", "targets", "segments")[: 3 if separate else 2]
     return *(Field(name, "int32", (tokens,)) for name in names), Field("hashes", "uint32", (2,))
 
@@ -53,16 +53,15 @@ ROPE_KEYS = RopeKeys.names()
 
 @dataclasses.dataclass(frozen=True)
 class StageSpec:
-    """What the steps of a stage are. Programs are keyed by it."""
+    """The shape of a stage's steps, the key of their program."""
 
     accumulation: int  # A
     rows: int  # B, samples
     tokens: int  # T, of a sample
     fields: tuple[Field, ...]  # the arrays of a batch
-    # the sizes of its axes; None where the devices make no such mesh, so nothing can run
-    mesh: MeshKeys | None
+    mesh: MeshKeys | None  # None where the devices make no such mesh, so nothing can run
     remat_policy: str  # what a layer keeps for its backward pass
-    pipeline_microbatches: int  # into how many a pipeline cuts a pass; 1 without one
+    pipeline_microbatches: int  # of a pass in a pipeline; 1 without one
     rope_keys: RopeKeys  # what a token sees
     rows_of_sample: int = 1  # into how many rows a step cuts a sample
 
@@ -73,7 +72,7 @@ class StageSpec:
 
     @property
     def device_tokens(self) -> float:
-        """Tokens of a pass on a device; those of its row where several share it, over `context`."""
+        """Tokens of a pass on a device, which has its part of a row that `context` shares."""
         return self.rows * self.tokens / self.mesh.ranks / self.mesh.sizes["context"]
 
     @property
@@ -88,5 +87,5 @@ class StageSpec:
         return dataclasses.replace(self, accumulation=accumulation, rows=rows)
 
     def single_pass(self, rows: int) -> Self:
-        """One pass over this many samples that nothing cuts."""
+        """Returns the shape of one pass over this many samples that nothing cuts."""
         return dataclasses.replace(self.resize(1, rows), rows_of_sample=1)

@@ -63,7 +63,7 @@ class Cluster:
     compiler, plugin, extra = "GPU", "jax_cuda13_plugin", "cuda13-compiler"
 
     def description(self, num_slices: int) -> dict[str, Any]:
-        """What JAX's `get_topology_desc` takes; GPUs are one slice."""
+        """Returns the arguments of JAX's `get_topology_desc`; GPUs are one slice."""
         return {
             "platform": "cuda",
             "topology": f"{num_slices}x{self.nodes}x{self.gpus}",
@@ -75,7 +75,7 @@ class Cluster:
 
 
 def parse(name: str) -> Cluster:
-    """`h200:16x8`, nodes x GPUs of a node; or `FILE.yml:16x8` with the fields of `Gpu`."""
+    """Reads `h200:16x8`, nodes x GPUs of a node, or `FILE.yml:16x8` with the fields of `Gpu`."""
     kind, _, shape = name.rpartition(":")
     if not kind or not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
         raise ConfigError(
@@ -102,7 +102,7 @@ def _read(path: pathlib.Path) -> Gpu:
 
 
 def _target_config(gpu: Gpu) -> str:
-    """XLA's description of a GPU, a text proto (stream_executor's GpuTargetConfigProto)."""
+    """Describes a GPU to XLA: a text proto (stream_executor's GpuTargetConfigProto)."""
     major, _, minor = gpu.compute_capability.partition(".")
     shared = gpu.shared_memory_kib * 1024
     return f"""
@@ -137,8 +137,10 @@ _ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 _OURS = {"forward": 2, "dq": 3, "dkv": 4}
 
 
-def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, float]) -> hlo.Work:
-    """A roofline of a compiled program: the least time that its kernels and transfers can take.
+def count(
+    text: str, nodes: Sequence[int], rates: tuple[float, float, float, float]
+) -> hlo.StepCost:
+    """Computes a roofline of a compiled program: the least time of its kernels and transfers.
 
     A GPU's compiler gives no times, so two clocks follow the scheduled program. Kernels run one
     after another, at the slower rate of arithmetic and memory; transfers run beside them, one after
@@ -146,10 +148,12 @@ def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, flo
 
     `nodes` has every device's node, in the order of the program's device assignment; `rates` per
     second: products, bytes to and from memory, bytes into a GPU from its node, and from others.
-    ValueError: the text does not say how often a loop runs, or who takes part in a transfer.
+
+    Raises:
+      ValueError: the text does not say how often a loop runs, or who takes part in a transfer.
     """
     flop_rate, memory_rate, nvlink_rate, network_rate = rates
-    work = hlo.Work()
+    work = hlo.StepCost()
 
     def run(computation: hlo.Computation, times: int) -> float:
         """Adds the work of `times` runs of a computation; returns the seconds of one."""
@@ -158,26 +162,26 @@ def count(text: str, nodes: Sequence[int], rates: tuple[float, float, float, flo
         for i in computation.values():
             kind = i.opcode.removesuffix("-start")
             if i.opcode == "while":
-                turns = hlo.turns(i)
-                now += turns * run(i.callee("body"), times * turns)
+                trips = hlo.trip_count(i)
+                now += trips * run(i.callee("body"), times * trips)
             elif i.opcode == "call":
                 now += run(i.callee("to_apply"), times)
             elif kind in hlo.COLLECTIVES:
                 nvlink, network = _link_bytes(i, kind, nodes)
                 work.collective_bytes[kind] += times * nvlink
                 work.network_bytes[kind] += times * network
-                taken = max(nvlink / nvlink_rate, network / network_rate)
-                link = done[i] = max(link, now) + taken
+                seconds = max(nvlink / nvlink_rate, network / network_rate)
+                link = done[i] = max(link, now) + seconds
                 if i.opcode == kind:  # nothing runs beside it
                     now = link
             elif i.opcode.endswith("-done"):
                 now = max([now, *(done.get(operand, 0.0) for operand in i.operands)])
             elif i.opcode not in _FREE:
                 flops = _flops(i)
-                taken = max(flops / flop_rate, _memory_bytes(i) / memory_rate)
+                seconds = max(flops / flop_rate, _memory_bytes(i) / memory_rate)
                 work.flops += times * flops
-                work.compute_seconds += times * taken
-                now += taken
+                work.compute_seconds += times * seconds
+                now += seconds
         return now
 
     work.collective_seconds = run(hlo.parse(text), 1) - work.compute_seconds
@@ -214,7 +218,7 @@ def _flops(i: hlo.Instruction) -> float:
 
 
 def _memory_bytes(i: hlo.Instruction) -> float:
-    """Bytes that a kernel reads and writes: of an array that it only cuts from, what it cuts."""
+    """Counts the bytes that a kernel reads and writes; of an array that it slices, the slices."""
     kernel, operands, root = [i], i.operands, i
     if inner := i.callee("calls"):
         kernel, root = list(inner.values()), inner.root
@@ -243,8 +247,8 @@ def _memory_bytes(i: hlo.Instruction) -> float:
 
 
 def _link_bytes(i: hlo.Instruction, kind: str, nodes: Sequence[int]) -> tuple[float, float]:
-    """Bytes that a GPU receives over NVLink and over the network. Each GPU of a group fetches its
-    share of what the other nodes have for its node, so that it crosses the network once."""
+    """Counts the bytes that a GPU receives over NVLink and over the network. Each GPU of a group
+    fetches its share of what the other nodes have for its node, so it crosses the network once."""
     size = i.operand_bytes
     if kind == "collective-permute":
         pairs = re.findall(r"\{(\d+),(\d+)\}", i.rest.partition("source_target_pairs=")[2])

@@ -1,4 +1,4 @@
-"""What a compiled program does, read from its text: work, cycles and collectives.
+"""Reads what a compiled program does from its text: products, cycles and collectives.
 
 A compiler's own cost analysis counts the body of a loop once. Here every computation is weighted by
 how often it runs. The text is XLA's: computations `%name (...) -> ... {`, instructions `%name =
@@ -34,7 +34,7 @@ _CALLS = ("calls", "to_apply", "true_computation", "false_computation")
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-    """One instruction of a computation of a program."""
+    """One instruction of a compiled program."""
 
     program: dict[str, "Computation"]
     computation: "Computation"
@@ -44,26 +44,26 @@ class Instruction:
     rest: str  # operands and attributes
 
     def attribute(self, name: str) -> str:
-        found = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
-        return found[1] if found else ""
+        match = re.search(rf"\b{name}=%?([^\s,}}]+)", self.rest)
+        return match[1] if match else ""
 
     def callee(self, name: str) -> "Computation":
         return self.program.get(self.attribute(name), Computation())
 
     @functools.cached_property
     def operands(self) -> list["Instruction | None"]:
-        """The instructions whose results it takes; None for one that is not in the text."""
+        """Instructions whose results it takes; None for one that is not in the text."""
         names = re.findall(r"%([^\s,)]+)", self.rest.partition(")")[0])
         return [self.computation.get(name) for name in names]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its first result."""
+        """Shape of its first result."""
         return self.types[0][1]
 
     @property
     def bytes(self) -> float:
-        """Of its result: a bool takes a byte, other types the bits in their names (f8e4m3, s32)."""
+        """Size of its result. A bool has a byte, other types the bits in their names (f8e4m3)."""
         bits = (8 if kind == "pred" else sum(numbers(kind)[:1]) for kind, _ in self.types)
         return sum(n / 8 * math.prod(shape) for n, (_, shape) in zip(bits, self.types, strict=True))
 
@@ -73,13 +73,13 @@ class Instruction:
 
 
 class Computation(dict[str, Instruction]):
-    """Instructions by name, in the order of their texts; `root` makes the result."""
+    """Instructions by name, in the order of the text; `root` makes the result."""
 
     name: str
     root: Instruction
 
 
-# What the text says of a result: an integer, the elements of a tuple, or nothing.
+# The value of a result that follows from the text: an integer or a tuple; None where none does.
 Known = int | tuple["Known", ...] | None
 _COMPUTED = {
     **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul},
@@ -91,24 +91,24 @@ _PASSED_ON = ("copy", "copy-start", "copy-done", "bitcast", "convert", "opt-barr
 
 
 @dataclasses.dataclass
-class Work:
-    """What one run of a program does on one device. Bytes are received, by kind of transfer."""
+class StepCost:
+    """The cost of one run of a program on one device. Bytes are received, by kind of transfer."""
 
     flops: float = 0.0  # of matrix products, those of attention kernels included
     compute_seconds: float = 0.0  # of everything but transfers
-    collective_seconds: float = 0.0  # that wait for transfers; of TPUs for those of a slice alone
-    # On TPUs: of `compute_seconds`, in kernels that the compiler does not look into, those of
-    # attention and, under equal loads, of experts; and of transfers between slices, as if nothing
+    collective_seconds: float = 0.0  # waits for transfers; on TPUs for those inside a slice
+    # On TPUs the part of `compute_seconds` in kernels that the compiler does not look into, those
+    # of attention and, under equal loads, of experts; and transfers between slices, as if nothing
     # ran beside them.
     attention_seconds: float | None = None
     experts_seconds: float | None = None
     network_seconds: float | None = None
-    # From devices of the same slice or node, and from others.
+    # From devices of the same slice or node, and from other slices or nodes.
     collective_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
     network_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
 
     def to_json(self) -> dict[str, Any]:
-        """The entries from `flops_per_device` on of `compiled.compile_stages`."""
+        """Returns these figures under their names in compiled.json."""
         waited = self.collective_seconds + (self.network_seconds or 0.0)
         return {
             "flops_per_device": self.flops,
@@ -123,11 +123,14 @@ class Work:
         }
 
 
-def count(text: str, chip: Chip) -> Work:
-    """The work of a TPU program (`jax.stages.Compiled.as_text()`) on chips of a kind. Times follow
-    from the compiler's cycles and the chip's rates, bytes from a ring over each group. ValueError:
-    a loop's number of turns cannot be read."""
-    work, total = Work(), collections.Counter()
+def count(text: str, chip: Chip) -> StepCost:
+    """Counts the cost of a TPU program (`jax.stages.Compiled.as_text()`) on one kind of chip. Times
+    follow from the compiler's cycles and the chip's rates, bytes from a ring over each group.
+
+    Raises:
+      ValueError: the text does not say how often a loop runs.
+    """
+    work, total = StepCost(), collections.Counter()
 
     def add(computation: Computation, times: float) -> None:
         for i in computation.values():
@@ -145,7 +148,7 @@ def count(text: str, chip: Chip) -> Work:
                 total["experts"] += times * tiled
             elif kind in COLLECTIVES:
                 if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
-                    kind = "reduce-scatter"  # what TPU makes of one whose result is cut up at once
+                    kind = "reduce-scatter"  # how a TPU's program writes one
                 moved = times * _receive_bytes(kind, i)
                 work.collective_bytes[kind] += moved
                 if i.opcode in COLLECTIVES and "async" not in computation.name:
@@ -154,7 +157,7 @@ def count(text: str, chip: Chip) -> Work:
                 kind, moved = _send_bytes(i)
                 work.network_bytes[kind] += times * moved
             elif i.opcode == "while":
-                add(i.callee("body"), times * turns(i))
+                add(i.callee("body"), times * trip_count(i))
             elif i.opcode in ("fusion", "call", "async-start", "conditional"):
                 for called in map(i.callee, _CALLS):
                     add(called, times)
@@ -178,14 +181,14 @@ def parse(text: str) -> Computation:
             current.name = head[2]
             if head[1]:
                 entry = current
-        elif found := _INSTRUCTION.match(line):
-            root, name, kind, opcode, rest = found.groups()
+        elif match := _INSTRUCTION.match(line):
+            root, name, kind, opcode, rest = match.groups()
             shapes = _SHAPE.findall(re.sub(r"\{[^}]*\}", "", kind))
             types = [(element, tuple(numbers(dims))) for element, dims in shapes]
             current[name] = Instruction(program, current, name, types, opcode, rest)
             if root:
                 current.root = current[name]
-        elif line.startswith(('"', "}}")):  # of the instruction before, in what its maker says
+        elif line.startswith(('"', "}}")):  # an attribute of the instruction before goes on
             current[name].rest += line
     return entry
 
@@ -194,16 +197,16 @@ def numbers(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
-def turns(loop: Instruction) -> int:
-    """How often a `while` runs: its state's integers are followed until its condition fails. The
-    number beside a loop counts only otherwise, for a loop that was unrolled or peeled later has
-    other turns. ValueError: neither says it."""
+def trip_count(loop: Instruction) -> int:
+    """Counts how often a `while` runs by following the integers of its state until its condition
+    fails. The compiler's own count comes second: it is wrong for a loop that was unrolled or peeled
+    after it was counted. ValueError: neither is known."""
     state = _value(loop.operands[0], {})
     for count in range(10_000):  # of a loop that never ends as well
-        goes_on = _value(loop.callee("condition").root, {0: state})
-        if goes_on is None:
+        holds = _value(loop.callee("condition").root, {0: state})
+        if holds is None:
             break
-        if not goes_on:
+        if not holds:
             return count
         state = _value(loop.callee("body").root, {0: state})
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
@@ -212,47 +215,50 @@ def turns(loop: Instruction) -> int:
 
 
 def _value(result: Instruction | None, arguments: Mapping[int, Known]) -> Known:
+    """Evaluates a result from the arguments of its computation, as far as the text allows."""
+
     @functools.cache
     def value(i: Instruction | None) -> Known:
         if not i or not any(k[0] in "psu" and math.prod(shape) == 1 for k, shape in i.types):
             return None
-        of = i.operands
+        operands = i.operands
         if i.opcode == "constant":
-            found = re.match(r"(-?\d+|true|false)\)", i.rest)
-            return json.loads(found[1]) if found else None
+            literal = re.match(r"(-?\d+|true|false)\)", i.rest)
+            return json.loads(literal[1]) if literal else None
         if i.opcode == "parameter":
             return arguments.get(int(i.rest.partition(")")[0]))
         if i.opcode == "tuple":
-            return tuple(map(value, of))
+            return tuple(map(value, operands))
         if i.opcode == "get-tuple-element":
-            elements = value(of[0])
+            elements = value(operands[0])
             return elements and elements[int(i.attribute("index"))]
         if i.opcode in _PASSED_ON:
-            return value(of[0])
+            return value(operands[0])
         if i.opcode in ("fusion", "call"):
             inner = i.callee("calls") or i.callee("to_apply")
-            return _value(inner.root, dict(enumerate(map(value, of))))
+            return _value(inner.root, dict(enumerate(map(value, operands))))
         compute = _COMPUTED.get(i.opcode) or _COMPUTED.get(i.attribute("direction"))
-        known = [value(operand) for operand in of] if compute else [None]
+        known = [value(operand) for operand in operands] if compute else [None]
         return None if None in known else compute(*known)
 
     return value(result)
 
 
 def dot_flops(i: Instruction) -> float:
-    """2 for each product of elements of a `dot`, from the shapes of its operands."""
+    """Counts 2 for each product of elements of a `dot`, from the shapes of its operands."""
     dims = re.search(r"lhs_contracting_dims=\{([0-9,]*)\}", i.rest)
     contracted = math.prod(i.operands[0].shape[d] for d in numbers(dims[1])) if dims else 1
     return 2.0 * math.prod(i.shape) * contracted
 
 
 def _convolution_flops(i: Instruction) -> float:
-    """2 for each product of an input and a kernel element, without padding and holes. TPU programs
-    write matrix products so, with batch dimensions as spatial ones of a one-element window."""
+    """Counts 2 for each product of an input and a kernel element, without padding and holes. TPU
+    programs write matrix products so, with batch dimensions as spatial ones of a one-element
+    window."""
     inputs, kernel, output = re.split("_|->", i.attribute("dim_labels"))
     lhs, rhs = (operand.shape for operand in i.operands[:2])
-    of_window = i.rest.partition("window={")[2].partition("}")[0]
-    window = dict(re.findall(r"(\w+)=([0-9x_-]+)", of_window))
+    window_text = i.rest.partition("window={")[2].partition("}")[0]
+    window = dict(re.findall(r"(\w+)=([0-9x_-]+)", window_text))
     flops = 2.0 * i.shape[output.index("b")] * rhs[kernel.index("o")] * rhs[kernel.index("i")]
     for d in (int(label) for label in output if label.isdigit()):
         size, stride, base, dilation = (
@@ -275,11 +281,11 @@ _KERNELS = {"fwd": 2, "dkv": 4, "dq": 3}
 
 
 def _kernel_flops(i: Instruction) -> float:
-    """FLOPs of an attention kernel on the most loaded device, from its queries [..., H, t, h] and
-    the blocks of its mask, in rows of one text.
+    """Counts the FLOPs of an attention kernel on the most loaded device, from its queries
+    [..., H, t, h] and the blocks of its mask, in rows of one text.
 
-    The first operand has integers [.., blocks of queries, turns] of the forward pass and dQ, and
-    [.., turns, blocks of keys] of dK and dV: how many blocks each goes through, at most. A block of
+    The first operand has integers [.., blocks of queries, steps] of the forward pass and dQ, and
+    [.., steps, blocks of keys] of dK and dV: how many blocks each goes through, at most. A block of
     queries sees the blocks of keys up to its own, with a window the last few of them.
     """
     if not (kernel := re.search(r"tpu_custom_call.*splash_mha_(fwd|dkv|dq)", i.rest)):
@@ -288,18 +294,19 @@ def _kernel_flops(i: Instruction) -> float:
     (*heads, t, width), (*_, T, _) = [numbers(dims) for kind, dims in shapes if "f" in kind][:2]
     queries, keys = (int(re.search(rf"block_{x}\w*\W+(\d+)", i.rest)[1]) for x in ("q", "kv"))
     *_, first, second = numbers(shapes[0][1])
-    of_keys = kernel[1] == "dkv"
-    near = -(-first * queries // keys) if of_keys else second
-    is_windowed = first * queries < t if of_keys else second * keys < T
+    if kernel[1] == "dkv":
+        near, is_windowed = -(-first * queries // keys), first * queries < t
+    else:
+        near, is_windowed = second, second * keys < T
     seen_n = np.arange(queries - 1, T, queries) // keys + 1
     seen = share_of_row(i.rest, np.minimum(seen_n, near) if is_windowed else seen_n, t / T)
     return _KERNELS[kernel[1]] * 2.0 * math.prod(heads) * seen * queries * keys * width
 
 
 def share_of_row(rest: str, costs_n: np.ndarray, part: float) -> float:
-    """What a kernel that takes a part of a row's queries does on the most loaded device, of the
-    costs of n equal parts of the row. The scope around it says how tokens lie on devices
-    (`attention.attend`); without one it is a fair share."""
+    """Sums the costs, of n equal parts of a row, that fall to the most loaded device in a kernel
+    for a part of the row's queries. The scope around it says how tokens lie on devices
+    (`attention.attend`); without one each device has a fair share."""
     scope = re.search(r"attention_of_(\d+)_devices_(balanced|in_order)", rest)
     devices, order = int(scope[1]) if scope else 1, slice(None)
     if scope and scope[2] == "balanced":
@@ -308,8 +315,8 @@ def share_of_row(rest: str, costs_n: np.ndarray, part: float) -> float:
 
 
 def _grouped_flops(i: Instruction) -> tuple[float, float]:
-    """FLOPs of a product of tokens with their experts, `gmm` or `tgmm` of megablox, for as many
-    rows as the scope around it says (`grouped.describe`), and for those of all its tiles."""
+    """Counts the FLOPs of a product of tokens with their experts, `gmm` or `tgmm` of megablox, for
+    the rows that the scope around it gives (`grouped.describe`), and for those of all its tiles."""
     scope = re.search(r"grouped_rows_(\d+)_tiled_(\d+)", i.rest)
     if not (scope and re.match("t?gmm", i.name)):
         return 0.0, 0.0
@@ -329,8 +336,8 @@ def _receive_bytes(kind: str, i: Instruction) -> float:
 
 
 def _send_bytes(i: Instruction) -> tuple[str, float]:
-    """A send to other slices as a collective among one chip of each, and its bytes. Its target is
-    `"{1,2}x{0:3}"`, slices and chips, or groups of chips `{{100000,200000},...}`."""
+    """Reads a send to other slices as a collective among one chip of each: its kind and bytes. Its
+    target is `"{1,2}x{0:3}"`, slices and chips, or groups of chips `{{100000,200000},...}`."""
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', i.rest)[1]
     kind = kind.lower().replace("_", "-").replace("one-to-one", "collective-permute")
     group = re.search(r"_xla_megascale_target=[^0-9]*([0-9,]*)", i.rest)[1].count(",") + 1
@@ -338,38 +345,40 @@ def _send_bytes(i: Instruction) -> tuple[str, float]:
 
 
 def _share(kind: str, group: int) -> float:
-    """What a device of a group receives, of the bytes that each gives to a collective."""
+    """Returns what a device of a group receives, as a share of the bytes that each one sends."""
     others = (group - 1) / group
     shares = {"all-gather": group - 1, "all-reduce": 2 * others, "collective-permute": 1}
     return shares.get(kind, others)
 
 
 def groups(rest: str, devices: int) -> np.ndarray:
-    """Which devices take part in a transfer with which others: [groups, devices of one].
+    """Reads which devices take part in a transfer with each other: [groups, devices of a group].
 
-    XLA writes `{{0,2},{1,3}}`, `[2,4]<=[4,2]T(1,0)`, or `mesh['x'=2,'y'=4] {'y'}`, there also with
-    parts of an axis, `'y':(1)2`, and with `device_ids=([2,4]T(1,0))` or a list of ids. ValueError:
-    another form.
+    XLA writes `{{0,2},{1,3}}`, `[2,4]<=[4,2]T(1,0)`, or `mesh['x'=2,'y'=4] {'y'}`; the last form
+    may have parts of an axis, `'y':(1)2`, and `device_ids=([2,4]T(1,0))` or a list of ids.
+
+    Raises:
+      ValueError: the text has another form.
     """
     text = rest.partition("replica_groups=")[2]
     if text.startswith("{}"):
         return np.arange(devices)[None]
-    if found := re.match(r"\{(\{[0-9,]+\}(?:,\{[0-9,]+\})*)\}", text):
-        return np.array([numbers(group) for group in found[1].split("},{")])
-    if found := re.match(r"\[(\d+),(\d+)\]<=(\[[0-9,]+\](?:T\([0-9,]+\))?)", text):
-        return _ids(found[3]).reshape(int(found[1]), int(found[2]))
-    found = re.match(r"mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\)(?= ?\{))? ?\{([^}]*)\}", text)
-    if not found:
+    if match := re.match(r"\{(\{[0-9,]+\}(?:,\{[0-9,]+\})*)\}", text):
+        return np.array([numbers(group) for group in match[1].split("},{")])
+    if match := re.match(r"\[(\d+),(\d+)\]<=(\[[0-9,]+\](?:T\([0-9,]+\))?)", text):
+        return _ids(match[3]).reshape(int(match[1]), int(match[2]))
+    match = re.match(r"mesh\[([^\]]*)\](?:, ?device_ids=\((.*?)\)(?= ?\{))? ?\{([^}]*)\}", text)
+    if not match:
         raise ValueError(f"who takes part in a transfer cannot be read: {text[:100]}")
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-    # The devices of a group are those at one place of the mesh, but for the parts that are named.
-    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[3]):
-        place, size = places[list(sizes).index(name)], int(size or sizes[name])
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+    # Devices of a group differ only in their coordinates along the axes, or parts of axes, named.
+    coordinates = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", match[3]):
+        coordinate, size = coordinates[list(sizes).index(name)], int(size or sizes[name])
         stride = sizes[name] // (int(before or 1) * size)
-        place -= place // stride % size * stride
-    _, group = np.unique(places, axis=1, return_inverse=True)
-    ids = _ids(found[2] or f"[{places.shape[1]}]")
+        coordinate -= coordinate // stride % size * stride
+    _, group = np.unique(coordinates, axis=1, return_inverse=True)
+    ids = _ids(match[2] or f"[{coordinates.shape[1]}]")
     return ids[np.argsort(group.ravel(), kind="stable")].reshape(group.max() + 1, -1)
 
 

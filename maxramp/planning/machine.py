@@ -27,7 +27,7 @@ class Machine:
     device: str = "device"  # what its users call one: "chip" or "GPU"
     slices: int = 1  # groups that the slow network joins, for the mesh; GPUs are one
     groups: str = "slices"  # what the network joins: "slices" or "nodes"
-    # A compiled program's text -> what it does and how long that takes, as `hlo.Work.to_json`.
+    # A compiled program's text -> what it does and how long that takes, as `hlo.StepCost.to_json`.
     work: Callable[[str], dict[str, Any]] = lambda text: {}
     platforms: tuple[str, ...] | None = None  # to lower for, if not the devices' own backend's
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the compiler alone
@@ -39,13 +39,14 @@ def local_machine() -> Machine:
     return Machine(devices[0].device_kind, devices, memory, slices=mesh.num_slices())
 
 
-def find(keys: PlanKeys) -> Machine:
-    found, slices = _parse(keys), keys.compile_topology_num_slices
-    name, devices = str(found), describe(found, slices)
-    if isinstance(found, topology.Topology):
-        chip = found.chip
+def describe_machine(keys: PlanKeys) -> Machine:
+    """Describes the machine that compile_topology names."""
+    cluster, slices = _parse(keys), keys.compile_topology_num_slices
+    devices = describe_devices(cluster, slices)
+    if isinstance(cluster, topology.Topology):
+        chip = cluster.chip
         return Machine(
-            name=name,
+            name=str(cluster),
             devices=devices,
             memory_gib=chip.memory_gib,
             peak_tflops=chip.peak_tflops,
@@ -56,7 +57,7 @@ def find(keys: PlanKeys) -> Machine:
             "the waits and what travels between slices at its published rates: a pod is slower, "
             "not faster",
         )
-    kind, nodes = found.gpu, [device.id // found.gpus for device in devices]
+    kind, nodes = cluster.gpu, [device.id // cluster.gpus for device in devices]
     rates = (
         keys.planned_flops_share * kind.peak_tflops * 1e12,
         keys.planned_memory_share * kind.memory_gbytes * 1e9,
@@ -64,7 +65,7 @@ def find(keys: PlanKeys) -> Machine:
         keys.planned_link_share * kind.network_gbytes * 1e9,
     )
     return Machine(
-        name=name,
+        name=str(cluster),
         devices=devices,
         memory_gib=gpu.JAX_SHARE * kind.memory_gib,
         peak_tflops=kind.peak_tflops,
@@ -80,36 +81,41 @@ def find(keys: PlanKeys) -> Machine:
     )
 
 
-def describe(found: gpu.Cluster | topology.Topology, num_slices: int = 1) -> Sequence[Any]:
-    shown, what = f"compile_topology={found}", f"the {found.compiler} compiler"
-    if importlib.util.find_spec(found.plugin) is None:
+def describe_devices(
+    cluster: gpu.Cluster | topology.Topology, num_slices: int = 1
+) -> Sequence[Any]:
+    """Returns JAX's abstract devices of a machine."""
+    shown, what = f"compile_topology={cluster}", f"the {cluster.compiler} compiler"
+    if importlib.util.find_spec(cluster.plugin) is None:
         raise ConfigError(
-            f"{shown}: {what} is not installed; {install(found.extra)} (no {found.compiler} is "
+            f"{shown}: {what} is not installed; {install(cluster.extra)} (no {cluster.compiler} is "
             "needed)"
         )
     try:
-        return topologies.get_topology_desc(**found.description(num_slices)).devices
+        return topologies.get_topology_desc(**cluster.description(num_slices)).devices
     except Exception as error:  # whatever the plugin raises
         raise ConfigError(f"{shown}: {what} does not make it: {reason_of(error)}") from None
 
 
 def usable_memory(keys: PlanKeys) -> tuple[float, str]:
-    """GiB of a device that a program can use, and what says so; 0 where unknown. No compiler is
-    asked."""
+    """Returns the GiB of a device that a program can use, 0 where unknown, and where the number
+    comes from. Asks no compiler."""
     if keys.device_memory_gib != -1:
         return keys.device_memory_gib, "device_memory_gib"
     if not keys.compile_topology:
         return device_memory(-1) / GIB, "this machine"
-    found = _parse(keys)
-    is_gpu = isinstance(found, gpu.Cluster)
-    gib = gpu.JAX_SHARE * found.gpu.memory_gib if is_gpu else found.chip.memory_gib
-    return gib, f"compile_topology={found}"
+    cluster = _parse(keys)
+    is_gpu = isinstance(cluster, gpu.Cluster)
+    gib = gpu.JAX_SHARE * cluster.gpu.memory_gib if is_gpu else cluster.chip.memory_gib
+    return gib, f"compile_topology={cluster}"
 
 
-def nodes(keys: PlanKeys) -> tuple[int, int]:
-    """Slices and chips of each, or nodes and GPUs of each."""
-    found, slices = _parse(keys), keys.compile_topology_num_slices
-    return (found.nodes, found.gpus) if isinstance(found, gpu.Cluster) else (slices, found.chips)
+def count_nodes(keys: PlanKeys) -> tuple[int, int]:
+    """Returns nodes and the GPUs of each, or slices and the chips of each."""
+    cluster = _parse(keys)
+    if isinstance(cluster, gpu.Cluster):
+        return cluster.nodes, cluster.gpus
+    return keys.compile_topology_num_slices, cluster.chips
 
 
 def _parse(keys: PlanKeys) -> gpu.Cluster | topology.Topology:

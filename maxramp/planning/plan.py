@@ -50,10 +50,12 @@ _LENGTHS = ("steps", "total_samples", "total_tokens", "num_epoch")
 
 
 def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """plan.json's content for the nodes of a loaded config (default: this machine): stages with
-    their part of the run, node-time and memory; totals, also of constant-batch runs over the same
-    samples; the learning rate over samples; and what `sources` (`config.load.find_sources`) does
-    not name, and matters."""
+    """Makes the content of plan.json for a loaded config and its nodes (default: this machine).
+
+    It has the stages with their part of the run, node-time and memory; totals, also of runs of
+    constant batch over the same samples; the learning rate over samples; and the keys that matter
+    and that `sources` (`config.load.find_sources`) does not name.
+    """
     config = with_nodes(config)
     run = PlannedRun.from_config(config, meshes_of(config))
     ramp, config = run.ramp, run.config
@@ -94,20 +96,20 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
 
 
 def _defaults(config: Config, sources: Mapping[str, str]) -> list[dict[str, str]]:
-    """Keys and values that come from base.yml or the model's file, by where."""
+    """Lists keys that matter and come from base.yml or the model's file, by their source."""
     length = [] if {*_LENGTHS} & sources.keys() else ["steps"]
     model = str(CONFIGS / "models")
-    found = []
+    defaults = []
     for name in (*_NAMED, *length):
         source = sources.get(name, "configs/base.yml")
         if source.startswith(model) or name not in sources:
             shown = source.replace(model, "configs/models")
-            found.append({"given": f"{name}={config.values[name]}", "source": shown})
-    return sorted(found, key=lambda one: one["source"])
+            defaults.append({"given": f"{name}={config.values[name]}", "source": shown})
+    return sorted(defaults, key=lambda one: one["source"])
 
 
 def _demo_rate(config: Config, sources: Mapping[str, str], weights: int) -> str:
-    """A warning where another model than base.yml's takes its learning rate."""
+    """Warns of another model than base.yml's with base.yml's learning rate."""
     other = any(
         name.startswith("base_") and config.values[name] != base()[name] for name in sources
     )
@@ -119,14 +121,15 @@ def _demo_rate(config: Config, sources: Mapping[str, str], weights: int) -> str:
     )
 
 
-def _too_large(stages: Sequence[dict[str, Any]], gib: float, of: str) -> str:
+def _too_large(stages: Sequence[dict[str, Any]], gib: float, source: str) -> str:
+    """Warns of a stage whose estimate is above the memory that a program can use."""
     needs = {stage["index"]: stage["memory_gib"]["total"] for stage in stages}
     largest = max(needs, key=needs.__getitem__)
     if not gib or needs[largest] <= gib:
         return ""
     return (
         f"stage {largest} is estimated at {needs[largest]:.3g} GiB per device, and a program can "
-        f"use {gib:.3g} ({of}); a larger fsdp or tensor axis, smaller passes "
+        f"use {gib:.3g} ({source}); a larger fsdp or tensor axis, smaller passes "
         "(micro_batch_size), or remat_policy=full takes less, and --fit asks the compiler"
     )
 
@@ -154,10 +157,10 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
 
 
 def _move(run: PlannedRun, before: Stage | None, stage: Stage) -> float | None:
-    """Peak GiB per device while the state moves to a stage's mesh; None if it does not move."""
+    """Returns the peak GiB per device while the state moves to a stage's mesh; None if it stays."""
     if not before or before.devices != stage.devices or before.spec.mesh == stage.spec.mesh:
         return None
-    meshes = (abstract_mesh(of.spec.mesh.sizes) for of in (before, stage))
+    meshes = (abstract_mesh(one.spec.mesh.sizes) for one in (before, stage))
     states = (jax.tree.leaves(abstract_state(run.config.recipe, mesh)) for mesh in meshes)
     return moving.peak_bytes(*states) / GIB
 
@@ -169,9 +172,12 @@ def _bytes_as(dtype: Any, tree: Any) -> int:
 
 
 def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
-    """GiB per device in a stage: `weights` and `optimizer` exactly; `gradients`, float32 sums and
-    copies of weights in the arithmetic's dtype; `activations`, an estimate of what a pass keeps for
-    its backward pass plus a block of logits; `total`."""
+    """Estimates the GiB per device in a stage.
+
+    Returns `weights` and `optimizer`, exactly; `gradients`, float32 sums and copies of weights in
+    the arithmetic's dtype; `activations`, what a pass keeps for its backward pass, roughly, plus a
+    block of logits; `total`.
+    """
     sizes, model = spec.mesh.sizes, recipe.model
     state = abstract_state(recipe, abstract_mesh(sizes))
     weights = bytes_per_device(state.model)
@@ -199,7 +205,7 @@ def _totals(run: PlannedRun) -> dict[str, Any]:
 
 
 def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
-    """The same samples, in rows as long, at one batch size throughout, on all nodes."""
+    """Plans the same samples, in rows of the same length, at one batch size on all nodes."""
     keys, cost = run.config.batch, run.cost
     steps = run.ramp.steps_of_constant(batch)
     counts = [run.ramp.run_steps(stage) * stage.global_batch_size for stage in run.stages]
@@ -237,8 +243,8 @@ def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
 
 
 def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] | None:
-    """How many micro batches make the bubble small: the fewest whose share of a stage divides the
-    rows of all passes, else the fewest. None if it is small, or without a pipeline."""
+    """Finds how many micro batches make the bubble small: the fewest whose share of a stage divides
+    the rows of all passes, else the fewest. None if it is small, or without a pipeline."""
     spec, model = stages[-1].spec, config.model
     if pipeline_bubble(model, spec) <= SMALL_BUBBLE:
         return None
@@ -267,11 +273,11 @@ def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
 
 
 def _draw_beside(axes: Any, plan: dict[str, Any], end: int) -> None:
-    """Published ramps in grey, as far as the run goes, in samples of this run."""
+    """Draws published ramps in grey, as far as the run goes, in samples of this run."""
     length, top, styles = plan["max_target_length"], axes.get_ylim()[1], ("--", ":", "-.", "-")
     for run, style in zip(plan["beside"], itertools.cycle(styles), strict=False):
-        places, sizes = [*run["starts"], run["end"]], [*run["batches"], run["batches"][-1]]
-        x, y = ([n / length for n in numbers] for numbers in (places, sizes))
+        starts, sizes = [*run["starts"], run["end"]], [*run["batches"], run["batches"][-1]]
+        x, y = ([n / length for n in numbers] for numbers in (starts, sizes))
         axes.step(x, y, style, where="post", color="0.5", linewidth=1, label=run["name"])
         top = max(top, *(1.15 * b for a, b in zip(x, y, strict=True) if a < end))
     axes.set_ylim(0, top)
@@ -280,8 +286,8 @@ def _draw_beside(axes: Any, plan: dict[str, Any], end: int) -> None:
 
 
 def draw_plan(plan: dict[str, Any], path: Place) -> None:
-    """Batch, nodes, row length and learning rate over the samples; logarithmic where the ramp takes
-    less than a quarter of them."""
+    """Draws batch, nodes, row length and learning rate over the samples, on a log axis if the ramp
+    takes less than a quarter of them."""
     stages, rate, end = plan["stages"], plan["learning_rate"], plan["total_samples"]
     numbers = (
         ("global_batch_size", BLUE, "global batch\n(samples)"),

@@ -23,7 +23,7 @@ from maxramp.rampup.phases import MESH_KEYS
 from maxramp.rampup.schedule import RampupBatchManager, ResumePoint, Stage
 from maxramp.rampup.shape import Meshes
 
-# From the batch keys, resolved: the arguments of `RampupBatchManager` that say where a run stands.
+# From the resolved batch keys to where the run stands.
 Origin = Callable[[BatchKeys], ResumePoint]
 
 # As base.yml says at restart_minutes. The peak is 989, in bfloat16 (NVIDIA's data sheet).
@@ -31,29 +31,30 @@ _ASSUMED_TFLOPS = 400.0
 
 
 def price(keys: PlanKeys, device_hours: float | None) -> float | None:
-    """None if the hours or price_per_device_hour are unknown."""
-    known = device_hours is not None and keys.price_per_device_hour != -1
-    return device_hours * keys.price_per_device_hour if known else None
+    """Returns the price of device hours; None if they or price_per_device_hour are unknown."""
+    if device_hours is None or keys.price_per_device_hour == -1:
+        return None
+    return device_hours * keys.price_per_device_hour
 
 
 class PassCost:
-    """What a pass takes, in passes of the largest micro batch; `restart` is restart_minutes."""
+    """The time of a pass, in passes of the largest micro batch; `restart` is restart_minutes."""
 
     def __init__(self, config: Config):
         self._batch, plan = config.batch, config.planning
         self._limit = rows_per_device_limit(self._batch)
         tokens = self._batch.max_target_length
         flops = float(self._limit) * tokens * training_flops_per_token(config.model, tokens)
-        given = plan.planned_tflops_per_device
-        hours = flops / ((_ASSUMED_TFLOPS if given == -1 else given) * 1e12) / 3600
-        self._full_hours = None if given == -1 else hours
+        tflops = plan.planned_tflops_per_device
+        hours = flops / ((_ASSUMED_TFLOPS if tflops == -1 else tflops) * 1e12) / 3600
+        self._full_hours = None if tflops == -1 else hours
         self.restart = plan.restart_minutes / 60 / hours
 
     def pass_time(self, rows_per_device: float | Fraction) -> float:
         return float(pass_price(self._batch, Fraction(rows_per_device)))
 
     def hours(self, passes: float) -> float | None:
-        """None without planned_tflops_per_device."""
+        """Converts passes to hours; None without planned_tflops_per_device."""
         return None if self._full_hours is None else passes * self._full_hours
 
     def step_time(self, rows_per_device: float) -> float:
@@ -62,7 +63,9 @@ class PassCost:
 
 
 def with_nodes(config: Config) -> Config:
-    """A loaded config with its nodes: as the keys say, else compile_topology, else this machine."""
+    """Fills in the nodes of a loaded config: as the keys say, else those of compile_topology, else
+    this machine's.
+    """
     batch, planning = config.batch, config.planning
     if not planning.compile_topology and batch.devices_per_node == -1:
         backend.take_hardware(config.backend.hardware)
@@ -71,8 +74,7 @@ def with_nodes(config: Config) -> Config:
     backend.take_hardware("cpu")  # nothing runs
     if not planning.compile_topology:
         return config.replace(num_nodes=batch.nodes)
-    # As the keys count them, or slices of TPUs, nodes of GPUs.
-    nodes, per_node = machine.nodes(planning)
+    nodes, per_node = machine.count_nodes(planning)
     total = nodes * per_node
     if batch.devices_per_node != -1 or batch.num_nodes != -1:
         per_node = batch.devices_per_node
@@ -88,14 +90,14 @@ def with_nodes(config: Config) -> Config:
 
 
 def _cause(config: Config, error: ConfigError) -> ConfigError:
-    """Why a stage has no nodes: a phase without a mesh on some, else the ramp's error."""
+    """Says why a stage has no nodes: a phase without a mesh on some, else the ramp's error."""
     batch = config.batch
     changes = any(batch.changing(name) for name in MESH_KEYS)
     for nodes in range(min(batch.min_nodes, batch.nodes), batch.nodes) if changes else ():
         try:
             resolve(config, nodes * batch.devices_per_node)
-        except ConfigError as found:
-            text = f"on {count(nodes, 'node')}, where every phase needs a mesh: {found}"
+        except ConfigError as cause:
+            text = f"on {count(nodes, 'node')}, where every phase needs a mesh: {cause}"
             return ConfigError(text)
     return error
 
@@ -113,7 +115,7 @@ class PlannedRun:
     def from_config(
         cls, config: Config, meshes: Meshes, origin: Origin | None = None
     ) -> "PlannedRun":
-        """Plans a run of `with_nodes`' config and `meshes_of`; `origin`: where it stands."""
+        """Plans a run for a config of `with_nodes`; `origin` tells where the run stands."""
         target = resolve(config, config.batch.num_devices)
         cost = PassCost(target)
         point = origin(target.batch) if origin else ResumePoint()
@@ -131,15 +133,15 @@ class PlannedRun:
         return cls(target, cost, ramp, tuple(stages))
 
     def time(self, stage: Stage) -> float:
-        """The time of a stage, in passes of the largest micro batch."""
+        """Returns the time of a stage, in passes of the largest micro batch."""
         passes = self.ramp.run_steps(stage) * stage.gradient_accumulation_steps
         return passes * self.cost.pass_time(float(stage.per_device_batch_size)) * self.share(stage)
 
     def share(self, stage: Stage) -> float:
-        """FLOPs of a stage's rows over those of whole samples, as the keys begin."""
+        """Divides the FLOPs of a stage's rows by those of whole samples under the first keys."""
         model, spec = self.config.recipe.with_spec(stage.spec).model, stage.spec
-        of_stage = training_flops_per_token(model, spec.row_length)
-        return of_stage / training_flops_per_token(self.config.model, spec.tokens)
+        flops = training_flops_per_token(model, spec.row_length)
+        return flops / training_flops_per_token(self.config.model, spec.tokens)
 
     @functools.cached_property
     def node_time(self) -> float:

@@ -84,7 +84,7 @@ class Topology:
         return (all(n % 4 == 0 for n in self.shape),) * 3
 
     def description(self, num_slices: int) -> dict[str, Any]:
-        """What JAX's `get_topology_desc` takes for this many slices, once libtpu may be loaded."""
+        """Returns the arguments of JAX's `get_topology_desc`, once libtpu may be loaded."""
         # Read when libtpu is loaded: nothing is asked of a metadata server that is not there.
         os.environ |= {
             **{"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"},
@@ -106,14 +106,14 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """`v5p:8x8x16`, or MaxText's `v5p-2048`, `v5e-256`, `v6e-256`."""
-    found = re.fullmatch(r"(v\d\w*)(?::(\d+(?:x\d+)+)|-(\d+))", name)
-    if not found or found[1] not in CHIPS:
+    """Reads `v5p:8x8x16`, or MaxText's `v5p-2048`, `v5e-256`, `v6e-256`."""
+    match = re.fullmatch(r"(v\d\w*)(?::(\d+(?:x\d+)+)|-(\d+))", name)
+    if not match or match[1] not in CHIPS:
         raise ConfigError(
             f"compile_topology={name} is not a TPU slice; give VERSION:AxB or AxBxC, or a name "
             f"such as v5p-2048, with version {', '.join(CHIPS)}"
         )
-    version, sides, cores = found.groups()
+    version, sides, cores = match.groups()
     chip = CHIPS[version]
     shape, shapes = tuple(map(int, sides.split("x"))) if sides else (), _SHAPES[chip.dimensions]
     chips = math.prod(shape) if sides else int(cores) / chip.cores

@@ -39,7 +39,7 @@ def test_compilers_take_the_scores(topology, mesh):
     keys = ("ici_fsdp_parallelism=2", mesh, "dtype=bfloat16", "max_target_length=256")
     keys += ("loss_block_tokens=64", f"compile_topology={topology}")
     config = make_config(*keys, devices=4)
-    there = machine.find(config.planning)
+    there = machine.describe_machine(config.planning)
     config = resolve(config, len(there.devices), there.slices, 1)
     devices = mesh_lib.make_mesh(config.mesh, there.devices)
     options = compiler_options(devices.devices.flat[0].platform) | there.options

@@ -19,8 +19,8 @@ from maxramp.keys.base import CONFIGS
 from maxramp.model.size import training_flops_per_token
 from maxramp.plan import main as plan_main
 from maxramp.planning import machine, topology
+from maxramp.planning.compile_target import CompileTarget
 from maxramp.planning.compiled import compile_stages
-from maxramp.planning.pod import Pod
 from maxramp.planning.stages import with_nodes
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.device_memory import GIB, bytes_by_parts, compiled_bytes
@@ -193,7 +193,7 @@ def test_slices_as_they_are(name, cores, hosts, wraps, slices):
     wraps are those of MaxText's table of accelerators."""
     slice_ = topology.parse(name)
     assert slice_.wraps == wraps
-    devices = machine.describe(slice_, slices)
+    devices = machine.describe_devices(slice_, slices)
     places = itertools.product(*(range(n) for n in (*slice_.shape, 1)[:3]))
     places = sorted((i, place) for place in places for i in range(slices))
     assert sorted((getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices) == places
@@ -262,7 +262,7 @@ def test_refused(name, tmp_path, capsys):
 def test_missing_libtpu_is_said_with_the_way_to_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"python -m pip install -e '\.\[tpu\]'"):
-        machine.describe(topology.parse("v5p-8"))
+        machine.describe_devices(topology.parse("v5p-8"))
 
 
 @pytest.mark.parametrize("content, part", [(None, "No such file"), ("[]", "maxramp.compile")])
@@ -294,14 +294,14 @@ def test_shipped_pods_have_their_meshes():
     for path in sorted((CONFIGS / "pods").glob("*.yml")):
         config = load([str(path)])
         chips = config.batch.num_nodes * config.batch.devices_per_node
-        assert Pod.from_config(config, print).mesh.size == chips
+        assert CompileTarget.from_config(config, print).mesh.size == chips
 
 
 @pytest.mark.slow
 @needs_libtpu
 def test_a_program_that_the_compiler_accepts_counts_as_one_that_fits():
     """Its parts are more than a chip has; the compiler refuses what is more than that in truth."""
-    chip = machine.describe(topology.parse("v5p:2x2x1"))[0]
+    chip = machine.describe_devices(topology.parse("v5p:2x2x1"))[0]
 
     def loss(x, weights):
         def layer(x, weight):

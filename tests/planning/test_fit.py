@@ -11,7 +11,7 @@ from maxramp.errors import ConfigError
 from maxramp.plan import main as plan_main
 from maxramp.planning import compiled
 from maxramp.planning import machine as machines
-from maxramp.planning.pod import POLICIES, Pod, count_fitting
+from maxramp.planning.compile_target import POLICIES, CompileTarget, count_fitting
 from maxramp.rampup.schedule import RampupBatchManager
 
 
@@ -39,18 +39,20 @@ def one_device():
     return dataclasses.replace(here, devices=here.devices[:1])
 
 
-def pod_of(config, machine, limit=1.0):
+def target_for(config, machine, limit=1.0):
     """The compiler of a machine, and what the config's last stage is."""
     ramp = RampupBatchManager(config.batch, len(machine.devices))
-    return Pod(config.replace(device_memory_gib=limit), ramp, machine), ramp.stages[-1].spec
+    return CompileTarget(config.replace(device_memory_gib=limit), ramp, machine), ramp.stages[
+        -1
+    ].spec
 
 
 @pytest.mark.slow
 def test_what_fits_of_this_machine(one_device):
     """What it prints fits by the compiler's account, and one row more does not."""
     config = make_config("enable_rampup_batch_size=False", "max_target_length=64", devices=1)
-    pod, _ = pod_of(config, one_device, 0.004)
-    lines = pod.largest_batch().splitlines()
+    target, _ = target_for(config, one_device, 0.004)
+    lines = target.largest_batch().splitlines()
     size, used, limit, above = re.fullmatch(
         r"per_device_batch_size: (\d+)  # (\S+) of (\S+) GiB; \d+ would need (\S+)", lines[0]
     ).groups()
@@ -65,9 +67,9 @@ def test_what_fits_of_this_machine(one_device):
 
 def test_nothing_fits(one_device):
     config = make_config("enable_rampup_batch_size=False", devices=1)
-    pod, _ = pod_of(config, one_device, 0.0001)
+    target, _ = target_for(config, one_device, 0.0001)
     with pytest.raises(ConfigError, match="one row per 1 device needs .* device_memory_gib=0.0001"):
-        pod.largest_batch()
+        target.largest_batch()
 
 
 def test_a_program_that_cannot_be_read(one_device):
@@ -78,17 +80,19 @@ def test_a_program_that_cannot_be_read(one_device):
         raise ValueError("the loop while.1 does not say how often it runs")
 
     machine = dataclasses.replace(one_device, work=work)
-    pod, spec = pod_of(config, machine)
+    target, spec = target_for(config, machine)
     with pytest.raises(ConfigError, match="compile_topology=.*: .* while.1 does not say .*; try"):
-        pod.step(spec.resize(1, 1))
+        target.step(spec.resize(1, 1))
 
 
 @pytest.mark.parametrize("share, least", [(1, "one row"), (4, "4 rows")])
 def test_nothing_smaller_was_tried(monkeypatch, one_device, share, least):
     config = make_config("ici_pipeline_parallelism=2", f"num_pipeline_microbatches={2 * share}")
     ramp = RampupBatchManager(config.batch, 8)
-    monkeypatch.setattr(Pod, "from_config", lambda config, say: Pod(config, ramp, one_device))
-    monkeypatch.setattr(Pod, "fastest_ways", lambda pod, spec: [])
+    monkeypatch.setattr(
+        CompileTarget, "from_config", lambda config, say: CompileTarget(config, ramp, one_device)
+    )
+    monkeypatch.setattr(CompileTarget, "fastest_ways", lambda target, spec: [])
     with pytest.raises(ConfigError, match=f"not even {least} a group of devices would fit"):
         compiled.compile_ways(config)
 
@@ -98,8 +102,8 @@ def test_the_ways_of_a_batch_by_speed(one_device):
     """Each policy's two largest micro batches, with a machine whose time is made up."""
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=4", devices=1)
     timed = dataclasses.replace(one_device, work=lambda text: {"step_seconds": 1 / len(text)})
-    pod, spec = pod_of(config, timed)
-    ways = pod.fastest_ways(spec)
+    target, spec = target_for(config, timed)
+    ways = target.fastest_ways(spec)
     assert len(ways) == 8 and {way["remat_policy"] for way in ways} == set(POLICIES)
     for way in ways:
         shape = (way["per_device_batch_size"], way["gradient_accumulation_steps"])

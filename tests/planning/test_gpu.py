@@ -231,4 +231,4 @@ def test_slices_of_gpus_are_refused(capsys):
 def test_missing_plugin_is_said_with_the_way_to_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[cuda13-compiler\]'"):
-        machine.describe(gpu.parse("h200:1x8"))
+        machine.describe_devices(gpu.parse("h200:1x8"))

@@ -29,7 +29,7 @@ def pod(name: str, sizes: tuple[int, ...], slices: int = 1, context: int = 1) ->
     """A mesh of data, fsdp and tensor over a pod's chips; its first axis is over the slices."""
     data, fsdp, tensor = sizes
     sizes = (data, 1, fsdp, 1, context, tensor)  # one stage; whole experts
-    devices = machine.describe(topology.parse(name), slices)
+    devices = machine.describe_devices(topology.parse(name), slices)
     if slices == 1:
         grid = mesh_utils.create_device_mesh(sizes, devices)
     else:
@@ -42,13 +42,13 @@ def on(mesh: Mesh, shape: tuple[int, ...], dtype: str, spec: P) -> jax.ShapeDtyp
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def count(mesh: Mesh, function, *arguments, options=None) -> hlo.Work:
+def count(mesh: Mesh, function, *arguments, options=None) -> hlo.StepCost:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         text = jax.jit(function).lower(*arguments).compile(options).as_text()
         return hlo.count(text, UNIT)
 
 
-def sent(mesh: Mesh, function, shape: tuple[int, int] = (512, 512)) -> hlo.Work:
+def sent(mesh: Mesh, function, shape: tuple[int, int] = (512, 512)) -> hlo.StepCost:
     """The work of a function of what each device has, float32 of a shape."""
     x = on(mesh, (shape[0] * mesh.size, shape[1]), "float32", P(AXES, None))
     mapped = jax.shard_map(

@@ -49,7 +49,7 @@ PAIRS = (
 def test_compilers_take_the_step_of_pairs(topology):
     keys = (*PAIRS, "enable_rampup_batch_size=False", f"compile_topology={topology}")
     config = make_config(*keys, devices=4)
-    there = machine.find(config.planning)
+    there = machine.describe_machine(config.planning)
     config = resolve(config, len(there.devices), there.slices, 1)
     ramp = RampupBatchManager(config.batch, 4, fields=config.data.fields)
     rate = LearningRate.from_keys(config.learning_rate, ramp)
@@ -63,7 +63,7 @@ def test_compilers_take_the_step_of_pairs(topology):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compilers_take_every_program(topology):
     config = make_config(*KEYS, f"compile_topology={topology}", devices=4)
-    there = machine.find(config.planning)
+    there = machine.describe_machine(config.planning)
     config = resolve(config, len(there.devices), there.slices, 1)
     mesh = mesh_lib.make_mesh(config.mesh, there.devices)
     ramp = RampupBatchManager(config.batch, 4, fields=REWARDS.fields)

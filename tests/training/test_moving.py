@@ -21,8 +21,8 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import EMBEDDING_VD, MLP_IN_DF, REPLICATED, HEADS_IN_DHh
 from maxramp.planning import hlo, topology
+from maxramp.planning.compile_target import CompileTarget
 from maxramp.planning.plan import estimate, make_plan
-from maxramp.planning.pod import Pod
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training import moving
@@ -253,7 +253,7 @@ def test_compilers_take_the_moves(topology):
     array as a whole."""
     wide = ("base_emb_dim=256", "base_mlp_dim=1024", "vocab_size=8192")
     config = make_config(*SAMPLES, *wide, "opt_type=muon", *in_phase(320, OTHER))
-    pod = Pod.from_config(config.replace(compile_topology=topology), lambda line: None)
+    target = CompileTarget.from_config(config.replace(compile_topology=topology), lambda line: None)
     meshes = [stage.spec.mesh for stage in stages_of(config)]
     sizes = [
         [mesh_lib.bytes_per_device(x) / GIB for x in jax.tree.leaves(state)]
@@ -262,7 +262,7 @@ def test_compilers_take_the_moves(topology):
         )
     ]
     for before, after, (old, new) in ((*meshes, sizes), (*meshes[::-1], sizes[::-1])):
-        found = pod.move(before, after)
+        found = target.move(before, after)
         received = sum(sum(found[name].values()) for name in ("collective_gib", "network_gib"))
         assert sum(new) - sum(old) <= received <= 2.5 * sum(new)
         larger = max(sum(old), sum(new))

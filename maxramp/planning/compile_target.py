@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
@@ -42,8 +42,8 @@ POLICIES = ("none", "minimal_with_context", "minimal", "full")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Pod:
-    """The compiler of a machine, which may be this one, for the steps of a config."""
+class CompileTarget:
+    """The machine, which may be this one, that the steps of a config are compiled for."""
 
     config: Config  # resolved for the machine
     ramp: RampupBatchManager  # its stages on the machine's devices
@@ -51,7 +51,7 @@ class Pod:
     say: Callable[[str], None] = lambda line: None  # before and after each compile
 
     @classmethod
-    def from_config(cls, config: Config, say: Callable[[str], None]) -> "Pod":
+    def from_config(cls, config: Config, say: Callable[[str], None]) -> Self:
         if config.run.program not in ("", "train"):
             raise ConfigError(
                 f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
@@ -59,7 +59,7 @@ class Pod:
             )
         if config.planning.compile_topology:
             backend.take_hardware("cpu")  # nothing runs; the devices are only described
-            machine = machines.find(config.planning)
+            machine = machines.describe_machine(config.planning)
         else:
             backend.start(config.backend)
             machine = machines.local_machine()
@@ -72,8 +72,8 @@ class Pod:
     @property
     def limit(self) -> float:
         """The memory of a device, in GiB; 0 where unknown."""
-        given = self.config.planning.device_memory_gib
-        return self.machine.memory_gib if given == -1 else given
+        gib = self.config.planning.device_memory_gib
+        return self.machine.memory_gib if gib == -1 else gib
 
     @property
     def mesh(self) -> Mesh:
@@ -86,6 +86,7 @@ class Pod:
 
     @functools.cache  # noqa: B019
     def step(self, spec: StageSpec) -> dict[str, Any]:
+        """Compiles a stage's step: its memory, whether it fits, and `StepCost.to_json`."""
         self.say(
             f"compiling {spec.accumulation} x {spec.rows:,} rows, remat_policy={spec.remat_policy}"
         )
@@ -137,17 +138,18 @@ class Pod:
         work = jax.tree.map(lambda program: self.machine.work(program.as_text()), compiled)
         moved = {"collective_gib": collections.Counter(), "network_gib": collections.Counter()}
         for x, (name, gib) in itertools.product(arrays, moved.items()):
-            for of_program in work[moving.kind(x)]:
-                gib.update(of_program.get(name, {}))
-        taken = [max(map(compiled_bytes, compiled[moving.kind(x)])) for x in arrays]
-        peak = moving.peak_bytes(arrays, attach_mesh(arrays, meshes[1]), taken) / GIB
+            for program in work[moving.kind(x)]:
+                gib.update(program.get(name, {}))
+        sizes = [max(map(compiled_bytes, compiled[moving.kind(x)])) for x in arrays]
+        peak = moving.peak_bytes(arrays, attach_mesh(arrays, meshes[1]), sizes) / GIB
         self.say(f"compiled, needs {peak:.3g} of {self.limit:.3g} GiB")
         return moved | {"peak_gib": peak, "fits": peak <= self.limit}
 
     def largest_fits(
         self, spec: StageSpec, number: int, most: int | None = None
     ) -> list[dict[str, Any]]:
-        """A global batch in the `number` largest micro batches that fit, at most `most` rows."""
+        """Finds the `number` largest micro batches of a global batch that fit, of at most `most`
+        rows."""
         multiple, rows = spec.rows_multiple, spec.samples // spec.mesh.ranks
         upto = (rows if most is None else most) + 1
         sizes = [size for size in range(multiple, upto, multiple) if rows % size == 0]
@@ -165,28 +167,26 @@ class Pod:
         ]
 
     def fastest_ways(self, spec: StageSpec) -> list[dict[str, Any]]:
-        """The ways to run a stage's global batch that fit, the fastest first: under each remat
-        policy the two largest micro batches, as smaller ones are slower but for small models; with
-        rows in as few parts as they can be, and in more as long as that is faster."""
-        found: list[dict[str, Any]] = []
+        """Finds the ways to run a stage's global batch that fit, the fastest first: under each
+        remat policy the two largest micro batches, as smaller ones are slower but for small models;
+        with rows in as few parts as they can be, and in more as long as that is faster."""
+        ways: list[dict[str, Any]] = []
+        fastest = math.inf
         for mesh in self._context_meshes(spec):
-            of_mesh = dataclasses.replace(spec, mesh=mesh)
-            ways = [
-                {"remat_policy": policy, "ici_context_parallelism": mesh.ici_context_parallelism}
-                | entry
-                for policy in POLICIES
-                for entry in self.largest_fits(dataclasses.replace(of_mesh, remat_policy=policy), 2)
-            ]
-            fastest = [
-                min((w["step_seconds"] for w in of), default=math.inf) for of in (ways, found)
-            ]
-            found += ways
-            if found and fastest[0] >= fastest[1]:
+            for policy in POLICIES:
+                way = {
+                    "remat_policy": policy,
+                    "ici_context_parallelism": mesh.ici_context_parallelism,
+                }
+                tried = dataclasses.replace(spec, mesh=mesh, remat_policy=policy)
+                ways += [way | entry for entry in self.largest_fits(tried, 2)]
+            before, fastest = fastest, min((w["step_seconds"] for w in ways), default=math.inf)
+            if ways and fastest == before:
                 break
-        return sorted(found, key=lambda entry: entry["step_seconds"])
+        return sorted(ways, key=lambda way: way["step_seconds"])
 
     def _context_meshes(self, spec: StageSpec) -> Iterator[MeshKeys]:
-        """Meshes whose devices of `fsdp` and `context` are shared out otherwise."""
+        """Yields the meshes that divide the devices of `fsdp` and `context` in other ways."""
         devices = spec.mesh.ici_fsdp_parallelism * spec.mesh.ici_context_parallelism
         for size in (n for n in range(1, devices + 1) if devices % n == 0):
             sizes = {"ici_fsdp_parallelism": devices // size, "ici_context_parallelism": size}
@@ -198,7 +198,7 @@ class Pod:
 
     def largest_batch(self) -> str:
         """Compiles the last stage's step in growing sizes under each remat policy. Returns lines
-        for a config: the cheapest policy under which anything fits, and the most that fits."""
+        for a config: the cheapest policy under which anything fits, and the largest pass."""
         spec, batch, limit = self.ramp.stages[-1].spec, self.config.batch, self.limit
         # With accumulation the sums of the gradients live through the passes: two passes show it.
         passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1
@@ -211,8 +211,8 @@ class Pod:
         sizes, least = range(multiple, sys.maxsize, multiple), least_rows(multiple)
 
         def step(policy: str, rows: int) -> dict[str, Any]:
-            of_rows = spec.resize(passes, rows * spec.mesh.ranks)
-            return self.step(dataclasses.replace(of_rows, remat_policy=policy))
+            resized = spec.resize(passes, rows * spec.mesh.ranks)
+            return self.step(dataclasses.replace(resized, remat_policy=policy))
 
         def needs(policy: str, rows: int) -> str:
             return f"{step(policy, rows)['memory_gib']['peak']:.3g}"
@@ -251,7 +251,7 @@ def least_rows(multiple: int) -> str:
 
 
 def count_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """How many of the rising sizes fit: doubled up to one that does not, then halved."""
+    """Counts the rising sizes that fit: doubles up to one that does not, then halves."""
     end = 1
     while end < len(sizes) and fits(sizes[end - 1]):
         end *= 2
@@ -260,7 +260,7 @@ def count_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def _too_big(error: str) -> tuple[float, float] | None:
-    """GiB that a refused program needs at least, and GiB available; None without them."""
+    """Reads the GiB that a refused program needs at least, and those available; None without."""
     size = "([0-9.]+[KMGT])"
     used = re.search(
         rf"Used {size} of {size} hbm|temporaries \({size}\) exceeds available HBM \({size}\)", error
