@@ -28,7 +28,7 @@ import yaml
 from maxramp.commandline import Parser, Throttle, command, print_progress
 from maxramp.errors import ConfigError
 from maxramp.evaluation.scorer import Scorer
-from maxramp.evaluation.together import Asking, Together
+from maxramp.evaluation.server import EvalOptions, EvalServer
 from maxramp.files.place import is_near, place, write_whole
 from maxramp.handover.opening import Opened, open_model
 from maxramp.keys.yamlfile import parse as parse_value
@@ -84,7 +84,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             f"--limit {limit:g} must be a whole number, or a share above 0 and below 1"
         )
-    options.limit = int(limit) if limit and limit.is_integer() else limit  # a number, or a share
+    if limit is not None and limit.is_integer():
+        options.limit = int(limit)  # a number of questions; else a share of them
     if options.log_samples and not options.output_path:
         raise ConfigError("--log_samples writes them into --output_path; give that too")
     options.names = [name.strip() for name in options.tasks.split(",") if name.strip()]
@@ -148,15 +149,15 @@ def _run_tasks(options: argparse.Namespace, opened: Opened, watchdog: Watchdog) 
     ahead = Ahead(0, tell, lambda: None)
     recipe, rows = opened.config.recipe, options.batch_size or 0
     scorer = Scorer(recipe, model, tokenizer, ahead, rows, beat)
-    together = Together(scorer, model, watchdog.beat)
+    server = EvalServer(scorer, model, watchdog.beat)
 
     def lead() -> None:
         from maxramp.evaluation import harness
 
-        asked = harness.Model(together, tokenizer)
+        lm = harness.Model(server, tokenizer)
         settings = {name: getattr(options, name) for name in _SETTINGS}
-        asking = Asking(**settings, log_samples=options.log_samples)
-        results = harness.evaluate(tasks, asked, asking)
+        eval_options = EvalOptions(**settings, log_samples=options.log_samples)
+        results = harness.evaluate(tasks, lm, eval_options)
         results["config"]["model_args"] = {"path": opened.path}
         try:  # before the table: a reader who has gone away ends this process
             if options.output_path:
@@ -169,7 +170,7 @@ def _run_tasks(options: argparse.Namespace, opened: Opened, watchdog: Watchdog) 
         seconds = time.perf_counter() - start
         print(f"{', '.join(options.names)}: {seconds:.1f} s, compiling included", file=sys.stderr)
 
-    together.run(lead)
+    server.run(lead)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from maxramp.data.chats.messages import Chat
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError, Stopped, TrainingError, install
 from maxramp.evaluation.scorer import Scored
-from maxramp.evaluation.together import Asking, Rehearsal, Together
+from maxramp.evaluation.server import DryRun, EvalOptions, EvalServer
 from maxramp.generation.generator import Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.handover.opening import PromptTokenizer
@@ -46,7 +46,7 @@ except ImportError as error:
 
 
 class _LastError(logging.Handler):
-    """Keeps what lm-eval logs before it raises something that says less."""
+    """Keeps the last error that lm-eval logs: what it raises then says less."""
 
     line = ""
 
@@ -61,8 +61,8 @@ _logger.propagate = False
 
 _MOST_TOKENS = 256  # of an answer, where a task does not say
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# How a task has the model write: what each of its values must be.
-_WRITING = {
+# The options of a task that generates text: what each value must be, and a check of that.
+_GENERATION_OPTIONS = {
     **dict.fromkeys(_LENGTHS, ("a whole number, 1 or more", lambda x: _is_whole(x) and x >= 1)),
     "until": (
         "text, or a list of texts",
@@ -74,15 +74,19 @@ _WRITING = {
     "top_p": ("above 0 and at most 1", lambda x: type(x) in (int, float) and 0 < x <= 1),
 }
 _SEED = 1234  # lm-eval's own
-_OF_TASKS = "num_fewshot", "gen_kwargs"  # what `Asking` changes in tasks; lm-eval takes the others
+_TASK_OPTIONS = "num_fewshot", "gen_kwargs"  # set in each task; lm-eval takes the others
 
 
 class Tasks(TaskManager):
     """The tasks of some names, with their data, loaded once."""
 
     def __init__(self, key: str, names: Sequence[str], include_path: str, stages: int):
-        """`names` are of tasks, groups, tags or files of tasks; `include_path` is a folder of tasks
-        beside lm-eval's own; `stages` are those of a pipeline, which cannot do all tasks.
+        """
+        Args:
+          key: the key or option that names the tasks, for errors.
+          names: of tasks, groups, tags or files of tasks.
+          include_path: a folder of tasks beside lm-eval's own, or "".
+          stages: those of a pipeline, which cannot do all tasks.
         """
         self.names = list(names)
         if include_path and not os.path.isdir(include_path):
@@ -93,7 +97,7 @@ class Tasks(TaskManager):
         super().__init__(include_path=own, include_defaults=not own)
         if own and self._missing():
             _refuse_broken(own)
-            # Its own are thousands, which take a while to list.
+            # lm-eval's own are thousands, which take a while to list.
             super().__init__(include_path=own)
         for name in self._missing():
             near = difflib.get_close_matches(name, self.all_tasks, 1)
@@ -120,7 +124,7 @@ class Tasks(TaskManager):
 
 
 def _refuse_broken(folder: str) -> None:
-    """Says which file of a folder of tasks is not YAML: lm-eval passes over it in silence."""
+    """Refuses a file of a folder of tasks that is not YAML: lm-eval skips it in silence."""
     for path in sorted(pathlib.Path(folder).rglob("*.yaml")):
         try:
             load_yaml(path, resolve_func=False)
@@ -129,38 +133,37 @@ def _refuse_broken(folder: str) -> None:
 
 
 class Model(TemplateLM):
-    """Our model as what lm-eval asks."""
+    """Our model behind lm-eval's interface."""
 
-    def __init__(self, together: Together | Rehearsal, tokenizer: PromptTokenizer):
+    def __init__(self, server: EvalServer | DryRun, tokenizer: PromptTokenizer):
         super().__init__()
-        self._together, self._chats = together, tokenizer
-        # A text's marks are marks, as those of a chat template.
-        named = tokenizer.tokenizer.type in ("huggingface", "tiktoken")
+        self._server, self._chats = server, tokenizer
+        # A special token that a text spells is that token, as in a chat template.
+        has_names = tokenizer.tokenizer.type in ("huggingface", "tiktoken")
         self._tokenizer = dataclasses.replace(
-            tokenizer.tokenizer, add_eos=False, split_special_tokens=not named
+            tokenizer.tokenizer, add_eos=False, split_special_tokens=not has_names
         )
 
     @property
     def eot_token_id(self) -> int:
-        """The mark at the end of a text, or the one at its beginning."""
+        """The token that ends a text, or the one that begins it."""
         end = self._tokenizer.model.end
         return self.prefix_token_id if end is None else end
 
     @property
     def prefix_token_id(self) -> int:
-        """The mark before a text whose first token is scored too."""
-        marks = self._tokenizer.model.begin, self._tokenizer.model.end
-        found = next((mark for mark in marks if mark is not None), None)
-        if found is None:
-            raise ConfigError(
-                f"tokenizer_path={self._tokenizer.path} has no mark that begins or ends a text, "
-                "and a task scores one from its first token on; give another tokenizer"
-            )
-        return found
+        """The token before a text whose first token is scored too."""
+        for token in (self._tokenizer.model.begin, self._tokenizer.model.end):
+            if token is not None:
+                return token
+        raise ConfigError(
+            f"tokenizer_path={self._tokenizer.path} has no mark that begins or ends a text, and a "
+            "task scores one from its first token on; give another tokenizer"
+        )
 
     @property
     def max_length(self) -> int:
-        return self._together.longest
+        return self._server.longest
 
     @property
     def tokenizer_name(self) -> str:
@@ -170,79 +173,80 @@ class Model(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Ids of a text, as `hf` has them."""
-        self._together.beat()  # a task may have hundreds of thousands of them
-        mark = self._tokenizer.model.begin
+        """Returns the ids of a text, as lm-eval's `hf` does."""
+        self._server.beat()  # a task may have hundreds of thousands of texts
+        bos = self._tokenizer.model.begin
         if add_special_tokens is None:
-            begins = mark is not None and has_bos_prefix(string, self._tokenizer.decode([mark]))
-            add_special_tokens = self._tokenizer.add_bos and not begins
-        marked = dataclasses.replace(self._tokenizer, add_bos=False)
-        (ids,) = marked.encode([string])
-        begin = [mark] * bool(add_special_tokens and self._tokenizer.add_bos)
-        return [*begin, *ids.tolist()]
+            has_bos = bos is not None and has_bos_prefix(string, self._tokenizer.decode([bos]))
+            add_special_tokens = not has_bos
+        (ids,) = dataclasses.replace(self._tokenizer, add_bos=False).encode([string])
+        if add_special_tokens and self._tokenizer.add_bos:
+            return [bos, *ids.tolist()]
+        return ids.tolist()
 
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether it is what greedy writing gives."""
+        """Returns the log-probability of each continuation, and whether it is the greedy one."""
         return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         rows = []
-        for texts, context, continuation in requests:
+        for strings, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise ConfigError(
                     f"a task scores {len(continuation)} tokens behind a context, of 1 to "
                     f"max_target_length={self.max_length}; raise that, or mend the task "
-                    f"({str(texts)[-100:]})"
+                    f"({str(strings)[-100:]})"
                 )
             whole = (context + continuation)[-(self.max_length + 1) :]
             rows.append(Scored(whole, len(continuation)))
-        return self._together.score(rows)
+        return self._server.score(rows)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        windows, texts = [], []
+        windows, request_numbers = [], []
         for number, request in enumerate(requests):
             tokens, longest = self.tok_encode(request.args[0]), self.max_length
             if tokens[:1] == [self.prefix_token_id]:
-                _note_two_marks(self._tokenizer.decode(tokens[:1]))
+                _note_two_bos(self._tokenizer.decode(tokens[:1]))
             cut = get_rolling_token_windows(tokens, self.prefix_token_id, longest, context_len=1)
             for context, continuation in map(make_disjoint_window, cut):
                 windows.append((None, context, continuation))
-                texts.append(number)
+                request_numbers.append(number)
         totals = [0.0] * len(requests)
-        found = self._loglikelihood_tokens(windows)
-        for number, (log_p, _) in zip(texts, found, strict=True):
+        scores = self._loglikelihood_tokens(windows)
+        for number, (log_p, _) in zip(request_numbers, scores, strict=True):
             totals[number] += log_p
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        # The requests that share their options are answered together.
+        groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
-            asked = request.args[1]
-            groups.setdefault(repr(sorted(asked.items())), (asked, []))[1].append(number)
-        found = [""] * len(requests)
-        for asked, numbers in groups.values():
-            kwargs = normalize_gen_kwargs(_check_writing(asked), _MOST_TOKENS)
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        answers = [""] * len(requests)
+        for numbers in groups.values():
+            options = _check_generation(requests[numbers[0]].args[1])
+            kwargs = normalize_gen_kwargs(options, _MOST_TOKENS)
             most_tokens, until = kwargs.pop("max_gen_toks"), kwargs.pop("until")
             until = handle_stop_sequences(until, self._tokenizer.decode([self.eot_token_id]))
             prompts = [
                 self.tok_encode(requests[n].args[0]) or [self.prefix_token_id] for n in numbers
             ]
             writing = Writing(most_tokens, self._sampling(kwargs), _SEED)
-            texts = self._together.write(prompts, writing, until)
+            texts = self._server.write(prompts, writing, until)
             for number, text in zip(numbers, texts, strict=True):
-                found[number] = text
-        return found
+                answers[number] = text
+        return answers
 
     def apply_chat_template(
         self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a chat, up to where an answer begins or continues."""
+        """Returns the text of a chat, up to where an answer begins or continues."""
         last = chat_history[-1]["content"]
         try:
             text = self._render(chat_history, add_generation_prompt)
@@ -253,10 +257,11 @@ class Model(TemplateLM):
             text = self._render(rest, add_generation_prompt)
         if add_generation_prompt:
             return text
-        # The last message is the beginning of the answer: nothing ends it.
-        at = text.rindex(last.strip())
-        kept = last.lstrip()
-        return text[:at] + (kept if text.startswith(kept, at) else last.strip())
+        # The last message is the beginning of the answer, which the template must not end.
+        start, kept = text.rindex(last.strip()), last.lstrip()
+        if not text.startswith(kept, start):
+            kept = last.strip()
+        return text[:start] + kept
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self._tokenizer.chat_template if chat_template else None
@@ -269,88 +274,91 @@ class Model(TemplateLM):
         if not kwargs["do_sample"]:
             return Sampling(0.0, vocab_size=vocab_size)
         names = {"temperature": float, "top_k": int, "top_p": float}
-        given = {name: kind(kwargs[name]) for name, kind in names.items() if name in kwargs}
-        sampling = Sampling(**given, vocab_size=vocab_size)
+        values = {name: kind(kwargs[name]) for name, kind in names.items() if name in kwargs}
+        sampling = Sampling(**values, vocab_size=vocab_size)
         sampling.check()
         return sampling
 
 
 @functools.cache  # once in a process
-def _note_two_marks(mark: str) -> None:
+def _note_two_bos(bos: str) -> None:
     print_note(
-        f"the tokenizer begins texts with {mark}, and lm-eval puts it before them again: the "
-        f"likelihood of a whole text counts log p({mark} | {mark}), as with lm-eval's own "
+        f"the tokenizer begins texts with {bos}, and lm-eval puts it before them again: the "
+        f"likelihood of a whole text counts log p({bos} | {bos}), as with lm-eval's own "
         "backend; add_bos=False leaves it out"
     )
 
 
-def _check_writing(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """How a task has the model write, without options that have no value."""
-    given = {name: value for name, value in asked.items() if value is not None}
-    for name, value in given.items():
-        if name not in _WRITING:
+def _check_generation(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks the options of a task that generates text; returns those that have a value."""
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        if name not in _GENERATION_OPTIONS:
             raise ConfigError(
-                f"{name}={value}: how a task has the model write is set by "
-                f"{', '.join(_WRITING)} alone; leave it out"
+                f"{name}={value}: a task or --gen_kwargs sets how the model writes by "
+                f"{', '.join(_GENERATION_OPTIONS)} alone; leave it out"
             )
-        what, holds = _WRITING[name]
-        if not holds(value):
-            raise ConfigError(f"{name}={value}: of a task or --gen_kwargs, must be {what}")
-    return given
+        rule, is_valid = _GENERATION_OPTIONS[name]
+        if not is_valid(value):
+            raise ConfigError(f"{name}={value}: of a task or --gen_kwargs, must be {rule}")
+    return options
 
 
 def _is_whole(x: Any) -> bool:
     return type(x) in (int, float) and float(x).is_integer()
 
 
-def evaluate(tasks: Tasks, model: Model, asking: Asking) -> dict[str, Any]:
-    # What its `simple_evaluate` does first; that ends with seconds of asking the system for all
-    # that is installed, for which training would wait.
+def evaluate(tasks: Tasks, model: Model, options: EvalOptions) -> dict[str, Any]:
+    """Evaluates a model on tasks; returns lm-eval's results."""
+    # As lm-eval's `simple_evaluate` does first. That function ends by listing all that is
+    # installed, which takes seconds for which training would wait.
     random.seed(0)
     np.random.seed(_SEED)
     try:
         for task in tasks.loaded["tasks"].values():
-            _set_up(task, asking)
-        how = {name: x for name, x in vars(asking).items() if name not in _OF_TASKS}
-        results = evaluator.evaluate(model, tasks.loaded, fewshot_as_multiturn=True, **how)
+            _set_up(task, options)
+        others = {name: x for name, x in vars(options).items() if name not in _TASK_OPTIONS}
+        results = evaluator.evaluate(model, tasks.loaded, fewshot_as_multiturn=True, **others)
     except (ConfigError, TrainingError, Stopped):
         raise
     except Exception as error:  # of a task's own code
         raise ConfigError(f"the tasks {','.join(tasks.names)}: {_error_text(error)}") from None
-    settings = {"config": dataclasses.asdict(asking) | {"seed": _SEED}, "date": time.time()}
+    settings = {"config": dataclasses.asdict(options) | {"seed": _SEED}, "date": time.time()}
     return dict(results) | settings | {"lm_eval_version": importlib.metadata.version("lm_eval")}
 
 
-def _set_up(task: Task, asking: Asking) -> None:
-    if asking.gen_kwargs and task.get_config("output_type") == "generate_until":
-        task.set_config("generation_kwargs", dict(asking.gen_kwargs), update=True)
+def _set_up(task: Task, options: EvalOptions) -> None:
+    if options.gen_kwargs and task.get_config("output_type") == "generate_until":
+        task.set_config("generation_kwargs", dict(options.gen_kwargs), update=True)
     own = task.get_config("num_fewshot")
-    if own is None or (own and asking.num_fewshot is not None):
-        task.set_config("num_fewshot", asking.num_fewshot or 0)
+    if own is None or (own and options.num_fewshot is not None):
+        task.set_config("num_fewshot", options.num_fewshot or 0)
     task.set_fewshot_seed(_SEED)
 
 
 def table(results: Mapping[str, Any]) -> str:
+    """Returns lm-eval's tables of tasks and of groups."""
     parts = [make_table(results)]
     parts += [make_table(results, "groups")] if results.get("groups") else []
     return "\n".join(parts)
 
 
 def numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of each task and group by a name such as task_hellaswag_acc."""
-    found = {}
+    """Returns the numbers of each task and group by a name such as task_hellaswag_acc."""
+    values = {}
     for task, metrics in results["results"].items():
         for name, value in metrics.items():
-            metric, _, chosen = name.partition(",")
-            if isinstance(value, int | float) and chosen and not metric.endswith("_stderr"):
-                suffix = "" if chosen == "none" else f"_{chosen}"
-                found[f"{TASK}{task}_{metric}{suffix}"] = float(value)
-    return found
+            metric, _, answer_filter = name.partition(",")
+            if isinstance(value, int | float) and answer_filter and not metric.endswith("_stderr"):
+                suffix = "" if answer_filter == "none" else f"_{answer_filter}"
+                values[f"{TASK}{task}_{metric}{suffix}"] = float(value)
+    return values
 
 
 def _error_text(error: Exception) -> str:
-    what = str(error)
+    """Returns the text of an error of lm-eval or of a task in one line."""
+    text = str(error)
     if isinstance(error, KeyError):
-        what = _logged.line or f"there is no {what}"
-    what = " ".join(what.split())[:300]
-    return f"{what} ({type(error).__name__})" if what else type(error).__name__
+        text = _logged.line or f"there is no {text}"
+    text = " ".join(text.split())[:300]
+    return f"{text} ({type(error).__name__})" if text else type(error).__name__

@@ -13,7 +13,7 @@ from maxramp.data.corpus import hash_of
 from maxramp.data.keys import EvalKeys
 from maxramp.errors import ConfigError, StepError, Stopped, TrainingError
 from maxramp.evaluation.scorer import Scorer
-from maxramp.evaluation.together import Asking, Rehearsal, Together, expect
+from maxramp.evaluation.server import DryRun, EvalOptions, EvalServer, compile_ahead
 from maxramp.handover.opening import tokenizer_of
 from maxramp.handover.weights import find_kept
 from maxramp.job.start import Job
@@ -27,7 +27,7 @@ from maxramp.training.state import TrainState
 
 
 def hash_of_tasks(keys: EvalKeys) -> str:
-    """A hash of the user's own tasks; those of lm-eval are known by their names."""
+    """Hashes the user's own tasks; those of lm-eval are known by their names."""
     own = pathlib.Path(keys.evaluate_tasks_include_path or os.devnull).expanduser()
     return hash_of([(path.name, path.read_bytes()) for path in sorted(own.rglob("*.yaml"))])
 
@@ -36,8 +36,8 @@ class RunTasks:
     """The tasks of a run, loaded once."""
 
     def __init__(self, job: Job, abstract: TrainState):
-        """Loads them on process 0, and goes through all that they will ask; `abstract` are the
-        train state's shapes and shardings.
+        """Loads them on process 0, and goes through all requests without a model; `abstract` has
+        the train state's shapes and shardings.
         """
         config, self._job = job.config, job
         keys: EvalKeys = config.evaluation
@@ -53,41 +53,42 @@ class RunTasks:
             names, own = [*map(str, keys.evaluate_tasks)], keys.evaluate_tasks_include_path
             stages = config.mesh.pipeline_stages
             tasks = harness.Tasks("evaluate_tasks", names, own, stages)
-            rehearsal = Rehearsal(longest, self._beat)
-            names = [*self._numbers(tasks, rehearsal)]
-            return tasks, (rehearsal.asked, names)
+            dry_run = DryRun(longest, self._beat)
+            names = [*self._numbers(tasks, dry_run)]
+            return tasks, (dry_run.requests, names)
 
         self._tasks, known = run_on_first(load, self._beat) or (None, None)
-        self._asked, self.names = broadcast_json(known, self._beat)  # and the names of its numbers
+        self._requests, self.names = broadcast_json(known, self._beat)  # names of the numbers
 
     def announce(self, ahead: Ahead, stage: Stage) -> None:
-        end = of_run = self._job.schedule.ramp.total_samples
+        """Has the programs compiled for the evaluations of a stage, if it has any."""
+        total = end = self._job.schedule.ramp.total_samples
         if stage.samples is not None:
             end = stage.first_sample + stage.samples
-        if self._keys.tasks_are_due(stage.first_sample, end, end >= of_run):
+        if self._keys.tasks_are_due(stage.first_sample, end, end >= total):
             mesh = reshape_mesh(self._job.mesh, stage.spec.mesh)
-            expect(self._scorer(ahead, mesh, stage.spec.rope_keys), self._asked)
+            compile_ahead(self._scorer(ahead, mesh, stage.spec.rope_keys), self._requests)
 
     def evaluate(self, ahead: Ahead, state: TrainState, rope_keys: RopeKeys) -> Dispatched | None:
-        """None where somebody asks for the end meanwhile; a StepError where a task fails, on every
-        process.
+        """Evaluates the tasks; returns None if the job is asked to stop meanwhile, and raises a
+        StepError on every process if a task fails.
         """
         self._tell = Throttle(self._job.output.say)  # 30 seconds from here
         scorer = self._scorer(ahead, mesh_of(state), rope_keys)
-        together = Together(scorer, state.model, self._beat)
+        server = EvalServer(scorer, state.model, self._beat)
         try:
-            found = together.run(lambda: self._numbers(self._tasks, together))
+            numbers = server.run(lambda: self._numbers(self._tasks, server))
         except Stopped:
             return None
         except (ConfigError, TrainingError) as error:
             raise StepError(str(error)) from None
-        return Dispatched((), lambda read, begin, end: found or {})
+        return Dispatched((), lambda read, begin, end: numbers or {})
 
-    def _numbers(self, tasks: Any, asked: Together | Rehearsal) -> Record:
+    def _numbers(self, tasks: Any, server: EvalServer | DryRun) -> Record:
         from maxramp.evaluation import harness
 
-        model = harness.Model(asked, self._tokenizer)
-        return harness.numbers(harness.evaluate(tasks, model, Asking(bootstrap_iters=0)))
+        model = harness.Model(server, self._tokenizer)
+        return harness.numbers(harness.evaluate(tasks, model, EvalOptions(bootstrap_iters=0)))
 
     def _scorer(self, ahead: Ahead, mesh: Mesh, rope_keys: RopeKeys) -> Scorer:
         config, key = self._job.config, (mesh, rope_keys)
@@ -96,11 +97,10 @@ class RunTasks:
                 config.recipe, model=dataclasses.replace(config.model, **vars(rope_keys))
             )
             abstract = attach_mesh(self._abstract.model, mesh)
-            made = Scorer(recipe, abstract, self._tokenizer, ahead, beat=self._pause)
-            self._scorers[key] = made
+            self._scorers[key] = Scorer(recipe, abstract, self._tokenizer, ahead, beat=self._pause)
         return self._scorers[key]
 
     def _pause(self, line: str) -> None:
-        """Between two passes, on all processes: a signal may ask for the end."""
+        """Lets a signal stop the job between two passes, on all processes."""
         self._tell(line)
         self._job.pause()

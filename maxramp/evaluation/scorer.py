@@ -1,7 +1,7 @@
-"""What lm-eval asks of a model: how likely texts are, and what it writes.
+"""Likelihoods of texts, and answers to prompts: what lm-eval needs of a model.
 
-Every process of a job asks alike, and gets all answers. Rows are sorted by length and padded on
-the right to a few lengths, so that few programs are compiled, in the background while the first
+Every process of a job calls this alike, and gets all results. Rows are sorted by length and padded
+on the right to a few lengths, so that few programs are compiled, in the background while the first
 ones run.
 
 Shapes: B rows, T tokens of a row.
@@ -34,20 +34,20 @@ from maxramp.training.log_probs import scores
 
 _FEWEST_TOKENS = 16  # of a shape
 _TOKENS_AT_ONCE = 8192  # of a device in a pass, where no batch size is given
-_QUEUED = 2  # passes that the devices have before the results of the first are read
-_SELDOM = 16  # tokens that are written between two looks for a text that ends an answer
+_QUEUED = 2  # passes that wait on the devices before the results of the first are read
+_CHECK_EVERY = 16  # tokens that are written between two searches for a text that ends an answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Tokens whose last ones are scored, given those before them."""
+    """A row of tokens, of which the last ones are scored."""
 
     tokens: list[int]
     count: int  # of the last tokens, below len(tokens)
 
 
 class Scorer:
-    """Scores and continues rows of tokens with the weights that it is given, on their mesh."""
+    """Scores and continues rows of tokens with a model's weights, on their mesh."""
 
     def __init__(
         self,
@@ -79,15 +79,15 @@ class Scorer:
         self._ranks = math.prod(shape[axis] for axis in ROW_AXES)
         self._parts = math.prod(shape[axis] for axis in TOKEN_AXES)
         parts = max(1, self.keys.num_pipeline_microbatches) if shape["stage"] > 1 else 1
-        # Rows of a pass are a multiple of it: every device of a rank has as many, and so has every
-        # part of them that goes through a pipeline.
+        # The rows of a pass are a multiple of this, so that every device of a rank has as many, and
+        # every micro batch of a pipeline.
         self._unit = self._ranks // shape["stage"] * math.lcm(shape["stage"], parts)
 
     def score(self, model: Decoder, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """The log-probability of each row's last tokens, and whether each of them is the likeliest.
-        A NotFiniteError where the weights give no numbers.
+        """Returns the log-probability of each row's last tokens, and whether each of them is the
+        likeliest; raises a NotFiniteError if the weights give no numbers.
         """
-        found: list[Any] = [None] * len(rows)
+        scored: list[Any] = [None] * len(rows)
         waiting: collections.deque[tuple[list[int], Any]] = collections.deque()
         done = 0
 
@@ -96,26 +96,25 @@ class Scorer:
             numbers, results = waiting.popleft()
             log_p_BT, is_first_BT = jax.device_get(results)
             for b, number in enumerate(numbers):
-                last = len(rows[number].tokens) - 1
-                at = np.s_[b, last - rows[number].count : last]
-                total = float(log_p_BT[at].sum(dtype=np.float64))
+                end = len(rows[number].tokens) - 1
+                last = np.s_[b, end - rows[number].count : end]
+                total = float(log_p_BT[last].sum(dtype=np.float64))
                 if math.isnan(total):
                     raise NotFiniteError(NO_NUMBERS)
-                found[number] = total, bool(is_first_BT[at].all())
+                scored[number] = total, bool(is_first_BT[last].all())
             done += len(numbers)
             self._beat(f"tasks    {done:,} of {len(rows):,} rows have their likelihoods")
 
         for (B, T), numbers in self.expect_scores([len(row.tokens) - 1 for row in rows]):
             program, _ = self._ahead.get(self._key(B, T))
-            waiting.append(
-                (numbers, program(model, *self._arrays(B, T, [rows[n] for n in numbers])))
-            )
+            arrays = self._arrays(B, T, [rows[n] for n in numbers])
+            waiting.append((numbers, program(model, *arrays)))
             self._ahead.lower()
             if len(waiting) > _QUEUED:
                 read()
         while waiting:
             read()
-        return found
+        return scored
 
     def write(
         self,
@@ -124,9 +123,9 @@ class Scorer:
         writing: Writing,
         until: Sequence[str],
     ) -> list[str]:
-        """The text that the model writes behind each prompt (token ids), up to any of the texts in
-        `until`; the ids that end an answer are the scorer's. Prompts too long for the rows lose
-        their beginning.
+        """Returns the text that the model writes behind each prompt (token ids), up to any of the
+        texts in `until`; the ids that end an answer are the scorer's. Prompts too long for the rows
+        lose their beginning.
         """
         lengths = [len(prompt) for prompt in prompts]
         passes = self.expect_answers(lengths, writing)
@@ -139,20 +138,20 @@ class Scorer:
                 self._ahead.get(program)
             weights = weights or generator.prepare(model)
             self._ahead.lower()
-            of_pass = [prompts[n] for n in numbers]
-            for answers in generator.stream(weights, of_pass, numbers, every=_SELDOM):
+            pass_prompts = [prompts[n] for n in numbers]
+            for answers in generator.stream(weights, pass_prompts, numbers, every=_CHECK_EVERY):
                 self._beat(f"tasks    {done:,} of {len(prompts):,} prompts have their answers")
-                found = [self._text(answer, until) for answer in answers]
-                if all(is_whole for _, is_whole in found):
+                decoded = [self._text(answer, until) for answer in answers]
+                if all(is_whole for _, is_whole in decoded):
                     break
-            for number, (text, _) in zip(numbers, found, strict=True):
+            for number, (text, _) in zip(numbers, decoded, strict=True):
                 texts[number] = text
             done += len(numbers)
         return texts
 
     def expect_scores(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
-        """Has the programs compiled that score rows of these lengths, less one token each; the
-        shape [B, T] of each pass, and its rows.
+        """Has the programs compiled that score rows of these lengths, less one token each; returns
+        the shape [B, T] of each pass, and the numbers of its rows.
         """
         passes = self._passes(lengths)
         for (B, T), _ in passes:
@@ -164,8 +163,8 @@ class Scorer:
     def expect_answers(
         self, lengths: Sequence[int], writing: Writing
     ) -> list[tuple[list[Hashable], list[int]]]:
-        """Has the programs compiled that answer prompts of these lengths; the keys of each pass's
-        programs, and its prompts.
+        """Has the programs compiled that answer prompts of these lengths; returns the keys of each
+        pass's programs, and the numbers of its prompts.
         """
         most_tokens = writing.most_tokens
         room = self.keys.max_target_length - most_tokens
@@ -176,24 +175,24 @@ class Scorer:
                 "ask for less (of maxramp.evaluate, --gen_kwargs max_gen_toks=N)"
             )
         lengths = [min(length, room) for length in lengths]
-        generator, found = self._generator(writing), []
+        generator, passes = self._generator(writing), []
         # An answer's rows are longer than its prompt: passes by prompts alone would be too large.
         for _, numbers in self._passes([length + most_tokens for length in lengths]):
             longest = max(lengths[n] for n in numbers)
-            found.append((self._expect_writing(generator, len(numbers), longest), numbers))
-        return found
+            passes.append((self._expect_writing(generator, len(numbers), longest), numbers))
+        return passes
 
     def _expect_writing(self, generator: Generator, count: int, longest: int) -> list[Hashable]:
-        """The programs that answer this many prompts, by what the compiler knows them by."""
+        """Announces the programs that answer `count` prompts; returns their keys."""
         B, P, S = shape = generator.shape(count, longest)
         if (generator.writing, shape) not in self._written:
             programs = generator.trace_programs(self._abstract, count, longest)
             keys = []
-            for what, trace in programs.items():
-                key, name = (what, self, generator.writing), what
-                if what != "preparing weights":
+            for name, trace in programs.items():
+                key = name, self, generator.writing
+                if name != "preparing weights":
                     key = *key, shape
-                    name = f"{what}, {B} rows of {P} tokens and up to {S - P} more"
+                    name = f"{name}, {B} rows of {P} tokens and up to {S - P} more"
                 self._announce(key, name, trace)
                 keys.append(key)
             self._written[generator.writing, shape] = keys
@@ -207,21 +206,21 @@ class Scorer:
     def _scores(self, model: Decoder, tokens_BT: jax.Array, targets_BT: jax.Array):
         model, dtype = model.cast(self.keys.dtype), self.keys.dtype
         x_BTD, _ = model.hidden(tokens_BT, self.keys)
-        how = self._block_tokens, model.logits_cap
-        found = scores(x_BTD, model.head(dtype), targets_BT, *how)
-        return tuple(jax.reshard(x_BT, REPLICATED) for x_BT in found)
+        limits = self._block_tokens, model.logits_cap
+        results = scores(x_BTD, model.head(dtype), targets_BT, *limits)
+        return tuple(jax.reshard(x_BT, REPLICATED) for x_BT in results)
 
     def _announce(self, key: Hashable, name: str, trace: Callable[[], Any]) -> None:
         self._ahead.announce(key, name, self._mesh, lambda: trace().lower())
 
     def _key(self, B: int, T: int) -> Hashable:
-        return "score", self, B, T  # another scorer's model may see otherwise, on the same mesh
+        return "score", self, B, T  # another scorer's positions or windows may differ, on this mesh
 
     def _generator(self, writing: Writing) -> Generator:
         writing = dataclasses.replace(writing, stops=self._ends)
         if writing not in self._generators:
-            made = Generator(self.keys, self._abstract, writing, self._options)
-            self._generators[writing] = made
+            generator = Generator(self.keys, self._abstract, writing, self._options)
+            self._generators[writing] = generator
         return self._generators[writing]
 
     def _arrays(self, B: int, T: int, rows: Sequence[Scored]) -> tuple[jax.Array, jax.Array]:
@@ -237,8 +236,8 @@ class Scorer:
         )
 
     def _passes(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
-        """The shapes [B, T] of passes, and which rows each has: the longest first, so that what is
-        too large for the memory shows at once."""
+        """Returns the shapes [B, T] of passes, and the numbers of their rows, the longest first:
+        what is too large for the memory fails at once."""
         order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
         passes = []
         longest = self.keys.max_target_length
@@ -251,14 +250,14 @@ class Scorer:
             passes += [((B, T), numbers[i : i + B]) for i in range(0, len(numbers), B)]
         return passes
 
-    def _rows(self, of_rank: int) -> int:
-        return -(-of_rank * self._ranks // self._unit) * self._unit
+    def _rows(self, rank_rows: int) -> int:
+        return -(-rank_rows * self._ranks // self._unit) * self._unit
 
     def _text(self, answer: Answer, until: Sequence[str]) -> tuple[str, bool]:
-        """The text of an answer as far as it has come, and whether it is whole."""
+        """Returns the text of an answer so far, and whether it is whole."""
         ids = answer.tokens[: len(answer.tokens) - (answer.done and not answer.truncated)]
         text = self._tokenizer.decode(ids)
-        for mark in self._tokenizer.model.special:
-            text = text.replace(mark, "")
-        cut = min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=-1)
-        return (text[:cut], True) if cut >= 0 else (text, answer.done)
+        for special in self._tokenizer.model.special:
+            text = text.replace(special, "")
+        stops = [text.find(stop) for stop in until if stop and stop in text]
+        return (text[: min(stops)], True) if stops else (text, answer.done)

@@ -91,7 +91,7 @@ def test_what_lm_eval_would_trip_over(tmp_path, capsys, offline):
         (*written, "temperature=-1", "temperature=-1: of a task or --gen_kwargs"),
         (*written, "do_sample=maybe", "must be true or false"),
         (*written, "until=[3,4]", "until=[3, 4]: of a task or --gen_kwargs"),
-        (*written, "nosuch=3", "nosuch=3: how a task has the model write"),
+        (*written, "nosuch=3", "nosuch=3: a task or --gen_kwargs sets how the model writes"),
     ):
         options = ("--tasks", task, "--include_path", str(folder), "--limit", "2")
         assert evaluate.main([str(model), *options, *more]) == 2, said

@@ -1,7 +1,8 @@
-"""One process talks to lm-eval, and all of a job compute what it asks.
+"""Process 0 talks to lm-eval, and all processes of a job compute its requests.
 
-Process 0 says what is asked for; the others wait for that and then do the same. Before a run
-trains, it goes through all of it once without a model, so that programs can be compiled ahead.
+Process 0 broadcasts each request, which the others wait for and then compute with it. Before a run
+trains, process 0 goes through all requests once without a model, so that programs can be compiled
+ahead.
 """
 
 import concurrent.futures
@@ -20,10 +21,10 @@ from maxramp.processes.agreement import broadcast_json, run_on_first
 
 
 @dataclasses.dataclass(frozen=True)
-class Asking:
-    """How tasks ask."""
+class EvalOptions:
+    """How tasks are evaluated."""
 
-    num_fewshot: int | None = None  # examples before a question; None = as a task says
+    num_fewshot: int | None = None  # examples before a question; None = as the task says
     limit: float | None = None  # questions of a task, or their share if below 1; None = all
     apply_chat_template: bool = False
     system_instruction: str | None = None
@@ -33,34 +34,38 @@ class Asking:
 
 
 @dataclasses.dataclass
-class Together:
-    """A model, asked by process 0 on behalf of all."""
+class EvalServer:
+    """A model that all processes compute together, for requests of process 0."""
 
     scorer: Scorer
     model: Decoder
     beat: Callable[[], None]  # called while another process works, and when a pass is done
-    _failed: bool = False  # while all processes computed: they all know
+    _failed: bool = False  # in a computation, so that every process has raised the same error
 
     @property
     def longest(self) -> int:
         return self.scorer.keys.max_target_length
 
     def score(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        return self._ask("score", [[row.tokens, row.count] for row in rows])
+        return self._request("score", [[row.tokens, row.count] for row in rows])
 
     def write(
         self, prompts: Sequence[Sequence[int]], writing: Writing, until: Sequence[str]
     ) -> list[str]:
-        return self._ask("write", [[*map(list, prompts)], dataclasses.asdict(writing), [*until]])
+        return self._request(
+            "write", [[*map(list, prompts)], dataclasses.asdict(writing), [*until]]
+        )
 
     def run(self, lead: Callable[[], Any]) -> Any:
-        """Has process 0 do what asks (`lead`), and the others compute with it. Returns, on process
-        0, and raises, on all, what `lead` did.
+        """Runs `lead`, which makes requests, on process 0, while the others compute with it.
+        Returns the result of `lead` on process 0, and raises its error on all.
         """
         if jax.process_index():
-            while asked := broadcast_json(None, self.beat):
-                self._compute(*asked)
-            return run_on_first(lead, self.beat)
+            while True:
+                request = broadcast_json(None, self.beat)
+                if request is None:
+                    return run_on_first(lead, self.beat)
+                self._compute(*request)
         outcome = concurrent.futures.Future()
         try:
             outcome.set_result(lead())
@@ -71,50 +76,51 @@ class Together:
         broadcast_json(None, self.beat)
         return run_on_first(outcome.result, self.beat)
 
-    def _ask(self, what: str, about: list[Any]) -> Any:
-        broadcast_json([what, about], self.beat)
+    def _request(self, kind: str, contents: list[Any]) -> Any:
+        broadcast_json([kind, contents], self.beat)
         try:
-            return self._compute(what, about)
+            return self._compute(kind, contents)
         except Exception:
             self._failed = True
             raise
 
-    def _compute(self, what: str, about: list[Any]) -> Any:
-        if what == "score":
-            return self.scorer.score(self.model, [Scored(*row) for row in about])
-        prompts, writing, until = about
+    def _compute(self, kind: str, contents: list[Any]) -> Any:
+        if kind == "score":
+            return self.scorer.score(self.model, [Scored(*row) for row in contents])
+        prompts, writing, until = contents
         return self.scorer.write(self.model, prompts, _writing(writing), until)
 
 
-class Rehearsal:
-    """Replaces `Together` and answers at once: lengths of rows depend on no weights. `asked` is
-    what `expect` takes.
+class DryRun:
+    """Replaces `EvalServer` and answers at once: lengths of rows depend on no weights. `requests`
+    go to `compile_ahead`.
     """
 
     def __init__(self, longest: int, beat: Callable[[], None]):
         self.longest, self.beat = longest, beat
-        self.asked: list[list[Any]] = []
+        self.requests: list[list[Any]] = []
 
     def score(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        self.asked.append(["score", [len(row.tokens) - 1 for row in rows]])
+        self.requests.append(["score", [len(row.tokens) - 1 for row in rows]])
         return [(-1.0, False)] * len(rows)
 
     def write(
         self, prompts: Sequence[Sequence[int]], writing: Writing, until: Sequence[str]
     ) -> list[str]:
         lengths = [len(prompt) for prompt in prompts]
-        self.asked.append(["write", lengths, dataclasses.asdict(writing)])
+        self.requests.append(["write", lengths, dataclasses.asdict(writing)])
         return [""] * len(prompts)
 
 
-def expect(scorer: Scorer, asked: Sequence[Sequence[Any]]) -> None:
-    """Has the programs compiled for what will be asked of a scorer, on every process."""
-    for what, lengths, *how in asked:
-        if what == "score":
+def compile_ahead(scorer: Scorer, requests: Sequence[Sequence[Any]]) -> None:
+    """Has the programs compiled that requests will need, on every process."""
+    for kind, lengths, *writing in requests:
+        if kind == "score":
             scorer.expect_scores(lengths)
         else:
-            scorer.expect_answers(lengths, *map(_writing, how))
+            scorer.expect_answers(lengths, *map(_writing, writing))
 
 
 def _writing(fields: Mapping[str, Any]) -> Writing:
+    """Returns what `dataclasses.asdict` took apart."""
     return Writing(**{**fields, "sampling": Sampling(**fields["sampling"])})
