@@ -304,7 +304,7 @@ def _kernel_flops(i: Instruction) -> float:
 
 
 def share_of_row(rest: str, costs_n: np.ndarray, part: float) -> float:
-    """Sums the costs, of n equal parts of a row, that fall to the most loaded device in a kernel
+    """Adds up the costs, of n equal parts of a row, that fall to the most loaded device in a kernel
     for a part of the row's queries. The scope around it says how tokens lie on devices
     (`attention.attend`); without one each device has a fair share."""
     scope = re.search(r"attention_of_(\d+)_devices_(balanced|in_order)", rest)

@@ -1,20 +1,21 @@
 """A ramp that decides while it runs (`rampup_policy=noise`): as large as the gradients are noisy.
 
-The samples of a run are cut into periods of `rampup_decision_samples`. A run takes the next rung of
-the ladder when in the last whole period and in the one before
+The samples of a run are cut into periods of `rampup_decision_samples`. A run climbs to the next
+rung of the ladder when in the last whole period and in the one before
 
     factor * noise scale * exp(-1.64 * relative standard error) >= rung
 
 in rows, where the noise scale is variance / signal of the norms' scales (`noise_scale` in
 maxramp/training) over the targets of a row, all of them means over the period's steps. Its standard
 error follows from their scatter (delta method): a lower bound that holds in 19 of 20 cases,
-confirmed once. The norms' is the one estimate that exists without accumulation and that no split of
-the batch changes. A rung has an earliest and a latest sample (`ladder`). One rung is taken at a
-time, none is given back, and each needs a period that ends with steps of the one below.
+confirmed once. The estimate from the norms' scales is the only one that needs no accumulation and
+that no split of the batch changes. A rung has an earliest and a latest sample (`ladder`). A run
+climbs one rung at a time and never back, and each needs a period that ends with steps of the rung
+below.
 
-The numbers of a step come one step late, so a period is decided on a step after it. All processes
-have these numbers, and every checkpoint holds the periods: a restart decides as the run would have.
-Imports no JAX.
+The numbers of a step come one step late, so the decision about a period comes one step after it.
+All processes have these numbers, and every checkpoint holds the periods: a restart decides as the
+run would have. Imports no JAX.
 """
 
 import decimal
@@ -30,9 +31,9 @@ _Z = 1.64
 
 
 class Decision(NamedTuple):
-    """A rung that is taken."""
+    """The rung that a run climbs to."""
 
-    global_batch_size: int  # its rows
+    global_batch_size: int
     lower: float | None  # the smaller of the two lower bounds, in rows; None at its latest sample
 
 
@@ -44,21 +45,22 @@ class Period(NamedTuple):
     targets: int = 0
     signal: float = 0.0
     variance: float = 0.0
-    # of products
+    # sums of products
     signal_signal: float = 0.0
     signal_variance: float = 0.0
     variance_variance: float = 0.0
 
     def add(self, rows: int, targets: int, signal: float, variance: float) -> "Period":
+        """Returns the sums with those of one more step."""
         x, y = rows * signal, rows * variance
         step = Period(1, rows, targets, x, y, x * x, x * y, y * y)
         return Period(*(old + new for old, new in zip(self, step, strict=True)))
 
     def lower_bound(self, factor: float) -> float:
-        """In rows; 0 where the period's steps say too little."""
+        """Returns the lower bound in rows; 0 where the period has too few steps or no signal."""
         if self.steps < ladder.FEWEST_STEPS or min(self.signal, self.variance) <= 0:
             return 0.0
-        # Of the quotient, relative: the squares of what each step is off by in both parts.
+        # The squared relative deviation of each step from the quotient, summed over the steps.
         x, y = self.signal, self.variance
         squares = self.variance_variance / y**2 - 2 * self.signal_variance / (x * y)
         squares = max(0.0, squares + self.signal_signal / x**2)
@@ -67,10 +69,12 @@ class Period(NamedTuple):
 
 
 class NoisePolicy:
-    """Decides when a run takes its next rung; a writer of records."""
+    """Decides when a run climbs to its next rung; a writer of records.
+
+    `periods` are those of the checkpoint that the run continues from.
+    """
 
     def __init__(self, keys: BatchKeys, periods: Mapping[str, Any] | None = None):
-        """`periods` are those of the checkpoint that the run continues from."""
         self._keys, self._length = keys, ladder.period(keys)
         self._periods: dict[int, Period] = {}  # the last ones, by their number
         if periods and periods["samples"] == self._length:
@@ -80,7 +84,7 @@ class NoisePolicy:
         return {"samples": self._length, "sums": {str(n): p for n, p in self._periods.items()}}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Adds a step to its period; steps that were skipped or are not finite say nothing."""
+        """Adds a step to its period, unless it was skipped or its numbers are not finite."""
         names = "norms_noise_signal", "norms_noise_variance"
         values = [record.get(name) for name in names]
         if record.get("bad_steps") or not all(map(_is_finite, values)):
@@ -92,7 +96,7 @@ class NoisePolicy:
         self._periods = last | {number: period}
 
     def decide(self, ramp: RampupBatchManager, step: int) -> Decision | None:
-        """The rung that steps take from `step` on, if not that of `ramp`; asked after step - 1."""
+        """Returns the rung to climb to before `step`, once the numbers of step - 2 are known."""
         batch, done = ramp.stages[0].global_batch_size, ramp.samples_before(step)
         rung = next(iter(ladder.rungs(self._keys, batch)), None)
         if rung is None or done >= self._keys.samples_of_run:
@@ -100,7 +104,7 @@ class NoisePolicy:
         size = rung.global_batch_size
         if done >= rung.latest:
             return Decision(size, None)
-        # The last period of whose steps all numbers are there.
+        # The last period with the numbers of all its steps.
         last = ramp.samples_before(step - 1) // self._length - 1
         begins = ramp.thresholds[-1].first_sample
         if done < rung.earliest or last < 1 or (last + 1) * self._length <= begins:
@@ -111,7 +115,7 @@ class NoisePolicy:
 
 
 def _exp(x: float) -> float:
-    """The same on every host, which the C library's need not be in its last bit."""
+    """Computes exp to the same last bit on every host, unlike the C library."""
     return float(decimal.Decimal(x).exp())
 
 

@@ -1,5 +1,5 @@
-"""The learning rate's curve as data, for `training.learning_rate` on arrays and `ladder`, which
-asks where it reaches a height. Imports no JAX.
+"""The learning rate's curve as data, which `training.learning_rate` computes on arrays. `ladder`
+asks where it falls to a height. Imports no JAX.
 """
 
 import dataclasses
@@ -11,17 +11,17 @@ from maxramp.rampup.keys import CurveKeys
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """From 0 up to the peak, on at the peak, and down to `final` of it where `total` ends.
+    """A curve that rises from 0 to the peak, stays there, and falls to `final` of it at the end.
 
     Lengths are all in samples, or all in steps: whole multiples of `quantum`, the length of one
-    batch. A phase of n samples moves from its first to its last value over n - quantum of them, as
-    a batch has one learning rate, that of its first sample.
+    batch. A rise or fall over n samples reaches its last value after n - quantum of them, as a
+    batch has one learning rate, that of its first sample.
     """
 
-    total: float  # length of the curve; lengths are floats, as samples pass JAX's int32
+    total: float  # length of the curve; lengths are floats, as samples exceed JAX's int32
     quantum: int  # length of one batch
     warmup: float  # length of the rise
-    decay: float  # length of the fall, at the end
+    decay: float  # length of the fall
     style: str  # cosine or linear, the shape of the fall
     final: float  # the end of the fall, as a fraction of the peak
 
@@ -38,7 +38,7 @@ class Curve:
         return float(math.floor(self.total / self.quantum * fraction) * self.quantum)
 
     def falls_to(self, height: float) -> float:
-        """Where the fall reaches a fraction of the peak above `final`; not a whole sample."""
+        """Returns where the fall reaches a fraction of the peak; not a whole sample."""
         left = (height - self.final) / (1 - self.final)
         done = math.acos(2 * left - 1) / math.pi if self.style == "cosine" else 1 - left
         return self.total - self.decay + done * max(0.0, self.decay - self.quantum)

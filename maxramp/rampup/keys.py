@@ -1,5 +1,5 @@
-"""The batch keys: a batch, its ramp, its nodes, the run's length; and the keys of the learning
-rate's curve, which a ramp may follow (`ladder`). Imports no JAX.
+"""The batch keys: a batch, its ramp, its nodes, the run's length; and those of the learning rate's
+curve, which a ramp may follow (`ladder`). Imports no JAX.
 """
 
 import bisect
@@ -21,7 +21,7 @@ from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import phases
 from maxramp.rampup.shape import ShapeKeys
 
-# Each of them makes a batch.
+# Each of these gives a batch.
 _SIZES = (
     *("per_device_batch_size", "global_batch_size", "global_batch_tokens", "rampup_batch_size"),
     *("step_batch_size_schedule", "rampup_ladder"),
@@ -33,7 +33,7 @@ _GLOBAL_SIZES = (
 MAXTEXT_RAMP = (
     *("per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"),
 )
-# What is read only where other keys have some value.
+# Keys that are read only where other keys have some value.
 RAMP_CHOICES: Choices = {
     f"without {_GLOBAL_SIZES}": (*MAXTEXT_RAMP, "gradient_accumulation_steps"),
     "step_batch_size_schedule": ("step_batch_size_unit",),
@@ -44,13 +44,13 @@ RAMP_CHOICES: Choices = {
     ),
 }
 CHOICES: Choices = {**RAMP_CHOICES, _GLOBAL_SIZES: ("micro_batch_size",)}
-# What a program does not ask for by leaving it out: base.yml has the default job's ramp and length.
+# The ramp and length of base.yml's default job, which a program that leaves them out does not want.
 _NOT_BY_DEFAULT = ("enable_rampup_batch_size", *MAXTEXT_RAMP, "steps")
 
 
 @dataclasses.dataclass(frozen=True)
 class CurveKeys(Keys):
-    """The learning rate's way from 0 over its peak to its end."""
+    """The keys of the learning rate's curve."""
 
     lr_schedule_type: str = one_of("cosine", "wsd")
     learning_rate_final_fraction: float = minimum(0)
@@ -177,7 +177,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @property
     def gives_global_batch(self) -> bool:
-        """Whether batches do not depend on the number of devices."""
+        """Whether the keys give global batches, which do not depend on the number of devices."""
         ramps = self.step_batch_size_schedule or self.rampup_policy
         return bool(ramps) or self.rampup_batch_size is not None or self.global_batch_size != -1
 
@@ -187,7 +187,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @property
     def shown_length(self) -> str:
-        """The key that says how long the run is, with its value; "" where the data does."""
+        """Key, with its value, that gives the run's length; "" where the data does."""
         names = ("steps", "total_samples", "total_tokens")
         return next((f"{n}={x}" for n in names if (x := getattr(self, n)) != -1), "")
 
@@ -200,7 +200,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @property
     def unit_of_token_thresholds(self) -> str:
-        """The key that makes thresholds after the first count tokens; "" where none does."""
+        """Key that makes thresholds after the first count tokens; "" where none does."""
         if self.phases and self.phases_unit == "tokens":
             return "phases_unit"
         pairs = self.step_batch_size_schedule.count(":")

@@ -61,7 +61,6 @@ def _read_notation(keys: BatchKeys) -> list[Threshold]:
         refuse(_check_nemo(keys))
         return _nemo(keys)
     if keys.step_batch_size_schedule:
-        # A step uses the last pair whose threshold is not above the consumed samples.
         return [Threshold(*pair) for pair in _parse_schedule(keys)]
     if keys.rampup_policy == "seesaw":
         refuse(ladder.check_seesaw(keys))

@@ -83,7 +83,7 @@ def layouts(
     return [chosen[identity(one.threshold)] for one in stretches]
 
 
-_LONG = 10**6  # steps that the last stretch of a run without a length is planned with
+_LONG = 10**6  # steps of the last stretch, to plan a run without a length
 
 
 def _steps_of_run(keys: BatchKeys, stretch: Stretch) -> int:
@@ -97,7 +97,7 @@ def _steps_of_run(keys: BatchKeys, stretch: Stretch) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A run of optimizer steps with one batch shape. The last stage has no end."""
+    """Optimizer steps in a row with one batch shape. The last stage has no end."""
 
     index: int
     first_step: int
@@ -125,7 +125,7 @@ class ResumePoint(NamedTuple):
 
     step: int = 0
     sample: int = 0
-    # of the schedule until then, as in plan.json: those that were trained, and those to come
+    # of the schedule before, as in plan.json: those that were trained, and those that were to come
     stages: Sequence[dict[str, Any]] = ()
     # (first sample, global batch size) of the rungs above the first, under rampup_policy=noise
     rungs: Sequence[tuple[int, int]] = ()
@@ -143,8 +143,8 @@ def trained_stages(stages: Sequence[dict[str, Any]], step: int) -> list[dict[str
 class RampupBatchManager:
     """The stages of a run from a step on, and the run's length.
 
-    A schedule never changes. Every start makes it anew where the run stands, and so does a decision
-    of rampup_policy=noise: the stages to come do not depend on where it begins.
+    A schedule never changes. Every start makes a new one where the run stands, and so does a
+    decision of rampup_policy=noise: the stages to come do not depend on where a schedule begins.
 
     Args:
       config: a mapping of batch keys (`BatchKeys`), or any object with them as attributes, such as
@@ -226,7 +226,7 @@ class RampupBatchManager:
         self.batches += [tuple(getattr(stage, name) for name in names) for stage in self.stages]
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_meshes": None}  # for readers in other processes, which ask for none
+        return vars(self) | {"_meshes": None}  # readers in other processes need no meshes
 
     def fit(self, stage: Stage, available_nodes: int) -> Stage:
         """Returns a stage on the available nodes, up to those that are planned for it."""
@@ -287,7 +287,7 @@ class RampupBatchManager:
 
     @property
     def sample_lengths(self) -> list[int]:
-        """The tokens of the run's samples: another max_target_length may lie behind a restart."""
+        """Lengths of the run's samples: max_target_length may have changed at a restart."""
         before = [stage["max_target_length"] for stage in self.trained]
         return list(dict.fromkeys([*before, self.keys.max_target_length]))
 

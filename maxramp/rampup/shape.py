@@ -1,4 +1,4 @@
-"""The keys that give a step its shape, but for its rows. Imports no JAX."""
+"""The keys that give a step its shape, without the number of its rows. Imports no JAX."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Meshes = Callable[[int, int], MeshKeys | None]
 
 @dataclasses.dataclass(frozen=True)
 class ShapeKeys(MeshKeys, RopeKeys):
-    """The keys that give a step its shape, but for the number of its rows."""
+    """The keys that give a step its shape, without the number of its rows."""
 
     max_target_length: int = minimum(1)
     row_length: int = positive_or_open("max_target_length")
@@ -24,17 +24,16 @@ class ShapeKeys(MeshKeys, RopeKeys):
 
     @property
     def open_pipeline(self) -> str:
-        """The key that leaves the pipeline's stages open, with its value; "" where none does."""
+        """Key, with its value, that leaves the pipeline's stages open; "" where none does."""
         names = ("ici_pipeline_parallelism", "dcn_pipeline_parallelism")
         return next((f"{name}=-1" for name in names if getattr(self, name) == -1), "")
 
     @property
     def rows_multiple(self) -> int:
-        """What a rank's rows of a pass are a multiple of: its share of the micro batches."""
+        """Number that divides a rank's rows of a pass: its share of the micro batches."""
         count, stages = self.num_pipeline_microbatches, self.pipeline_stages
         if count == -1:
             return 1
-        made = self.command_line("stage")
         if self.open_pipeline:
             raise ConfigError(
                 f"num_pipeline_microbatches={count} has to be a multiple of the stages, and "
@@ -42,19 +41,19 @@ class ShapeKeys(MeshKeys, RopeKeys):
             )
         if stages == 1 and count > 1:
             raise ConfigError(
-                f"num_pipeline_microbatches={count} is for a pipeline, and {made} is none; use -1, "
-                "or 2 or more stages"
+                f"num_pipeline_microbatches={count} is for a pipeline, and "
+                f"{self.command_line('stage')} is none; use -1, or 2 or more stages"
             )
         if count % stages:
             raise ConfigError(
                 f"num_pipeline_microbatches={count} is not a multiple of the {stages} stages that "
-                f"{made} make; use {nearest_multiples(count, stages)}"
+                f"{self.command_line('stage')} make; use {nearest_multiples(count, stages)}"
             )
         return count // stages
 
     @property
     def rows_of_sample(self) -> int:
-        """Into how many rows a step cuts a sample."""
+        """Number of rows into which a step cuts a sample."""
         row, sample = self.row_length, self.max_target_length
         if row == -1:
             return 1
