@@ -177,6 +177,8 @@ class Runs:
     folder: pathlib.Path
     # a storage keeps what an earlier case left in it
     remote: str = dataclasses.field(default_factory=lambda: secrets.token_hex(4))
+    # those of which checkpoints are missing, as a storage was slow
+    left_out_saves: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def program(self) -> str:
@@ -235,6 +237,8 @@ class Runs:
         statuses = [status for _, _, status in ended]
         complaint = "\n".join(err for _, err, _ in ended)
         shown = f"{name}: statuses {statuses}\n{complaint[-3000:]}"
+        if any("is still being written" in out + err for out, err, _ in ended):
+            self.left_out_saves.add(name)
         if {*statuses} == {2} and not moment:
             lines = {x for _, err, _ in ended for x in err.splitlines() if not _NO_ERROR.match(x)}
             if len(lines) != 1 or not min(lines).startswith("error: "):

@@ -179,11 +179,13 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
     changed = {
         name for name, value in own.items() if not before or before.get(name, value) != value
     }
+    scalar = keys.query_pre_attn_scalar
     keys = dataclasses.replace(
         keys,
         base_moe_mlp_dim=keys.moe_mlp_dim,
         n_routing_groups=max(1, keys.n_routing_groups),
         topk_routing_group=max(1, keys.topk_routing_group),
+        query_pre_attn_scalar=keys.head_dim if scalar == -1 else scalar,
     )
     names = {**_SIZES, **released.names}
     values = {theirs: getattr(keys, ours) for ours, theirs in names.items() if ours in changed}
