@@ -28,7 +28,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=20, help="pairs of steps (20)")
     arguments = options.parse_args()
     backend.start(load([str(CONFIGS / "base.yml"), "jax_cache_dir="]).backend)
-    heap.keep()
+    heap.keep(0)
     figures = {}
     print(f"{'a step of':34s} {'without':>10s} {'with / without':>15s}")
     for name, size in SIZES.items():

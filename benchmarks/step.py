@@ -103,7 +103,7 @@ def main() -> None:
     arguments = parser("step", __doc__).parse_args()
     base = str(CONFIGS / "base.yml")
     backend.start(load([base, "jax_cache_dir="]).backend)
-    heap.keep()
+    heap.keep(0)
     figures = {}
     print(f"{'size':22s} {'ours':>9s} {'bare':>9s} {'ours / bare':>12s}   median of {ROUNDS} pairs")
     for name, size in SIZES.items():

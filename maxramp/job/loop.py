@@ -16,7 +16,6 @@ from maxramp.commandline import count
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_PREEMPTED, NotFiniteError, StepError
 from maxramp.job.start import Job
-from maxramp.parallel import heap
 from maxramp.processes import agreement
 from maxramp.rampup.adaptive import Decision, NoisePolicy
 from maxramp.rampup.schedule import Stage
@@ -181,7 +180,6 @@ def _train(job: Job, trainer: Trainer) -> int:
     config, output, checkpoints, schedule = job.config, job.output, job.checkpoints, job.schedule
     position, first_step = schedule.position, schedule.first_step
     checkpoints.best.check(trainer.evaluation_names)
-    heap.keep()
     for path in checkpoints.start_saving():
         output.say(f"again    {path} was unfinished, as a save or a removal was killed: removed")
     writers, numbers, policy = [output.jobs], LastEvaluation(), None

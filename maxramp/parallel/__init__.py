@@ -1,1 +1,1 @@
-"""What devices and processes share: the mesh, and how processes meet, agree and end."""
+"""The device mesh: its axes and sizes, how arrays lie on it, and collectives along it."""

@@ -1,28 +1,28 @@
-"""The axes of the mesh: what the devices along each share out between them. Imports no JAX."""
+"""The axes of the mesh, and what the devices along each divide among them. Imports no JAX."""
 
 from typing import NamedTuple
 
 
 class Axis(NamedTuple):
-    """An axis; each of its devices holds a copy of what the axis does not divide."""
+    """An axis; its devices hold copies of whatever it does not divide."""
 
     name: str
     key: str  # ici_{key}_parallelism is its size
-    # "rows" or "tokens" of a batch, "layers" or "experts" of the weights, and "widths", such as
-    # heads: one of every weight, wherever it is
+    # "rows" or "tokens" of a batch, "layers" or "experts" of the weights, or "widths": an axis of
+    # every weight, such as its heads
     divides: tuple[str, ...]
 
 
-# The outermost first: what divides rows comes before what does not, so that the devices that hold
+# The outermost first. Axes that divide rows come before those that do not, so the devices that hold
 # a row together are neighbours.
 TABLE = (
     Axis("data", "data", ("rows",)),
-    # Layers of a pipeline. Outside of them stages share the work as copies do.
+    # The layers of a pipeline. Outside the layers, stages are copies with rows of their own.
     Axis("stage", "pipeline", ("rows", "layers")),
     Axis("fsdp", "fsdp", ("rows", "widths")),
-    # Outside of the experts it is more of fsdp.
+    # Outside the experts it acts as more fsdp.
     Axis("expert", "expert", ("rows", "widths", "experts")),
-    # Of a row each device has a part of the tokens. Of weights it is more of fsdp.
+    # Each device has a part of a row's tokens. For weights it acts as more fsdp.
     Axis("context", "context", ("tokens", "widths")),
     Axis("tensor", "tensor", ("widths",)),
 )
@@ -38,12 +38,12 @@ ROW_AXES, TOKEN_AXES = _axes_that_divide("rows"), _axes_that_divide("tokens")
 _stage = ROW_AXES.index("stage")
 AROUND_STAGES, WITHIN_STAGES = ROW_AXES[:_stage], ROW_AXES[_stage + 1 :]
 BATCH_AXES = _axes_that_divide("rows", "tokens")  # a sum over a batch is one over their devices
-# Of a weight that names none of them in its spec, each of their devices holds a copy, for rows or
-# tokens of its own: so the gradients of these are added up.
+# Each device along these holds a copy of a weight whose spec does not name them, and reads rows or
+# tokens of its own: the copies' gradients are added up.
 COPY_AXES = tuple(axis for axis in BATCH_AXES if axis not in _axes_that_divide("widths"))
-# Those that shard one side of weights, their part of the batch with them.
+# These shard one side of every weight, and the batch.
 SHARD_AXES = tuple(axis for axis in BATCH_AXES if axis in _axes_that_divide("widths"))
-# Those of them that shard an expert's weights.
+# These shard one side of an expert's weights.
 SHARDS_OF_EXPERT = tuple(axis for axis in SHARD_AXES if axis not in _axes_that_divide("experts"))
-# Those of what stands in front of a layer's matrices. Where a weight lies on one, so do its rows.
+# These shard the leading axes of stacked weights; the rows that meet a part of them are there too.
 STACK_AXES = _axes_that_divide("layers", "experts")

@@ -1,5 +1,5 @@
-"""What every device computes of its parts of arrays, and the collectives for use inside it. Along
-axes of one device they are left out: XLA for CPUs copies arrays there, up to 3% of a step."""
+"""`shard_map` over all axes, and the collectives for use inside it. Along axes of one device they
+are left out: XLA for CPUs copies arrays there, up to 3% of a step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 from maxramp.parallel.mesh import platform
 
-_NO_ARITHMETIC_MAKES = 0x7FABCDEF  # a signaling NaN with a payload
+_UNUSED_BITS = 0x7FABCDEF  # a signaling NaN with a payload, which no arithmetic yields
 
 
 def map_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -18,7 +18,7 @@ def map_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
 
 
 def psum(x: jax.Array, axes: str | Sequence[str], behind: jax.Array | None = None) -> jax.Array:
-    """The sum over the devices along `axes`, on CPUs `behind` another array (`wait_for`)."""
+    """Sums over the devices along `axes`; on CPUs `behind` another array (`wait_for`)."""
     x, axes = _wait_for_first(x, behind), _axes_of_several(axes)
     return jax.lax.psum(x, axes) if axes else x
 
@@ -29,19 +29,23 @@ def pmax(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
 
 
 def psum_scatter(x: jax.Array, axes: str | Sequence[str], dimension: int) -> jax.Array:
-    if not (axes := _axes_of_several(axes)):
+    axes = _axes_of_several(axes)
+    if not axes:
         return x
-    for groups in _hops(jax.lax.axis_size(axes)):
+    for groups in _scatter_groups(jax.lax.axis_size(axes)):
         x = jax.lax.psum_scatter(
             x, axes, scatter_dimension=dimension, axis_index_groups=groups, tiled=True
         )
     return x
 
 
-def _hops(devices: int) -> list[list[list[int]] | None]:
-    """Groups that a sum is scattered over one after the other. XLA for TPUs has no such program for
-    all three dimensions of a torus: it would add up everything everywhere and send twice as much.
-    So first over two of them, then over the last, in which neighbours lie."""
+def _scatter_groups(devices: int) -> list[list[list[int]] | None]:
+    """Returns the groups of devices that a sum is scattered over, one grouping after the other.
+
+    XLA for TPUs has no reduce-scatter over all three dimensions of a torus: it would add up
+    everything everywhere and send twice as much. So the sum is scattered over two dimensions, then
+    over the last, along which neighbours lie.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     is_torus = platform() == "tpu" and "lite" not in mesh.abstract_device.device_kind
     if not is_torus or devices < max(64, mesh.size) or devices & (devices - 1):
@@ -54,7 +58,7 @@ def _hops(devices: int) -> list[list[list[int]] | None]:
 def all_gather(
     x: jax.Array, axes: str | Sequence[str], dimension: int = 0, behind: jax.Array | None = None
 ) -> jax.Array:
-    """The parts of all devices along `axes`, joined at a dimension; `behind` as in `psum`."""
+    """Joins the parts of all devices along `axes` at a dimension; `behind` as in `psum`."""
     x, axes = _wait_for_first(x, behind), _axes_of_several(axes)
     return jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
 
@@ -67,13 +71,14 @@ def all_to_all(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -
 def permute(
     x: jax.Array, axis: str, links: Sequence[tuple[int, int]], behind: jax.Array | None = None
 ) -> jax.Array:
-    """The x of the device that a link (from, to) leads from, else zeros; `behind` as in `psum`."""
+    """Sends x along the links (from, to); a device that none leads to gets zeros. `behind` as in
+    `psum`."""
     return jax.lax.ppermute(_wait_for_first(x, behind), axis, links)
 
 
 def own_index(index: jax.Array, size: int, axis: str | None) -> jax.Array:
-    """Where a device has the part of this number, of `size` on each device along `axis` (None: of
-    all, on each); `size`: nowhere, another device has it."""
+    """Returns a device's own index of a global one, with `size` elements on each device along
+    `axis` (None: all on each); `size` where another device has the element."""
     if axis is None or jax.lax.axis_size(axis) == 1:
         return index
     own = index - jax.lax.axis_index(axis) * size
@@ -86,22 +91,23 @@ def _axes_of_several(axes: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def wait_for(value: jax.Array, other: jax.Array) -> jax.Array:
-    """`value`, which on several CPU devices waits for `other`: float32, a scalar or of its shape.
+    """Returns `value`; on several CPU devices it waits for `other`, float32, a scalar or of its
+    shape.
 
     XLA on CPU does not order a loop that holds collectives and a collective beside it: devices that
-    begin with different ones wait for ever. So what could run beside the layers' loop waits by
-    data: an optimization barrier is dropped before the order is chosen.
+    begin with different ones wait for ever. So whatever could run beside the layers' loop depends
+    on its data: an optimization barrier is dropped before the order is chosen.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if platform() != "cpu" or mesh.size == 1:
         return value
     bits = jax.lax.bitcast_convert_type(other, jnp.uint32)
-    return jnp.where(bits == _NO_ARITHMETIC_MAKES, jnp.zeros_like(value), value)
+    return jnp.where(bits == _UNUSED_BITS, jnp.zeros_like(value), value)
 
 
 def recompute_after(function: Callable) -> Callable:
-    """`function` of an array and more, to another of that shape and more: see `wait_for`. On CPUs
-    its backward pass begins with its arguments alone, once the first result's gradient is there."""
+    """Wraps a function whose first argument and first result have one shape (see `wait_for`). On
+    CPUs its backward pass computes it again, once the first result's gradient is known."""
     if platform() != "cpu":
         return function
 
@@ -116,7 +122,7 @@ def recompute_after(function: Callable) -> Callable:
 
 @jax.custom_vjp
 def delay_gradient(value: jax.Array, other: jax.Array) -> jax.Array:
-    """`value`, whose gradient waits for `other`, a float32 scalar: see `wait_for`."""
+    """Returns `value`, whose gradient waits for `other`, a float32 scalar: see `wait_for`."""
     return value
 
 
@@ -126,7 +132,7 @@ delay_gradient.defvjp(
 
 
 def _wait_for_first(x: jax.Array, other: jax.Array | None) -> jax.Array:
-    """x behind another array of any shape, by one number of it."""
+    """Makes x wait for one number of another array, of any shape."""
     if other is None:
         return x
     return wait_for(x, other[(0,) * other.ndim].astype(jnp.float32) if other.ndim else other)

@@ -31,7 +31,7 @@ class MeshKeys(_Sizes):
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Size of every mesh axis; 1 for one that is open."""
+        """The size of every mesh axis, with 1 for an open one."""
         pairs = zip(self.group("ici").values(), self.group("dcn").values(), strict=True)
         return {axis: max(1, i) * max(1, d) for axis, (i, d) in zip(AXES, pairs, strict=True)}
 
@@ -54,7 +54,7 @@ class MeshKeys(_Sizes):
         return " x ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def resolve(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
-        """These sizes without an open one; `num_slices` None: as the keys say."""
+        """Fills in the open size. `num_slices` None: as many slices as the dcn sizes make."""
         slices = num_slices or math.prod(max(1, size) for size in self.group("dcn").values())
         dcn = _fill(self.group("dcn"), slices, f"this job has {count(slices, 'slice')}")
         inside = num_devices // math.prod(dcn.values())
@@ -62,7 +62,8 @@ class MeshKeys(_Sizes):
         return MeshKeys(**ici, **dcn)
 
 
-def _fill(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
+def _fill(sizes: dict[str, int], wanted: int, job: str) -> dict[str, int]:
+    """Returns sizes whose product is `wanted`; `job` says what the job has, for an error."""
     known = math.prod(size for size in sizes.values() if size != -1)
     is_open = -1 in sizes.values()
     if is_open and wanted and wanted % known == 0:
@@ -75,10 +76,10 @@ def _fill(sizes: dict[str, int], wanted: int, has: str) -> dict[str, int]:
         smaller = {name: _largest_size(size, known, wanted) for name, size in sizes.items()}
         fits = " or ".join(f"{name}={size}" for name, size in smaller.items() if size)
         remedy = f"use {fits}" if fits else f"give sizes whose product divides {wanted}"
-    raise ConfigError(f"{shown} makes no mesh of {wanted}, and {has}; {remedy}")
+    raise ConfigError(f"{shown} makes no mesh of {wanted}, and {job}; {remedy}")
 
 
 def _largest_size(size: int, product: int, wanted: int) -> int:
-    """The largest size below an axis' own with which the product of all divides; 0 for none."""
+    """Returns the largest size below an axis' own with which the product divides `wanted`, or 0."""
     fits = (n for n in range(1, size) if wanted and wanted % (product // size * n) == 0)
     return max(fits, default=0)

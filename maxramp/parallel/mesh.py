@@ -1,5 +1,5 @@
-"""The device mesh. Programs are traced and lowered where their mesh is set, and only what is being
-traced may ask which mesh is set."""
+"""The device mesh. Programs are traced and lowered where their mesh is set; only code that is being
+traced may ask for it."""
 
 import functools
 import math
@@ -21,16 +21,16 @@ AXIS_TYPE = AxisType.Explicit
 
 
 def num_slices() -> int:
-    """Slices of a TPU multi-slice job, which only the slow network joins; else 1. On CPUs and GPUs
-    the same attribute numbers hosts or NVLink domains, which `fsdp` shards over as one group."""
+    """Counts the slices of a TPU job, which only the slow network joins; 1 on other platforms. On
+    CPUs and GPUs the attribute numbers hosts or NVLink domains, which `fsdp` joins in one group."""
     if jax.default_backend() != "tpu":
         return 1
     return len({getattr(device, "slice_index", 0) for device in jax.devices()})
 
 
 def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of these sizes over all devices of the job or those given, cached. An axis is its
-    dcn part (outer, between slices) times its ici part (inner)."""
+    """Makes the mesh of these sizes over `devices` (None: all of the job), or returns it from the
+    cache. An axis is its dcn part (outer, between slices) times its ici part (inner)."""
     ici, dcn = (tuple(keys.group(group).values()) for group in ("ici", "dcn"))
     return _make_mesh(ici, dcn, tuple(jax.devices() if devices is None else devices))
 
@@ -54,20 +54,21 @@ def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.De
 
 
 def reshape_mesh(mesh: Mesh, keys: MeshKeys) -> Mesh:
-    """The mesh of other sizes inside its slices, with the devices in the same order: so an array
-    moves from one to the other by an ordinary program."""
+    """Returns the mesh with other sizes inside its slices and the devices in the same order, so an
+    ordinary program moves arrays between the two."""
     return _reshape_mesh(mesh, tuple(keys.sizes.values()))
 
 
 def move_into_fsdp(mesh: Mesh, axis: str) -> Mesh:
-    """The mesh with the devices of an axis in fsdp."""
+    """Returns the mesh with the devices of an axis in fsdp."""
     sizes = dict(mesh.shape)
     sizes |= {axis: 1, "fsdp": sizes["fsdp"] * sizes[axis]}
     return _reshape_mesh(mesh, tuple(sizes.values()))
 
 
 def mesh_without_copies(mesh: Mesh) -> Mesh:
-    """The mesh with data's devices in fsdp, so without copies; itself if others lie between."""
+    """Returns the mesh with data's devices in fsdp, so without copies; itself if axes between these
+    two are in use."""
     between = AXES[AXES.index("data") + 1 : AXES.index("fsdp")]
     return mesh if any(mesh.shape[x] > 1 for x in between) else move_into_fsdp(mesh, "data")
 
@@ -78,7 +79,7 @@ def _reshape_mesh(mesh: Mesh, sizes: tuple[int, ...]) -> Mesh:
 
 
 def line() -> Mesh:
-    """All devices of the job in a line, for what is the same on every mesh."""
+    """Returns the mesh of all devices along one axis, for arrays that no mesh size may change."""
     others = (1,) * (len(AXES) - 1)
     return _make_mesh((jax.device_count(), *others), (1, *others), tuple(jax.devices()))
 
@@ -92,13 +93,13 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
 
 
 def attach_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Shapes from `jax.eval_shape` with shardings on a mesh; what has none is on every device."""
+    """Puts shapes from `jax.eval_shape` on a mesh; those without a sharding are on every device."""
 
-    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def attach(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = x.sharding.spec if x.sharding else REPLICATED
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(attach, tree)
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -122,7 +123,7 @@ class Jitted:
             return self.jitted(*arguments, **named)
 
     def trace(self, *arguments: Any, **named: Any) -> jax.stages.Traced:
-        """As that of `jax.jit`; lower the result where the mesh is set."""
+        """Traces as `jax.jit` does; lower the result where the mesh is set."""
         with jax.set_mesh(self._mesh):
             return self.jitted.trace(*arguments, **named)
 
@@ -132,12 +133,12 @@ class Jitted:
 
 
 def axis_size(*axes: str) -> int:
-    """Devices along these axes of the mesh that is set."""
+    """Counts the devices along these axes of the mesh that is set."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return math.prod(sizes[axis] for axis in axes)
 
 
 def platform() -> str | None:
-    """Of the devices of the mesh that is set: "cpu", "gpu", "tpu"; None without devices."""
+    """Returns the platform of the mesh that is set ("cpu", "gpu", "tpu"); None without devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else None

@@ -43,15 +43,15 @@ ROWS_mBT = P(None, AROUND_STAGES + WITHIN_STAGES, None)  # of micro batches, on 
 # Activations: rows and tokens as in the batch; heads, MLP, vocabulary and the residual stream over
 # tensor
 STREAM_BTD = P(ROW_AXES, TOKEN_AXES, "tensor")  # the residual stream
-STREAM_BD = P(ROW_AXES, "tensor")  # one vector of that width for each row
-HEAD_Bh = P(ROW_AXES, None)  # one of a head's width
-HEADS_BHh = P(ROW_AXES, "tensor", None)  # one of all heads'
+STREAM_BD = P(ROW_AXES, "tensor")  # a vector of that width for each row
+HEAD_Bh = P(ROW_AXES, None)  # a vector of one head's width for each row
+HEADS_BHh = P(ROW_AXES, "tensor", None)  # one of all heads' for each row
 X_BTD = P(ROW_AXES, TOKEN_AXES, None)  # the stream as a product with a weight reads it
 X_BTF = P(ROW_AXES, TOKEN_AXES, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(ROW_AXES, TOKEN_AXES, "tensor", None)  # queries, keys, values
 CACHE_BKSh = P(ROW_AXES, "tensor", None, None)  # keys and values by slot
-CHOICES_BTk = P(ROW_AXES, TOKEN_AXES, None)  # of each token, by its experts
-SORTED_M = P(AXES)  # the tokens that each device's experts take, one expert's behind the other's
+CHOICES_BTk = P(ROW_AXES, TOKEN_AXES, None)  # numbers of each token for each of its experts
+SORTED_M = P(AXES)  # tokens of each device's experts, expert after expert
 
 # Weights: one side over fsdp, expert and context, one over tensor; experts over expert
 EMBEDDING_VD = P("tensor", SHARD_AXES)
@@ -72,7 +72,7 @@ def axes_spec(*partitions: str | tuple[str, ...] | None) -> P:
 
 
 def without_axis(spec: P, axis: str) -> P:
-    """The spec of an array that is whole where this axis shards it, and others beside it do."""
+    """Returns the spec of an array that is whole in every dimension that this axis shards."""
     whole = (None if axis in _tuple(part) else part for part in spec.partitions)
     return P(*whole, reduced=spec.reduced)
 
@@ -82,11 +82,12 @@ def _tuple(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 # Gradients that travel once: over the axes in the `reduced` of a weight's spec its gradient stays
-# apart (`unreduced`), on each device the sum over its own rows, until a reshard adds these up.
+# apart (`unreduced`): each device holds the sum over its own rows, until a reshard adds them up.
 
 
 def weight_spec(spec: P, apart: Iterable[str]) -> P:
-    """The spec of a weight whose gradient stays apart over `apart`, where it is no shard."""
+    """Returns the spec of a weight whose gradient stays apart over the axes of `apart` that do not
+    shard it."""
     return P(*spec.partitions, reduced={*apart}.difference(spec.partitions))
 
 
@@ -95,44 +96,44 @@ def gradient_spec(spec: P) -> P:
 
 
 def own_gradient_spec(spec: P) -> P:
-    """The gradient's spec where it stays apart over all axes that the batch is sharded on. Rows of
-    a stage's or an expert's weight are there already."""
+    """Returns the spec of a gradient that stays apart over all axes that shard the batch. The rows
+    of a stage's or an expert's weight are on its devices already."""
     batch = {*BATCH_AXES}.difference({*STACK_AXES} & {*spec.partitions})
     whole = (None if batch & {*_tuple(part)} else part for part in spec.partitions)
     return P(*whole, unreduced=batch)
 
 
 def summed_at_once(spec: P) -> tuple[str, ...]:
-    """Axes over which gradients of weights outside the layers do not stay apart."""
+    """Returns the axes over which the gradient of a weight outside the layers is summed at once."""
     return tuple(axis for axis in COPY_AXES if axis not in spec.reduced)
 
 
 def factor_spec(spec: P) -> P:
-    """The spec of a scalar that multiplies an array with this spec."""
+    """Returns the spec of a scalar that multiplies an array with this spec."""
     return P(reduced=spec.unreduced)
 
 
 def stack_spec(spec: P, axes: int = 1) -> P:
-    """[...] -> [k, ...], with this many axes in front."""
+    """Adds axes in front: [...] -> [k, ...]."""
     return P(*(None,) * axes, *spec.partitions, reduced=spec.reduced, unreduced=spec.unreduced)
 
 
 def unstack_spec(spec_k: P, axes: int = 1) -> P:
-    """[k, ...] -> [...], without this many axes in front."""
+    """Drops axes in front: [k, ...] -> [...]."""
     return P(*spec_k.partitions[axes:], reduced=spec_k.reduced, unreduced=spec_k.unreduced)
 
 
 def merge_spec(spec_BT: P) -> P:
-    """[B, T, ...] -> [N, ...]."""
+    """Merges rows and tokens: [B, T, ...] -> [N, ...]."""
     return P(BATCH_AXES, *spec_BT[2:])
 
 
 def staged_rows_spec(spec_B: P) -> P:
-    """[B] -> [d, S, B]: copies, stages and the rest."""
+    """Splits rows: [B] -> [d, S, B], by copies, stages and other axes."""
     within = tuple(axis for axis in spec_B[0] if axis not in (*AROUND_STAGES, "stage"))
     return P(AROUND_STAGES, "stage", within, *spec_B[1:])
 
 
 def staged_layers_spec(spec: P) -> P:
-    """[...] -> [L, ...], layers in front, each on its stage."""
+    """Adds layers in front, each on its stage: [...] -> [L, ...]."""
     return P(*LAYERS_L, *spec.partitions, reduced=spec.reduced)

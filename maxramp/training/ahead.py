@@ -4,7 +4,6 @@ The main thread lowers, one program at a time, while devices are busy and where 
 background thread compiles, in the order of use, which is the same on every host.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import time
@@ -18,7 +17,7 @@ from maxramp.errors import StepError, reason_of
 from maxramp.parallel import heap
 from maxramp.training.device_memory import GIB, compiled_bytes
 
-_SILENT = 3.0  # seconds of waiting for a compiler that pass without a line
+_SILENT = 3.0  # seconds of waiting for a compiler before a line says so
 
 
 class Ahead:
@@ -27,20 +26,20 @@ class Ahead:
     def __init__(
         self, memory_limit: int, say: Callable[[str], None], on_failure: Callable[[], None]
     ):
-        """`memory_limit` is in bytes of a device, 0 = unknown: a larger program is warned of. `say`
-        and `on_failure` are called in the background thread."""
+        """Starts the thread. It warns of a program that needs more than `memory_limit` bytes of a
+        device (0 = unknown), and calls `say` and `on_failure`."""
         self._memory_limit = memory_limit
         self.say, self._on_failure = say, on_failure
         self._failure: StepError | None = None
         self._waiting: dict[Hashable, tuple] = {}  # not yet lowered
         self._compiled: dict[Hashable, concurrent.futures.Future] = {}  # or being compiled
-        self._names: dict[Hashable, str] = {}  # of those
-        self._sizes: collections.deque[int] = collections.deque()  # compiled, memory not prepared
+        self._names: dict[Hashable, str] = {}  # of the programs in _compiled
+        self._largest = 0  # bytes that a step takes
         self._compiler = concurrent.futures.ThreadPoolExecutor(1, "compile")
 
     def announce(self, key: Hashable, name: str, mesh: Mesh, lower: Callable[[], Any]) -> None:
-        """Compiles a program after those that wait, unless its key is known. `lower` is called in
-        the main thread where the mesh is set, and returns a lowered program or a tree of them."""
+        """Queues a program to be compiled, unless its key is known. `lower` is called in the main
+        thread where the mesh is set, and returns a lowered program or a tree of them."""
         if key not in self:
             self._waiting[key] = name, mesh, lower
 
@@ -48,8 +47,8 @@ class Ahead:
         return key in self._waiting or key in self._compiled
 
     def get(self, key: Hashable) -> tuple[Any, float]:
-        """A program, or a tree of them, and the seconds spent waiting; StepError if it does not
-        compile, KeyError if it is not announced."""
+        """Returns a program, or a tree of them, and the seconds spent waiting. Raises StepError if
+        it does not compile, KeyError if it was not announced."""
         compiled = self._compiled.get(key)
         if compiled and compiled.done():
             return compiled.result(), 0.0
@@ -64,18 +63,16 @@ class Ahead:
         return compiled.result(), time.perf_counter() - start
 
     def lower(self) -> None:
-        """Lowers one program more, or prepares the memory of one: what to do between two steps."""
+        """Lowers one more program, if any waits. Call it between two steps."""
         if self._waiting:
             self._lower_next()
-        elif self._sizes:
-            heap.prepare(self._sizes.popleft())
 
     def raise_failure(self) -> None:
         if self._failure:
             raise self._failure
 
     def close(self) -> None:
-        """Compiles nothing more, and gives the program in work a second to be done."""
+        """Stops compiling, and gives the program that is being compiled a second to finish."""
         self._waiting.clear()
         for compiled in self._compiled.values():
             compiled.cancel()
@@ -105,8 +102,10 @@ class Ahead:
                     "per_device_batch_size and more gradient_accumulation_steps, or "
                     "remat_policy=full"
                 )
-            self._sizes.append(max(x.memory_analysis().temp_size_in_bytes for x in programs))
-        except Exception as error:  # whatever the compiler raises is the answer to who asks
+            sizes = [x.memory_analysis().temp_size_in_bytes for x in programs]
+            self._largest = max(self._largest, *sizes)
+            heap.keep(self._largest)
+        except Exception as error:  # whatever the compiler raises is for whoever waits
             failure = StepError(f"the program of {name} did not compile: {reason_of(error)}")
             self._failure = self._failure or failure
             self._on_failure()

@@ -1,4 +1,5 @@
-"""What follows from how many tokens each expert took: biases, the last step's shares, metrics.
+"""What follows from the number of tokens each expert received: biases, shares of the last step,
+metrics.
 
 Shapes: B rows, T tokens, L layers of experts, E experts.
 """
@@ -23,8 +24,9 @@ Counts = dict[str, jax.Array]
 
 
 def summing_positions(model: Decoder, batch: Batch, divisors_B: jax.Array) -> Positions:
-    """Positions by which layers make their sums. `divisors_B` is what each row adds to the divisor
-    of the step's sums: so these become means over all tokens but padding."""
+    """Returns positions with the weight of each token in the layers' sums. `divisors_B` is what
+    each row adds to the divisor of the step's sums, so these become means over all tokens but
+    padding."""
     if not model.pattern.counts:
         return batch.token_positions
     is_token_BT = batch.tokens >= 0
@@ -34,7 +36,8 @@ def summing_positions(model: Decoder, batch: Batch, divisors_B: jax.Array) -> Po
 
 
 def with_last_step(model: Decoder, counts: Counts) -> Decoder:
-    """The model whose routers know the shares of the last step; before the first all are equal."""
+    """Returns a model whose routers know the shares of the last step, equal ones before the
+    first."""
 
     def attach(x: Any) -> Any:
         if not isinstance(x, Router) or x.scope != "step" or not x.balance_weight:
@@ -45,17 +48,18 @@ def with_last_step(model: Decoder, counts: Counts) -> Decoder:
         leading = jax.typeof(matrix[...]).sharding.spec.partitions[: len(matrix.layers)]
         shape, spec = (*matrix.layers, x.experts), axes_spec(*leading, None)
         shares = jax.lax.reshape(shares_LE, shape, out_sharding=spec)
-        given = {"role": "balance", "leading": matrix.leading, "inputs": "", "outputs": "E"}
-        router.last_shares_E = nnx.data(Weight(shares, **given))
+        router.last_shares_E = nnx.data(
+            Weight(shares, role="balance", leading=matrix.leading, inputs="", outputs="E")
+        )
         return router
 
     return jax.tree.map(attach, model, is_leaf=lambda x: isinstance(x, Router))
 
 
 def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder:
-    """Up by the rate those of experts with less than the mean load of their layer, others down
-    (DeepSeek-V3, arXiv 2408.15664, algorithm 1), in the layers that train. Loads are integers, so
-    any split gives the same.
+    """Raises the biases of experts with less than the mean load of their layer and lowers the
+    others, by the update rate (DeepSeek-V3, arXiv 2408.15664, algorithm 1), in the layers that
+    train. Loads are integers, so any split of the rows gives the same.
     """
     if not keys.routed_bias_update_rate:
         return frozen
@@ -77,8 +81,8 @@ def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder
 
 
 def metrics(counts: Counts) -> dict[str, jax.Array]:
-    """Of all experts of all layers: the largest share of a layer's tokens over an equal share, the
-    mean entropy of the shares over that of equal ones, and all shares, [L, E]."""
+    """Returns, over all layers, the largest share of a layer's tokens relative to an equal share,
+    the mean entropy of the shares relative to that of equal ones, and all shares, [L, E]."""
     if LOAD not in counts:
         return {}
     shares_LE = load_shares(counts[LOAD])

@@ -1,4 +1,4 @@
-"""Which of a row's tokens each device along `context` has. Shapes: B rows, T tokens."""
+"""Which tokens of a row each device along `context` has. Shapes: B rows, T tokens."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from maxramp.parallel.sharding import ROWS_BT
 
 
 def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
-    """A micro batch with its tokens in the order in which devices have them: where they attend to
-    gathered keys, each device's see as many."""
+    """Puts the tokens of a micro batch in the order of the devices that have them. Where tokens
+    attend to gathered keys, this balances the number of keys that each device's tokens see."""
     devices, tensor, T = axis_size(*TOKEN_AXES), axis_size("tensor"), batch.tokens.shape[1]
     is_gathered = keys.context_strategy(tensor, devices) == "all_gather"
     if devices == 1 or not is_gathered or not keys.context_parallel_load_balance:

@@ -1,4 +1,4 @@
-"""The memory of a device, and what a compiled program takes of it."""
+"""The memory of a device, and how much of it a compiled program needs."""
 
 from typing import Any
 
@@ -8,20 +8,21 @@ GIB = 2**30
 
 
 def device_memory(device_memory_gib: float) -> int:
-    """Bytes of a device: `device_memory_gib`, or what the device reports; 0 where unknown."""
+    """Returns the bytes of a device: `device_memory_gib`, or (-1) what it reports; 0 if unknown."""
     if device_memory_gib != -1:
         return int(device_memory_gib * GIB)
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
 
 
 def compiled_bytes(compiled: Any) -> int:
-    """Bytes per device that the compiler counts against its memory; before jax 0.12 the parts."""
+    """Returns the bytes per device that the compiler counts; before jax 0.12 the sum of its
+    parts."""
     total = getattr(compiled.memory_analysis(), "total_allocation_bytes", 0)
     return total or bytes_by_parts(compiled)
 
 
 def bytes_by_parts(compiled: Any) -> int:
-    """Too much on TPUs: memory that is used again after a loop counts again."""
+    """Adds up the parts. Too much on TPUs: memory that is used again after a loop counts again."""
     analysis = compiled.memory_analysis()
     return (
         analysis.argument_size_in_bytes

@@ -33,7 +33,7 @@ class LossKeys(PreferenceKeys, NextTokenKeys):
 
 @dataclasses.dataclass(frozen=True)
 class AdamWKeys(Keys):
-    """Of means of gradients and of their squares, and of what decays."""
+    """AdamW: decaying means of gradients and of their squares, and weight decay."""
 
     adam_b1: float = below_one()
     adam_b2: float = below_one()
@@ -45,14 +45,14 @@ class AdamWKeys(Keys):
 
 @dataclasses.dataclass(frozen=True)
 class SGDKeys(Keys):
-    """Of gradients, or sums of them."""
+    """Gradient descent, with momentum or without."""
 
     sgd_momentum: float = below_one()
 
 
 @dataclasses.dataclass(frozen=True)
 class MuonKeys(Keys):
-    """Of gradients whose singular values are made about 1."""
+    """Muon: momentum whose singular values are made about 1."""
 
     muon_beta: float = below_one()
     muon_weight_decay: float = minimum(0)
@@ -61,18 +61,18 @@ class MuonKeys(Keys):
 
 @dataclasses.dataclass(frozen=True)
 class OptaxKeys(Keys):
-    """Of an optimizer that optax has: any of its arguments but the learning rate."""
+    """An optimizer of optax: its arguments except the learning rate."""
 
     opt_arguments: Mapping[str, Any]
 
 
 class OptimizerRecord(NamedTuple):
-    """What there is to know of an optimizer but its arithmetic, which is optimizers/NAME.py."""
+    """The facts about an optimizer; its arithmetic is in optimizers/NAME.py."""
 
     keys: type[Keys]
     half_lives: tuple[str, ...]  # keys that half_lives_in_samples may name
-    roles: tuple[str, ...] = ROLES  # of the weights that it takes; adamw takes the others
-    state_keys: tuple[str, ...] = ()  # keys that decide which arrays its state has
+    roles: tuple[str, ...] = ROLES  # of the weights that it updates; adamw updates the others
+    state_keys: tuple[str, ...] = ()  # keys that decide which arrays are in its state
 
 
 OPTIMIZERS = {
@@ -87,7 +87,7 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys, OptaxKeys):
-    """Gradients -> new weights."""
+    """How gradients become new weights."""
 
     init_weights_seed: int = uint32()
     dtype: str = dtype_of()
@@ -111,7 +111,7 @@ class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys, OptaxKeys):
 
 
 def optimizer_names(opt_type: str) -> dict[str, str]:
-    """The optimizer of each role's weights, by its name in `OPTIMIZERS`."""
+    """Returns the optimizer of each role's weights, by its name in `OPTIMIZERS`."""
     name = opt_type.partition(".")[0]
     return {role: name if role in OPTIMIZERS[name].roles else "adamw" for role in ROLES}
 
@@ -148,7 +148,7 @@ class LearningRateKeys(CurveKeys):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a train state and its step are made from."""
+    """Everything that a train state and its step depend on."""
 
     model: ModelKeys
     objective: Objective

@@ -1,5 +1,5 @@
-"""The learning rate as a function of consumed samples: one clock decides the batch and the rate, so
-under a ramp the curve is that of a constant batch, the first or the last one."""
+"""The learning rate as a function of consumed samples. The clock of the batch size is also that of
+the rate, so under a ramp the curve is that of a constant batch, the first or the last one."""
 
 import dataclasses
 from typing import Any
@@ -46,7 +46,7 @@ class LearningRate:
         return cls(keys, ramp, reference, curve)
 
     def __call__(self, consumed_samples: Any, global_batch_size: int | None = None) -> Any:
-        """Learning rate of the step that starts at `consumed_samples`, float32.
+        """Returns the learning rate, float32, of the step that starts at `consumed_samples`.
         `batch_size_lr_scaling` multiplies it by (global_batch_size / reference)^(1/2 or 1): the
         square-root rule for Adam (Malladi et al., arXiv 2205.10287), the linear one for SGD."""
         keys, curve, s = self.keys, self.curve, jnp.asarray(consumed_samples, jnp.float32)
@@ -64,7 +64,7 @@ class LearningRate:
         return jnp.where(s < curve.total, rate if risen is None else rate * risen, 0.0)
 
     def _phase_peak(self, samples: Any) -> tuple[Any, Any]:
-        """A phase's peak, and the share that a new warm-up has reached, or None."""
+        """Returns a phase's peak, and the share of it that a new warm-up has reached, or None."""
         phases = self.ramp.keys.phase_list
         if not any({"learning_rate", WARMUP} & {*p.changes} for p in phases):
             return self.keys.learning_rate, None
@@ -82,10 +82,11 @@ class LearningRate:
         batch = global_batch_size / self.reference
         return Pace(batch, batch**power)
 
-    def _progress(self, since: Any, length: float, of_one_batch: float) -> Any:
-        """From 0 at the first batch of a phase to 1 at its last; a phase of one batch is fixed."""
+    def _progress(self, since: Any, length: float, in_one_batch: float) -> Any:
+        """Rises from 0 at the first batch of a part of the curve to 1 at its last; a part of one
+        batch has a fixed value."""
         if length <= self.curve.quantum:
-            return of_one_batch
+            return in_one_batch
         return jnp.clip(since / (length - self.curve.quantum), 0.0, 1.0)
 
     def _step_at(self, samples: Any) -> Any:

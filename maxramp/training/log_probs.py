@@ -1,5 +1,5 @@
-"""Log-probabilities of given tokens, and entropies, with their gradients. Logits exist for one
-block of tokens at a time; the backward pass computes them again.
+"""Log-probabilities of targets, with their gradients, and entropies. Logits exist for one block of
+tokens at a time; the backward pass computes them again.
 
 Shapes: B rows, T tokens, N tokens of a block, D model width, V vocabulary.
 """
@@ -28,10 +28,17 @@ def token_log_probs(
     temperature: float = 1.0,
     divisors_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
-    """Of softmax(logits / temperature) in float32, each target's logarithm (which alone has a
-    gradient) and the entropy: two arrays [B, T] in nats; and the layers' sums, given their divisors
-    (`summing_positions`). The head's gradient may stay apart. Negative targets read as token 0.
-    `block_tokens` is of a device; 0 = all."""
+    """Computes softmax(logits / temperature) in float32. The head's gradient may stay apart.
+
+    Args:
+      batch: negative targets read as token 0.
+      block_tokens: of a device; 0 = all.
+      divisors_B: as in `summing_positions`.
+
+    Returns:
+      Each target's log-probability, which alone has a gradient, and the entropy, two arrays [B, T]
+      in nats; and the layers' sums.
+    """
     positions = batch.token_positions
     if divisors_B is not None:
         positions = summing_positions(model, batch, divisors_B)
@@ -45,20 +52,21 @@ def token_log_probs(
 def scores(
     x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, block_tokens: int, cap: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities, and whether no token is likelier, bool: two [B, T], without gradients;
-    `cap` is of the logits."""
+    """Returns log-probabilities, and whether no token is likelier, bool: two arrays [B, T], without
+    gradients. `cap` is the soft cap of the logits."""
 
-    def find(below_NV, chosen_NV, _):
+    def score(below_NV, chosen_NV, _):
         sums = jnp.stack([jnp.exp(below_NV).sum(-1), chosen_NV.sum(-1)])
         z_N, chosen_N = psum(sums, "tensor")
         return chosen_N - jnp.log(z_N), chosen_N == 0
 
-    return _find_by_token(find, 2, (x_BTD, head_DV, targets_BT), 1.0, block_tokens, cap)
+    return _map_tokens(score, 2, (x_BTD, head_DV, targets_BT), 1.0, block_tokens, cap)
 
 
-def _find_by_token(find, count, arrays, temperature, block_tokens, cap):
-    """What `find` makes of logits less each token's largest, of the target's where a device has it,
-    and of the largest: `count` arrays [B, T]."""
+def _map_tokens(function, count, arrays, temperature, block_tokens, cap):
+    """Calls a function for each block of tokens, with a device's part of the logits less each
+    token's largest, the same of the target (0 where another device has it), and the largest.
+    Returns its `count` results as arrays [B, T]."""
 
     def local(x_BTD, head_DV, targets_BT):
         head_DV, is_target = _device_head(x_BTD, head_DV)
@@ -68,11 +76,11 @@ def _find_by_token(find, count, arrays, temperature, block_tokens, cap):
             logits_NV = _logits(x_ND, head_DV, cap) / temperature
             top_N = pmax(logits_NV.max(-1), "tensor")
             below_NV = logits_NV - top_N[:, None]
-            return None, find(below_NV, jnp.where(is_target(targets_N), below_NV, 0), top_N)
+            return None, function(below_NV, jnp.where(is_target(targets_N), below_NV, 0), top_N)
 
-        _, found = jax.lax.scan(block, None, _cut_blocks(block_tokens, x_BTD, targets_BT))
+        _, results = jax.lax.scan(block, None, _cut_blocks(block_tokens, x_BTD, targets_BT))
         B, T = targets_BT.shape
-        return tuple(parts.reshape(-1)[: B * T].reshape(B, T) for parts in found)
+        return tuple(blocks.reshape(-1)[: B * T].reshape(B, T) for blocks in results)
 
     specs = X_BTD, jax.typeof(arrays[1]).sharding.spec, TOKENS_BT
     return map_shards(local, specs, (TOKENS_BT,) * count)(*map(jax.reshard, arrays, specs))
@@ -84,7 +92,7 @@ def _log_probs(x_BTD, head_DV, targets_BT, *how):
 
 
 def _forward(x_BTD, head_DV, targets_BT, *how):
-    def find(below_NV, chosen_NV, top_N):
+    def score(below_NV, chosen_NV, top_N):
         exp_NV = jnp.exp(below_NV)
         sums = jnp.stack([x.sum(-1) for x in (exp_NV, exp_NV * below_NV, chosen_NV)])
         z_N, product_N, chosen_N = psum(sums, "tensor")
@@ -92,7 +100,7 @@ def _forward(x_BTD, head_DV, targets_BT, *how):
         return chosen_N - log_z_N, log_z_N - product_N / z_N, top_N + log_z_N
 
     arrays = x_BTD, head_DV, targets_BT
-    log_p_BT, entropy_BT, log_z_BT = _find_by_token(find, 3, arrays, *how)
+    log_p_BT, entropy_BT, log_z_BT = _map_tokens(score, 3, arrays, *how)
     return (log_p_BT, entropy_BT), (*arrays, log_z_BT)
 
 
@@ -133,7 +141,8 @@ _log_probs.defvjp(_forward, _backward)
 
 
 def _device_head(first_BTD, head_DV):
-    """A device's vocabulary: columns in float32 (logits are rounded nowhere), and targets in it."""
+    """Returns a device's columns of the head, in float32 so that no logit is rounded, and a
+    function that tells which of them are the targets'."""
     head_DV = all_gather(head_DV, SHARD_AXES, behind=first_BTD).astype(jnp.float32)
     V = head_DV.shape[1]
     ids_V = jax.lax.axis_index("tensor") * V + jnp.arange(V)
@@ -145,7 +154,7 @@ def _logits(x_ND, head_DV, cap):
 
 
 def _cut_blocks(block_tokens, *arrays):
-    """Arrays [B, T, ...] as [blocks, N, ...], the last block padded with zeros."""
+    """Cuts arrays [B, T, ...] into [blocks, N, ...], the last block padded with zeros."""
     B, T = arrays[0].shape[:2]
     count = math.ceil(B * T / (block_tokens or B * T))
     size = math.ceil(B * T / count)

@@ -44,11 +44,19 @@ def cross_entropy_sums(
     statistics: bool = False,
     cap: float = 0.0,
 ) -> _Sums:
-    """Float32 sums over target tokens: objective, cross_entropy, both in nats, and tokens; with
-    `statistics` also targets that no token is likelier than, and the entropy in nats. The head
-    is sharded as HEAD_DV, and its gradient may stay apart; `block_tokens` is of a device, 0 = all;
-    `cap` is of the logits. Only the objective, with the z-loss log(Z)^2 (PaLM, arXiv 2204.02311,
-    section 5), has a gradient."""
+    """Sums over target tokens, in float32.
+
+    Args:
+      head_DV: sharded as HEAD_DV; its gradient may stay apart.
+      block_tokens: of a device; 0 = all.
+      cap: the soft cap of the logits.
+
+    Returns:
+      The objective, which is cross-entropy plus the z-loss log(Z)^2 (PaLM, arXiv 2204.02311,
+      section 5) and alone has a gradient, and the cross-entropy, both in nats; the number of
+      targets; with `statistics` also the number of targets that no token is likelier than, and the
+      entropy in nats.
+    """
     keys = z_loss_multiplier, block_tokens, statistics, cap
     return _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients=False)[0]
 
@@ -72,7 +80,7 @@ _TILE = 8  # rows of a TPU's tiles
 
 
 def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
-    """Every device takes its own tokens; only sums and the gradients' sums travel."""
+    """Computes each device's own tokens there; only sums and the gradients' sums travel."""
     head_spec = jax.typeof(head_DV).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT):
@@ -100,9 +108,9 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
 
     specs = (X_BTD, head_spec, TOKENS_BT)
     arrays = map(jax.reshard, (x_BTD, head_DV, targets_BT), specs)
-    of_gradients = (X_BTD, gradient_spec(head_spec)) if with_gradients else ()
-    of_sums = (REPLICATED,) * _count(keys[2])
-    return map_shards(local, specs, (of_sums, of_gradients))(*arrays)
+    sum_specs = (REPLICATED,) * _count(keys[2])
+    gradient_specs = (X_BTD, gradient_spec(head_spec)) if with_gradients else ()
+    return map_shards(local, specs, (sum_specs, gradient_specs))(*arrays)
 
 
 def _count(statistics):
@@ -112,7 +120,7 @@ def _count(statistics):
 def _blocks(
     x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, statistics, cap, with_gradients
 ):
-    """One device's sums, and the gradients of its objective to x and head; () without."""
+    """Returns one device's sums, and the gradients of its objective by x and the head, or ()."""
     D, V = head_DV.shape
     tokens = targets_BT.size
     groups, blocks, size = loss_blocks(tokens, block_tokens, D, x_BTD.dtype.itemsize)
@@ -171,10 +179,10 @@ def _blocks(
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What a step minimizes and shows."""
+    """What a step minimizes, and the sums that it shows."""
 
-    # (model, micro batch) -> (what is minimized, what is shown and counted), each a sum over tokens
-    # in float32: sums of any split of the rows add up to the same
+    # (model, micro batch) -> (the objective, sums to show and counts), each a float32 sum over
+    # tokens, so the sums of any split of the rows add up to the same
     sums: Callable[[Decoder, Batch], tuple[jax.Array, Aux]]
     shown: tuple[str, ...]  # as in `Objective`
     divisor: str = "tokens"
@@ -184,7 +192,7 @@ class Loss:
 
 
 def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
-    """Cross-entropy of every next token, with the z-loss; what is shown is without it."""
+    """Makes the loss of next tokens: cross-entropy with the z-loss, shown without it."""
     how = keys.z_loss_multiplier, keys.loss_block_tokens, keys.log_token_statistics
     shown = TEXT.shown(keys)
 
@@ -195,8 +203,8 @@ def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
         with jax.named_scope("loss"):
             head_DV = model.head(execution.dtype)
             arrays = x_BTD, head_DV, batch.targets
-            minimized, *found = cross_entropy_sums(*arrays, *how, model.logits_cap)
-        return with_layers(minimized, dict(zip(shown, found, strict=True)), aux)
+            minimized, *values = cross_entropy_sums(*arrays, *how, model.logits_cap)
+        return with_layers(minimized, dict(zip(shown, values, strict=True)), aux)
 
     return Loss(sums, shown)
 
@@ -204,6 +212,7 @@ def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
 def with_layers(
     minimized: jax.Array, shown: dict[str, jax.Array], aux: Aux
 ) -> tuple[jax.Array, Aux]:
+    """Adds the losses and sums of the layers to those of the objective."""
     minimized = sum(aux.minimized.values(), minimized)
     counts = jax.tree.map(lambda x: x.astype(jnp.uint32), aux.counts)
     return minimized, Aux({}, {**shown, **aux.minimized, **aux.shown}, counts)

@@ -1,5 +1,5 @@
-"""Moves a train state to another mesh of the same devices, array by array, so that it never lies
-there twice. Arrays of one shape and sharding share their programs, compiled ahead."""
+"""Moves a train state to another mesh of the same devices, array by array, so that memory never
+holds it twice. Arrays of one shape and sharding share their programs, which are compiled ahead."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,29 +23,30 @@ def lower(
     platforms: tuple[str, ...] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Moves:
-    """The moves of such arrays to a mesh; for `platforms` if no backend here has its devices."""
-    found: dict[str, list[jax.stages.Lowered]] = {}
+    """Lowers the moves of arrays to a mesh; for `platforms` if no backend here has its devices."""
+    programs: dict[str, list[jax.stages.Lowered]] = {}
     for name, x in {kind(x): x for x in arrays}.items():
-        found[name] = []
-        for sharding in _way(x, mesh):
+        programs[name] = []
+        for sharding in _stops(x, mesh):
             moved = jax.jit(lambda x: x, out_shardings=sharding, compiler_options=options)
-            found[name].append(moved.trace(x).lower(lowering_platforms=platforms))
+            programs[name].append(moved.trace(x).lower(lowering_platforms=platforms))
             x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return found
+    return programs
 
 
-def _way(x: jax.ShapeDtypeStruct, mesh: Mesh) -> list[NamedSharding]:
-    """Where an array lies on its way to a mesh. Between meshes that have copies and other heads XLA
-    would gather the whole array: so it becomes shards first and copies last."""
+def _stops(x: jax.ShapeDtypeStruct, mesh: Mesh) -> list[NamedSharding]:
+    """Returns the shardings that an array passes through on its way to a mesh. Where copies and
+    heads change at once, XLA would gather the whole array; so it becomes shards first and copies
+    last."""
     before, spec = mesh_of(x), x.sharding.spec
-    way = [mesh]
+    meshes = [mesh]
     if before.shape["tensor"] != mesh.shape["tensor"]:
-        way = [mesh_without_copies(before), mesh_without_copies(mesh), mesh]
-    stops = [NamedSharding(stop, spec) for stop in way if stop != before]
+        meshes = [mesh_without_copies(before), mesh_without_copies(mesh), mesh]
+    stops = [NamedSharding(stop, spec) for stop in meshes if stop != before]
     try:
         for stop in stops:
             stop.shard_shape(x.shape)
-    except ValueError:  # an axis has too few elements for all of them
+    except ValueError:  # an axis has fewer elements than a stop has shards
         return [NamedSharding(mesh, spec)]
     return list(dict.fromkeys(stops))
 
@@ -64,11 +65,11 @@ def move(
 def peak_bytes(
     before: Sequence[Any], after: Sequence[Any], during: Sequence[int] | None = None
 ) -> int:
-    """The most that a device holds while `move` runs; by default an array's programs take its own
-    bytes before and after."""
+    """Returns the most bytes that a device holds while `move` runs. `during` are those of each
+    array's programs, by default its bytes before and after."""
     sizes = [(bytes_per_device(x), bytes_per_device(y)) for x, y in zip(before, after, strict=True)]
     held, peak = bytes_per_device(before), 0
-    for (old, new), taken in zip(sizes, during or map(sum, sizes), strict=True):
-        peak = max(peak, held - old + taken)
+    for (old, new), both in zip(sizes, during or map(sum, sizes), strict=True):
+        peak = max(peak, held - old + both)
         held += new - old
     return peak

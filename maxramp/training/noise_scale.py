@@ -1,4 +1,4 @@
-"""The gradient noise scale, estimated in every step from gradients that the step takes anyway.
+"""The gradient noise scale, estimated in every step from gradients that the step computes anyway.
 
 For gradient sums g_a over groups of n_a tokens, with n = sum n_a, N = sum n_a^2, Q = sum |g_a|^2
 and P = |sum g_a|^2:
@@ -40,20 +40,21 @@ from maxramp.training.norm import add_up, squares
 from maxramp.training.optimizers.adamw import AdamState
 from maxramp.training.optimizers.table import adam_state
 
-# By kind, the devices' parts of Q: of a micro batch, or of a step with a leading axis A.
+# The devices' parts of Q by kind, for a micro batch, or for a step with a leading axis A.
 Squares = dict[str, jax.Array]
 
 
 def _probe_rows(model: Decoder, rows: int) -> Decoder:
-    """A model whose gradient also holds that of every norm's scale for each of this many rows."""
+    """Returns a model whose gradient also has that of every norm's scale by row, for `rows`
+    rows."""
 
     def probe(weight: Weight) -> Weight | RowScale:
         if weight.role != "scale":
             return weight
         layers = len(weight.leading)
         shape = *weight.shape[:layers], rows, *weight.shape[layers:]
-        of_row = {"D": STREAM_BD, "h": HEAD_Bh}.get(weight.own, HEADS_BHh)
-        spec = stack_spec(of_row, layers)
+        row_spec = {"D": STREAM_BD, "h": HEAD_Bh}.get(weight.own, HEADS_BHh)
+        spec = stack_spec(row_spec, layers)
         return RowScale(weight, jnp.zeros(shape, jnp.float32, out_sharding=spec))
 
     return map_weights(probe, model)
@@ -66,15 +67,15 @@ def measure(
     keys: OptimizerKeys,
     opt_state: optax.PartitionState,
 ) -> tuple[tuple[Decoder, Aux], Squares]:
-    """What `gradient` gives of a micro batch of this many rows, and what is kept of it."""
-    gradients, found = gradient(_probe_rows(trained, rows))
+    """Calls `gradient` for a micro batch of `rows` rows. Returns its results and their squares."""
+    gradients, sums = gradient(_probe_rows(trained, rows))
     leaves = jax.tree.leaves(gradients, is_leaf=_is_probe)
     gradients = jax.tree.map(lambda x: x.scale if _is_probe(x) else x, gradients, is_leaf=_is_probe)
-    of_rows = [x.rows_BD for x in leaves if _is_probe(x)]
-    kept = {"": squares(_product_weights(gradients)), "norms_": squares(of_rows)}
+    scales_by_row = [x.rows_BD for x in leaves if _is_probe(x)]
+    kept = {"": squares(_product_weights(gradients)), "norms_": squares(scales_by_row)}
     if adam := _moment(gradients, opt_state):
         kept["adam_"] = _adam_squares(gradients, keys, adam)
-    return (gradients, found), kept
+    return (gradients, sums), kept
 
 
 def metrics(
@@ -85,8 +86,8 @@ def metrics(
     keys: OptimizerKeys,
     opt_state: optax.PartitionState,
 ) -> dict[str, jax.Array]:
-    """The estimates of a step, float32 scalars: `noise_signal` and `noise_variance` after each
-    kind's prefix; "norms_" alone with one micro batch. `opt_state` is that before the step."""
+    """Returns the estimates of a step, float32 scalars: `noise_signal` and `noise_variance` with
+    each kind's prefix, "norms_" alone with one micro batch. `opt_state` is that before the step."""
     A, B, _ = batch.tokens.shape
     tokens_AB = (batch.targets >= 0).sum(-1)
     spec = ROWS_ACB if copies > 1 else stack_spec(ROWS_B, 2)
@@ -102,13 +103,13 @@ def metrics(
         groups[""] = tokens_AC, squares(_product_weights(gradients))
         if adam := _moment(gradients, opt_state):
             groups["adam_"] = tokens_AC, _adam_squares(gradients, keys, adam)
-    found = {}
+    estimates = {}
     for kind, (tokens, whole) in groups.items():
         Q, N = add_up(kept[kind]).sum(), (tokens**2).sum()
         P = add_up(whole)
         signal = (P - Q) / (n**2 - N)
-        found |= {f"{kind}noise_signal": signal, f"{kind}noise_variance": P / n - n * signal}
-    return found
+        estimates |= {f"{kind}noise_signal": signal, f"{kind}noise_variance": P / n - n * signal}
+    return estimates
 
 
 def _is_probe(x: Any) -> bool:
@@ -116,24 +117,24 @@ def _is_probe(x: Any) -> bool:
 
 
 def _product_weights(tree: Any) -> list[Any]:
-    """The weights of products: gradients of others are whole where theirs lie apart."""
+    """Returns the weights of products: only their gradients stay apart by copy."""
     return [x for x in weights_of(tree) if x.is_in_products]
 
 
 def _moment(gradients: Decoder, opt_state: optax.PartitionState) -> AdamState | None:
-    """The second moment of the layers' products; None where some of them have none."""
+    """Returns AdamW's state if it has a second moment for all products of the layers, else None."""
     adam = adam_state(opt_state)
-    wanted = len(_product_weights(gradients.layers))
-    return adam if adam and len(_product_weights(adam.nu.layers)) == wanted else None
+    count = len(_product_weights(gradients.layers))
+    return adam if adam and len(_product_weights(adam.nu.layers)) == count else None
 
 
 def _adam_squares(gradients: Decoder, keys: OptimizerKeys, adam: AdamState) -> jax.Array:
-    """`squares` of the layers' gradients over sqrt(v) + eps; not finite before the first step."""
-    # A factor of the root, so that one division is left for each weight.
+    """Squares the layers' gradients over sqrt(v) + eps; not finite before the first step."""
+    # A factor of the root, so that each weight needs one division.
     correction = adam.root_factor
 
     def divide(g: jax.Array, v: jax.Array, correction: jax.Array) -> jax.Array:
         return g / (jnp.sqrt(v.astype(jnp.float32)) * correction + keys.adam_eps)
 
     gs, vs = _product_weights(gradients.layers), _product_weights(adam.nu.layers)
-    return squares(gs, vs, [correction] * len(gs), of=divide)
+    return squares(gs, vs, [correction] * len(gs), function=divide)

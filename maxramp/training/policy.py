@@ -20,8 +20,8 @@ _LEAST_SPREAD = 1e-4  # added to a group's standard deviation
 
 
 def advantages(rewards_PG: np.ndarray, normalize: bool) -> np.ndarray:
-    """Float32 [P, G]; normalized by the group's standard deviation as in GRPO, else not (Liu et
-    al., arXiv 2503.20783)."""
+    """Returns rewards less their group's mean, float32 [P, G], divided by its standard deviation as
+    in GRPO, or not (Liu et al., arXiv 2503.20783)."""
     rewards_PG = np.asarray(rewards_PG, np.float64)
     centred_PG = rewards_PG - rewards_PG.mean(1, keepdims=True)
     if normalize:
@@ -30,20 +30,20 @@ def advantages(rewards_PG: np.ndarray, normalize: bool) -> np.ndarray:
 
 
 def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
-    """What a token of an answer adds to a step's divisor, float32 [B]: "token" weighs all tokens
-    alike (DAPO, Yu et al., arXiv 2503.14476), "sequence" all answers, as in GRPO."""
+    """Returns what each token of an answer adds to a step's divisor, float32 [B]. "token" weighs
+    all tokens alike (DAPO, Yu et al., arXiv 2503.14476), "sequence" all answers, as in GRPO."""
     if grpo_normalization == "token":
         return np.ones(len(lengths_B), np.float32)
     return (1 / np.asarray(lengths_B, np.float64)).astype(np.float32)
 
 
 def policy_gradient(keys: PolicyKeys, execution: Execution) -> Loss:
-    """The clipped surrogate of GRPO, with a penalty for leaving the reference policy.
+    """Makes the loss of GRPO, a clipped surrogate with a penalty for leaving the reference policy.
 
-    Of an answer's token with ratio r = exp(log p - log p when sampled) and advantage A (a batch's
-    weights): -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta (exp(d) - d - 1), where d =
-    log p of the reference - log p (the k3 estimator of Schulman, joschu.net/blog/kl-approx.html).
-    The two bounds are DAPO's.
+    For a token of an answer with the ratio r = exp(log p - log p when sampled) and the advantage A
+    (in the batch's weights) it is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta
+    (exp(d) - d - 1), where d = log p of the reference - log p (the k3 estimator of Schulman,
+    joschu.net/blog/kl-approx.html). The two bounds are DAPO's.
     """
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:

@@ -26,7 +26,7 @@ _ROUNDING = 2.0**-20  # of a sum of log-probabilities in float32, relative
 
 
 def preference(keys: LossKeys, execution: Execution) -> Loss:
-    """The loss of pairs, a sum over them, by how far the policy has gone from the reference.
+    """Makes the loss of pairs, which depends on how far the policy has moved from the reference.
 
     With the log-ratios c and r of the chosen and the rejected answer (log p - log p of the
     reference, sums over an answer's tokens) and the margin m = beta (c - r), a pair's loss is
@@ -63,26 +63,26 @@ def preference(keys: LossKeys, execution: Execution) -> Loss:
         right_B = ((margins_B > rounding_B) & ~_are_equal(batch)).astype(jnp.float32)
         counts = lengths_B2.sum(1), is_pair_B.astype(jnp.float32)
         columns = (loss_B, *counts, *rewards_B2.T, margins_B, right_B, *log_p_B2.T)
-        found = _sum_rows(jax.lax.stop_gradient(jnp.stack(columns)))
+        totals = _sum_rows(jax.lax.stop_gradient(jnp.stack(columns)))
         # All sums come before the layers' backward pass, or they could run beside it.
-        loss_B = delay_gradient(loss_B, found.sum())
-        return with_layers(loss_B.sum(), dict(zip(shown, found, strict=True)), aux)
+        loss_B = delay_gradient(loss_B, totals.sum())
+        return with_layers(loss_B.sum(), dict(zip(shown, totals, strict=True)), aux)
 
     return Loss(sums, shown, PAIRS.divisor)
 
 
 def _are_equal(batch: Batch) -> jax.Array:
-    """Whether both answers of a pair, and what precedes them, are the same tokens: bool [B]. By a
-    hash: they stand at different places, where their log-probabilities round differently."""
-    place_BT = batch.token_positions.segment_positions(batch.tokens.shape[1])
-    hashes_BT = hash_bits(place_BT.astype(jnp.uint32))
+    """Tells whether both answers of a pair, and the tokens before them, are the same: bool [B]. It
+    compares hashes, as equal answers at other places of the row round differently."""
+    position_BT = batch.token_positions.segment_positions(batch.tokens.shape[1])
+    hashes_BT = hash_bits(position_BT.astype(jnp.uint32))
     for ids_BT in (batch.tokens, batch.targets):
         hashes_BT = hash_bits(hashes_BT ^ ids_BT.astype(jnp.uint32))
 
     def chat_hash(number: int) -> jax.Array:
-        is_of_BT = batch.segments == number
-        last_B = jnp.where(is_of_BT & (batch.targets >= 0), place_BT, -1).max(1)
-        is_read_BT = is_of_BT & (place_BT <= last_B[:, None])
+        is_in_chat_BT = batch.segments == number
+        last_B = jnp.where(is_in_chat_BT & (batch.targets >= 0), position_BT, -1).max(1)
+        is_read_BT = is_in_chat_BT & (position_BT <= last_B[:, None])
         return jnp.where(is_read_BT, hashes_BT, 0).sum(1, dtype=jnp.uint32)
 
     return chat_hash(0) == chat_hash(1)
@@ -91,8 +91,8 @@ def _are_equal(batch: Batch) -> jax.Array:
 def answer_log_probs(
     keys: LossKeys, execution: Execution, model: Decoder, batch: Batch
 ) -> tuple[jax.Array, Aux]:
-    """Log-probabilities of the answers of pairs, sums over their tokens: float32 [B, 2], 0 where
-    there is no answer; and the layers' sums."""
+    """Returns the log-probabilities of both answers, sums over their tokens, float32 [B, 2], 0
+    without an answer; and the layers' sums."""
     is_pair_B = (batch.targets >= 0).any(1)
     log_p_BT, _, aux = token_log_probs(
         model, execution, batch, keys.loss_block_tokens, divisors_B=is_pair_B
@@ -101,7 +101,7 @@ def answer_log_probs(
 
 
 def _sum_rows(x_nB: jax.Array) -> jax.Array:
-    """Sums over rows: [n], added in one order, as the norm of the gradients (`norm.add_up`)."""
+    """Sums over rows, [n, B] -> [n], in one order, as the norm of the gradients (`norm.add_up`)."""
 
     def local(x_nB: jax.Array) -> jax.Array:
         return all_gather(x_nB.sum(1)[None], ROW_AXES).sum(0)
@@ -110,6 +110,7 @@ def _sum_rows(x_nB: jax.Array) -> jax.Array:
 
 
 def _sum_answers(batch: Batch, x_BT: jax.Array) -> jax.Array:
-    of_targets_BT = jnp.where(batch.targets >= 0, x_BT, 0)
-    halves = (jnp.where(batch.segments == n, of_targets_BT, 0).sum(1) for n in (0, 1))
-    return jnp.stack(list(halves), 1)
+    """Sums the values of targets over each answer, [B, T] -> [B, 2]."""
+    values_BT = jnp.where(batch.targets >= 0, x_BT, 0)
+    sums = [jnp.where(batch.segments == answer, values_BT, 0).sum(1) for answer in (0, 1)]
+    return jnp.stack(sums, 1)
