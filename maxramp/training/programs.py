@@ -1,4 +1,4 @@
-"""Every stage's program, compiled before it is needed: a new batch shape is a new program."""
+"""The programs of every stage, compiled before they are needed: each batch shape has its own."""
 
 import functools
 import time
@@ -39,13 +39,13 @@ def lower_step(
     mesh: Mesh | None = None,
     platforms: tuple[str, ...] | None = None,
 ) -> jax.stages.Lowered:
-    """Lowers the train step of a stage alone, to ask how much memory it needs. By default for this
-    job's mesh; give `platforms` where the devices belong to no backend of this process."""
+    """Lowers the train step of a stage alone, to ask how much memory it needs. `mesh` None: this
+    job's. Give `platforms` where the devices belong to no backend of this process."""
     mesh = reshape_mesh(mesh, spec.mesh) if mesh else make_mesh(spec.mesh)
     leading, sharding = (spec.accumulation, spec.rows), NamedSharding(mesh, BATCH_ABT)
     batch = abstract_batch(spec.fields, leading, sharding)
     jitted = jax.jit(make_train_step(recipe.with_spec(spec), learning_rate), donate_argnums=0)
-    # Setting a mesh of devices that are not there fails as soon as anything runs.
+    # Nothing runs under a concrete mesh of devices that this machine does not have.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jitted.trace(abstract_state(recipe, mesh), batch)
         return traced.lower(lowering_platforms=platforms)
@@ -63,15 +63,15 @@ class Programs:
         ahead: Ahead,
         eval_rows: int = 0,
     ):
-        """`state` is abstract, on the mesh of the first stage; `eval_rows` = 0: no evaluation."""
+        """Takes an abstract state on the mesh of the first stage. `eval_rows` 0: no evaluation."""
         self._recipe, self._expansion, self._rate = recipe, expansion, learning_rate
         self._arrays, self._structure = jax.tree.flatten(state)
         self._eval_rows, self._mesh, self._ahead = eval_rows, mesh_of(state), ahead
         self._options = compiler_options(expansion.mesh.devices.flat[0].platform) or None
 
     def add(self, stage: Stage) -> None:
-        """Compiles a stage's programs after those that wait; equal stages share them. In training,
-        call it in the main thread, on every process after the same step."""
+        """Queues a stage's programs to be compiled; equal stages share them. In training, call it
+        in the main thread, on every process after the same step."""
         name = f"stage {stage.index} (batch {stage.global_batch_size})"
         before, mesh = self._mesh, self._expansion.mesh_of(stage.spec)
         if mesh != before:
@@ -87,21 +87,21 @@ class Programs:
             self._add_evaluation(stage)
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
-        """A stage's compiled step, and the seconds spent waiting for it: the state's arrays and
-        a batch -> the next arrays and metrics. StepError if it does not compile."""
+        """Returns a stage's compiled step, (the state's arrays, a batch) -> (the next arrays,
+        metrics), and the seconds spent waiting for it. Raises StepError if it does not compile."""
         if stage.spec not in self._ahead:
             self.add(stage)
         return self._ahead.get(stage.spec)
 
     def follow(self, state: list[jax.Array], stage: Stage) -> float:
-        """Moves a state's arrays to a stage's mesh. Returns seconds of waiting; StepError as
-        `train_step`."""
+        """Moves a state's arrays to a stage's mesh. Returns the seconds spent waiting for programs;
+        raises StepError if they do not compile."""
         before, mesh = mesh_of(state), self._expansion.mesh_of(stage.spec)
         if mesh == before:
             return 0.0
         compiled, waited = self._ahead.get((before, mesh))
         begin = time.perf_counter()
-        jax.block_until_ready(state)  # a step that still runs is not part of it
+        jax.block_until_ready(state)  # or the time would include a step that still runs
         moving.move(state, self._arrays, compiled)
         size = bytes_per_device(state) / GIB
         self._ahead.say(

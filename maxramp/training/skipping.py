@@ -31,8 +31,8 @@ def skip_bad_step(
     targets: jax.Array,
     again: bool,
 ) -> tuple[TrainState, Metrics]:
-    """The state after a step, which is that before it but for the clock if the step is bad.
-    `targets` is what the loss was divided by; `again` is as in `step.update`."""
+    """Returns the state after a step, or if the step is bad the one before it with the clock moved
+    on. `targets` is the number that the loss was divided by; `again` is as in `step.update`."""
     if not keys.skip_bad_steps and not keys.skip_step_on_spikes:
         return after, metrics
     is_bad, recent = jnp.bool(False), before.recent
@@ -56,7 +56,8 @@ def skip_bad_step(
 
 
 def _is_spike(keys: OptimizerKeys, window: Metrics, numbers: Metrics) -> jax.Array:
-    """Decides from the step on with which half of N are seen; never of what is not finite."""
+    """Tells whether a step is a spike, once half of N steps are seen. Numbers that are not finite
+    are no spikes."""
     weights_N = window["targets"] / numbers["targets"]
     seen, total = (weights_N > 0).sum(), weights_N.sum()
 
@@ -72,7 +73,7 @@ def _is_spike(keys: OptimizerKeys, window: Metrics, numbers: Metrics) -> jax.Arr
 
 
 def _append(window: Metrics, numbers: Metrics) -> Metrics:
-    """N + 1 steps; one that is not finite counts no targets."""
+    """Returns the window with a new step, N + 1 steps; one that is not finite counts no targets."""
     kept = {name: jnp.where(_is_finite(numbers), x, 0) for name, x in numbers.items()}
     return {name: jnp.append(x, kept[name].astype(x.dtype)) for name, x in window.items()}
 

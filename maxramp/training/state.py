@@ -1,4 +1,4 @@
-"""The train state: what a step takes and gives, its first value, its shapes, how it is held."""
+"""The train state, its value before the first step, and its shapes on any mesh."""
 
 import dataclasses
 import functools
@@ -26,19 +26,19 @@ Metrics = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step takes, and what it gives to the next."""
+    """Everything that a step hands to the next one."""
 
-    # the clock: uint32[2], low and high word, because a long run passes 2^32 samples and JAX has no
+    # the clock: uint32[2], low and high word, as a long run passes 2^32 samples and JAX has no
     # 64-bit integers by default
     consumed_samples: jax.Array
-    trained: Decoder  # the weights that have a gradient; a model in which the others are None
-    frozen: Decoder  # the others, likewise
-    # what layers counted in the last step, by name: uint32 [L, ...]
+    trained: Decoder  # a model with the weights that have a gradient, and None for the others
+    frozen: Decoder  # a model with the others
+    # the layers' counts of the last step, by name: uint32 [L, ...]
     buffers: dict[str, jax.Array]
-    opt_state: optax.PartitionState  # of the optimizers, by name (`optimizers.table`)
+    opt_state: optax.PartitionState  # by optimizer (`optimizers.table`)
     bad_steps: jax.Array  # uint32, how many of the last steps in a row were skipped
-    # under skip_step_on_spikes loss, grad_norm and targets of the last steps, the newest last:
-    # float32 [skip_step_interval + 1]; 0 targets where a step is missing
+    # with skip_step_on_spikes, loss, grad_norm and targets of the last steps, the newest last:
+    # float32 [skip_step_interval + 1]; a missing step has 0 targets
     recent: dict[str, jax.Array]
 
     @property
@@ -58,8 +58,9 @@ def _pick(model: Decoder, part: Decoder) -> Decoder:
 
 
 def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
-    """The state before the first step, traced: under a mesh weights are born sharded. Given a model
-    it starts from its weights; under `lora_rank` missing adapters are made."""
+    """Makes the state before the first step; trace it under a mesh to make sharded weights. It
+    starts from the weights of a model if there is one, with new adapters where `lora_rank` asks for
+    them."""
     if model is None or (recipe.model.lora_rank and not has_adapters(model)):
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
         model = own if model is None else attach_adapters(own, model)
@@ -72,7 +73,8 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 
 
 def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
-    """The trained weights and others: by trainable_parameters_mask, else adapters or all."""
+    """Splits the weights into those that train (trainable_parameters_mask, else adapters, else all)
+    and the others."""
     layers = len(list(model.pattern))
     for number in keys.trainable_layers:
         if number >= layers:
@@ -83,12 +85,12 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
     roles = keys.trainable_parameters_mask or (("adapter",) if has_adapters(model) else ROLES)
     kinds = {layer.kind for n, layer in enumerate(model.pattern) if n in keys.trainable_layers}
     within = {kind: model.layers[kind] for kind in kinds} or model
-    there = dict.fromkeys(weight.role for weight in weights_of(within))
-    if there.keys().isdisjoint(roles):
+    available_roles = dict.fromkeys(weight.role for weight in weights_of(within))
+    if available_roles.keys().isdisjoint(roles):
         whose = "model has" if within is model else "layers of trainable_layers have"
         raise ConfigError(
             f"trainable_parameters_mask={list(roles)}: the {whose} no such weights; use some of "
-            f"{', '.join(there)}"
+            f"{', '.join(available_roles)}"
         )
 
     def part(is_trained: bool) -> Decoder:
@@ -102,8 +104,8 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
 
 
 def mask_layers(tree: Decoder, numbers: Sequence[int], others: Decoder | None = None) -> Decoder:
-    """Keeps these layers of a tree of weights, with those of `others` (None = zeros) elsewhere; no
-    numbers = all of the tree."""
+    """Keeps the layers of these numbers (none: all layers) in a tree of weights, and replaces the
+    rest by those of `others` (None: by zeros)."""
     if not numbers:
         return tree
 
@@ -119,15 +121,17 @@ def mask_layers(tree: Decoder, numbers: Sequence[int], others: Decoder | None = 
 
 
 def num_trained(trained: Decoder, numbers: Sequence[int]) -> int:
-    found = 0
+    """Counts the parameters that train."""
+    count = 0
     for path, weight in jax.tree_util.tree_leaves_with_path(trained, is_leaf=is_weight):
         chosen = _chosen_layers(trained, path, weight, numbers) if numbers else np.ones(())
-        found += weight.size // chosen.size * int(chosen.sum())
-    return found
+        count += weight.size // chosen.size * int(chosen.sum())
+    return count
 
 
 def _chosen_layers(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[int]) -> np.ndarray:
-    """Which layers of a stack are among some: bool [L], or of a circular pipeline [R, L / R]."""
+    """Tells which layers of a weight's stack are chosen: bool [L], or in a circular pipeline
+    [R, L / R]."""
     own = [i for i, layer in enumerate(tree.pattern) if layer.kind == _kind(path)]
     return np.isin(own, numbers).reshape(weight.layers)
 
@@ -143,14 +147,14 @@ def no_counts(model: Decoder) -> dict[str, jax.Array]:
 
 
 def initial_state(recipe: Recipe, *model: Decoder) -> TrainState:
-    """`init_state` on the mesh that is set; donates the model if one is given."""
-    # On CPUs random numbers take longer to optimize than the whole step.
+    """Runs `init_state` on the mesh that is set, and donates the model if there is one."""
+    # On CPUs the compiler takes longer for the random numbers than for the whole step.
     options = {"xla_backend_optimization_level": 1} if platform() == "cpu" else None
     make, donated = functools.partial(init_state, recipe), range(len(model))
     return jax.jit(make, compiler_options=options, donate_argnums=donated)(*model)
 
 
 def abstract_state(recipe: Recipe, mesh: Mesh | AbstractMesh) -> TrainState:
-    """`init_state` of shapes, dtypes and shardings, on any mesh."""
+    """Returns the shapes, dtypes and shardings of `init_state` on any mesh."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return attach_mesh(jax.eval_shape(functools.partial(init_state, recipe)), mesh)

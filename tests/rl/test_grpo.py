@@ -29,7 +29,7 @@ JOB = (
     *("base_num_decoder_layers=1", "rewards=[maxramp.rl.tasks:brevity]"),
     *("rampup_batch_size=[2,2,8]", "global_batch_size=4", "micro_batch_size=2", "steps=14"),
     *("num_generations=4", "max_completion_length=6", "checkpoint_period=5", "grpo_beta=0.1"),
-    *("opt_type=muon", "half_lives_in_samples=[muon_beta,adam_b2]"),
+    *("opt_type=optax.lion", "opt_arguments={weight_decay: 0.01}"),
 )
 
 

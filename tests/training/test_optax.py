@@ -12,12 +12,14 @@ import optax.contrib
 import pytest
 from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
+from test_moving import needs
 
 from maxramp.checkpoints.arrays import items_of, load, save
 from maxramp.errors import ConfigError
 from maxramp.keys.yamlfile import parse
 from maxramp.model.parts.weights import map_weights
 from maxramp.parallel.sharding import BATCH_ABT
+from maxramp.planning.compiled import compile_stages
 from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step
 
@@ -58,11 +60,11 @@ def gradient_of_loss():
 
     gradient, mesh = jax.jit(jax.grad(loss)), make_mesh(config)
 
-    def take(model, rows):
+    def gradient_of_rows(model, rows):
         with jax.set_mesh(mesh):
             return jax.device_get(gradient(model, batch_of(rows)))
 
-    return jax.device_get(new_state(config).model), take
+    return jax.device_get(new_state(config).model), gradient_of_rows
 
 
 def on_its_own(make, **arguments):
@@ -71,11 +73,11 @@ def on_its_own(make, **arguments):
     optimizer = make(lambda count: rate_at(count * ROWS), **arguments)
     optimizer = optax.chain(optax.clip_by_global_norm(1), optimizer)
     update, state = jax.jit(optimizer.update), optimizer.init(weights)
-    found = [weights]
+    first = weights
     for rows in TOKENS:
-        updates, state = update(gradient(found[-1], rows), state, found[-1])
-        found.append(jax.device_get(optax.apply_updates(found[-1], updates)))
-    return [list(map(np.asarray, jax.tree.leaves(tree))) for tree in (found[0], found[-1])]
+        updates, state = update(gradient(weights, rows), state, weights)
+        weights = jax.device_get(optax.apply_updates(weights, updates))
+    return [list(map(np.asarray, jax.tree.leaves(tree))) for tree in (first, weights)]
 
 
 def decays(tree):
@@ -83,8 +85,8 @@ def decays(tree):
 
 
 def assert_same(ours, before, expected):
-    """But for rounding: the sign of a gradient near zero, which it may turn, moves a weight as far
-    as that of any other."""
+    """Except where rounding turns the sign of a gradient near zero, which moves a weight as far as
+    any other."""
     for x, first, wanted in zip(ours, before, expected, strict=True):
         change = np.abs(wanted - first).max()
         assert change > 0 and (np.abs(x - wanted) > 0.01 * change).mean() < 0.005
@@ -111,7 +113,32 @@ def test_a_step_is_that_of_optax(name, text):
 
 
 @pytest.mark.slow
-def test_what_optax_keeps_is_read_on_another_mesh(tmp_path):
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("v5p:2x2x2", marks=needs("libtpu")),
+        pytest.param("h200:2x4", marks=needs("jax_cuda13_plugin")),
+    ],
+)
+def test_compilers_take_the_step(topology):
+    """A device receives no more than with AdamW, and holds almost nothing beside its weights."""
+    sizes = ("base_emb_dim=256", "base_mlp_dim=512", "head_dim=128", "dtype=bfloat16")
+    config = make_config(
+        *sizes, "max_target_length=256", "enable_rampup_batch_size=False", MESH[2],
+        "dataset_type=synthetic", "eval_interval=-1", f"compile_topology={topology}", "steps=1",
+    )  # fmt: skip
+    (adamw,), (adafactor,) = (
+        compile_stages(config.replace(opt_type=name))["stages"]
+        for name in ("adamw", "optax.adafactor")
+    )
+    for kinds in ("collective_gib", "network_gib"):
+        assert sum(adafactor[kinds].values()) <= 1.02 * sum(adamw[kinds].values())
+    held = [stage["memory_gib"]["arguments"] for stage in (adafactor, adamw)]
+    assert held[0] == pytest.approx(held[1] / 3, rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_state_of_optax_is_restored_on_another_mesh(tmp_path):
     """Factored moments, which have fewer axes than their weights."""
     keys = ("opt_type=optax.adafactor", "opt_arguments={min_dim_size_to_factor: 8}")
     state = new_state(make_config(*keys, *MESH))
@@ -131,7 +158,7 @@ def test_what_optax_keeps_is_read_on_another_mesh(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "keys, said",
+    "keys, message",
     [
         ("opt_type=optax.loin", "opt_type=optax.loin is not an optimizer of .* mean optax.lion"),
         ("opt_type=optax.adopt", "did you mean optax.contrib.adopt"),
@@ -154,6 +181,6 @@ def test_what_optax_keeps_is_read_on_another_mesh(tmp_path):
         ("opt_type=lion", "is not one of adamw, sgd, muon, or .* such as optax.lion"),
     ],
 )
-def test_what_optax_does_not_take_is_refused(keys, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_optax_does_not_take_is_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
         make_config(*re.split(" (?=[a-z_0-9]+=)", keys))

@@ -172,6 +172,7 @@ def first(tmp_path_factory):
     keys = dict(key.split("=", 1) for key in keys_of(folder, folder / "pairs.jsonl"))
     write_pairs(folder / "pairs.jsonl", pairs(24))
     keys |= {"load_parameters_path": str(folder / "base"), "learning_rate": "0.01"}
+    keys |= {"opt_type": "optax.adamax"}
     keys.pop("enable_rampup_batch_size")
     keys |= {"step_batch_size_schedule": "0:4 8:8"}
     keys |= {"step_batch_size_unit": "samples", "steps": "4", "checkpoint_period": "1"}

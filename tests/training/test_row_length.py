@@ -24,7 +24,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import init_state
-from maxramp.training.step import make_train_step, places_of_rows
+from maxramp.training.step import make_train_step, token_offsets
 
 R, T, K, STEPS = 16, 64, 4, 3
 MESHES = {
@@ -113,7 +113,7 @@ def test_a_row_drops_by_its_place_in_the_run(consumed, length):
         )
         clock = jnp.array([before % 2**32, before // 2**32], jnp.uint32)
         with jax.set_mesh(make_mesh(make_config("ici_data_parallelism=8"))):
-            found = np.asarray(places_of_rows(clock, batch), np.uint64)
+            found = np.asarray(token_offsets(clock, batch), np.uint64)
         found = found[..., 0] + (found[..., 1] << np.uint64(32))
         first = consumed * length
         assert found.ravel().tolist() == [first + n * T for n in range(A * B)]

@@ -1,1 +1,1 @@
-"""Optimizers, a file each, and the table of which weights take which."""
+"""The optimizers, each in a file of its own; `table.py` joins them by the roles of weights."""

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1412.6980, 1711.05101): optax's, but that its betas may change with the batch."""
+"""AdamW (arXiv 1412.6980, 1711.05101): that of optax, with betas that may change with the batch."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from maxramp.training.optimizers.half_lives import Pace, decay_weights, kept_sha
 
 
 class AdamState(NamedTuple):
-    """Means, and the share of their initial zeros still in them, a product over steps: the bias."""
+    """The means, and their bias: the share of the initial zeros in them, a product over steps."""
 
     mu: Any  # means of gradients, in mu_dtype
     nu: Any  # of their squares
@@ -20,7 +20,7 @@ class AdamState(NamedTuple):
 
     @property
     def root_factor(self) -> jax.Array:
-        """Takes the zeros out of a root of nu; not finite before the first step."""
+        """The factor that corrects the bias of a root of nu; not finite before the first step."""
         return jax.lax.rsqrt(1 - self.zeros_in_nu)
 
 
@@ -34,7 +34,7 @@ def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTrans
 
 
 def scale_by_adam(b1: Any, b2: Any, eps: float, mu_dtype: str) -> optax.GradientTransformation:
-    """`optax.scale_by_adam`, whose bias counts steps, and with it one beta for all of them."""
+    """Scales as `optax.scale_by_adam`, which counts steps and so has one beta for all of them."""
 
     def init(weights: Any) -> AdamState:
         mu = optax.tree.zeros_like(weights, dtype=jnp.dtype(mu_dtype))

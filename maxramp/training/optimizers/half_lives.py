@@ -17,23 +17,25 @@ from maxramp.training.keys import OptimizerKeys
 
 
 class Pace(NamedTuple):
-    """A step beside one of the reference batch."""
+    """How a step compares with one of the reference batch."""
 
     batch: Any = 1.0  # its samples over those of the reference: a float, or a float32 scalar
-    rate: Any = 1.0  # what the learning rate is multiplied by for the sake of that
+    rate: Any = 1.0  # the factor of the learning rate that follows from the batch
 
 
-STEADY = Pace()  # every step is one of the reference batch
+STEADY = Pace()  # a step of the reference batch
 
 
 def kept_share(keys: OptimizerKeys, name: str, pace: Pace) -> Any:
-    """The share of itself that a mean keeps in a step; the key is for the reference batch."""
+    """Returns the share of itself that a mean keeps in a step. The key is for the reference
+    batch."""
     share = getattr(keys, name)
     return share**pace.batch if name in keys.half_lives_in_samples else share
 
 
 def decay_weights(keys: OptimizerKeys, name: str, pace: Pace) -> optax.GradientTransformation:
-    """Adds to the direction, before the learning rate; roles in adamw_mask do not decay."""
+    """Adds weight decay to the update, before the learning rate; roles in adamw_mask do not
+    decay."""
     decay = getattr(keys, name)
     if name in keys.half_lives_in_samples:
         decay = decay * pace.batch / pace.rate

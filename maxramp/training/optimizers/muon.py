@@ -2,10 +2,10 @@
 `optax.contrib.muon` and MaxText compute it: Nesterov momentum without bias, five iterations of
 Newton and Schulz, and a factor by the shape of the matrix.
 
-Newton-Schulz needs whole matrices. Each device takes some layers whole, of all matrices of one
-shape: it trades the shards of others for those of its own, along one mesh axis after the other, and
-back. Where there are more matrices than a copy of the weights has devices, each copy takes other
-layers, and the results are gathered at the end, as shards.
+Newton-Schulz needs whole matrices. The matrices of one shape, of all layers, are dealt out to the
+devices: each trades its shards of others' matrices for the missing shards of its own, along one
+mesh axis after the other, and back. Where there are more matrices than devices in a copy of the
+weights, the copies share them too, and the results are gathered at the end, as shards.
 
 Shapes: L matrices of one shape, of all layers; M their shorter side, N their longer one; in lower
 case those of a device.
@@ -27,13 +27,13 @@ from maxramp.parallel.sharding import Spec
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.optimizers.half_lives import Pace, decay_weights, kept_share
 
-# Of the polynomial whose slope at zero is steepest (Jordan, kellerjordan.github.io/posts/muon).
+# The polynomial with the steepest slope at zero (Jordan, kellerjordan.github.io/posts/muon).
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _ITERATIONS = 5
 
 
 class MuonState(NamedTuple):
-    """The mean of gradients, and the share of its initial zeros in it, as in AdamW."""
+    """The mean of gradients, and its bias as in AdamW."""
 
     mu: Any  # in mu_dtype
     zeros_in_mu: jax.Array
@@ -55,10 +55,10 @@ def scale_by_muon(keys: OptimizerKeys, b: Any) -> optax.GradientTransformation:
     def update(gradients: Any, state: MuonState, weights: Any) -> tuple[Any, MuonState]:
         mu, zeros = optax.tree.update_moment(gradients, state.mu, b, 1), b * state.zeros_in_mu
 
-        def ahead(m: jax.Array, g: jax.Array) -> jax.Array:
+        def look_ahead(m: jax.Array, g: jax.Array) -> jax.Array:
             return (b * m / (1 - b * zeros) + (1 - b) * g / (1 - zeros)).astype(keys.dtype)
 
-        directions = orthogonal(jax.tree.map(ahead, mu, gradients), keys.adam_eps)
+        directions = orthogonal(jax.tree.map(look_ahead, mu, gradients), keys.adam_eps)
         factors = [_factor(keys, weight) for weight in weights_of(weights)]
         arrays, structure = jax.tree.flatten(directions)
         directions = structure.unflatten([f * x for f, x in zip(factors, arrays, strict=True)])
@@ -68,15 +68,15 @@ def scale_by_muon(keys: OptimizerKeys, b: Any) -> optax.GradientTransformation:
 
 
 def _factor(keys: OptimizerKeys, weight: Any) -> float:
-    of_layer, cut = weight.shape[len(weight.leading) :], len(weight.inputs)
-    inputs, outputs = math.prod(of_layer[:cut]), math.prod(of_layer[cut:])
+    sizes, cut = weight.shape[len(weight.leading) :], len(weight.inputs)
+    inputs, outputs = math.prod(sizes[:cut]), math.prod(sizes[cut:])
     if keys.muon_consistent_rms is None:
         return math.sqrt(max(1.0, outputs / inputs))
     return keys.muon_consistent_rms * math.sqrt(max(inputs, outputs))
 
 
 def orthogonal(tree: Any, epsilon: float) -> Any:
-    """A tree of weights with every layer's matrix nearly orthogonal, in their dtype."""
+    """Makes every layer's matrix in a tree of weights nearly orthogonal, in its dtype."""
     arrays, structure = jax.tree.flatten(tree)
     specs = [jax.typeof(x).sharding.spec for x in arrays]
     pools = collections.defaultdict(list)
@@ -85,26 +85,26 @@ def orthogonal(tree: Any, epsilon: float) -> Any:
         pools[form.pool].append((i, form))
 
     def local(arrays: list[jax.Array]) -> list[jax.Array]:
-        found = [*arrays]
+        results = [*arrays]
         for pool, members in pools.items():
             x_lmn = [form.matrices(arrays[i]) for i, form in members]
-            y_lmn = _made_whole(jnp.concatenate(x_lmn), pool, epsilon)
+            y_lmn = _orthogonal_shards(jnp.concatenate(x_lmn), pool, epsilon)
             ends = [0]
             for (i, form), x in zip(members, x_lmn, strict=True):
                 ends.append(ends[-1] + x.shape[0])
-                found[i] = form.weight(y_lmn[ends[-2] : ends[-1]], arrays[i].shape)
-        return found
+                results[i] = form.weight(y_lmn[ends[-2] : ends[-1]], arrays[i].shape)
+        return results
 
     with jax.named_scope("newton_schulz"):
         return structure.unflatten(map_shards(local, (specs,), specs)(arrays))
 
 
 class _Pool(NamedTuple):
-    """What matrices have in common that are made orthogonal together."""
+    """What matrices that are made orthogonal together have in common."""
 
     sizes: tuple[int, int]  # M and N
-    axes: tuple[tuple[str, ...], ...]  # those that each side is sharded on
-    copies: tuple[str, ...]  # those along which every device holds the same
+    axes: tuple[tuple[str, ...], ...]  # mesh axes that shard each side
+    copies: tuple[str, ...]  # mesh axes along which every device holds the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class _Form:
 
     @classmethod
     def from_weight(cls, weight: Any, spec: Spec) -> "_Form":
-        """At most the first axis of each side is sharded."""
+        """Reads a weight and its spec, in which at most the first axis of each side is sharded."""
         sides, cut, layers = map(len, (weight.own, weight.inputs, weight.leading))
         partitions = [*spec.partitions, *(None,) * (weight.ndim - len(spec.partitions))]
         used = {*jax.tree.leaves(partitions)}
@@ -134,40 +134,42 @@ class _Form:
         return cls(pool, sides, cut, pairs[0] != short)
 
     def matrices(self, x: jax.Array) -> jax.Array:
-        """A device's part of the array as [l, m, n]."""
-        of_layer = x.shape[x.ndim - self.sides :]
-        shape = -1, math.prod(of_layer[: self.cut]), math.prod(of_layer[self.cut :])
+        """Reshapes a device's part of the array to [l, m, n]."""
+        sizes = x.shape[x.ndim - self.sides :]
+        shape = -1, math.prod(sizes[: self.cut]), math.prod(sizes[self.cut :])
         x = x.reshape(shape)
         return x.swapaxes(1, 2) if self.is_turned else x
 
     def weight(self, x_lmn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Reshapes matrices to a device's part of the array, as `matrices` backwards."""
         return (x_lmn.swapaxes(1, 2) if self.is_turned else x_lmn).reshape(shape)
 
 
-def _made_whole(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
-    """Sharded matrices, made nearly orthogonal: each device makes some of them."""
+def _orthogonal_shards(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
+    """Makes sharded matrices nearly orthogonal; each device computes some of them whole."""
     count = x_lmn.shape[0]
-    ways = [(axis, 1 + side) for side, axis in enumerate(pool.axes) if axis]
-    devices = math.prod(jax.lax.axis_size(axis) for axis, _ in ways)
+    sharded_sides = [(axes, 1 + side) for side, axes in enumerate(pool.axes) if axes]
+    devices = math.prod(jax.lax.axis_size(axes) for axes, _ in sharded_sides)
     sharing = pool.copies if count > devices else ()
     copies = math.prod(map(jax.lax.axis_size, sharing))
     x_lmn = jnp.pad(x_lmn, ((0, -count % (devices * copies)), (0, 0), (0, 0)))
-    # XLA for CPUs would send the joined arrays as they lay before, in layouts that it then refuses.
+    # XLA for CPUs would send the joined arrays in their earlier layouts, which it then refuses.
     x_lmn = jax.lax.optimization_barrier(x_lmn)
     if copies > 1:
         own = x_lmn.shape[0] // copies
         first = jax.lax.axis_index(sharing) * own
         x_lmn = jax.lax.dynamic_slice_in_dim(x_lmn, first, own)
-    for axis, side in ways:
-        x_lmn = all_to_all(x_lmn, axis, split=0, join=side)
+    for axes, side in sharded_sides:
+        x_lmn = all_to_all(x_lmn, axes, split=0, join=side)
     x_lmn = newton_schulz(x_lmn, epsilon)
-    for axis, side in reversed(ways):
-        x_lmn = all_to_all(x_lmn, axis, split=side, join=0)
+    for axes, side in reversed(sharded_sides):
+        x_lmn = all_to_all(x_lmn, axes, split=side, join=0)
     return all_gather(x_lmn, sharing)[:count]
 
 
 def newton_schulz(x_LMN: jax.Array, epsilon: float) -> jax.Array:
-    """Same singular vectors, values of 0.7 to 1.2; epsilon is added to the norm divided by."""
+    """Moves the singular values of matrices to 0.7 to 1.2. `epsilon` is added to the norms that
+    they are divided by first."""
     dtype, (a, b, c) = x_LMN.dtype, _COEFFICIENTS
     x_LMN = x_LMN.astype(jnp.float32)
     norm = jnp.sqrt(jnp.square(x_LMN).sum((1, 2), keepdims=True))

@@ -1,7 +1,7 @@
 """The optimizers of optax and optax.contrib: `opt_type=optax.NAME`, with `opt_arguments`.
 
-Layers are stacked, so what takes norms of arrays (LAMB's trust ratios, Adafactor's clipping) takes
-those of all layers together, as wherever layers are scanned.
+Layers are stacked, so an optimizer that takes norms of arrays (LAMB's trust ratios, Adafactor's
+clipping) takes those of all layers together, as wherever layers are scanned.
 """
 
 import difflib
@@ -28,7 +28,7 @@ _RATE = "learning_rate"
 def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTransformation:
     def update(*arguments: Any) -> tuple[Any, Any]:
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arguments[:2])
-        # Where norms and products of whole arrays lie is left to XLA.
+        # Where optax takes norms and products of whole arrays, XLA chooses the shardings.
         step = jax.sharding.auto_axes(
             lambda rate, *arguments: _make(keys, rate).update(*arguments), out_sharding=specs
         )
@@ -38,8 +38,8 @@ def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTrans
 
 
 def check(keys: OptimizerKeys) -> None:
-    """Refuses an optimizer that optax does not have, arguments that it does not take, and one that
-    asks for more than a step has. Starts no backend."""
+    """Raises ConfigError for an optimizer that optax does not have, for arguments that it does not
+    take, and for one that needs more than a step has. Starts no backend."""
     optimizers = _optimizers()
     if keys.opt_type not in optimizers:
         by_name = {name.rpartition(".")[2]: name for name in reversed(optimizers)}
@@ -101,7 +101,7 @@ def _is_mask(name: str) -> bool:
 
 
 def _optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
-    """What makes an optimizer of a learning rate, by opt_type."""
+    """Returns the functions that make an optimizer from a learning rate, by opt_type."""
     modules = {"optax": optax, "optax.contrib": optax.contrib}
     return {
         f"{module}.{name}": make

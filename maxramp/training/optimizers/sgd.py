@@ -1,6 +1,6 @@
 """Stochastic gradient descent: weights move against their gradients, or against a decaying sum m =
-momentum * m + g, as in PyTorch. With a half-life in samples, a gradient counts as much more as it
-is forgotten sooner, so a constant gradient has the same effect at any batch."""
+momentum * m + g, as in PyTorch. With a half-life in samples, gradients are scaled up as they are
+forgotten sooner, so a constant gradient has the same effect at any batch."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
-"""The optimizer of an `opt_type`. A file here has `transform(keys, rate, pace)`: an optax
-transformation for a step of this learning rate and pace, whose state no step's numbers shape."""
+"""The optimizer of an `opt_type`. Each file of an optimizer has `transform(keys, rate, pace)`: the
+optax transformation of a step with this learning rate and pace; its state does not depend on
+them."""
 
 import functools
 import importlib
@@ -15,8 +16,8 @@ from maxramp.training.optimizers.half_lives import STEADY, Pace
 
 
 def make_optimizer(keys: OptimizerKeys) -> optax.GradientTransformationExtraArgs:
-    """Makes a transformation of gradients into what is added to the weights, by their roles. Beside
-    optax's arguments its `update` takes a step's `learning_rate` and its `pace`."""
+    """Makes the transformation from gradients to updates of the weights, by their roles. Its
+    `update` also takes a step's `learning_rate` and its `pace`."""
     names = optimizer_names(keys.opt_type)
     parts = {name: _stepwise(name, keys) for name in dict.fromkeys(names.values())}
     label = functools.partial(map_weights, lambda weight: names[weight.role])
@@ -42,6 +43,6 @@ def _stepwise(name: str, keys: OptimizerKeys) -> optax.GradientTransformationExt
 
 
 def adam_state(state: optax.PartitionState) -> AdamState | None:
-    """What AdamW keeps; None where it takes no weight."""
+    """Returns the state of AdamW, or None if it updates no weight."""
     part = state.inner_states.get("adamw")
     return part and part.inner_state[0]
