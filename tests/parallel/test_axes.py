@@ -73,11 +73,11 @@ def test_a_mesh_that_is_too_large_names_each_size_that_fits(devices, sizes, reme
     def keys(sizes):
         return {f"ici_{axis}_parallelism": size for axis, size in sizes.items()}
 
-    given = keys({axis.key: 1 for axis in TABLE} | {"fsdp": -1} | sizes)
-    given |= {name.replace("ici", "dcn"): 1 for name in given}
+    sizes_by_key = keys({axis.key: 1 for axis in TABLE} | {"fsdp": -1} | sizes)
+    sizes_by_key |= {name.replace("ici", "dcn"): 1 for name in sizes_by_key}
     last = " or ".join(f"{name}={size}" for name, size in keys(remedy).items())
     with pytest.raises(ConfigError) as error:
-        MeshKeys(**given).resolve(devices)
+        MeshKeys(**sizes_by_key).resolve(devices)
     assert str(error.value).endswith(f"use {last}" if last else f"product divides {devices}")
     for name, size in keys(remedy).items():
-        MeshKeys(**given | {name: size}).resolve(devices)
+        MeshKeys(**sizes_by_key | {name: size}).resolve(devices)

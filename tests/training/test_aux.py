@@ -62,19 +62,19 @@ def plain():
     config = config_of()
 
     def minimized(model, rows_BS):
-        x_BTD, found = look_up(model.embedding_VD[...], rows_BS[:, :-1]), []
+        x_BTD, sums = look_up(model.embedding_VD[...], rows_BS[:, :-1]), []
         for block in model.one_by_one().layers:
             angles = {ROPE: rotary.angles(ROPE, jnp.arange(16), config.model.head_dim)}
             shared = Pass(config.model, Positions(), angles)
             x_BTD, _ = Block.__call__(block, x_BTD, Mixing(ROPE), shared)
-            found.append(jax.tree.map(lambda x_B: x_B.sum(0), sums_of(x_BTD)))
+            sums.append(jax.tree.map(lambda x_B: x_B.sum(0), sums_of(x_BTD)))
         log_p_BTV = jax.nn.log_softmax(model.logits(model.norm(x_BTD)))
         is_next_BTV = rows_BS[:, 1:, None] == jnp.arange(log_p_BTV.shape[-1])
         loss = -jnp.where(is_next_BTV, log_p_BTV, 0).sum(-1).mean()
         tokens = rows_BS[:, 1:].size
-        square = sum(aux.minimized["square"] for aux in found) / tokens
-        size = sum(aux.shown["size"] for aux in found) / tokens
-        counts_L2 = jnp.stack([aux.counts["signs"] for aux in found])
+        square = sum(aux.minimized["square"] for aux in sums) / tokens
+        size = sum(aux.shown["size"] for aux in sums) / tokens
+        counts_L2 = jnp.stack([aux.counts["signs"] for aux in sums])
         return loss + square, ({"loss": loss, "square": square, "size": size}, counts_L2)
 
     with jax.set_mesh(make_mesh(config)):

@@ -89,6 +89,6 @@ def test_twenty_steps_in_bfloat16(block):
     ],
 )
 def test_what_layers_that_differ_ask_for(keys, says):
-    given = ("decoder_block=gemma3", "use_qk_norm=True", "attn_logits_soft_cap=0")
+    family = ("decoder_block=gemma3", "use_qk_norm=True", "attn_logits_soft_cap=0")
     with pytest.raises(ConfigError, match=says):
-        make_config(*TINY, *given, "ici_pipeline_parallelism=2", *keys)
+        make_config(*TINY, *family, "ici_pipeline_parallelism=2", *keys)

@@ -142,7 +142,7 @@ def test_documents_leak_nothing(kernel, strategy):
     is_third_T = in_order.segments_BT[0] == 2
 
     @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
-    def of_third(q, k, v, positions, kernel, strategy):
+    def weigh_third(q, k, v, positions, kernel, strategy):
         mask = AttentionMask(positions, window=130)
         out_BTHh = attend(q, k, v, mask, kernel, strategy)
         is_third_BT = jax.reshard(jnp.asarray(is_third_T[None]), TOKENS_BT)
@@ -150,12 +150,12 @@ def test_documents_leak_nothing(kernel, strategy):
 
     config = make_config(*parallel(context=4, fsdp=1), f"max_target_length={T}", devices=4)
     with jax.set_mesh(make_mesh(config)):
-        given = *(jax.device_put(x, X_BTHh) for x in qkv), jax.device_put(in_order, ROWS_BT)
+        arrays = *(jax.device_put(x, X_BTHh) for x in qkv), jax.device_put(in_order, ROWS_BT)
         way = "all_gather" if strategy == "balanced" else strategy
-        gradients, out = jax.jit(of_third, static_argnums=(4, 5))(*given, kernel, way)
+        gradients, out = jax.jit(weigh_third, static_argnums=(4, 5))(*arrays, kernel, way)
     with jax.set_mesh(make_mesh(make_config(f"max_target_length={T}", devices=1))):
-        given = *map(jnp.asarray, qkv), jax.tree.map(jnp.asarray, in_order)
-        expected, out_1 = of_third(*given, "dot_product", "")
+        arrays = *map(jnp.asarray, qkv), jax.tree.map(jnp.asarray, in_order)
+        expected, out_1 = weigh_third(*arrays, "dot_product", "")
     np.testing.assert_allclose(out, out_1, atol=2e-6)
     for actual, other in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(actual, other, atol=2e-5)

@@ -45,8 +45,8 @@ def emulate_ragged_all_to_all(x, out, begins, sizes, lands, received, *, axis_na
     """What XLA has on TPUs and GPUs alone: every piece from its place here to its place there."""
     devices = jax.lax.axis_size(axis_name)
     pieces, number = len(begins) // devices, jax.lax.axis_index(axis_name)
-    given = x, jnp.stack([begins, sizes, lands])
-    every, theirs = (jax.lax.all_gather(a, axis_name) for a in given)
+    arguments = x, jnp.stack([begins, sizes, lands])
+    every, theirs = (jax.lax.all_gather(a, axis_name) for a in arguments)
     for device, piece in itertools.product(range(devices), range(pieces)):
         begin, size, land = theirs[device, :, number * pieces + piece]
         assert received.shape == sizes.shape
@@ -83,8 +83,8 @@ def test_every_way_to_the_experts_is_that_of_a_plain_product(mesh, monkeypatch):
             y_BTD = dispatch.collect(y, plan)
             return (y_BTD * jax.reshard(weigh_BTD, STREAM_BTD)).sum(), y_BTD
 
-        given = x_BTD, weights_BTk, in_EDF, out_EFD
-        return jax.grad(total, range(4), has_aux=True)(*given)
+        arrays = x_BTD, weights_BTk, in_EDF, out_EFD
+        return jax.grad(total, range(4), has_aux=True)(*arrays)
 
     def defined(*arrays, chosen):
         y_BTD = plain_mixture(*arrays, chosen)
@@ -99,8 +99,8 @@ def test_every_way_to_the_experts_is_that_of_a_plain_product(mesh, monkeypatch):
             expected = jax.grad(functools.partial(defined, chosen=chosen), range(4), has_aux=True)
             expected = jax.tree.map(np.asarray, expected(*arrays))
             for way in ("gather", "ragged"):
-                found = mix(*placed, jax.reshard(chosen, CHOICES_BTk), way=way)
-                for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+                results = mix(*placed, jax.reshard(chosen, CHOICES_BTk), way=way)
+                for a, b in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
                     np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4, err_msg=f"{name} {way}")
 
 

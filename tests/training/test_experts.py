@@ -99,8 +99,8 @@ def choose(scores_RTE, sigmoid, bias_E):
     return jnp.argsort(-by_RTE)[..., :PER_TOKEN]
 
 
-def experts_by_definition(layer, y, *, is_token_RT, row_weight_R, last_E, keys, found):
-    """The MLP of a layer; adds to `found` its balance loss, z-loss, dropped choices and counts."""
+def experts_by_definition(layer, y, *, is_token_RT, row_weight_R, last_E, keys, sums):
+    """The MLP of a layer; adds to `sums` its balance loss, z-loss, dropped choices and counts."""
     E, sigmoid = keys.num_experts, keys.routed_score_func == "sigmoid"
     logits_RTE = y @ layer["mlp.router.matrix_DE"]
     exp_RTE = jnp.exp(logits_RTE)
@@ -125,8 +125,8 @@ def experts_by_definition(layer, y, *, is_token_RT, row_weight_R, last_E, keys, 
     out = jnp.zeros_like(y)
     for e in range(E):
         names = zip(("gate_DF", "up_DF", "out_FD"), ("gate_EDF", "up_EDF", "out_EFD"), strict=True)
-        made = gated_mlp({f"mlp.{one}": layer[f"mlp.{every}"][e] for one, every in names}, y)
-        out += made * jnp.where(experts_RTk == e, weights_RTk, 0).sum(-1)[..., None]
+        y_expert = gated_mlp({f"mlp.{one}": layer[f"mlp.{every}"][e] for one, every in names}, y)
+        out += y_expert * jnp.where(experts_RTk == e, weights_RTk, 0).sum(-1)[..., None]
     if sigmoid:
         out += gated_mlp({n.replace(".shared", ""): w for n, w in layer.items()}, y)
     # A row's mean over its tokens weighs as much as its targets.
@@ -146,9 +146,7 @@ def experts_by_definition(layer, y, *, is_token_RT, row_weight_R, last_E, keys, 
         "router_z_loss": z_RT.sum(1) / tokens_R,
         "dropped_share": (dropped_RT * is_token_RT).sum(1) / tokens_R / k,
     }
-    found.append(
-        ({n: (x_R * row_weight_R).sum() for n, x_R in row_means.items()}, counts_RE.sum(0))
-    )
+    sums.append(({n: (x_R * row_weight_R).sum() for n, x_R in row_means.items()}, counts_RE.sum(0)))
     return out
 
 
@@ -158,22 +156,22 @@ def train_by_definition(training, keys):
     layers = keys.base_num_decoder_layers
 
     def objective(w, rows_RS, last_LE):
-        found, last = [], iter(list(last_LE))
+        sums, last = [], iter(list(last_LE))
         targets_R = (rows_RS[:, 1:] >= 0).sum(1)
-        given = {"is_token_RT": rows_RS[:, :-1] >= 0, "row_weight_R": targets_R / targets_R.sum()}
+        known = {"is_token_RT": rows_RS[:, :-1] >= 0, "row_weight_R": targets_R / targets_R.sum()}
 
         def mlp(layer, y):
-            given["last_E"] = next(last)
-            return experts_by_definition(layer, y, **given, keys=keys, found=found)
+            known["last_E"] = next(last)
+            return experts_by_definition(layer, y, **known, keys=keys, sums=sums)
 
         heads = keys.base_num_kv_heads
         cross_entropy, _, tokens = reference_sums(w, rows_RS, heads, "sparse", mlp)
-        shown = {n: sum(sums[n] for sums, _ in found) / layers for n in found[0][0]}
+        shown = {n: sum(layer[n] for layer, _ in sums) / layers for n in sums[0][0]}
         shown["load_balance_loss"] *= keys.load_balance_loss_weight
         shown["router_z_loss"] *= keys.router_z_loss_weight
         shown["loss"] = cross_entropy / tokens
         minimized = shown["loss"] + shown["load_balance_loss"] + shown["router_z_loss"]
-        return minimized, (shown, jnp.stack([counts_E for _, counts_E in found]))
+        return minimized, (shown, jnp.stack([counts_E for _, counts_E in sums]))
 
     w = {name: x.astype(np.float64) for name, x in training.first.items()}
     counts_LE, steps = np.zeros((layers, keys.num_experts)), []
@@ -307,8 +305,8 @@ def test_an_update_does_not_depend_on_the_split(case):
     losses, is_sigmoid = ROUTERS[router]
     keys, devices, accumulation = SPLITS[split]
     one = trained(*losses, is_sigmoid=is_sigmoid)
-    given = {"devices": devices, "accumulation": accumulation, "is_sigmoid": is_sigmoid}
-    other = trained(*losses, *keys, **given)
+    how = {"devices": devices, "accumulation": accumulation, "is_sigmoid": is_sigmoid}
+    other = trained(*losses, *keys, **how)
     assert count_flips(one, other).max() < 0.5
     np.testing.assert_array_equal(counts_of(one), counts_of(other))
     shown = {n for n, values in one.metrics.items() if values.dtype == np.float32}
@@ -374,8 +372,8 @@ def test_every_auxiliary_loss_moves_the_routers(how):
         ("router_z_loss_weight=0.1",),
     ):
         moves, expected = (
-            change_of_routers(losses, *given) - change_of_routers((), *given)
-            for given in (HOW[how], ())
+            change_of_routers(losses, *keys) - change_of_routers((), *keys)
+            for keys in (HOW[how], ())
         )
         assert (np.abs(expected).max((1, 2)) > 1e-4).all()
         np.testing.assert_allclose(moves, expected, atol=1e-3 * np.abs(expected).max())
@@ -385,9 +383,9 @@ def test_every_auxiliary_loss_moves_the_routers(how):
 @pytest.mark.parametrize("keys", ("trainable_parameters_mask=[router]", "trainable_layers=[1]"))
 def test_what_is_chosen_moves_alone_and_as_it_would_with_all(keys):
     changes = []
-    for given in ((), (keys,)):
-        found = train(config_of(*LOSSES, *given, *EXPERT, devices=8), padded_rows()[:1])
-        first, last = order(found)
+    for more in ((), (keys,)):
+        training = train(config_of(*LOSSES, *more, *EXPERT, devices=8), padded_rows()[:1])
+        first, last = order(training)
         changes.append({name: last[name] - first[name] for name in first})
     whole, alone = changes
     for name, change in alone.items():
@@ -411,9 +409,9 @@ def test_a_skipped_step_keeps_counts_and_biases():
         after, metrics = compiled_step(config)(spoilt, place(padded_rows()[1:2], mesh))
     assert metrics["bad_steps"] == 1
     for kept in ("frozen", "buffers"):
-        before, found = (by_name(getattr(state, kept)) for state in (good, after))
+        before, kept_after = (by_name(getattr(state, kept)) for state in (good, after))
         assert all(np.any(x) for x in before.values())
-        np.testing.assert_equal(found, before)
+        np.testing.assert_equal(kept_after, before)
 
 
 @pytest.mark.slow
@@ -424,11 +422,11 @@ def test_biases_and_counts_are_in_a_checkpoint(tmp_path):
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         abstract = arrays.items_of(abstract_state(config.recipe, mesh))
-        found = arrays.load(tmp_path / "1", abstract)
-    np.testing.assert_equal(by_name(found["model"]), by_name(saved.model))
-    bias = by_name(found["model"])["layers.sparse.mlp.router.bias_E"]
+        restored = arrays.load(tmp_path / "1", abstract)
+    np.testing.assert_equal(by_name(restored["model"]), by_name(saved.model))
+    bias = by_name(restored["model"])["layers.sparse.mlp.router.bias_E"]
     assert len(np.unique(bias)) > 3
-    np.testing.assert_equal(by_name(found["optimizer"]["buffers"]), by_name(saved.buffers))
+    np.testing.assert_equal(by_name(restored["optimizer"]["buffers"]), by_name(saved.buffers))
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def random_schedule(rng):
     }
 
 
-def of(config):
+def rate_and_ramp(config):
     ramp = RampupBatchManager(config)
     return LearningRate.from_keys(config, ramp), ramp
 
@@ -106,7 +106,7 @@ def test_constant_batch_is_maxtext(seed):
             "devices_per_node": rng.choice((2, 10, 256)),
         }
         config = settings(**random_schedule(rng), **batch)
-        rate, ramp = of(config)
+        rate, ramp = rate_and_ramp(config)
         steps = np.arange(MOST_STEPS)
         expected = np.asarray(maxtext_schedule(config)(steps)) * np.ones(MOST_STEPS)
         actual = rates_at_steps(rate, ramp, MOST_STEPS)
@@ -142,7 +142,7 @@ def test_ramp_does_not_bend_the_curve():
     while compared < 100:
         schedule = random_schedule(rng)
         config = settings(**schedule, **random_ramp(rng))
-        rate, ramp = of(config)
+        rate, ramp = rate_and_ramp(config)
         batch = ramp.stages[-1].global_batch_size
         samples = ramp.samples_before(config.learning_rate_schedule_steps)
         if samples % batch or samples <= ramp.stages[-1].first_sample:
@@ -153,7 +153,7 @@ def test_ramp_does_not_bend_the_curve():
             "learning_rate_schedule_steps": total,
             "steps": total + 1,
         }
-        curve, _ = of(settings(**constant))
+        curve, _ = rate_and_ramp(settings(**constant))
         steps = [ramp.samples_before(step) for step in range(MOST_STEPS)]
         elsewhere = rng.choices(range(samples), k=MOST_STEPS)
         both = np.array(steps + elsewhere)
@@ -167,7 +167,7 @@ def test_ramp_starts_and_ends_as_maxtext():
     rng = random.Random(1)
     for _ in range(200):
         config = settings(**random_schedule(rng), **random_ramp(rng))
-        rate, ramp = of(config)
+        rate, ramp = rate_and_ramp(config)
         last = config.learning_rate_schedule_steps - 1
         rates = rates_at_steps(rate, ramp, MOST_STEPS + 1)
         peak = config.learning_rate
@@ -203,14 +203,14 @@ def test_seesaw_keeps_rate_over_root_of_batch(seed):
         config.learning_rate_schedule_steps = config.steps = -1
         config.total_samples = first * steps - rng.randrange(first)
         config.rampup_policy, config.rampup_ladder = "seesaw", [first * i for i in (1, 2, 3, 5, 8)]
-        rate, ramp = of(config)
+        rate, ramp = rate_and_ramp(config)
         before = [ramp.samples_before(k) for k in range(ramp.total_steps)]
         batches = [ramp.stage_at_step(k).global_batch_size for k in range(ramp.total_steps)]
         actual = [float(rate(s, batch)) for s, batch in zip(before, batches, strict=True)]
-        of_constant = expected[np.array(before) // first]
+        constant = expected[np.array(before) // first]
         np.testing.assert_allclose(
             actual / np.sqrt(batches),
-            of_constant / np.sqrt(first),
+            constant / np.sqrt(first),
             rtol=0,
             atol=2 * TOLERANCE * config.learning_rate,
             err_msg=str(config),
@@ -230,8 +230,8 @@ def test_reference(reference, batch):
         step_batch_size_schedule="0:2 160:4 320:8",
         step_batch_size_unit="samples",
     )
-    rate, ramp = of(config)
-    constant, _ = of(
+    rate, ramp = rate_and_ramp(config)
+    constant, _ = rate_and_ramp(
         settings(
             global_batch_size=batch, total_samples=800, steps=-1, learning_rate_schedule_steps=-1
         )
@@ -249,7 +249,7 @@ def test_documented_values():
         learning_rate_schedule_steps=10,
         steps=12,
     )
-    rate, ramp = of(config)
+    rate, ramp = rate_and_ramp(config)
     half = 0.5 * np.sqrt(3)
     expected = [0, 0.5, 1, 1, 0.5 + half / 2, 0.75, 0.5, 0.25, 0.5 - half / 2, 0, 0, 0]
     np.testing.assert_allclose(rates_at_steps(rate, ramp, 12), expected, atol=TOLERANCE)
@@ -280,14 +280,14 @@ def test_long_run():
     )
     for style in ("cosine", "wsd"):
         config.lr_schedule_type = style
-        rate, _ = of(config)
+        rate, _ = rate_and_ramp(config)
         steps = np.append(np.linspace(0, total - 1, 100, dtype=int), total)
         expected = np.append(maxtext_schedule(config)(steps[:-1]), 0)
         np.testing.assert_allclose(rate(steps.astype(float) * rows), expected, atol=TOLERANCE)
 
 
 def test_a_curve_is_a_schedule_of_optax():
-    rate, _ = of(settings())
+    rate, _ = rate_and_ramp(settings())
     count = jnp.int32(100)
     scale, state = optax.scale_by_schedule(rate), optax.ScaleByScheduleState(count)
     assert jax.jit(scale.update)(1.0, state)[0] == rate(100) > 0

@@ -57,10 +57,10 @@ def stepped(passes, *keys, consumed=0):
 
 
 def by_path(model):
-    found = jax.tree.leaves_with_path(model, is_leaf=lambda x: hasattr(x, "role"))
+    leaves = jax.tree.leaves_with_path(model, is_leaf=lambda x: hasattr(x, "role"))
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(weight[...])
-        for path, weight in found
+        for path, weight in leaves
     }
 
 

@@ -56,12 +56,12 @@ def trained(*arguments, accumulation=4, devices=8, optimized=False):
         step = jax.jit(
             make_train_step(config.recipe, rate), compiler_options=OPTIMIZED if optimized else None
         )
-        states, metrics = [state], []
+        states, records = [state], []
         for rows in random_rows(3, accumulation, ROWS // accumulation):
-            state, found = step(state, place(rows, mesh))
+            state, metrics = step(state, place(rows, mesh))
             states.append(state)
-            metrics.append(jax.device_get(found))
-    return states, metrics
+            records.append(jax.device_get(metrics))
+    return states, records
 
 
 def leaves(tree):
@@ -88,7 +88,7 @@ def gradients_of_rows(step):
     states, _ = trained(LOG, devices=1)
     model, adam = states[step].model, adam_state(states[step].opt_state)
     rows, v_of = random_rows(3, 4, ROWS // 4)[step].reshape(ROWS, -1), matrices(adam.nu.layers)
-    found = {"": [], "adam_": [], "norms_": []}
+    estimates = {"": [], "adam_": [], "norms_": []}
     tokens = []
     with jax.set_mesh(make_mesh(config)):
         objective = next_token_prediction(config.loss, config.model)
@@ -102,9 +102,9 @@ def gradients_of_rows(step):
             ]
             stack = g.layers["dense"]
             norms = leaves([stack.mixer_norm, stack.mlp_norm, g.norm])
-            for kind, arrays in zip(found, (matrices(g), seen, norms), strict=True):
-                found[kind].append(np.concatenate([x.ravel() for x in arrays]))
-    return {kind: np.array(g) for kind, g in found.items()}, np.array(tokens)
+            for kind, arrays in zip(estimates, (matrices(g), seen, norms), strict=True):
+                estimates[kind].append(np.concatenate([x.ravel() for x in arrays]))
+    return {kind: np.array(g) for kind, g in estimates.items()}, np.array(tokens)
 
 
 MIXED = tuple(f"ici_{axis}_parallelism=2" for axis in ("data", "fsdp", "tensor"))
@@ -123,22 +123,22 @@ def test_of_the_model_by_definition(copies):
         expected = by_definition(
             np.square(sums).sum(1), tokens.reshape(groups, -1).sum(1), np.square(g.sum(0)).sum()
         )
-        found = [metrics[step][f"{kind}{name}"] for name in ("noise_signal", "noise_variance")]
-        np.testing.assert_allclose(found, expected, rtol=2e-3, err_msg=kind)
+        logged = [metrics[step][f"{kind}{name}"] for name in ("noise_signal", "noise_variance")]
+        np.testing.assert_allclose(logged, expected, rtol=2e-3, err_msg=kind)
 
 
 @pytest.mark.long
 def test_training_keeps_its_bits():
     """With and without: the same weights, optimizer and losses, to the last bit."""
     plain, without = trained(devices=2, optimized=True)
-    logged, found = trained(LOG, devices=2, optimized=True)
+    logged, unlogged = trained(LOG, devices=2, optimized=True)
     jax.tree.map(np.testing.assert_array_equal, logged, plain)
-    for a, b in zip(found, without, strict=True):
+    for a, b in zip(unlogged, without, strict=True):
         for name in b:
             np.testing.assert_array_equal(a[name], b[name])
     kinds, parts = ("", "adam_", "norms_"), ("signal", "variance")
     names = {f"{kind}noise_{part}" for kind in kinds for part in parts}
-    assert found[0].keys() - without[0].keys() == names
+    assert unlogged[0].keys() - without[0].keys() == names
 
 
 @pytest.mark.slow
@@ -150,10 +150,10 @@ def test_meshes_and_splits():
     _, mixed = trained(LOG, *MIXED)
     _, unsplit = trained(LOG, devices=1, accumulation=1)
     names = {name for name in one[1] if "noise_" in name}
-    of_norms = {name for name in names if name.startswith("norms_")}
-    assert {name for name in unsplit[1] if "noise_" in name} == of_norms
+    norm_names = {name for name in names if name.startswith("norms_")}
+    assert {name for name in unsplit[1] if "noise_" in name} == norm_names
     for name in names:
-        for other in (spread, mixed, unsplit) if name in of_norms else (spread,):
+        for other in (spread, mixed, unsplit) if name in norm_names else (spread,):
             for a, b in zip(one[1:], other[1:], strict=True):
                 assert a[name] == pytest.approx(b[name], rel=5e-3)
 
@@ -182,8 +182,8 @@ def test_truth_lies_in_the_interval():
         step = jax.jit(step)
         for _ in range(200):
             rows = rng.choice(VOCAB, (4, 8, LENGTH + 1), p=p).astype(np.int32)
-            _, found = step(state, place(rows, mesh))
-            pairs.append([float(found["noise_variance"]), float(found["noise_signal"])])
+            _, metrics = step(state, place(rows, mesh))
+            pairs.append([float(metrics["noise_variance"]), float(metrics["noise_signal"])])
     variance, signal = np.array(pairs).T
     ratio, low, high = ratio_of_means(variance, signal, np.ones(200))
     assert low < truth < high
@@ -204,9 +204,9 @@ def test_truth_lies_in_the_interval():
 def test_norms_of_queries_and_keys(keys):
     """Of each head, or of all heads over tensor: as the rows' own gradients have them."""
     keys = (*keys, "base_num_decoder_layers=2", "base_num_query_heads=4", "base_num_kv_heads=2")
-    (before, *_), (found, *_) = trained(LOG, *MIXED, *keys, accumulation=1)
+    (before, *_), (after, *_) = trained(LOG, *MIXED, *keys, accumulation=1)
     config = config_of(*keys, devices=1)
-    tokens, of_rows = [], []
+    tokens, sums = [], []
     with jax.set_mesh(make_mesh(config)):
         like = abstract_state(config.recipe, make_mesh(config)).model
         model = jax.tree.map(
@@ -217,9 +217,9 @@ def test_norms_of_queries_and_keys(keys):
         for row_S in random_rows(3, 1, ROWS)[0].reshape(ROWS, -1):
             g, aux = gradient(model, batch_of(row_S[None]))
             scales = [x for x in weights_of(g) if x.role == "scale"]
-            of_rows.append(np.concatenate([np.ravel(x[...]) for x in scales]).astype(np.float64))
+            sums.append(np.concatenate([np.ravel(x[...]) for x in scales]).astype(np.float64))
             tokens.append(float(aux.shown["tokens"]))
-    square = np.square(np.sum(of_rows, 0)).sum()
-    expected = by_definition(np.square(of_rows), tokens, square)
-    actual = [found["norms_noise_signal"], found["norms_noise_variance"]]
+    square = np.square(np.sum(sums, 0)).sum()
+    expected = by_definition(np.square(sums), tokens, square)
+    actual = [after["norms_noise_signal"], after["norms_noise_variance"]]
     np.testing.assert_allclose(actual, expected, rtol=1e-3)

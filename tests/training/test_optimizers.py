@@ -33,16 +33,16 @@ RATE = 0.1
 
 
 def by_name(tree):
-    found = jax.tree.leaves_with_path(order_by_layer(tree))
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in found}
+    leaves = jax.tree.leaves_with_path(order_by_layer(tree))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 
-def moved(*given, paces=(STEADY,) * 3, devices=8):
+def moved(*keys, paces=(STEADY,) * 3, devices=8):
     """Weights before and after an update of each pace by gradients that depend on the weights'
     places alone, and these gradients; all by name, layers in their order."""
-    config = make_config(*CONSTANT, *given, devices=devices)
+    config = make_config(*CONSTANT, *keys, devices=devices)
 
-    def made(state):
+    def sines(state):
         return jax.tree.map(lambda w: jnp.sin(jnp.float32(1e4) * w), state.trained)
 
     def change(state, weights, gradients, pace):
@@ -52,14 +52,14 @@ def moved(*given, paces=(STEADY,) * 3, devices=8):
 
     with jax.set_mesh(make_mesh(config)):
         state = jax.jit(functools.partial(init_state, config.recipe))()
-        gradients = jax.jit(made)(state)
+        gradients = jax.jit(sines)(state)
         weights, held = state.trained, state.opt_state
         change = jax.jit(change, static_argnums=3)
         for k, pace in enumerate(paces):
             scaled = jax.tree.map(lambda g, k=k: g * (1 + k) + 0.1 * k, gradients)
             held, weights = change(held, weights, scaled, pace)
-        of_weights = zip(by_name(weights), weights_of(weights), strict=True)
-        roles = {name: weight.role for name, weight in of_weights}
+        pairs = zip(by_name(weights), weights_of(weights), strict=True)
+        roles = {name: weight.role for name, weight in pairs}
         return by_name(state.trained), by_name(weights), by_name(gradients), roles
 
 
@@ -90,9 +90,9 @@ MUON = (
 
 def check_muon(sizes, layers, *more, rms=None):
     axes = dict.fromkeys(AXES, 1) | sizes
-    given = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
+    keys = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
     before, after, gradients, roles = moved(
-        *MUON, *given, f"base_num_decoder_layers={layers}", f"muon_consistent_rms={rms}", *more
+        *MUON, *keys, f"base_num_decoder_layers={layers}", f"muon_consistent_rms={rms}", *more
     )
     matrices = {name: w for name, w in before.items() if roles[name] == "matrix"}
     assert len(matrices) == 7 and {w.shape[0] for w in matrices.values()} == {layers}
@@ -202,8 +202,8 @@ def test_half_lives_through_a_ramp():
         np.testing.assert_allclose(weight, expected, atol=2e-5, err_msg=name)
 
 
-def stepped(*given, steps=3):
-    config = make_config(*CONSTANT, *given)
+def stepped(*keys, steps=3):
+    config = make_config(*CONSTANT, *keys)
     mesh = make_mesh(config)
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     with jax.set_mesh(mesh):
@@ -226,18 +226,18 @@ def test_a_constant_batch_is_of_the_reference():
 @pytest.mark.slow
 def test_a_constant_batch_has_the_half_lives_of_its_keys():
     """To the last bit, with Muon and Adam."""
-    given = ("opt_type=muon", "muon_weight_decay=0.1", "steps=9")
-    plain, _ = stepped(*given)
-    held, _ = stepped(*given, f"half_lives_in_samples=[{','.join(half_lives('muon'))}]")
+    keys = ("opt_type=muon", "muon_weight_decay=0.1", "steps=9")
+    plain, _ = stepped(*keys)
+    held, _ = stepped(*keys, f"half_lives_in_samples=[{','.join(half_lives('muon'))}]")
     for name, x in held.items():
         np.testing.assert_array_equal(x, plain[name], err_msg=name)
 
 
 def test_the_noise_scale_beside_muon():
     """What Adam makes of the layers' gradients is not there: none of them is Adam's."""
-    _, found = stepped("opt_type=muon", "log_gradient_noise_scale=True", steps=1)
-    kinds = {name.removesuffix("noise_signal") for name in found if name.endswith("noise_signal")}
-    assert kinds == {"", "norms_"} and all(np.isfinite(x).all() for x in found.values())
+    _, metrics = stepped("opt_type=muon", "log_gradient_noise_scale=True", steps=1)
+    kinds = {name.removesuffix("noise_signal") for name in metrics if name.endswith("noise_signal")}
+    assert kinds == {"", "norms_"} and all(np.isfinite(x).all() for x in metrics.values())
 
 
 def test_a_plan_knows_what_muon_keeps():
@@ -250,8 +250,8 @@ def test_a_plan_knows_what_muon_keeps():
 
     config, adamw = planned("adamw")
     state = abstract_state(config.recipe, abstract_mesh(config.mesh.sizes))
-    of_device = sum(4 * w.size // 8 for w in weights_of(state.model) if w.role == "matrix")
-    assert (adamw - planned("muon")[1]) * 2**30 == pytest.approx(of_device, abs=16)
+    bytes_per_device = sum(4 * w.size // 8 for w in weights_of(state.model) if w.role == "matrix")
+    assert (adamw - planned("muon")[1]) * 2**30 == pytest.approx(bytes_per_device, abs=16)
 
 
 def test_momentum_in_samples_has_one_effect():

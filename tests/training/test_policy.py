@@ -63,14 +63,14 @@ def random_batch(grpo_normalization="token"):
     at = np.arange(S)
     mask = (at >= begin[:, None]) & (at < end[:, None])
     ids[at >= end[:, None]] = -1
-    of_answer = advantages(random.random((P, G)), True).ravel()
+    answer_advantages = advantages(random.random((P, G)), True).ravel()
     share = shares(end - begin, grpo_normalization)
     log_probs = random.normal(-5.5, 0.4, (2, P * G, S)).astype(np.float32)
     mask = mask[:, 1:]
     return dataclasses.replace(
         batch_of(ids),
         targets=np.where(mask, ids[:, 1:], PADDING),
-        weights=np.where(mask, of_answer[:, None], 0).astype(np.float32),
+        weights=np.where(mask, answer_advantages[:, None], 0).astype(np.float32),
         shares=np.where(mask, share[:, None], 0).astype(np.float32),
         sampled_log_probs=log_probs[0][:, 1:],
         reference_log_probs=log_probs[1][:, 1:],
@@ -141,11 +141,11 @@ def test_it_is_the_formula(grpo_normalization):
         logits = np.asarray(forward(model, placed.tokens), np.float64)
         how = KEYS.loss_block_tokens, KEYS.decode_sampling_temperature
         find = jax.jit(lambda model, batch: token_log_probs(model, execution, batch, *how))
-        found, entropy, _ = find(model, placed)
+        log_probs, entropy, _ = find(model, placed)
     logits /= KEYS.decode_sampling_temperature
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(log_p, np.maximum(batch.targets[..., None], 0), 2)[..., 0]
-    np.testing.assert_allclose(found, chosen, atol=2e-5)
+    np.testing.assert_allclose(log_probs, chosen, atol=2e-5)
     np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(-1), atol=2e-5)
     total = kl_total = clipped = divisor = 0.0
     mask = batch.targets >= 0
@@ -182,10 +182,10 @@ def test_updates_on_one_batch_are_one_step():
     among the bad steps."""
     config = config_of("skip_bad_steps=10", devices=1)
     optimizer = config.optimizer
-    of_keys = functools.partial(
+    make_update = functools.partial(
         update, optimizer=optimizer, learning_rate=lambda sample, samples: sample
     )
-    compiled = jax.jit(of_keys, static_argnames="again", compiler_options=QUICK)
+    compiled = jax.jit(make_update, static_argnames="again", compiler_options=QUICK)
     with jax.set_mesh(make_mesh(config)):
         model = {"w_D": new_weight(jnp.ones(2), "matrix", "D")}
         state = TrainState(
@@ -199,17 +199,17 @@ def test_updates_on_one_batch_are_one_step():
         )
 
         def rates_and_bad_steps(*sizes):
-            after, found = state, []
+            after, shown = state, []
             for again, size in enumerate(sizes):
                 gradients = jax.tree.map(lambda w: jnp.full_like(w, size), model)  # noqa: B023
-                of_layers = Aux({}, {"tokens": jnp.float32(2)}, {"seen": jnp.uint32([3])})
-                sums = gradients, of_layers
+                aux = Aux({}, {"tokens": jnp.float32(2)}, {"seen": jnp.uint32([3])})
+                sums = gradients, aux
                 after, metrics = compiled(after, sums, np.uint32(1024), again=again > 0)
                 assert after.consumed_samples.tolist() == [512, 1]
-                found.append((float(metrics["learning_rate"]), int(metrics["bad_steps"])))
+                shown.append((float(metrics["learning_rate"]), int(metrics["bad_steps"])))
             good = sum(map(np.isfinite, sizes))
             assert after.buffers["seen"].tolist() == [3 if good else 7]
-            return found
+            return shown
 
         rate, nan = 2.0**32 - 512, np.nan
         assert rates_and_bad_steps(1, 1, nan) == [(rate, n) for n in (0, 0, 1)]

@@ -33,11 +33,11 @@ def rows():
 def gradients(mesh_sizes, rows_a_pass, *arguments):
     """Sums over all rows, added up in float64 over passes of so many: by name, and the loss."""
     axes = zip(("data", "fsdp", "tensor"), mesh_sizes, strict=True)
-    given = [f"ici_{axis}_parallelism={size}" for axis, size in axes]
+    keys = [f"ici_{axis}_parallelism={size}" for axis, size in axes]
     config = make_config(
         "enable_rampup_batch_size=False",
         "per_device_batch_size=1",
-        *given,
+        *keys,
         *arguments,
         devices=int(np.prod(mesh_sizes)),
     )
@@ -56,10 +56,10 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
         model = jax.tree_util.tree_map_with_path(weight, abstract_state(config.recipe, mesh).model)
         for rows_RS in np.split(rows(), ROWS // rows_a_pass):
             placed = jax.device_put(batch_of(rows_RS), NamedSharding(mesh, ROWS_BT))
-            found, aux = gradient(model, placed)
+            gradients, aux = gradient(model, placed)
             shown = aux.shown
             assert shown["tokens"] == rows_RS[:, 1:].size
-            for path, x in [*jax.tree.leaves_with_path(found), ("loss", shown["loss"])]:
+            for path, x in [*jax.tree.leaves_with_path(gradients), ("loss", shown["loss"])]:
                 name = jax.tree_util.keystr(path) if path != "loss" else path
                 sums[name] = sums.get(name, 0) + np.asarray(x, np.float64)
     return sums

@@ -24,10 +24,10 @@ MESH = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2")
 
 
 def by_role(model):
-    found = {}
+    keys = {}
     for path, weight in jax.tree.leaves_with_path(model, is_leaf=lambda x: hasattr(x, "role")):
-        found[jax.tree_util.keystr(path), weight.role] = np.asarray(weight[...])
-    return found
+        keys[jax.tree_util.keystr(path), weight.role] = np.asarray(weight[...])
+    return keys
 
 
 def stepped(*arguments, is_trained=lambda weight: True):

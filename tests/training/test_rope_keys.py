@@ -83,7 +83,7 @@ def test_a_checkpoint_sees_as_in_its_last_step():
     assert (seen[15].rope_type, seen[16].rope_type) == ("default", "llama3.1")
 
 
-def given(folder, cache_dir, phases, *more):
+def run_keys(folder, cache_dir, phases, *more):
     keys = [*TINY, *FAMILY, *RUN, "eval_interval=5", "eval_samples=16", "checkpoint_period=5"]
     keys += [f"phases={json.dumps(phases)}", f"jax_cache_dir={cache_dir}"]
     keys += [f"base_output_directory={folder}", "run_name=r", "vocab_size=320", *more]
@@ -101,13 +101,13 @@ def numbers(folder):
 @pytest.mark.slow
 def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
     """To the last bit, evaluations too; and each checkpoint is handed over as it was trained."""
-    done = run(*given(tmp_path / "one", cache_dir, PHASES, *SHORT, "export_huggingface=True"))
+    done = run(*run_keys(tmp_path / "one", cache_dir, PHASES, *SHORT, "export_huggingface=True"))
     assert done.returncode == 0, done.stderr
     assert "rope_max_timescale=100.0, sliding_window_size=4\n" in done.stdout
     same = {name: {"learning_rate": 1e-2} for name in PHASES}  # where each of these runs ends
     for keys in FLAT[:3]:
         keys = (*SHORT, *keys, "stop_at_stage_end=True")
-        hand = run(*given(tmp_path / "hand", cache_dir, same, *keys))
+        hand = run(*run_keys(tmp_path / "hand", cache_dir, same, *keys))
         assert hand.returncode in (0, EXIT_STAGE_END), hand.stderr
     wanted = numbers(tmp_path / "hand")
     assert numbers(tmp_path / "one") == wanted and len(wanted) == 24
@@ -119,10 +119,10 @@ def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
         if step != "20":  # what the run itself handed over
             folder = tmp_path / step
             assert convert.main([f"{tmp_path}/one/r/checkpoints/{step}", "--to", str(folder)]) == 0
-        said = json.loads((folder / "config.json").read_text())
-        assert said["sliding_window"] == window
-        assert said["rope_theta"] == (100.0 if window == 4 else 10000.0)
-        assert bool(said["rope_scaling"]) == (step == "20")
+        config_json = json.loads((folder / "config.json").read_text())
+        assert config_json["sliding_window"] == window
+        assert config_json["rope_theta"] == (100.0 if window == 4 else 10000.0)
+        assert bool(config_json["rope_scaling"]) == (step == "20")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
         opened = open_model(f"{tmp_path}/one/r/checkpoints/{step}", ["ici_fsdp_parallelism=8"])
         with torch.no_grad():

@@ -61,15 +61,15 @@ def trained(stream, begins, tokens, samples, *keys):
     starts = np.arange(STEPS * samples)[:, None] * tokens + np.arange(tokens + 1)
     shape = (STEPS, spec.accumulation, spec.rows, tokens + 1)
     with jax.set_mesh(mesh):
-        state, jitted, found = jax.jit(lambda: init_state(config.recipe))(), jax.jit(step), []
-        for rows, of_begins in zip(
+        state, jitted, records = jax.jit(lambda: init_state(config.recipe))(), jax.jit(step), []
+        for rows, step_begins in zip(
             stream[starts].reshape(shape), begins[starts].reshape(shape), strict=True
         ):
-            batch = jax.device_put(batch_of(rows, of_begins), NamedSharding(mesh, BATCH_ABT))
+            batch = jax.device_put(batch_of(rows, step_begins), NamedSharding(mesh, BATCH_ABT))
             state, metrics = jitted(state, batch)
-            found.append(jax.device_get(metrics))
+            records.append(jax.device_get(metrics))
     assert int(state.consumed_samples[0]) == STEPS * samples
-    return found, [np.asarray(x) for x in jax.tree.leaves(state.trained)]
+    return records, [np.asarray(x) for x in jax.tree.leaves(state.trained)]
 
 
 @pytest.mark.slow
@@ -90,12 +90,12 @@ def test_a_cut_sample_is_rows_of_that_length(mesh):
     cut, weights = trained(stream, begins, T, R, *keys, f"row_length={T // K}")
     rows = [key for key in keys if "per_device" not in key]
     rows += [f"per_device_batch_size={float(k.split('=')[1]) * K}" for k in keys if "_size" in k]
-    wanted, of_rows = trained(stream, begins, T // K, R * K, *rows)
+    wanted, expected_weights = trained(stream, begins, T // K, R * K, *rows)
     for step, (ours, theirs) in enumerate(zip(cut, wanted, strict=True)):
         for name in theirs.keys() - {"batch_fingerprint"}:
             rtol = 0 if name == "loss" and step == 0 else tolerance
             np.testing.assert_allclose(ours[name], theirs[name], rtol=rtol, err_msg=name)
-    for x, y in zip(weights, of_rows, strict=True):
+    for x, y in zip(weights, expected_weights, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance)
 
 
@@ -113,10 +113,10 @@ def test_a_row_drops_by_its_place_in_the_run(consumed, length):
         )
         clock = jnp.array([before % 2**32, before // 2**32], jnp.uint32)
         with jax.set_mesh(make_mesh(make_config("ici_data_parallelism=8"))):
-            found = np.asarray(token_offsets(clock, batch), np.uint64)
-        found = found[..., 0] + (found[..., 1] << np.uint64(32))
+            offsets = np.asarray(token_offsets(clock, batch), np.uint64)
+        offsets = offsets[..., 0] + (offsets[..., 1] << np.uint64(32))
         first = consumed * length
-        assert found.ravel().tolist() == [first + n * T for n in range(A * B)]
+        assert offsets.ravel().tolist() == [first + n * T for n in range(A * B)]
 
 
 def test_what_is_lost():
@@ -139,7 +139,7 @@ EXACT = ("stage", "global_batch_size", "row_length", "consumed_samples", "consum
 EXACT += ("target_tokens", "loss", "grad_norm", "learning_rate", "batch_fingerprint")
 
 
-def given(folder, cache_dir, *more):
+def run_keys(folder, cache_dir, *more):
     keys = [
         *TINY,
         "max_target_length=32",
@@ -162,7 +162,7 @@ def steps_of(folder):
 def test_restarts_at_every_change(tmp_path, cache_dir):
     """Uninterrupted; ended at every stage; killed before, at and after a change."""
     whole, staged, killed = (tmp_path / name for name in ("whole", "staged", "killed"))
-    done = run(*given(whole, cache_dir))
+    done = run(*run_keys(whole, cache_dir))
     assert done.returncode == 0, done.stderr
     wanted = steps_of(whole)
     lengths = [r["row_length"] for r in wanted if isinstance(r, dict)]
@@ -172,17 +172,17 @@ def test_restarts_at_every_change(tmp_path, cache_dir):
     assert [stage["row_length"] for stage in plan["stages"]] == [8, 8, 16, 32]
 
     for _ in range(3):
-        stopped = run(*given(staged, cache_dir, "stop_at_stage_end=True"))
+        stopped = run(*run_keys(staged, cache_dir, "stop_at_stage_end=True"))
         assert stopped.returncode == EXIT_STAGE_END, stopped.stderr
     following = json.loads((staged / "r" / "next_stage.json").read_text())
     assert (following["row_length"], following["global_batch_size"]) == (32, 4)
-    assert run(*given(staged, cache_dir, "stop_at_stage_end=True")).returncode == 0
+    assert run(*run_keys(staged, cache_dir, "stop_at_stage_end=True")).returncode == 0
     assert steps_of(staged) == wanted
 
     for at in (9, 15, 21):
-        keys = given(killed, cache_dir, "checkpoint_period=1", "max_num_checkpoints_to_keep=2")
+        keys = run_keys(killed, cache_dir, "checkpoint_period=1", "max_num_checkpoints_to_keep=2")
         assert run_signalled(at, signal.SIGKILL, *keys).returncode == -signal.SIGKILL
-    assert run(*given(killed, cache_dir)).returncode == 0
+    assert run(*run_keys(killed, cache_dir)).returncode == 0
     assert steps_of(killed) == wanted
 
 
@@ -190,15 +190,15 @@ def test_restarts_at_every_change(tmp_path, cache_dir):
 def test_a_run_of_short_rows_reads_the_stream_of_short_rows(tmp_path, cache_dir):
     """The same tokens in the same order as a run whose samples are that short."""
     common = ("enable_data_shuffling=False", "eval_interval=-1", "phases={}")
-    cut = given(tmp_path / "cut", cache_dir, *common, "row_length=8", "global_batch_size=4")
+    cut = run_keys(tmp_path / "cut", cache_dir, *common, "row_length=8", "global_batch_size=4")
     short = ("max_target_length=8", "global_batch_size=16", "total_samples=640")
-    rows = given(tmp_path / "rows", cache_dir, *common, *short)
+    rows = run_keys(tmp_path / "rows", cache_dir, *common, *short)
     for keys in (cut, rows):
         done = run(*keys)
         assert done.returncode == 0, done.stderr
-    found, wanted = (
+    records, wanted = (
         [(r["loss"], r["learning_rate"], r["consumed_tokens"]) for r in steps_of(tmp_path / name)]
         for name in ("cut", "rows")
     )
-    assert len(found) == 40 and found == wanted
+    assert len(records) == 40 and records == wanted
     assert os.path.exists(tmp_path / "cut" / "r" / "ramp.png")

@@ -30,8 +30,8 @@ def compiled():
             bad = []
             for again in range(repeats):
                 metrics = {"loss": numbers[0] + 0.1 * again, "grad_norm": numbers[1]}
-                given = metrics, numbers[2], again > 0
-                state, shown = skip_bad_step(keys, state, state, *given)
+                arguments = metrics, numbers[2], again > 0
+                state, shown = skip_bad_step(keys, state, state, *arguments)
                 bad.append(shown["bad_steps"])
             return state, jnp.stack(bad)
 
@@ -52,7 +52,7 @@ def bad_steps(loss_S, norm_S, targets_S, repeats=1):
 
 def plain_spikes(loss_S, norm_S):
     """MaxText's arithmetic in numpy, without regard to how many targets a step has."""
-    found = []
+    counts = []
     for step in range(len(loss_S)):
         window = slice(max(0, step - INTERVAL), step)
         is_spike = False
@@ -60,8 +60,8 @@ def plain_spikes(loss_S, norm_S):
             last = x_S[window]
             if len(last) + 1 >= INTERVAL // 2:
                 is_spike |= x_S[step] - last.mean() > FACTOR * last.std(ddof=1)
-        found.append(is_spike)
-    return np.array(found)
+        counts.append(is_spike)
+    return np.array(counts)
 
 
 def test_steps_of_one_size_are_skipped_as_in_maxtext():
@@ -114,11 +114,11 @@ def test_every_update_on_a_batch_is_compared_with_the_steps_before_it():
     """Four updates count once, though a loss higher by 0.1 follows each."""
     loss_S = np.random.default_rng(0).normal(3, 0.3, 60)
     loss_S[40] = 20
-    found = bad_steps(loss_S, np.full(60, 1.0) + loss_S / 9, np.full(60, 8), repeats=4)
+    counts = bad_steps(loss_S, np.full(60, 1.0) + loss_S / 9, np.full(60, 8), repeats=4)
     once = bad_steps(loss_S, np.full(60, 1.0) + loss_S / 9, np.full(60, 8))
     assert once[40] == 1
-    np.testing.assert_array_equal(found[:, :1], once)
-    assert found[40].tolist() == [1, 1, 1, 1]
+    np.testing.assert_array_equal(counts[:, :1], once)
+    assert counts[40].tolist() == [1, 1, 1, 1]
 
 
 # --- In a step -----------------------------------------------------------------------------------

@@ -70,13 +70,13 @@ AT_ITS_END = """
 
 
 def arguments(folder, cache_dir, *more):
-    given = [*TINY, *RAMP, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}"]
-    merged = dict(argument.split("=", 1) for argument in (*given, "run_name=r", *more))
+    keys = [*TINY, *RAMP, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}"]
+    merged = dict(argument.split("=", 1) for argument in (*keys, "run_name=r", *more))
     return [BASE, *(f"{name}={value}" for name, value in merged.items())]
 
 
-def run_patched(patch, given, **variables):
-    program = [sys.executable, "-c", PATCHED.format(patch=patch), *given]
+def run_patched(patch, keys, **variables):
+    program = [sys.executable, "-c", PATCHED.format(patch=patch), *keys]
     return run_forked(program, environment() | variables)
 
 
@@ -170,9 +170,9 @@ def test_the_first_program_does_not_compile(tmp_path, cache_dir):
 def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
     """One of them cannot compile stage 2: both end after one step, saved."""
     patch = COMPILER_FAILS.format(which=4, when="import time; time.sleep(1)")
-    given = arguments(tmp_path, cache_dir, "per_device_batch_size=4", "steps=2000")
-    given += ["per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
-    given = list({item.split("=")[0]: item for item in given}.values())
+    keys = arguments(tmp_path, cache_dir, "per_device_batch_size=4", "steps=2000")
+    keys += ["per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
+    keys = list({item.split("=")[0]: item for item in keys}.values())
     running = []
     for index in range(2):
         cluster = {
@@ -181,7 +181,7 @@ def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
             "MAXRAMP_PROCESS_ID": str(index),
         }
         program = PATCHED.format(patch=patch if index else "")
-        running.append(Forked([sys.executable, "-c", program, *given], environment() | cluster))
+        running.append(Forked([sys.executable, "-c", program, *keys], environment() | cluster))
     (_, _), (_, error) = (process.communicate(timeout=240) for process in running)
     assert running[1].returncode == 1
     assert "error: the program of stage 2" in error
@@ -219,18 +219,18 @@ def make_programs(config, mesh, ramp, stages, say, on_failure):
 def test_who_waits_long_learns_for_what(monkeypatch):
     """In one line; a short wait has none."""
     monkeypatch.setattr(ahead_lib, "_SILENT", 0.2)
-    lowered, said = jax.jit(lambda x: x + 1).lower(0.0), []
+    lowered, lines = jax.jit(lambda x: x + 1).lower(0.0), []
 
     class Slow:
         def compile(self):
             time.sleep(0.4)
             return lowered.compile()
 
-    ahead = Ahead(0, said.append, lambda: None)
+    ahead = Ahead(0, lines.append, lambda: None)
     for name, lower in (("quick", lambda: lowered), ("slow", Slow)):
         ahead.announce(name, name, make_mesh(make_config()), lower)
         assert ahead.get(name)[0](1.0) == 2
-    assert [line.split()[:2] for line in said] == [
+    assert [line.split()[:2] for line in lines] == [
         ["ready", "quick:"],
         ["wait", "slow:"],
         ["ready", "slow:"],
@@ -248,19 +248,19 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
     )
     ramp = RampupBatchManager(config.batch, 1)
     mesh = make_mesh(config)
-    said = []
+    lines = []
     with jax.set_mesh(mesh):
         programs, ahead = make_programs(
             config,
             mesh,
             ramp,
             ramp.stages_between(20, ramp.total_steps),
-            said.append,
+            lines.append,
             lambda: os.kill(os.getpid(), signal.SIGTERM),
         )
         steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
         ahead.close()
-    assert [line.split(":")[0] for line in said] == [
+    assert [line.split(":")[0] for line in lines] == [
         "ready    stage 1 (batch 8)",
         "ready    stage 2 (batch 4)",
         "ready    stage 4 (batch 12)",
@@ -280,10 +280,10 @@ def test_a_stage_is_added_while_others_run():
         "per_device_batch_size=8",
         devices=1,
     )
-    ramp, mesh, said = RampupBatchManager(config.batch, 1), make_mesh(config), []
+    ramp, mesh, lines = RampupBatchManager(config.batch, 1), make_mesh(config), []
     with jax.set_mesh(mesh):
         programs, ahead = make_programs(
-            config, mesh, ramp, ramp.stages[:1], said.append, programs_fail
+            config, mesh, ramp, ramp.stages[:1], lines.append, programs_fail
         )
         first, _ = programs.train_step(ramp.stages[0])
         for stage in ramp.stages[1:3]:
@@ -292,7 +292,7 @@ def test_a_stage_is_added_while_others_run():
         second, third, fourth = (programs.train_step(stage)[0] for stage in ramp.stages[1:])
         ahead.close()
     assert third is first and len({first, second, fourth}) == 3
-    assert [line.split(":")[0] for line in said] == [
+    assert [line.split(":")[0] for line in lines] == [
         "ready    stage 0 (batch 4)",
         "ready    stage 1 (batch 8)",
         "ready    stage 3 (batch 16)",

@@ -150,9 +150,9 @@ def test_gradient_accumulation(optimizer, accumulation):
 def test_a_step_without_a_target_is_none():
     """Of documents of one token each: nothing is learned, and no number is lost."""
     config = make_config(*SGD)
-    found = train(config, np.full((1, ROWS, LENGTH + 1), PADDING, np.int32))
-    assert found.metrics["loss"] == found.metrics["grad_norm"] == 0
-    for name, change in found.change.items():
+    training = train(config, np.full((1, ROWS, LENGTH + 1), PADDING, np.int32))
+    assert training.metrics["loss"] == training.metrics["grad_norm"] == 0
+    for name, change in training.change.items():
         assert not change.any(), name
 
 
@@ -178,8 +178,8 @@ def test_gradients_travel_once():
         where = "once" if computation.startswith("ENTRY") else "in a loop"
         for shapes, groups in _SUM.findall(computation):
             if groups == ",".join(pairs):
-                found = re.findall(r"f32\[([\d,]+)\]", shapes)
-                sizes[where] += [np.prod([int(n) for n in shape.split(",")]) for shape in found]
+                matches = re.findall(r"f32\[([\d,]+)\]", shapes)
+                sizes[where] += [np.prod([int(n) for n in shape.split(",")]) for shape in matches]
     products = [w for name, w in by_name(state.model).items() if "scale_D" not in name]
     assert sizes == {"in a loop": [], "once": sizes["once"]}
     assert sorted(sizes["once"]) == sorted(w.size // 4 for w in products)
@@ -215,8 +215,8 @@ def test_meshes(sizes):
     weights and of the optimizer's moments, from the first state on."""
     axes = dict.fromkeys(AXES, 1) | sizes
     # All in fsdp is what the config fills in by itself.
-    given = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
-    spread = trained(*ADAM, *(given if sizes != {"fsdp": 8} else ()))
+    keys = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
+    spread = trained(*ADAM, *(keys if sizes != {"fsdp": 8} else ()))
     one = trained(*ADAM, devices=1)
     np.testing.assert_equal(spread.first, one.first)
     assert_same(spread, one)
@@ -360,7 +360,7 @@ def loss_and_gradients():
         return cross_entropy_sums(x_BTD, head_DV, rows_RS[:, 1:], 0.0, 0)[0]
 
     @functools.cache
-    def of(*arguments):
+    def compute(*arguments):
         config = make_config(*arguments)
         state, mesh = initial_state(make_config(*ADAM)), make_mesh(config)
         with jax.set_mesh(mesh):
@@ -369,7 +369,7 @@ def loss_and_gradients():
             loss, gradients = jax.jit(run)(state.model, rows_RS)
         return {"loss": np.asarray(loss)} | by_name(gradients)
 
-    return of
+    return compute
 
 
 @pytest.mark.parametrize(
@@ -428,21 +428,21 @@ def test_fingerprint():
     config = make_config()
     mesh, compute = make_mesh(config), jax.jit(lambda batch: batch.hashes.sum((0, 1)))
 
-    def of(rows_RS, accumulation=1):
+    def fingerprint(rows_RS, accumulation=1):
         batch_ABS = rows_RS.reshape(accumulation, -1, LENGTH + 1)
         with jax.set_mesh(mesh):
             return compute(place(batch_ABS, mesh)).tolist()
 
-    base = of(rows_RS)
+    base = fingerprint(rows_RS)
     assert base == numpy_fingerprint(rows_RS)
-    assert base == of(rows_RS, 2) == of(rows_RS, 8)
+    assert base == fingerprint(rows_RS, 2) == fingerprint(rows_RS, 8)
 
     swapped_RS = rows_RS.copy()
     swapped_RS[[10, 42]] = rows_RS[[42, 10]]
     changed_RS = rows_RS.copy()
     changed_RS[63, LENGTH] ^= 1
     for other_RS in (swapped_RS, changed_RS, rows_RS[::-1]):
-        other = of(other_RS)
+        other = fingerprint(other_RS)
         assert other == numpy_fingerprint(other_RS)
         assert other[0] != base[0]
         assert other[1] != base[1]

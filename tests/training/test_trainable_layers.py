@@ -32,9 +32,9 @@ def stepped(*keys, steps=1, devices=8):
         batch = jax.device_put(batch_of(ROWS), NamedSharding(mesh, BATCH_ABT))
         for _ in range(steps):
             state, metrics = step(state, batch)
-        found = before.model, state.model, state.opt_state
-        found = [jax.device_get(order_by_layer(tree)) for tree in found]
-    return config, *found, float(metrics["grad_norm"])
+        trees = before.model, state.model, state.opt_state
+        trees = [jax.device_get(order_by_layer(tree)) for tree in trees]
+    return config, *trees, float(metrics["grad_norm"])
 
 
 def by_path(model):
@@ -63,10 +63,10 @@ def test_a_step_is_that_of_one_by_hand():
     with jax.set_mesh(make_mesh(config)):
         mean = jax.jit(jax.grad(lambda model: objective(model, rows)[0] / (16 * 16)))
         gradient = by_path(mean(before))
-    of_layers = {name: g[CHOSEN] for name, g in gradient.items() if ".layers" in name}
-    norm = np.sqrt(sum(np.square(g).sum() for g in of_layers.values()))
+    layer_gradients = {name: g[CHOSEN] for name, g in gradient.items() if ".layers" in name}
+    norm = np.sqrt(sum(np.square(g).sum() for g in layer_gradients.values()))
     assert grad_norm == pytest.approx(norm, rel=1e-4)
-    for name, g in of_layers.items():
+    for name, g in layer_gradients.items():
         moved = by_path(before)[name][CHOSEN] - by_path(after)[name][CHOSEN]
         np.testing.assert_allclose(
             moved, RATE * 0.01 / norm * g, atol=1e-3 * np.abs(moved).max() + 1e-7, err_msg=name
