@@ -115,10 +115,9 @@ def dropout_of(model: Any) -> float:
     return next((x.dropout for x in leaves if _is_adapted(x)), 0.0)
 
 
-def add_dropout(model: Any, token_offset_B2: jax.Array) -> Any:
-    """Returns the model with dropout in its adapters, seeded by the number of tokens that the run
-    has read before each row (uint32, low and high word): the same for any split, mesh or
-    restart."""
+def add_dropout(model: Any, row_ids_B3: jax.Array) -> Any:
+    """Returns the model with dropout in its adapters, seeded by the number of each row in the run
+    (`step.row_ids`): the same for any split, mesh or restart."""
     numbers = itertools.count(1)
 
     def add_seeds(x: Any) -> Any:
@@ -126,7 +125,8 @@ def add_dropout(model: Any, token_offset_B2: jax.Array) -> Any:
             return x
         number, layers = next(numbers), x.down.shape[0]
         salt = jnp.uint32(number * 0x9E3779B9 % 2**32)  # differs from adapter to adapter
-        seeds_B = hash_bits((hash_bits(token_offset_B2[:, 0]) ^ token_offset_B2[:, 1]) + salt)
+        low_B, high_B, place_B = (row_ids_B3[:, i] for i in range(3))
+        seeds_B = hash_bits((hash_bits(hash_bits(low_B) ^ high_B) ^ place_B) + salt)
         layers_L1 = jnp.arange(layers, dtype=jnp.uint32)[:, None]
         spec = stack_spec(jax.typeof(seeds_B).sharding.spec)
         seeds_1B = jax.lax.reshape(seeds_B, (1, len(seeds_B)), out_sharding=spec)

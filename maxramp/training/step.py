@@ -91,13 +91,13 @@ def train_step(
     """
 
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
-        micro_batch, token_offsets_B2 = micro_batch
+        micro_batch, row_ids_B3 = micro_batch
         micro_batch = share_out(micro_batch, trained.pattern, recipe.model)
 
         def minimize(trained: Decoder) -> tuple[jax.Array, Aux]:
             model = join_parts(frozen, trained)
             model = balance.with_last_step(model, state.buffers)
-            return loss(add_dropout(model, token_offsets_B2) if drops else model, micro_batch)
+            return loss(add_dropout(model, row_ids_B3) if drops else model, micro_batch)
 
         gradient, squares_by_kind = jax.grad(minimize, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
@@ -115,8 +115,8 @@ def train_step(
     before = optimizer, state.opt_state
     zeros = zero_sums(trained, loss.shown)
     drops = dropout_of(trained) > 0
-    offsets_AB2 = token_offsets(state.consumed_samples, batch) if drops else None
-    (gradients, aux), squares_by_kind = jax.lax.scan(add_micro_batch, zeros, (batch, offsets_AB2))
+    ids_AB3 = row_ids(state.consumed_samples, batch) if drops else None
+    (gradients, aux), squares_by_kind = jax.lax.scan(add_micro_batch, zeros, (batch, ids_AB3))
     shown, targets = aux.shown, aux.shown["tokens"]
     shown[loss.divisor] = jnp.maximum(shown[loss.divisor], 1)  # without targets all sums are 0
     gradients = jax.tree.map(
@@ -143,23 +143,16 @@ def _copies_apart(accumulation: int) -> dict[str, int]:
     return {axis: sizes[axis] for axis in COPY_AXES if accumulation > 1 and sizes[axis] > 1}
 
 
-def token_offsets(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
-    """Counts the run's tokens before each row: uint32 [A, B, 2], low and high word."""
-    (A, B, T), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
-    first_low, first_high = _product(*consumed_samples, A * B * T // samples)
-    low_AB = first_low + jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B) * jnp.uint32(T)
-    offsets_AB2 = jnp.stack([low_AB, first_high + (low_AB < first_low).astype(jnp.uint32)], -1)
-    return jax.reshard(offsets_AB2, BATCH_ABT)
-
-
-def _product(low: jax.Array, high: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """Multiplies a number of two words, low and high, by halves of words."""
-    half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
-    below, above = jnp.uint32(factor & 0xFFFF), jnp.uint32(factor >> 16)
-    lowest, one, other = (low & mask) * below, (low & mask) * above, (low >> half) * below
-    middle = (lowest >> half) + (one & mask) + (other & mask)
-    carried = (low >> half) * above + (one >> half) + (other >> half) + (middle >> half)
-    return (lowest & mask) | (middle << half), carried + high * jnp.uint32(factor)
+def row_ids(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
+    """Identifies each row of the run: its sample's number, low and high word, and its place in the
+    sample; uint32 [A, B, 3]."""
+    (A, B, _), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
+    rows_AB = jnp.arange(A * B, dtype=jnp.uint32).reshape(A, B)
+    sample_AB, place_AB = jnp.divmod(rows_AB, jnp.uint32(A * B // samples))
+    low, high = consumed_samples
+    low_AB = low + sample_AB
+    high_AB = high + (low_AB < low).astype(jnp.uint32)
+    return jax.reshard(jnp.stack([low_AB, high_AB, place_AB], -1), BATCH_ABT)
 
 
 def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Aux]:

@@ -260,7 +260,7 @@ def test_equal_shapes_are_one_program_and_passed_stages_none():
         )
         steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
         ahead.close()
-    assert [line.split(":")[0] for line in lines] == [
+    assert [line.split(":")[0] for line in lines if line[:5] == "ready"] == [
         "ready    stage 1 (batch 8)",
         "ready    stage 2 (batch 4)",
         "ready    stage 4 (batch 12)",
@@ -292,7 +292,7 @@ def test_a_stage_is_added_while_others_run():
         second, third, fourth = (programs.train_step(stage)[0] for stage in ramp.stages[1:])
         ahead.close()
     assert third is first and len({first, second, fourth}) == 3
-    assert [line.split(":")[0] for line in lines] == [
+    assert [line.split(":")[0] for line in lines if line[:5] == "ready"] == [
         "ready    stage 0 (batch 4)",
         "ready    stage 1 (batch 8)",
         "ready    stage 3 (batch 16)",
