@@ -23,7 +23,7 @@ from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import EMBEDDING_VD, MLP_IN_DF, REPLICATED, HEADS_IN_DHh
 from maxramp.planning import hlo, topology
 from maxramp.planning.plan import estimate, make_plan
-from maxramp.planning.pod import Pod
+from maxramp.planning.compile_target import CompileTarget
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training import moving
@@ -204,8 +204,7 @@ def run_keys(folder, cache_dir, *more):
     keys += ["per_device_batch_size=4", "row_length=4", "opt_type=optax.adafactor"]
     keys += ["opt_arguments={min_dim_size_to_factor: 8}"]
     keys += [f"phases={json.dumps(PHASES)}", *more]
-    merged = dict(key.split("=", 1) for key in keys)
-    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+    return [BASE, *keys]
 
 
 def compare(folder, wanted):
@@ -260,7 +259,7 @@ def test_compilers_take_the_moves(topology):
     array as a whole."""
     wide = ("base_emb_dim=256", "base_mlp_dim=1024", "vocab_size=8192")
     config = make_config(*SAMPLES, *wide, "opt_type=muon", *in_phase(320, OTHER))
-    pod = Pod.from_config(config.replace(compile_topology=topology), lambda line: None)
+    target = CompileTarget.from_config(config.replace(compile_topology=topology), lambda line: None)
     meshes = [stage.spec.mesh for stage in stages_of(config)]
     sizes = [
         [mesh_lib.bytes_per_device(x) / GIB for x in jax.tree.leaves(state)]

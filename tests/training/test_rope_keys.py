@@ -87,8 +87,7 @@ def run_keys(folder, cache_dir, phases, *more):
     keys = [*TINY, *FAMILY, *RUN, "eval_interval=5", "eval_samples=16", "checkpoint_period=5"]
     keys += [f"phases={json.dumps(phases)}", f"jax_cache_dir={cache_dir}"]
     keys += [f"base_output_directory={folder}", "run_name=r", "vocab_size=320", *more]
-    merged = dict(key.split("=", 1) for key in keys)
-    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+    return [BASE, *keys]
 
 
 def numbers(folder):

@@ -130,17 +130,10 @@ EXACT += ("target_tokens", "loss", "grad_norm", "learning_rate", "batch_fingerpr
 
 
 def run_keys(folder, cache_dir, *more):
-    keys = [
-        *TINY,
-        "max_target_length=32",
-        "total_samples=160",
-        "eval_interval=10",
-        "eval_samples=16",
-    ]
-    keys += [f"phases={json.dumps(PHASES)}", "phases_unit=samples", "run_name=r"]
+    keys = [*TINY, "max_target_length=32", "total_samples=160", "eval_interval=10"]
+    keys += ["eval_samples=16", f"phases={json.dumps(PHASES)}", "phases_unit=samples", "run_name=r"]
     keys += [f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", *more]
-    merged = dict(key.split("=", 1) for key in keys)
-    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+    return [BASE, *keys]
 
 
 def steps_of(folder):

@@ -1,9 +1,7 @@
 """Programs compiled ahead: what the loop sees of them, and what happens if one does not compile."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -70,9 +68,8 @@ AT_ITS_END = """
 
 
 def arguments(folder, cache_dir, *more):
-    keys = [*TINY, *RAMP, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}"]
-    merged = dict(argument.split("=", 1) for argument in (*keys, "run_name=r", *more))
-    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+    own = (f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", "run_name=r")
+    return [BASE, *TINY, *RAMP, *own, *more]
 
 
 def run_patched(patch, keys, **variables):
@@ -172,7 +169,6 @@ def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
     patch = COMPILER_FAILS.format(which=4, when="import time; time.sleep(1)")
     keys = arguments(tmp_path, cache_dir, "per_device_batch_size=4", "steps=2000")
     keys += ["per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
-    keys = list({item.split("=")[0]: item for item in keys}.values())
     running = []
     for index in range(2):
         cluster = {
@@ -237,42 +233,8 @@ def test_who_waits_long_learns_for_what(monkeypatch):
     ]
 
 
-def test_equal_shapes_are_one_program_and_passed_stages_none():
-    """A list of stages that comes back to a batch compiles it once, from where it is taken up."""
-    config = make_config(
-        "step_batch_size_schedule=0:4 80:8 160:4 240:8 320:12",
-        "step_batch_size_unit=samples",
-        "total_samples=600",
-        "per_device_batch_size=12",
-        devices=1,
-    )
-    ramp = RampupBatchManager(config.batch, 1)
-    mesh = make_mesh(config)
-    lines = []
-    with jax.set_mesh(mesh):
-        programs, ahead = make_programs(
-            config,
-            mesh,
-            ramp,
-            ramp.stages_between(20, ramp.total_steps),
-            lines.append,
-            lambda: os.kill(os.getpid(), signal.SIGTERM),
-        )
-        steps = [programs.train_step(stage)[0] for stage in ramp.stages[1:]]
-        ahead.close()
-    assert [line.split(":")[0] for line in lines if line[:5] == "ready"] == [
-        "ready    stage 1 (batch 8)",
-        "ready    stage 2 (batch 4)",
-        "ready    stage 4 (batch 12)",
-    ]
-    assert steps[0] is steps[2]
-
-
-def test_a_stage_is_added_while_others_run():
-    """Its step is compiled as those that were known before; stages of one shape share it.
-
-    One that nobody added is compiled when it is asked for.
-    """
+def test_stages_of_one_shape_share_a_program():
+    """Also if they are added while others run; one that was not added is compiled when used."""
     config = make_config(
         "step_batch_size_schedule=0:4 80:8 160:4 320:16",
         "step_batch_size_unit=samples",
