@@ -32,7 +32,7 @@ from maxramp.rl.prompts import Sums
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.tasks import brevity
 from maxramp.rl.trainer import PolicyTrainer, Scorer, writing
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, initial_state
 
@@ -59,8 +59,8 @@ class Steps:
         tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
         rewards = Rewards(config.rollout.rewards, 1, 60.0)
         closing.callback(rewards.close)
-        ahead = Ahead(0, lambda line: None, lambda: None)
-        closing.callback(ahead.close)
+        compiler = BackgroundCompiler(0, lambda line: None, lambda: None)
+        closing.callback(compiler.close)
         with jax.set_mesh(self._mesh):
             state = abstract_state(config.recipe, self._mesh)
             programs = PolicyPrograms(
@@ -68,7 +68,7 @@ class Steps:
                 LearningRate.from_keys(config.learning_rate, self._ramp),
                 state,
                 writing(config, tokenizer),
-                ahead,
+                compiler,
                 {},
             )
             programs.announce(self._ramp.stages[0])

@@ -19,11 +19,14 @@ PROGRAM = """
 import sys
 from maxramp.processes.ending import end_process
 from maxramp.train import main
-from maxramp.training import ahead
+from maxramp.training import background_compiler
 {patch}
 end_process(main(sys.argv[1:]))
 """
-WAYS = {"ahead": "", "when reached": "ahead.Ahead.lower = lambda self: None"}
+WAYS = {
+    "ahead": "",
+    "when reached": "background_compiler.BackgroundCompiler.lower = lambda self: None",
+}
 
 
 def run(folder: str, way: str, name: str, keys: list[str]) -> list[dict]:

@@ -22,7 +22,7 @@ marks = {"python": time.time()}
 import maxramp.train as train
 from maxramp.processes import backend
 from maxramp.run import metrics, writers
-from maxramp.training import ahead
+from maxramp.training import background_compiler
 marks["imports"] = time.time()
 
 def marked(owner, name, mark):
@@ -35,7 +35,7 @@ def marked(owner, name, mark):
 
 marked(backend, "start", "backend")
 marked(train, "open_rows", "data")
-marked(ahead.Ahead, "lower", "lowering of stage 0")
+marked(background_compiler.BackgroundCompiler, "lower", "lowering of stage 0")
 marked(metrics.MetricsLog, "__init__", "first weights")
 marked(writers.JsonlWriter, "__call__", "step 0")
 try:

@@ -35,7 +35,7 @@ from maxramp.keys.yamlfile import parse as parse_value
 from maxramp.processes import backend
 from maxramp.processes.agreement import report_lost_peers, run_on_first
 from maxramp.processes.ending import Watchdog, run
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 
 # The options that the numbers of a table depend on.
 _SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "system_instruction", "gen_kwargs")
@@ -146,9 +146,9 @@ def _run_tasks(options: argparse.Namespace, opened: Opened, watchdog: Watchdog) 
         watchdog.beat()
         tell(line)
 
-    ahead = Ahead(0, tell, lambda: None)
+    compiler = BackgroundCompiler(0, tell, lambda: None)
     recipe, rows = opened.config.recipe, options.batch_size or 0
-    scorer = Scorer(recipe, model, tokenizer, ahead, rows, beat)
+    scorer = Scorer(recipe, model, tokenizer, compiler, rows, beat)
     server = EvalServer(scorer, model, watchdog.beat)
 
     def lead() -> None:

@@ -44,7 +44,7 @@ from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, open_prompts
 from maxramp.rl.rewards import Rewards, sources
 from maxramp.rl.trainer import PolicyTrainer, Scorer, writing
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 
@@ -151,14 +151,16 @@ def _trainer(
     abstract, read = job.abstract_state()
     rewards = agreement.raise_everywhere(lambda: _rewards(job))
     options = compiler_options(job.mesh.devices.flat[0].platform)
-    ahead = Ahead(device_memory(config.planning.device_memory_gib), output.say, job.preemption.ask)
-    job.closing.callback(ahead.close)
+    compiler = BackgroundCompiler(
+        device_memory(config.planning.device_memory_gib), output.say, job.preemption.ask
+    )
+    job.closing.callback(compiler.close)
     rate = LearningRate.from_keys(config.learning_rate, schedule.ramp)
     how = writing(config, tokenizer)
-    programs = PolicyPrograms(config, rate, abstract, how, ahead, options)
+    programs = PolicyPrograms(config, rate, abstract, how, compiler, options)
     for stage in schedule.stages:
         programs.announce(stage)
-    ahead.lower()
+    compiler.lower()
     output.say_start(corpus, abstract, config.recipe, schedule, job.changes)
     reference = job.load_reference(abstract.model) if config.policy.grpo_beta else None
     scorer = Scorer(config, programs.generator, tokenizer, rewards)

@@ -56,7 +56,7 @@ from maxramp.rampup.phases import MIXTURE
 from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Dispatched, Record, evaluation_from_sums, names_of_sums
 from maxramp.stage import RopeKeys
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
@@ -144,17 +144,17 @@ class Pretrainer:
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
         self._recipe, self._schedule = config.recipe, schedule
         limit = device_memory(config.planning.device_memory_gib)
-        self._ahead = Ahead(limit, say, job.preemption.ask)
-        job.closing.callback(self._ahead.close)
-        self.raise_failure = self._ahead.raise_failure
+        self._compiler = BackgroundCompiler(limit, say, job.preemption.ask)
+        job.closing.callback(self._compiler.close)
+        self.raise_failure = self._compiler.raise_failure
         rate = LearningRate.from_keys(config.learning_rate, schedule.ramp)
         rows, recipe = config.evaluation.rows(job.mesh.size), config.recipe
-        self._programs = Programs(recipe, loader.expansion, rate, abstract, self._ahead, rows)
+        self._programs = Programs(recipe, loader.expansion, rate, abstract, self._compiler, rows)
         for stage in schedule.stages:
             self._programs.add(stage)
             if tasks:
-                tasks.announce(self._ahead, stage)
-        self._ahead.lower()
+                tasks.announce(self._compiler, stage)
+        self._compiler.lower()
         job.output.say_start(loader.corpus, abstract, config.recipe, schedule, job.changes)
         if jax.process_index() == 0:
             first = schedule.ramp.samples_before(schedule.first_step)
@@ -188,7 +188,7 @@ class Pretrainer:
         compile_seconds += self._programs.follow(self._arrays, stage)
         handed_over = time.perf_counter()
         self._arrays, shown = train_step(self._arrays, batch)
-        self._ahead.lower()
+        self._compiler.lower()
 
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds, row = end - begin, stage.spec.row_length
@@ -226,7 +226,7 @@ class Pretrainer:
         return evaluation_from_sums(found, by_batch, self._loss.shown, self._loss.divisor)
 
     def evaluate_tasks(self, rope_keys: RopeKeys) -> Dispatched | None:
-        return self._tasks.evaluate(self._ahead, self.state, rope_keys)
+        return self._tasks.evaluate(self._compiler, self.state, rope_keys)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from maxramp.processes.agreement import broadcast_json, run_on_first
 from maxramp.rampup.schedule import Stage
 from maxramp.run.metrics import Dispatched, Record
 from maxramp.stage import RopeKeys
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.state import TrainState
 
 
@@ -60,21 +60,23 @@ class RunTasks:
         self._tasks, known = run_on_first(load, self._beat) or (None, None)
         self._requests, self.names = broadcast_json(known, self._beat)  # names of the numbers
 
-    def announce(self, ahead: Ahead, stage: Stage) -> None:
+    def announce(self, compiler: BackgroundCompiler, stage: Stage) -> None:
         """Has the programs compiled for the evaluations of a stage, if it has any."""
         total = end = self._job.schedule.ramp.total_samples
         if stage.samples is not None:
             end = stage.first_sample + stage.samples
         if self._keys.tasks_are_due(stage.first_sample, end, end >= total):
             mesh = reshape_mesh(self._job.mesh, stage.spec.mesh)
-            compile_ahead(self._scorer(ahead, mesh, stage.spec.rope_keys), self._requests)
+            compile_ahead(self._scorer(compiler, mesh, stage.spec.rope_keys), self._requests)
 
-    def evaluate(self, ahead: Ahead, state: TrainState, rope_keys: RopeKeys) -> Dispatched | None:
+    def evaluate(
+        self, compiler: BackgroundCompiler, state: TrainState, rope_keys: RopeKeys
+    ) -> Dispatched | None:
         """Evaluates the tasks; returns None if the job is asked to stop meanwhile, and raises a
         StepError on every process if a task fails.
         """
         self._tell = Throttle(self._job.output.say)  # 30 seconds from here
-        scorer = self._scorer(ahead, mesh_of(state), rope_keys)
+        scorer = self._scorer(compiler, mesh_of(state), rope_keys)
         server = EvalServer(scorer, state.model, self._beat)
         try:
             numbers = server.run(lambda: self._numbers(self._tasks, server))
@@ -90,14 +92,16 @@ class RunTasks:
         model = harness.Model(server, self._tokenizer)
         return harness.numbers(harness.evaluate(tasks, model, EvalOptions(bootstrap_iters=0)))
 
-    def _scorer(self, ahead: Ahead, mesh: Mesh, rope_keys: RopeKeys) -> Scorer:
+    def _scorer(self, compiler: BackgroundCompiler, mesh: Mesh, rope_keys: RopeKeys) -> Scorer:
         config, key = self._job.config, (mesh, rope_keys)
         if key not in self._scorers:
             recipe = dataclasses.replace(
                 config.recipe, model=dataclasses.replace(config.model, **vars(rope_keys))
             )
             abstract = attach_mesh(self._abstract.model, mesh)
-            self._scorers[key] = Scorer(recipe, abstract, self._tokenizer, ahead, beat=self._pause)
+            self._scorers[key] = Scorer(
+                recipe, abstract, self._tokenizer, compiler, beat=self._pause
+            )
         return self._scorers[key]
 
     def _pause(self, line: str) -> None:

@@ -28,7 +28,7 @@ from maxramp.parallel.axes import ROW_AXES, TOKEN_AXES
 from maxramp.parallel.compiler import compiler_options
 from maxramp.parallel.mesh import Jitted, mesh_of
 from maxramp.parallel.sharding import REPLICATED, ROWS_BT
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.keys import Recipe
 from maxramp.training.log_probs import scores
 
@@ -54,7 +54,7 @@ class Scorer:
         recipe: Recipe,
         model: Decoder,
         tokenizer: PromptTokenizer,
-        ahead: Ahead,
+        compiler: BackgroundCompiler,
         batch_size: int = 0,
         beat: Callable[[str], None] = lambda line: None,
     ):
@@ -70,7 +70,7 @@ class Scorer:
         self.keys, self._abstract, self._mesh = recipe.model, model, mesh_of(model)
         self._block_tokens = recipe.loss.loss_block_tokens
         self._tokenizer, self._ends = tokenizer.tokenizer, tuple(tokenizer.ends)
-        self._ahead, self._batch_size, self._beat = ahead, batch_size, beat
+        self._compiler, self._batch_size, self._beat = compiler, batch_size, beat
         self._options = compiler_options(self._mesh.devices.flat[0].platform)
         self._score = Jitted(self._mesh, self._scores, compiler_options=self._options or None)
         self._generators: dict[Writing, Generator] = {}
@@ -106,10 +106,10 @@ class Scorer:
             self._beat(f"tasks    {done:,} of {len(rows):,} rows have their likelihoods")
 
         for (B, T), numbers in self.expect_scores([len(row.tokens) - 1 for row in rows]):
-            program, _ = self._ahead.get(self._key(B, T))
+            program, _ = self._compiler.get(self._key(B, T))
             arrays = self._arrays(B, T, [rows[n] for n in numbers])
             waiting.append((numbers, program(model, *arrays)))
-            self._ahead.lower()
+            self._compiler.lower()
             if len(waiting) > _QUEUED:
                 read()
         while waiting:
@@ -135,9 +135,9 @@ class Scorer:
         weights, texts, done = None, [""] * len(prompts), 0
         for programs, numbers in passes:
             for program in programs:
-                self._ahead.get(program)
+                self._compiler.get(program)
             weights = weights or generator.prepare(model)
-            self._ahead.lower()
+            self._compiler.lower()
             pass_prompts = [prompts[n] for n in numbers]
             for answers in generator.stream(weights, pass_prompts, numbers, every=_CHECK_EVERY):
                 self._beat(f"tasks    {done:,} of {len(prompts):,} prompts have their answers")
@@ -211,7 +211,7 @@ class Scorer:
         return tuple(jax.reshard(x_BT, REPLICATED) for x_BT in results)
 
     def _announce(self, key: Hashable, name: str, trace: Callable[[], Any]) -> None:
-        self._ahead.announce(key, name, self._mesh, lambda: trace().lower())
+        self._compiler.announce(key, name, self._mesh, lambda: trace().lower())
 
     def _key(self, B: int, T: int) -> Hashable:
         return "score", self, B, T  # another scorer's positions or windows may differ, on this mesh

@@ -27,7 +27,7 @@ from maxramp.parallel.sharding import ROWS_BT
 from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
 from maxramp.training import balance
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.context import share_out
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.log_probs import token_log_probs
@@ -44,7 +44,7 @@ class PolicyPrograms:
     Attributes:
       policy: what is minimized.
       generator: writes the answers.
-      raise_failure: as that of `Ahead`.
+      raise_failure: as that of `BackgroundCompiler`.
       zeros: the trained weights -> sums of nothing.
       add: sums (donated), trained and frozen weights, the state's buffers and a part of the batch
         -> their sums.
@@ -59,16 +59,16 @@ class PolicyPrograms:
         learning_rate: LearningRate,
         state: TrainState,
         writing: Writing,
-        ahead: Ahead,
+        compiler: BackgroundCompiler,
         options: Mapping[str, Any],
     ):
         """`state` is abstract; `options` are the compiler's (`training.programs`)."""
         recipe, policy = config.recipe, config.policy
         self._mesh = mesh_of(state)
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
-        self.policy, self._state, self._ahead = policy, state, ahead
+        self.policy, self._state, self._compiler = policy, state, compiler
         self.generator = Generator(recipe.model, state.model, writing, options)
-        self.raise_failure = ahead.raise_failure
+        self.raise_failure = compiler.raise_failure
         self._announced: dict[StageSpec, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
         dtype, minimized = recipe.model.dtype, loss_of(recipe)
 
@@ -100,13 +100,13 @@ class PolicyPrograms:
             self._announced[part] = self.trace_functions(part)
         for key, trace in self._announced[part].items():
             name = f"stage {stage.index} (batch {stage.global_batch_size}), {key[0]}"
-            self._ahead.announce(key, name, self._mesh, lambda trace=trace: trace().lower())
+            self._compiler.announce(key, name, self._mesh, lambda trace=trace: trace().lower())
 
     def wait(self, stage: Stage) -> float:
         """The seconds spent waiting for a stage's programs; one of a later stage is lowered too."""
         part = stage.spec.resize(1, stage.spec.rows)
-        waited = sum(self._ahead.get(key)[1] for key in self._announced[part])
-        self._ahead.lower()
+        waited = sum(self._compiler.get(key)[1] for key in self._announced[part])
+        self._compiler.lower()
         return waited
 
     def trace_functions(self, part: StageSpec) -> dict[tuple, Callable[[], jax.stages.Traced]]:

@@ -24,7 +24,7 @@ from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
 from maxramp.training import moving
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
@@ -60,13 +60,13 @@ class Programs:
         expansion: Expansion,
         learning_rate: LearningRate,
         state: TrainState,
-        ahead: Ahead,
+        compiler: BackgroundCompiler,
         eval_rows: int = 0,
     ):
         """Takes an abstract state on the mesh of the first stage. `eval_rows` 0: no evaluation."""
         self._recipe, self._expansion, self._rate = recipe, expansion, learning_rate
         self._arrays, self._structure = jax.tree.flatten(state)
-        self._eval_rows, self._mesh, self._ahead = eval_rows, mesh_of(state), ahead
+        self._eval_rows, self._mesh, self._compiler = eval_rows, mesh_of(state), compiler
         self._options = compiler_options(expansion.mesh.devices.flat[0].platform) or None
 
     def add(self, stage: Stage) -> None:
@@ -77,21 +77,21 @@ class Programs:
         if mesh != before:
             arrays = attach_mesh(self._arrays, before)
             move = functools.partial(moving.lower, arrays, mesh, options=self._options)
-            self._ahead.announce(
+            self._compiler.announce(
                 (before, mesh), f"the move of each array to {format_sizes(mesh.shape)}", mesh, move
             )
         self._mesh = mesh
         lower = functools.partial(self._lower_step, stage.spec)
-        self._ahead.announce(stage.spec, name, mesh, lower)
+        self._compiler.announce(stage.spec, name, mesh, lower)
         if self._eval_rows:  # an evaluation may come before the next stage
             self._add_evaluation(stage)
 
     def train_step(self, stage: Stage) -> tuple[Callable, float]:
         """Returns a stage's compiled step, (the state's arrays, a batch) -> (the next arrays,
         metrics), and the seconds spent waiting for it. Raises StepError if it does not compile."""
-        if stage.spec not in self._ahead:
+        if stage.spec not in self._compiler:
             self.add(stage)
-        return self._ahead.get(stage.spec)
+        return self._compiler.get(stage.spec)
 
     def follow(self, state: list[jax.Array], stage: Stage) -> float:
         """Moves a state's arrays to a stage's mesh. Returns the seconds spent waiting for programs;
@@ -99,24 +99,24 @@ class Programs:
         before, mesh = mesh_of(state), self._expansion.mesh_of(stage.spec)
         if mesh == before:
             return 0.0
-        compiled, waited = self._ahead.get((before, mesh))
+        compiled, waited = self._compiler.get((before, mesh))
         begin = time.perf_counter()
         jax.block_until_ready(state)  # or the time would include a step that still runs
         moving.move(state, self._arrays, compiled)
         size = bytes_per_device(state) / GIB
-        self._ahead.say(
+        self._compiler.say(
             f"mesh     stage {stage.index}: the state moved to {format_sizes(mesh.shape)}, "
             f"{size:.3g} GiB a device in {time.perf_counter() - begin:.2g} s"
         )
         return waited
 
     def eval_step(self, stage: Stage) -> tuple[Callable, float]:
-        return self._ahead.get(self._add_evaluation(stage))
+        return self._compiler.get(self._add_evaluation(stage))
 
     def _add_evaluation(self, stage: Stage) -> tuple[str, StageSpec]:
         name, spec = "evaluation", stage.spec.single_pass(self._eval_rows)
         lower = functools.partial(self._lower_evaluation, spec)
-        self._ahead.announce((name, spec), name, self._expansion.mesh_of(spec), lower)
+        self._compiler.announce((name, spec), name, self._expansion.mesh_of(spec), lower)
         return name, spec
 
     def _lower_step(self, spec: StageSpec) -> jax.stages.Lowered:

@@ -13,7 +13,7 @@ from maxramp.generation.generator import Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.decoder import Decoder
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.state import abstract_state, initial_state
 
 RANDOM = np.random.default_rng(0)
@@ -23,15 +23,15 @@ ROWS = [
 ]
 
 
-def scorer_of(*keys: str, ahead: Ahead | None = None):
+def scorer_of(*keys: str, compiler: BackgroundCompiler | None = None):
     config = make_config(*keys, "loss_block_tokens=7")
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
         model = initial_state(config.recipe).model
     tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
     abstract = abstract_state(config.recipe, mesh).model
-    ahead = ahead or Ahead(0, lambda line: None, lambda: None)
-    return Scorer(config.recipe, abstract, tokenizer, ahead), model, config
+    compiler = compiler or BackgroundCompiler(0, lambda line: None, lambda: None)
+    return Scorer(config.recipe, abstract, tokenizer, compiler), model, config
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_scores_are_those_of_the_logits(keys):
 @pytest.mark.slow
 def test_scorers_of_other_positions_share_a_compiler():
     """As those of a run do whose phases change what a token sees: each has programs of its own."""
-    ahead = Ahead(0, lambda line: None, lambda: None)
+    compiler = BackgroundCompiler(0, lambda line: None, lambda: None)
     family = "decoder_block=mistral"
-    first, model, _ = scorer_of(family, ahead=ahead)
+    first, model, _ = scorer_of(family, compiler=compiler)
     keys = (family, "rope_max_timescale=10.0", "sliding_window_size=3")
-    second, *_ = scorer_of(*keys, ahead=ahead)
+    second, *_ = scorer_of(*keys, compiler=compiler)
     alone, *_ = scorer_of(*keys)
     here, there, wanted = (scorer.score(model, ROWS) for scorer in (first, second, alone))
     assert there == wanted and here != wanted

@@ -13,7 +13,7 @@ from maxramp.handover.opening import PromptTokenizer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.compiler import compiler_options
 from maxramp.planning import machine
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.state import abstract_state
 
 
@@ -46,7 +46,7 @@ def test_compilers_take_the_scores(topology, mesh):
     with jax.set_mesh(devices):
         model = abstract_state(config.recipe, devices).model
         tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
-        scorer = Scorer(config.recipe, model, tokenizer, Ahead(0, print, print))
+        scorer = Scorer(config.recipe, model, tokenizer, BackgroundCompiler(0, print, print))
         for B, T in ((8, 48), (8, 256)):
             lowered = scorer.trace(B, T).lower(lowering_platforms=there.platforms)
             assert lowered.compile(options).memory_analysis().output_size_in_bytes > 0

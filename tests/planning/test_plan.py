@@ -30,7 +30,7 @@ from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
 from maxramp.run.job_schedule import JobSchedule, plan_job
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.device_memory import compiled_bytes
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
@@ -293,8 +293,8 @@ def test_the_memory_estimate_is_of_the_right_size(policy, keys):
     with jax.set_mesh(mesh):
         state = abstract_state(config.recipe, mesh)
         rate = LearningRate.from_keys(config.learning_rate, ramp)
-        ahead = Ahead(0, print, lambda: None)
-        programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, ahead)
+        compiler = BackgroundCompiler(0, print, lambda: None)
+        programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, compiler)
         compiled, _ = programs.train_step(ramp.stages[0])
     found = estimate(config.recipe, ramp.stages[0].spec)
     sizes = {name: gib * 2**30 for name, gib in found.items()}

@@ -16,7 +16,7 @@ from maxramp.planning import machine
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.trainer import writing
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import lower_step
 from maxramp.training.state import abstract_state
@@ -73,7 +73,7 @@ def test_compilers_take_every_program(topology):
         state = abstract_state(config.recipe, mesh)
         how = writing(config, bytes_)
         rate = LearningRate.from_keys(config.learning_rate, ramp)
-        programs = PolicyPrograms(config, rate, state, how, Ahead(0, print, print), {})
+        programs = PolicyPrograms(config, rate, state, how, BackgroundCompiler(0, print, print), {})
         found = programs.trace_functions(ramp.stages[0].spec)
         for (name, _), trace in found.items():
             lowered = trace().lower(lowering_platforms=there.platforms)

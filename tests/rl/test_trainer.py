@@ -20,7 +20,7 @@ from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import FilePrompts, Sums
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.trainer import PolicyTrainer, Scorer, writing
-from maxramp.training.ahead import Ahead
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, init_state
 
@@ -62,14 +62,14 @@ class Run:
         bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
         make = functools.partial(init_state, config.recipe)
         self._make = Jitted(self.mesh, make, compiler_options=QUICK)
-        ahead = Ahead(0, lambda line: None, lambda: None)
+        compiler = BackgroundCompiler(0, lambda line: None, lambda: None)
         state = abstract_state(config.recipe, self.mesh)
         programs = PolicyPrograms(
             config,
             LearningRate.from_keys(config.learning_rate, self.ramp),
             state,
             writing(config, bytes_),
-            ahead,
+            compiler,
             QUICK,
         )
         for stage in self.ramp.stages:

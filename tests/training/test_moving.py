@@ -22,8 +22,8 @@ from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import EMBEDDING_VD, MLP_IN_DF, REPLICATED, HEADS_IN_DHh
 from maxramp.planning import hlo, topology
-from maxramp.planning.plan import estimate, make_plan
 from maxramp.planning.compile_target import CompileTarget
+from maxramp.planning.plan import estimate, make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training import moving

@@ -16,8 +16,8 @@ from maxramp.errors import TrainingError
 from maxramp.parallel.compiler import compiler_options
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
-from maxramp.training import ahead as ahead_lib
-from maxramp.training.ahead import Ahead
+from maxramp.training import background_compiler
+from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
 from maxramp.training.state import abstract_state
@@ -40,7 +40,7 @@ import os, sys, threading
 import jax
 from maxramp.processes.ending import end_process
 from maxramp.train import main
-from maxramp.training import ahead
+from maxramp.training import background_compiler
 {patch}
 end_process(main(sys.argv[1:]))
 """
@@ -98,7 +98,7 @@ def test_every_program_is_announced_once_in_order_of_use(undisturbed):
 
 def test_compiling_ahead_changes_no_loss(undisturbed, tmp_path, cache_dir):
     """Against a run that lowers and compiles each stage when it is reached."""
-    patch = "ahead.Ahead.lower = lambda self: None"
+    patch = "background_compiler.BackgroundCompiler.lower = lambda self: None"
     done = run_patched(patch, arguments(tmp_path, cache_dir))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) == losses(undisturbed[0])
@@ -203,18 +203,19 @@ def test_a_stage_that_does_not_fit_is_told_when_it_is_compiled(undisturbed, tmp_
 
 def make_programs(config, mesh, ramp, stages, say, on_failure):
     """The programs of some stages without an evaluation, and what compiles them."""
-    rate, ahead = LearningRate.from_keys(config.learning_rate, ramp), Ahead(0, say, on_failure)
+    rate = LearningRate.from_keys(config.learning_rate, ramp)
+    compiler = BackgroundCompiler(0, say, on_failure)
     state = abstract_state(config.recipe, mesh)
-    programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, ahead)
+    programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, compiler)
     for stage in stages:
         programs.add(stage)
-    ahead.lower()
-    return programs, ahead
+    compiler.lower()
+    return programs, compiler
 
 
 def test_who_waits_long_learns_for_what(monkeypatch):
     """In one line; a short wait has none."""
-    monkeypatch.setattr(ahead_lib, "_SILENT", 0.2)
+    monkeypatch.setattr(background_compiler, "_SILENT", 0.2)
     lowered, lines = jax.jit(lambda x: x + 1).lower(0.0), []
 
     class Slow:
@@ -222,10 +223,10 @@ def test_who_waits_long_learns_for_what(monkeypatch):
             time.sleep(0.4)
             return lowered.compile()
 
-    ahead = Ahead(0, lines.append, lambda: None)
+    compiler = BackgroundCompiler(0, lines.append, lambda: None)
     for name, lower in (("quick", lambda: lowered), ("slow", Slow)):
-        ahead.announce(name, name, make_mesh(make_config()), lower)
-        assert ahead.get(name)[0](1.0) == 2
+        compiler.announce(name, name, make_mesh(make_config()), lower)
+        assert compiler.get(name)[0](1.0) == 2
     assert [line.split()[:2] for line in lines] == [
         ["ready", "quick:"],
         ["wait", "slow:"],
@@ -244,15 +245,15 @@ def test_stages_of_one_shape_share_a_program():
     )
     ramp, mesh, lines = RampupBatchManager(config.batch, 1), make_mesh(config), []
     with jax.set_mesh(mesh):
-        programs, ahead = make_programs(
+        programs, compiler = make_programs(
             config, mesh, ramp, ramp.stages[:1], lines.append, programs_fail
         )
         first, _ = programs.train_step(ramp.stages[0])
         for stage in ramp.stages[1:3]:
             programs.add(stage)
-        ahead.lower()
+        compiler.lower()
         second, third, fourth = (programs.train_step(stage)[0] for stage in ramp.stages[1:])
-        ahead.close()
+        compiler.close()
     assert third is first and len({first, second, fourth}) == 3
     assert [line.split(":")[0] for line in lines if line[:5] == "ready"] == [
         "ready    stage 0 (batch 4)",
@@ -308,9 +309,11 @@ def test_parts_of_the_model_are_named_in_the_program(uncached):
     ramp = RampupBatchManager(config.batch, 1)
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
-        programs, ahead = make_programs(config, mesh, ramp, ramp.stages, json.dumps, programs_fail)
+        programs, compiler = make_programs(
+            config, mesh, ramp, ramp.stages, json.dumps, programs_fail
+        )
         text = programs.train_step(ramp.stages[0])[0].as_text()
-        ahead.close()
+        compiler.close()
     for name in ("embedding", "layers", "attention", "mlp", "loss", "optimizer"):
         assert re.search(rf"op_name=\"[^\"]*[/(]{name}[/)]", text), name
 
@@ -324,12 +327,12 @@ def test_an_error_beside_the_compiler_reaches_the_loop():
         raise RuntimeError("no terminal")
 
     with jax.set_mesh(mesh):
-        programs, ahead = make_programs(
+        programs, compiler = make_programs(
             config, mesh, ramp, ramp.stages, say, lambda: asked.append(True)
         )
         with pytest.raises(TrainingError, match="stage 0 .*no terminal"):
             programs.train_step(ramp.stages[0])
-        ahead.close()
+        compiler.close()
     assert asked
 
 

@@ -20,7 +20,7 @@ from maxramp.training.device_memory import GIB, compiled_bytes
 _SILENT = 3.0  # seconds of waiting for a compiler before a line says so
 
 
-class Ahead:
+class BackgroundCompiler:
     """Compiles programs in the background, in the order in which they are announced."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Ahead:
         self._compiled: dict[Hashable, concurrent.futures.Future] = {}  # or being compiled
         self._names: dict[Hashable, str] = {}  # of the programs in _compiled
         self._largest = 0  # bytes that a step takes
-        self._compiler = concurrent.futures.ThreadPoolExecutor(1, "compile")
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "compile")
 
     def announce(self, key: Hashable, name: str, mesh: Mesh, lower: Callable[[], Any]) -> None:
         """Queues a program to be compiled, unless its key is known. `lower` is called in the main
@@ -83,7 +83,7 @@ class Ahead:
         name, mesh, lower = self._waiting.pop(key)
         with jax.set_mesh(mesh):
             self._names[key] = name
-            self._compiled[key] = self._compiler.submit(self._compile, name, lower())
+            self._compiled[key] = self._thread.submit(self._compile, name, lower())
 
     def _compile(self, name: str, lowered: Any) -> Any:
         start = time.perf_counter()
