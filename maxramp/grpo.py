@@ -102,10 +102,10 @@ def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
     return config
 
 
-def _run(begun: start.Start) -> int:
-    config = begun.config
+def _run(context: start.JobContext) -> int:
+    config = context.config
     given = [f"split_special_tokens={config.rollout.split_special_tokens}"]
-    opened = agreement.raise_everywhere(lambda: open_with_keys(begun.first.weights, given))
+    opened = agreement.raise_everywhere(lambda: open_with_keys(context.first.weights, given))
     tokenizer = agreement.raise_everywhere(opened.tokenizer)
     if not tokenizer.ends and jax.process_index() == 0:
         print_note(
@@ -124,7 +124,7 @@ def _run(begun: start.Start) -> int:
             )
     corpus = _corpus(prompts)
     data = corpus.identity({"eval": _evaluation(config, corpus)})
-    job = begun.open_run(data, config.objective.fields)
+    job = context.open_run(data, config.objective.fields)
     if not job.has_work:
         return job.end()
     check_enough(prompts["prompt_file"], config.rollout, job.schedule.ramp.total_samples)

@@ -46,7 +46,7 @@ from maxramp.handover.first_weights import check_first_weights
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.reference import add_reference
-from maxramp.job.start import Job, Start
+from maxramp.job.start import Job, JobContext
 from maxramp.measuring.batch_check import check_batches
 from maxramp.model.decoder import Decoder
 from maxramp.model.size import training_flops_per_token
@@ -75,16 +75,16 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
     return start.run(load_config, _run, preemption)
 
 
-def _run(begun: Start) -> int:
-    config = begun.config
-    expansion = Expansion(begun.mesh, config.data.expansion_factor_real_data)
-    phases, beat = config.batch.changing(MIXTURE), begun.watchdog.beat
+def _run(context: JobContext) -> int:
+    config = context.config
+    expansion = Expansion(context.mesh, config.data.expansion_factor_real_data)
+    phases, beat = config.batch.changing(MIXTURE), context.watchdog.beat
     later = [(phase.first_sample, phase.changes[MIXTURE]) for phase in phases]
     corpus = open_rows(config.data, expansion.reads, beat, later)
-    begun.watchdog.beat()
+    context.watchdog.beat()
     fields = functools.partial(config.objective.fields, separate=corpus.packed)
     rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
-    job = begun.open_run(corpus.identity(_evaluations(config, corpus)), fields, rows)
+    job = context.open_run(corpus.identity(_evaluations(config, corpus)), fields, rows)
     if not job.has_work:
         return job.end()
     if config.objective.has_reference:
@@ -158,7 +158,7 @@ class Pretrainer:
         job.output.say_start(loader.corpus, abstract, config.recipe, schedule, job.changes)
         if jax.process_index() == 0:
             first = schedule.ramp.samples_before(schedule.first_step)
-            for line in check_batches(config, job.meshes, job.output.here, first):
+            for line in check_batches(config, job.meshes, job.output.local, first):
                 say(f"batch    {line}")
         for line in loader.cuts(schedule.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")

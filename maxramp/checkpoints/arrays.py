@@ -1,8 +1,8 @@
 """The arrays of a checkpoint: which there are of a state, writing and reading them with Orbax.
 
-Orbax names a TensorStore driver for gs:// and for the file system alone. What it makes of gs:// is
-what S3 needs as well, with TensorStore's other driver: so three functions of Orbax that look at an
-address are given to know both. The tests with servers notice when Orbax no longer asks them.
+Orbax knows TensorStore's drivers for gs:// and for the file system alone. S3 needs what Orbax does
+for gs://, with another driver: so three functions of Orbax that look at an address are replaced by
+ours, which know both. The tests with servers notice when Orbax no longer calls them.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from maxramp.model.parts.weights import is_weight
 from maxramp.training.keys import OPTIMIZERS
 from maxramp.training.state import TrainState
 
-# What it has to say is in the errors it raises; on stderr it would be pages.
+# The errors that they raise say enough; on stderr they would print pages.
 for _name in ("absl", "asyncio"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -46,15 +46,16 @@ _report = sys.unraisablehook
 
 
 def _report_unless_late(event: Any) -> None:
-    """Python's hook: Orbax closes the event loop of a save that fails while its other writes go on,
-    and for what comes of these there is nobody to raise it to."""
+    """Replaces Python's hook. Orbax closes the event loop of a save that fails while its other
+    writes run; nobody is left to raise their errors to.
+    """
     if str(event.exc_value) != "Event loop is closed":
         _report(event)
 
 
 sys.unraisablehook = _report_unless_late
 
-# What TensorStore says of them stands among paths and line numbers of its own.
+# TensorStore's messages have them among paths and line numbers of its own.
 _DISK_ERRORS = (
     *("No space left on device", "Read-only file system", "Disk quota exceeded"),
     *("File too large", "Input/output error", "Permission denied"),
@@ -67,16 +68,16 @@ _IN_PLACE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_F
 
 
 class _Path(PosixGPath):
-    """An address whose mark of an unfinished deletion, which Orbax looks for, is known not to be.
+    """An address without the mark of an unfinished deletion, for which Orbax would ask the storage.
 
-    It is Orbax's own way of deleting that leaves it, and maxramp deletes in another.
+    Only Orbax's own way of deleting leaves it, and maxramp deletes in another way.
     """
 
     def exists(self) -> bool:
         return self.name != "_CHECKPOINT_DELETION" and super().exists()
 
 
-_UNSEEN = ocp.options.FileOptions(path_class=_Path, skip_sync_file_validations=True)
+_UNCHECKED = ocp.options.FileOptions(path_class=_Path, skip_sync_file_validations=True)
 
 
 def _store(path: str) -> dict[str, Any]:
@@ -96,12 +97,14 @@ _ARRAY_KEYS = (
 )
 
 
-# What spikes are compared with: a start may turn it on or off, or take another interval.
+# What spikes are compared with: a start may turn it on or off, or use another interval.
 _RECENT = "recent"
 
 
 def items_of(state: TrainState) -> dict[str, Any]:
-    """A state as it is stored: the weights can be read alone, of adapted ones the adapters."""
+    """Returns a state as it is stored: the weights can be read alone. Of adapted weights only the
+    adapters are stored.
+    """
     names = ("consumed_samples", "buffers", "opt_state", "bad_steps")
     items = {
         "model": stored_part(state.model),
@@ -111,13 +114,13 @@ def items_of(state: TrainState) -> dict[str, Any]:
 
 
 def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, str]:
-    """What is written of each, as float32[2, 3]."""
+    """Describes each array of some items as dtype and shape, such as float32[2, 3]."""
     leaves = named_leaves({name: tree.get(name) for name in names})
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()}
 
 
 def named_leaves(items: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a tree by their names, as model.embedding."""
+    """Returns the arrays of a tree by their names, such as model.embedding."""
     return {_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(items)}
 
 
@@ -127,7 +130,7 @@ def _path(path: Any) -> str:
 
 
 def _stored_leaves(checkpoint: Checkpoint, items: dict[str, Any]) -> dict[str, str]:
-    """`_leaves` of what a checkpoint has of some items."""
+    """Describes the arrays that a checkpoint has of some items, as `_leaves` does."""
     if isinstance(checkpoint, Snapshot):
         leaves = checkpoint.arrays.items()
         return {name: f"{x}{shape}" for name, (x, shape) in leaves if name.split(".")[0] in items}
@@ -163,16 +166,18 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
 def restore(
     checkpoint: Checkpoint, abstract: TrainState, base: Decoder | None = None
 ) -> TrainState:
-    """The state of a checkpoint, which holds no `base` of adapted weights, with the shapes,
-    dtypes and shardings of `abstract`.
+    """Restores the state of a checkpoint with the shapes, dtypes and shardings of `abstract`. A
+    checkpoint of adapters does not hold their `base`.
     """
     items = items_of(abstract)
-    if recent := items.pop(_RECENT, None):
-        recent = {_RECENT: recent}
-        is_there = _stored_leaves(checkpoint, recent) == _leaves(recent, recent)
-        items |= recent if is_there else {}
-    is_snapshot = isinstance(checkpoint, Snapshot)
-    loaded = _collect(checkpoint, items) if is_snapshot else load(checkpoint.path, items)
+    if _RECENT in items:
+        recent = {_RECENT: items[_RECENT]}
+        if _stored_leaves(checkpoint, recent) != _leaves(recent, recent):
+            del items[_RECENT]
+    if isinstance(checkpoint, Snapshot):
+        loaded = _collect(checkpoint, items)
+    else:
+        loaded = load(checkpoint.path, items)
     model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
     recent = loaded.get(_RECENT) or jax.tree.map(_zeros, abstract.recent)
     return dataclasses.replace(abstract.with_model(model), **loaded["optimizer"], recent=recent)
@@ -184,7 +189,7 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:
-    """`load` of a snapshot, from the nodes."""
+    """Reads the arrays of a snapshot from the nodes, as `load` does those of a checkpoint."""
 
     def collect(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -199,7 +204,7 @@ def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """What a library raised, in a line; of the disk's errors the name."""
+    """Describes what a library raised in one line; an error of the disk by its name."""
     text = " ".join(str(error).split())
     known = [] if isinstance(error, OSError) else [name for name in _DISK_ERRORS if name in text]
     return known[0] if known else errors.reason_of(error)[:300]
@@ -207,28 +212,27 @@ def reason_of(error: Exception) -> str:
 
 def save(path: Place, state: TrainState) -> Callable[[], None]:
     """Copies a state from the devices, and writes it in threads of Orbax; returns what waits until
-    its arrays are written on all processes.
+    all processes have written its arrays.
 
-    An array of all layers is stored by layer, so that reading one reads no other. With an object
-    storage nothing is asked before the arrays are copied: that there is no checkpoint of this
-    number is known.
+    An array of all layers is stored by layer, so that reading one reads no other. An object storage
+    is not asked for anything before the arrays are copied: it has no checkpoint of this number.
     """
     items = order_by_layer(items_of(state))
     leaves = jax.tree_util.tree_leaves_with_path(items, is_leaf=is_weight)
-    stacks = {_path(at[1:]) for at, leaf in leaves if is_weight(leaf) and leaf.layers}
+    stacks = {_path(path[1:]) for path, leaf in leaves if is_weight(leaf) and leaf.layers}
     by_layer = ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
     options = {"array_options": ocp.options.ArrayOptions()}
-    options["array_options"].saving.scoped_storage_options_creator = lambda at, _: (
-        by_layer if _path(at) in stacks else None
+    options["array_options"].saving.scoped_storage_options_creator = lambda key, _: (
+        by_layer if _path(key) in stacks else None
     )
     if not is_near(path):
-        options["file_options"] = _UNSEEN
+        options["file_options"] = _UNCHECKED
     with ocp.Context(atomicity_options=_IN_PLACE, **options):
         return ocp.save_checkpointables_async(os.fspath(path), items).result
 
 
 def load(path: Place, abstract: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a checkpoint, with the shapes, dtypes and shardings of `abstract`, by name."""
+    """Reads arrays of a checkpoint, with the names, shapes, dtypes and shardings of `abstract`."""
     with _reading(path):
         loaded = ocp.load_checkpointables(os.fspath(path), order_by_layer(abstract))
     return order_by_stage(loaded, abstract)
@@ -251,8 +255,8 @@ def _reading(path: Place) -> Iterator[None]:
 
 
 def stored_arrays(path: Place) -> Iterator[np.ndarray]:
-    """The arrays of a checkpoint, in order, read a few at a time. A TornError where one cannot be
-    read, a MemoryError or JaxRuntimeError where it does not fit into memory here.
+    """Reads the arrays of a checkpoint in order, a few at a time. Raises a TornError if one cannot
+    be read, a MemoryError or JaxRuntimeError if it does not fit into memory here.
     """
     try:
         stored = ocp.checkpointables_metadata(os.fspath(path)).metadata

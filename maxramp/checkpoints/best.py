@@ -11,8 +11,8 @@ class Best:
     """The best checkpoint among those that were added."""
 
     def __init__(self, how: str, evaluations: Mapping[str, str]):
-        """`how` is "lowest NAME" or "highest NAME", "" where no checkpoint is the best; numbers of
-        other `evaluations` (`DataIdentity`) do not compare.
+        """Begins without a checkpoint. `how` is "lowest NAME" or "highest NAME", "" if none is the
+        best; numbers of other `evaluations` (`DataIdentity`) do not compare.
         """
         self._how, self._evaluations = how, evaluations
         self._way, _, self._name = how.partition(" ")
@@ -50,5 +50,5 @@ class Best:
 
 
 def select_kinds(numbers: Mapping[str, Any], kinds: Collection[str]) -> dict[str, Any]:
-    """What is known of evaluations of these kinds, the first words of the names."""
+    """Selects the numbers of some kinds of evaluations: the first words of their names."""
     return {name: x for name, x in numbers.items() if name.partition("_")[0] in kinds}

@@ -1,7 +1,7 @@
-"""What a start changes in its run, against the checkpoint that it continues from."""
+"""What a start changes in its run since the checkpoint that it continues from."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from maxramp.checkpoints.folder import Checkpoint
@@ -26,9 +26,9 @@ def changes_since(
     data: DataIdentity,
     versions: Mapping[str, str],
 ) -> str:
-    """The keys and versions that a start changes against its checkpoint, in one line; "" for none.
-    Refuses what makes the run another one, unless `allow_changed` names it. Mixtures to come may
-    differ.
+    """Lists in one line the keys and versions that a start changes since its checkpoint; "" for
+    none. Refuses what makes the run another one, unless `allow_changed` names it. Mixtures to come
+    may differ.
     """
     pairs = checkpoint.differences(values)
     pairs.pop("allow_changed", None)
@@ -64,16 +64,16 @@ def seen_mixtures(mixtures: Sequence[Any], consumed_samples: int) -> list[Any]:
 
 
 def _changed_parts(checkpoint: Checkpoint, data: DataIdentity) -> tuple[str, str]:
-    """The parts that differ, then and now; a name alone makes no difference."""
+    """Describes the parts that differ, then and now; a name alone makes no difference."""
     both = itertools.zip_longest(checkpoint.parts, data.parts)
     pairs = [pair for pair in both if not all(pair) or pair[0][1:] != pair[1][1:]]
     if not pairs:
         return checkpoint.corpus_hash, data.hash
-    then, now = (_parts([part for part in of if part]) for of in zip(*pairs, strict=True))
-    return then, now
+    then, now = zip(*pairs, strict=True)
+    return _parts(filter(None, then)), _parts(filter(None, now))
 
 
-def _parts(parts: Sequence[Any]) -> str:
+def _parts(parts: Iterable[Any]) -> str:
     shown = (
         f"{name}{f' weight {weight:g}' if weight != 1 else ''}{f' (hash {x})' if x else ''}"
         for name, weight, x in parts

@@ -7,7 +7,7 @@ checkpoints/
   120.torn/           what a restart found damaged and moved aside
 
 checkpoint.json is written last and removed first, on a disk and in an object storage: a number
-without it is a save that runs or was killed, or what a removal left: not a checkpoint.
+without it is an unfinished save or removal, and not a checkpoint.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from maxramp.stage import ROPE_KEYS, RopeKeys
 
 FILE = "checkpoint.json"
 TORN = ".torn"
-BEST = "best"  # in the place of a number, the best checkpoint
+BEST = "best"  # names the best checkpoint instead of a number
 _FORMAT = 1  # of the file: a later version can tell
 _ARRAYS = ("model", "optimizer", "recent", "_CHECKPOINT_METADATA")
 _ARRAYS += ("commit_success.txt", "orbax.checkpoint")
@@ -35,7 +35,7 @@ _STEP = re.compile("0|[1-9][0-9]*")
 
 
 class TornError(ConfigError):
-    """The checkpoint at `path` is damaged: `what` of it, in a few words."""
+    """The checkpoint at `path` is damaged; `what` describes it in a few words."""
 
     def __init__(self, path: Place, what: str):
         super().__init__(
@@ -47,63 +47,64 @@ class TornError(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Where a checkpoint stands and what it was trained with."""
+    """A checkpoint without its arrays: where the run stood and what it was trained with."""
 
     kind = "checkpoint"
 
     path: Place
     step: int  # steps done = the next step
     consumed_samples: int
-    stages: list[dict[str, Any]]  # of the run, as trained and as planned, as in plan.json
+    stages: list[dict[str, Any]]  # of the run, trained and planned, as in plan.json
     corpus_hash: str
     config: dict[str, Any]  # of all keys, resolved
     versions: dict[str, str]  # of Python and the packages that decide the arithmetic
-    reference: str = ""  # fingerprint of the weights to stay near to, where there are any
+    # fingerprint of the weights that the run adapts or stays near to, "" without any
+    reference: str = ""
     # as in `DataIdentity`; of the mixtures after the first, those that it has seen
     parts: list[Any] = dataclasses.field(default_factory=list)
     mixtures: list[Any] = dataclasses.field(default_factory=list)
     evaluations: dict[str, str] = dataclasses.field(default_factory=dict)
-    # the numbers of the evaluations after its last step, by the names of metrics.jsonl
+    # numbers of the evaluations after its last step, by the names of metrics.jsonl
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
-    saved: str = ""  # what no other save has: the name of this state
-    # of the checkpoints that the run began with, their `saved` by the keys that give them
+    saved: str = ""  # the unique id of this save
+    # `saved` of the checkpoints that the run began with, by the keys that name them
     first: dict[str, str] = dataclasses.field(default_factory=dict)
-    # the evaluations that were due after its last step and did not come (`EvalKeys.due`)
-    owes: list[str] = dataclasses.field(default_factory=list)
-    # of a run with rampup_policy=noise, what it decides by (`NoisePolicy`)
+    # what a run with rampup_policy=noise decides by (`NoisePolicy`)
     noise: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         return str(self.path)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields but its path."""
+        """Returns all fields but its path."""
         fields = dataclasses.fields(Checkpoint)
         return {f.name: getattr(self, f.name) for f in fields if f.name != "path"}
 
     def stages_of_run(self) -> list[dict[str, Any]]:
-        """The stages that the run takes, at least one: a ramp may have more behind its end."""
+        """Returns the stages that the run reaches, at least one: a ramp may have more behind its
+        end.
+        """
         keys = BatchKeys.from_values(base.base() | self.config)
-        end, of = (keys.steps, "step") if keys.steps != -1 else (keys.total_samples, "sample")
+        end, unit = (keys.steps, "step") if keys.steps != -1 else (keys.total_samples, "sample")
         if keys.total_tokens != -1:
             trained = trained_stages(self.stages, self.step)
             tokens = sum(s["samples"] * s["max_target_length"] for s in trained)
             end = self.consumed_samples - (tokens - keys.total_tokens) // keys.max_target_length
-        return self.stages[:1] + [s for s in self.stages[1:] if s[f"first_{of}"] < end]
+        return self.stages[:1] + [s for s in self.stages[1:] if s[f"first_{unit}"] < end]
 
     def stage(self) -> dict[str, Any]:
-        """Of the next step; after the last, that one's."""
+        """Returns the stage of the next step; after the last step, that of the last one."""
         return [stage for stage in self.stages_of_run() if stage["first_step"] <= self.step][-1]
 
     @property
     def rope_keys(self) -> RopeKeys:
-        """What tokens saw in the stage of the last step; before the first, of that."""
+        """What tokens saw in the last step; before the first step, what they see in that."""
         trained = [stage for stage in self.stages[1:] if stage["first_step"] < self.step]
         stage = base.base() | [self.stages[0], *trained][-1]
         return RopeKeys(**{name: stage[name] for name in ROPE_KEYS})
 
     def differences(self, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Keys that both have with different values: (there, here)."""
+        """Returns the keys that both have with different values: (value before, value now)."""
         before, now = self.config, json.loads(json.dumps(dict(values)))
         return {
             name: (before[name], now[name])
@@ -117,7 +118,7 @@ def is_step(name: str) -> bool:
 
 
 def steps_in(folder: Place) -> list[int]:
-    """The steps of the checkpoints in a folder, the oldest first, torn ones included."""
+    """Lists the steps of the checkpoints in a folder, the oldest first, torn ones included."""
     return sorted(int(path.name) for path in step_folders(folder) if is_committed(path))
 
 
@@ -126,16 +127,16 @@ def step_folders(folder: Place) -> list[Place]:
 
 
 def is_committed(path: Place) -> bool:
-    """Whether a folder is a checkpoint, torn or not, and not a save that runs or was killed."""
+    """Tells whether a folder is a checkpoint, torn or not, and not an unfinished save."""
     try:
         return (path / FILE).exists()
     except PermissionError:
-        return True  # `read` says that it may not be looked into
+        return True  # `read` names what may not be read
 
 
 def commit(checkpoint: Checkpoint) -> None:
-    """Commits a checkpoint whose arrays are written, or adds to a committed one. After an OSError
-    it does not count.
+    """Makes a checkpoint count whose arrays are written, or rewrites the record of one that counts.
+    After an OSError it does not count.
     """
     files = {name: size for name, size in sizes(checkpoint.path).items() if name != FILE}
     values = {"format": _FORMAT, "files": files} | checkpoint.to_json()
@@ -143,18 +144,18 @@ def commit(checkpoint: Checkpoint) -> None:
 
 
 def remove(path: Place) -> None:
-    """Removes a checkpoint; after a kill, what is left of it does not count. Raises an OSError if
-    it is still there.
+    """Removes a checkpoint; after a kill, what is left of it does not count. An OSError says that
+    nothing is removed.
     """
     (path / FILE).unlink()
     remove_tree(path)
 
 
 def discard(folder: Place) -> list[Place]:
-    """Removes from a folder of checkpoints what saves and removals left that failed or were killed;
-    returns them.
+    """Removes unfinished checkpoints from a folder, which saves and removals left that failed or
+    were killed; returns them. Called while no save runs.
 
-    What holds anything else than arrays of ours is somebody's, and stays. No save is going on.
+    A folder with anything else than arrays of ours is somebody's, and stays.
     """
     removed = []
     for path in step_folders(folder):
@@ -167,8 +168,8 @@ def discard(folder: Place) -> list[Place]:
 
 
 def read(path: Place) -> Checkpoint:
-    """Reads what stands beside a checkpoint's arrays; a TornError where a file is missing, too
-    short or damaged.
+    """Reads a checkpoint without its arrays; raises a TornError if a file is missing, too short or
+    damaged.
     """
     try:
         values = json.loads((path / FILE).read_bytes())
@@ -200,7 +201,7 @@ def read(path: Place) -> Checkpoint:
 
 
 def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
-    """The newest whole checkpoint of a folder, if there is one, and what is torn after it."""
+    """Reads the newest whole checkpoint of a folder; returns also the torn ones after it."""
     torn = []
     for step in reversed(steps_in(folder)):
         try:
@@ -211,28 +212,30 @@ def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
 
 
 def read_whole(folder: Place) -> Iterator[Checkpoint]:
-    """The checkpoints of a folder that are whole, the oldest first."""
+    """Reads the checkpoints of a folder that are whole, the oldest first."""
     for step in steps_in(folder):
         with contextlib.suppress(TornError):
             yield read(folder / str(step))
 
 
 def find_best(folder: Place) -> Place:
+    """Finds the best checkpoint of a folder, as its newest one defines it (`checkpoint_best`)."""
     last, _ = newest(folder)
-    how = last.config.get("checkpoint_best") if last else ""
-    best = Best(how or "", last.evaluations if last else {})
-    for checkpoint in read_whole(folder) if how else ():
-        best.add(checkpoint.step, checkpoint.evaluation, checkpoint.evaluations)
-    if best.step is None:
+    why = "no checkpoint there"
+    if last:
+        how = last.config.get("checkpoint_best", "")
         why = f"none has a number for checkpoint_best={how}" if how else "checkpoint_best not given"
-        why = why if last else "no checkpoint there"
-        raise ConfigError(f"{folder / BEST}: {why}; give a checkpoint by its number")
-    return folder / str(best.step)
+        best = Best(how, last.evaluations)
+        for checkpoint in read_whole(folder) if how else ():
+            best.add(checkpoint.step, checkpoint.evaluation, checkpoint.evaluations)
+        if best.step is not None:
+            return folder / str(best.step)
+    raise ConfigError(f"{folder / BEST}: {why}; give a checkpoint by its number")
 
 
 def find(path: Place) -> Place:
-    """The checkpoint that a path means: itself, the newest of a checkpoints or run folder, or the
-    best (CHECKPOINTS/best).
+    """Finds the checkpoint that a path names: itself, the newest of a checkpoints or run folder, or
+    the best (CHECKPOINTS/best).
     """
     path = place(path).absolute()
     for folder in (path / "checkpoints", path):

@@ -1,7 +1,7 @@
-"""Parts of files on their way between the processes of a job, over connections of their own.
+"""Reads parts of files from other processes of a job, over connections of its own.
 
-Every process serves its folder in threads. Who connects has to know the job's secret; a request is
-a file's name, an offset and a number of bytes, as JSON.
+Every process serves its folder in threads. A client must know the job's secret; a request is a
+file's name, an offset and a number of bytes, as JSON.
 """
 
 import contextlib
@@ -19,11 +19,13 @@ from jax._src import distributed  # whose address has no public name
 from maxramp.checkpoints.pieces import read_part
 from maxramp.errors import START_AGAIN, PeerLostError
 
-_CHUNK = 1 << 26  # bytes of a file that are asked for at once
+_CHUNK = 1 << 26  # bytes of a file in a request
 
 
 def _own_host() -> str:
-    """Where other processes reach this one: its address towards process 0, whose own they know."""
+    """Returns where other processes reach this one: its address towards process 0, whose own they
+    know.
+    """
     address = distributed.global_state.coordinator_address or "127.0.0.1:0"
     host = address.rpartition(":")[0].strip("[]")
     if jax.process_index() == 0:
@@ -51,7 +53,7 @@ class Server:
 
     def _accept(self) -> None:
         while True:
-            with contextlib.suppress(OSError):  # it was gone again
+            with contextlib.suppress(OSError):  # the client has left
                 link = self._listener.accept()
                 threading.Thread(target=self._answer, args=(link,), daemon=True).start()
 

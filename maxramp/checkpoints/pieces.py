@@ -1,7 +1,7 @@
 """The file of a snapshot: the pieces of a state's arrays that one process keeps.
 
-The pieces stand one after another. Behind them come their index and all of the checkpoint's fields
-as JSON, and its length in 8 bytes. A file gets its name when all of it is written.
+The pieces stand one after another. Behind them come, as JSON, their index and all fields of the
+checkpoint, and the length of this JSON in 8 bytes. A file gets its name when all of it is written.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     checksum: int
 
     def overlap(self, start: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any] | None:
-        """Where it meets another part of its array: slices of itself, and of that part."""
+        """Returns where it meets another part of its array: slices of itself, and of that part."""
         own, other = [], []
         for a, m, b, n in zip(self.start, self.shape, start, shape, strict=True):
             low, high = max(a, b), min(a + m, b + n)
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot(Checkpoint):
-    """A checkpoint whose arrays lie with the nodes; `path` is the one that it would have."""
+    """A checkpoint whose arrays lie with the nodes; `path` is where its checkpoint would be."""
 
     kind = "snapshot"
 
@@ -74,7 +74,7 @@ class Snapshot(Checkpoint):
 def list_files(folder: pathlib.Path) -> list[FileName]:
     names = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        with contextlib.suppress(ValueError):  # an unfinished one
+        with contextlib.suppress(ValueError):  # other files, such as an unfinished one
             step, start, process, processes = path.name.split(".")
             names.append(FileName(int(step), start, int(process), int(processes)))
     return sorted(names)
@@ -119,7 +119,7 @@ def read_part(path: pathlib.Path, offset: int, size: int) -> bytes:
 
 
 def verify(path: pathlib.Path) -> dict[str, Any] | None:
-    """What stands behind the pieces, if all of them are as they were written."""
+    """Reads what stands behind the pieces; None if one is not as it was written."""
     try:
         with open(path, "rb") as file:
             end = file.seek(-_LENGTH, os.SEEK_END)

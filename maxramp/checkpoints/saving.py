@@ -21,20 +21,20 @@ from maxramp.processes import agreement
 
 
 class Poll:
-    """Whether some process says yes, without waiting: what is asked behind one step travels through
-    the devices and is answered behind the next. Every process asks at the same steps.
+    """A vote of all processes that never waits: a question that is asked after one step travels
+    through the devices and is answered after the next. Every process asks at the same steps.
     """
 
     def __init__(self):
         self._any, self._answer = jax.jit(jnp.max), None
 
-    def ask(self, mine: bool) -> None:
+    def ask(self, vote: bool) -> None:
         by_device = NamedSharding(line(), BY_DEVICE)
-        answers = np.full(jax.local_device_count(), mine)
+        answers = np.full(jax.local_device_count(), vote)
         self._answer = self._any(jax.make_array_from_process_local_data(by_device, answers))
 
     def answer(self) -> bool:
-        """To the last question, once; no without one."""
+        """Tells whether some process voted yes to the last question; False if nobody has asked."""
         answer, self._answer = self._answer, None
         return answer is not None and bool(answer)
 
@@ -47,7 +47,7 @@ class Saves:
         self.newest: int | None = None  # the step of the newest that is whole
         self._failed_in_a_row = 0
         self._current: tuple[int, concurrent.futures.Future] | None = None
-        self._late: int | None = None  # the save of which it was said that it takes long
+        self._late: int | None = None  # the save that a warning called late
         self._due = Poll()
         self.restart_clock()
 
@@ -55,7 +55,7 @@ class Saves:
         self._since = time.monotonic()
 
     def is_time(self) -> bool:
-        """Whether checkpoint_period_minutes have passed since the end of the last save.
+        """Tells whether checkpoint_period_minutes have passed since the end of the last save.
 
         Asked once a step; the same answer on every process. Their clocks differ, and all must save
         the same step, so the first process's clock counts.
@@ -70,10 +70,11 @@ class Saves:
         return before
 
     def is_late(self, step: int) -> bool:
-        """Whether the last save still runs at `step` and must not be waited for; says so once.
+        """Tells whether the last save still runs at `step` and the loop must not wait for it; warns
+        once.
 
-        A disk is waited for. An object storage may be away for an hour: then checkpoints are left
-        out until the save is done on all processes, or has failed on one.
+        The loop waits for a disk. An object storage may be away for an hour: then checkpoints are
+        skipped until the save is done on all processes, or has failed on one.
         """
         if is_near(self._folder) or self._current is None:
             return False
@@ -109,8 +110,8 @@ class Saves:
         self._current = step, future
 
     def check(self) -> None:
-        """Raises a TrainingError where too many saves in a row have failed, as far as one process
-        can tell.
+        """Raises a TrainingError if too many saves in a row have failed. Several processes look in
+        `settle` alone.
         """
         if self._current and jax.process_count() == 1 and self._current[1].done():
             self.settle()
@@ -156,7 +157,7 @@ class Saves:
 
 
 def _state_of(saving: concurrent.futures.Future) -> str | None:
-    """Why a save has failed, "" where it is done; None while it runs."""
+    """Returns why a save has failed, "" if it is done, None while it runs."""
     if not saving.done():
         return None
     return arrays.reason_of(error) if (error := saving.exception()) else ""

@@ -6,8 +6,7 @@ a folder are one node. When all files of all processes are there twice, the snap
 removed: so after the loss of any one node a whole one is left.
 
 The folder is LOCAL/maxramp-RUN-HASH, with a hash of the run's path. A snapshot counts if the run
-still holds its step of the start that took it (`Starts.hold`), and the records of all its steps;
-no other file there does.
+still holds its step of the start that took it (`Starts.hold`), and the records of all its steps.
 """
 
 import contextlib
@@ -49,9 +48,9 @@ from maxramp.processes import agreement
 from maxramp.training.state import TrainState
 
 _MEMORY = "/dev/shm"
-_FIRST = 4  # copies, by which their cost is told
-_SHARE = 0.01  # of the time, that copies should take the loop
-_LAST = 60.0  # seconds that the end of a job waits for the thread
+_MEASURED = 4  # the first copies, of which the log tells the cost
+_SHARE = 0.01  # of the loop's time for copies, for which the log names the period
+_END_SECONDS = 60.0  # that the end of a job waits for the thread
 
 
 class Snapshots:
@@ -76,7 +75,7 @@ class Snapshots:
         self._folder = local_folder(keys.local_checkpoint_directory, run)
         agreement.raise_everywhere(self._make_folder)
         self._server, stat = Server(self._folder, secret.encode()), self._folder.stat()
-        node = f"{_boot()} {stat.st_dev} {stat.st_ino}"
+        node = f"{_boot_id()} {stat.st_dev} {stat.st_ino}"
         addresses, nodes = zip(
             *agreement.all_gather_json([self._server.address, node]), strict=True
         )
@@ -84,16 +83,18 @@ class Snapshots:
             functools.partial(Peer, process, address, secret.encode())
             for process, address in enumerate(addresses)
         ]
-        of_nodes = [[p for p, x in enumerate(nodes) if x == one] for one in dict.fromkeys(nodes)]
-        at = next(i for i, processes in enumerate(of_nodes) if self._me in processes)
-        self._on_node = of_nodes[at]  # the processes of this node
+        processes_by_node = {name: [] for name in nodes}
+        for process, name in enumerate(nodes):
+            processes_by_node[name].append(process)
+        self._on_node = processes_by_node[node]  # the processes of this node
         self._rank = self._on_node.index(self._me)
-        # Those whose files this process copies.
-        before = of_nodes[at - 1] if len(of_nodes) > 1 else []
-        self._pulled = before[self._rank :: len(self._on_node)]
+        # The processes of the node before whose files this process copies.
+        index = list(processes_by_node).index(node)
+        before = list(processes_by_node.values())[index - 1] if len(processes_by_node) > 1 else []
+        self._copied_from = before[self._rank :: len(self._on_node)]
         self._poll, self._thread = Poll(), threading.Thread()
         # The first copies: after which step, when, and their seconds.
-        self._copied: list[tuple[int, float, float]] = []
+        self._copies: list[tuple[int, float, float]] = []
         self._is_warned = False
 
     def _make_folder(self) -> None:
@@ -106,7 +107,7 @@ class Snapshots:
             ) from None
 
     def is_due(self, done: int) -> bool:
-        """Whether to take one after `done` steps, and not while the last one is still written on
+        """Tells whether to take one after `done` steps: not while the last one is still written on
         some process. Asked after every step; the same answer on every process.
         """
         is_due = done % self._period == 0 and not self._poll.answer()
@@ -114,14 +115,14 @@ class Snapshots:
             self._poll.ask(self._thread.is_alive())
         return is_due
 
-    def take(self, record: Checkpoint, state: TrainState, prepared: Callable[[], None]) -> float:
-        """Copies a state that is there, and keeps it in the background; returns the seconds of the
-        copy. `prepared` waits, on the first process, for what a restart needs besides.
+    def save(self, record: Checkpoint, state: TrainState, prepared: Callable[[], None]) -> float:
+        """Copies the state of a finished step, and keeps it in the background; returns the seconds
+        of the copy. `prepared` waits, on the first process, for what a restart needs besides.
         """
         begin = time.perf_counter()
         kinds, pieces = _copy(state)
         seconds = time.perf_counter() - begin
-        self._advise(record.step, begin, seconds, sum(x.nbytes for _, _, x in pieces))
+        self._report_cost(record.step, begin, seconds, sum(x.nbytes for _, _, x in pieces))
 
         def write() -> None:
             if self._is_first:
@@ -139,16 +140,16 @@ class Snapshots:
     def _name(self, step: int, process: int) -> FileName:
         return FileName(step, self._start, process, jax.process_count())
 
-    def _advise(self, step: int, begin: float, seconds: float, size: int) -> None:
-        """Says once, after the first copies, what the slowest of them costs."""
-        if len(self._copied) == _FIRST:
+    def _report_cost(self, step: int, begin: float, seconds: float, size: int) -> None:
+        """Says once, after the first copies, what share of the time the slowest of them costs."""
+        if len(self._copies) == _MEASURED:
             return
-        self._copied.append((step, begin, seconds))
-        if len(self._copied) == _FIRST and self._is_first:
-            before, since, _ = self._copied[0]
-            copies = [seconds for *_, seconds in self._copied]
-            of_step = (begin - since - sum(copies[:-1])) / (step - before)
-            share = max(copies) / of_step
+        self._copies.append((step, begin, seconds))
+        if len(self._copies) == _MEASURED and self._is_first:
+            first_step, first_begin, _ = self._copies[0]
+            copies = [seconds for *_, seconds in self._copies]
+            step_seconds = (begin - first_begin - sum(copies[:-1])) / (step - first_step)
+            share = max(copies) / step_seconds
             self._say(
                 f"snapshot {size / 1e6:,.1f} MB of this process, copied in {max(copies):.2g} s: "
                 f"{share / self._period:.1%} of the time, and {_SHARE:.0%} at "
@@ -157,7 +158,7 @@ class Snapshots:
 
     def _keep(self, step: int, write: Callable[[], None]) -> None:
         def pull() -> None:
-            for process in self._pulled:
+            for process in self._copied_from:
                 name = str(self._name(step, process))
                 write_parts(self._folder / name, self._connect[process]().read_file(name))
 
@@ -184,7 +185,7 @@ class Snapshots:
     def wait(self) -> None:
         """Waits until the last snapshot is kept, for a minute at most."""
         if self._thread.ident:
-            self._thread.join(_LAST)
+            self._thread.join(_END_SECONDS)
 
     def close(self, error: BaseException | None, saved: int | None) -> None:
         """Removes the snapshots up to a step whose checkpoint is `saved`, after an orderly end."""
@@ -198,8 +199,8 @@ class Snapshots:
     def find(
         self, checkpoints: Place, starts: Starts, before: Checkpoint | None, recorded: int
     ) -> Snapshot | None:
-        """Finds the newest whole snapshot behind a checkpoint that these `starts` hold, if its
-        steps are `recorded`. `checkpoints` is the folder that its checkpoint would be in.
+        """Finds the newest whole snapshot after a checkpoint that these `starts` hold, if its steps
+        are `recorded`. `checkpoints` is the folder that its checkpoint would be in.
         """
         own = [x for x in list_held(self._folder, starts, before) if x.step <= recorded]
         newer = {name[:2] for names in agreement.all_gather_json(own) for name in map(tuple, names)}
@@ -220,23 +221,27 @@ class Snapshots:
         self._clean(lambda name: name[:2] == self._resumed)
 
     def _open(self, path: Place, start: str, own: Sequence[FileName]) -> Snapshot | None:
-        """A snapshot, if every file of it is whole on some node; `own` are this node's."""
+        """Opens a snapshot, if every file of it is whole on some node; `own` are this node's."""
         wanted = int(path.name), start
-        mine = [name for name in own if name[:2] == wanted][self._rank :: len(self._on_node)]
-        verified = {str(name): verify(self._folder / str(name)) for name in mine}
-        whole = {name: index for name, index in verified.items() if index}
+        on_node = [name for name in own if name[:2] == wanted]
+        indices = {}  # of the files that this process finds whole
+        for name in map(str, on_node[self._rank :: len(self._on_node)]):
+            if index := verify(self._folder / name):
+                indices[name] = index
         files: dict[str, tuple[list[Piece], list[int]]] = {}  # pieces, and processes that have them
-        listed = {name: index["pieces"] for name, index in whole.items()}
-        for process, of_process in enumerate(agreement.all_gather_json(listed)):
-            for name, pieces in of_process.items():
+        listed = {name: index["pieces"] for name, index in indices.items()}
+        for process, pieces_by_file in enumerate(agreement.all_gather_json(listed)):
+            for name, pieces in pieces_by_file.items():
                 files.setdefault(name, ([Piece(*x) for x in pieces], []))[1].append(process)
         count = next((int(name.rpartition(".")[2]) for name in files), -1)
         if len(files) != count:
             return None
         source = min(process for _, processes in files.values() for process in processes)
-        index = next(iter(whole.values()), {})
-        own = [index["checkpoint"], index["arrays"]] if self._me == source else None
-        record, kinds = agreement.all_gather_json(own)[source]
+        described = None
+        if self._me == source:
+            index = next(iter(indices.values()))
+            described = index["checkpoint"], index["arrays"]
+        record, kinds = agreement.all_gather_json(described)[source]
         return Snapshot(path, **record, arrays=kinds, read=self._reader(kinds, files))
 
     def _reader(
@@ -268,7 +273,7 @@ class Snapshots:
 
 
 def local_folder(directory: str, run: Place) -> pathlib.Path:
-    """The folder of a run's snapshots on this node, by any path to the run."""
+    """Returns the folder of a run's snapshots on this node, the same by any path to the run."""
     run = run.resolve()
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
     directory = expand_path("local_checkpoint_directory", directory) or _MEMORY
@@ -277,14 +282,14 @@ def local_folder(directory: str, run: Place) -> pathlib.Path:
 
 
 def list_held(folder: pathlib.Path, starts: Starts, before: Checkpoint | None) -> list[FileName]:
-    """The files of snapshots behind a checkpoint that a run still holds, the newest last."""
+    """Lists the files of snapshots after a checkpoint that a run still holds, the newest last."""
     after = before.step if before else 0
     return [n for n in list_files(folder) if n.step > after and starts.hold(n.start, n.step)]
 
 
 def _copy(state: TrainState) -> tuple[Arrays, list[Values]]:
-    """The dtypes and shapes of all arrays, and this process's pieces on the host. Of the devices
-    that hold a piece one gives it, another for the next array.
+    """Returns the dtypes and shapes of all arrays, and this process's pieces on the host. One of
+    the devices that hold a piece gives it, another for the next array.
     """
     leaves = arrays.named_leaves(order_by_layer(arrays.items_of(state)))
     chosen = []
@@ -301,13 +306,13 @@ def _copy(state: TrainState) -> tuple[Arrays, list[Values]]:
 
 
 def _copy_piece(x: jax.Array) -> np.ndarray:
-    """A copy, where `np.asarray` is a view of what the next step takes too."""
+    """Copies a piece also where `np.asarray` returns a view of memory that the next step reuses."""
     (device,) = x.devices()
     return np.array(x) if device.platform == "cpu" else np.asarray(x)
 
 
 def _failure_of(work: Callable[[], None]) -> str:
-    """What ends a snapshot, whatever it is, and not the run."""
+    """Runs `work`; returns in a line whatever it raises, which ends a snapshot and not the run."""
     try:
         work()
         return ""
@@ -315,7 +320,7 @@ def _failure_of(work: Callable[[], None]) -> str:
         return f"process {jax.process_index()}: {arrays.reason_of(error)}"
 
 
-def _boot() -> str:
-    """What no other machine has, nor this one after it starts again."""
+def _boot_id() -> str:
+    """Returns an id that no other machine has, nor this one after it boots again."""
     path = pathlib.Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

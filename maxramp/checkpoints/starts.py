@@ -17,23 +17,23 @@ FILE = ".starts"
 
 
 class Starts(NamedTuple):
-    """The starts whose steps a run still holds: the id of each, and its first step, in order."""
+    """The starts whose steps a run still holds."""
 
-    begun: Sequence[tuple[str, int]] = ()
+    first_steps: Sequence[tuple[str, int]] = ()  # the id of each start and its first step, in order
     # `local_checkpoint_directory` of the last one; None where it took no snapshots
     directory: str | None = None
 
     def hold(self, start: str, step: int) -> bool:
-        """Whether the state after `step` steps of a start leads to where the run stands."""
-        ends = [*(first for _, first in self.begun[1:]), math.inf]
+        """Tells whether the run holds the state after `step` steps of a start."""
+        ends = [*(first for _, first in self.first_steps[1:]), math.inf]
         return any(
             name == start and first < step <= end
-            for (name, first), end in zip(self.begun, ends, strict=False)
+            for (name, first), end in zip(self.first_steps, ends, strict=False)
         )
 
     def begin(self, start: str, first_step: int, directory: str | None) -> "Starts":
-        """Adds a start; those that it goes back behind are left out."""
-        kept = [pair for pair in self.begun if pair[1] < first_step]
+        """Adds a start, and drops those that began at or after its first step."""
+        kept = [pair for pair in self.first_steps if pair[1] < first_step]
         return Starts([*kept, (start, first_step)], directory)
 
     def write(self, run: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ import math
 import platform
 import secrets
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from maxramp.checkpoints.starts import Starts
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import Place, is_near, place, set_aside
-from maxramp.files.run_folder import Disk
+from maxramp.files.run_folder import RunFiles
 from maxramp.processes import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import TrainState
@@ -43,27 +43,23 @@ class Checkpoints(contextlib.AbstractContextManager):
     def __init__(
         self,
         folder: Place,
-        kept: Disk,
+        files: RunFiles,
+        keys: CheckpointKeys,
         data: DataIdentity,
-        values: Mapping[str, Any],
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ):
-        """Every process of the job sees the `folder` of the checkpoints, which keep the `values` of
-        all keys, resolved. None counts before the records of `kept` are there. `say` takes a line,
-        and `warn` one about a fault that need not end the run.
+        """Opens the `folder` of the checkpoints, which every process of the job sees. None counts
+        before the records in `files` are written. `say` takes a line, and `warn` one about a fault
+        that need not end the run.
         """
-        self._keys = keys = CheckpointKeys.from_values(values)
+        self._keys = keys
         self._folder, self._warn = folder.absolute(), warn
-        self._run, self._kept = self._folder.parent, kept
+        self._run, self._files = self._folder.parent, files
         self._saves = Saves(self._folder, keys, warn)
-        self._data, self.values = data, values
-        # As in `DataIdentity`; of DPO, "eval_reference" comes when the reference is known.
-        self.evaluations = dict(data.evaluations)
-        self.best = Best(keys.checkpoint_best, self.evaluations)
-        # A fingerprint of the weights that the run stays near to, "" for none, that every
-        # checkpoint keeps.
-        self.reference = ""
+        self._data, self.reference = data, ""
+        self._evaluations = dict(data.evaluations)  # as in `DataIdentity`
+        self.best = Best(keys.checkpoint_best, self._evaluations)
         self._first: Mapping[str, str] = {}
         self._start = agreement.decide_on_first(lambda: secrets.token_hex(4))
         self.snapshots: Snapshots | None = None
@@ -72,7 +68,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             self._directory = keys.local_checkpoint_directory
             self.snapshots = Snapshots(keys, self._run, self._start, say, warn)
         self._position: Checkpoint | None = None
-        self.goes_on = False  # from a state of this run, and not that of another one
+        self.continues_run = False  # whether the job begins with a state of this run
         self._is_first = jax.process_index() == 0
         self._torn: list[Place] = []
 
@@ -91,9 +87,10 @@ class Checkpoints(contextlib.AbstractContextManager):
     def latest(
         self, first: Mapping[str, str] = types.MappingProxyType({}), recorded: int = 0
     ) -> Checkpoint | None:
-        """The newest whole checkpoint, or that of load_full_state_path, as the first process sees
-        it, or a newer snapshot; None without one. Nothing in the folder changes. `first` are the
-        weights of a run that begins, as in `Checkpoint`; the run has records of `recorded` steps.
+        """Finds the newest whole checkpoint, or that of load_full_state_path, as the first process
+        sees it, or a newer snapshot; None without one. Nothing in the folder changes. `first` are
+        the weights of a run that begins, as in `Checkpoint`; the run has records of `recorded`
+        steps.
         """
         self._first = first
         position = None
@@ -101,17 +98,19 @@ class Checkpoints(contextlib.AbstractContextManager):
             position = agreement.raise_everywhere(lambda: folder_lib.read(place(chosen)))
             if position.path.parent == self._folder:
                 self._saves.newest = position.step
-        self._starts = Starts(*agreement.decide_on_first(lambda: starts_lib.read(self._kept.here)))
+        self._starts = Starts(
+            *agreement.decide_on_first(lambda: starts_lib.read(self._files.local))
+        )
         if self.snapshots:
             newer = self.snapshots.find(self._folder, self._starts, position, recorded)
             position, self._first = (newer, newer.first) if newer else (position, first)
         self._name_passed_over(position, recorded)
-        self.goes_on = position is not None and position.path.parent == self._folder
+        self.continues_run = position is not None and position.path.parent == self._folder
         self._position = position
         return position
 
     def _name_passed_over(self, position: Checkpoint | None, recorded: int) -> None:
-        """Names a newer snapshot of the last start that this one does not look for, or that has
+        """Warns of a newer snapshot of the last start that this one does not look for, or that has
         more steps than are `recorded`.
         """
         if not self._is_first or (before := self._starts.directory) is None:
@@ -152,9 +151,15 @@ class Checkpoints(contextlib.AbstractContextManager):
             return str(folder_lib.find(place(elsewhere)))
         return str(position.path) if position else ""
 
-    def changes_since(self, checkpoint: Checkpoint) -> str:
+    def changes_since(self, checkpoint: Checkpoint, values: Mapping[str, Any]) -> str:
         allowed = self._keys.allow_changed
-        return changes_since(checkpoint, self.values, allowed, self._data, versions())
+        return changes_since(checkpoint, values, allowed, self._data, versions())
+
+    def keep_reference(self, fingerprint: str) -> None:
+        """Keeps in every checkpoint the fingerprint of the weights that the run adapts or stays
+        near to. Numbers of evaluations under others do not compare.
+        """
+        self.reference = self._evaluations["eval_reference"] = fingerprint
 
     def start_saving(self) -> list[Place]:
         """Begins the part of the run that this start trains, called when nothing can be refused any
@@ -175,16 +180,16 @@ class Checkpoints(contextlib.AbstractContextManager):
         return unfinished
 
     def _begin(self) -> None:
-        before, position = self._starts if self.goes_on else Starts(), self._position
+        before, position = self._starts if self.continues_run else Starts(), self._position
         starts = before.begin(self._start, position.step if position else 0, self._directory)
         try:
-            starts.write(self._kept.here)
-            self._kept.publish()  # a kill before the mirror's first round leaves it in the storage
+            starts.write(self._files.local)
+            self._files.publish()  # a kill before the mirror's first round leaves it in the storage
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
-        """The same answer on every process."""
+        """Tells whether to save after `step` steps; the same answer on every process."""
         keys = self._keys
         if not keys.enable_checkpointing:
             return False
@@ -202,25 +207,24 @@ class Checkpoints(contextlib.AbstractContextManager):
         step: int,
         consumed_samples: int,
         stages: list[dict[str, Any]],
+        config: Mapping[str, Any],
         evaluation: Mapping[str, float] = types.MappingProxyType({}),
-        owes: Sequence[str] = (),
         noise: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> Checkpoint:
-        """What is to be saved beside the state after `step` steps, as in `Checkpoint`."""
+        """Returns what is to be saved beside the state after `step` steps, as in `Checkpoint`."""
         return Checkpoint(
             path=self._folder / str(step),
             step=step,
             consumed_samples=consumed_samples,
             stages=stages,
             corpus_hash=self._data.hash,
-            config=dict(self.values),
+            config=dict(config),
             versions=versions(),
             reference=self.reference,
             parts=list(self._data.parts),
             mixtures=seen_mixtures(self._data.mixtures, consumed_samples),
-            evaluations=dict(self.evaluations),
+            evaluations=dict(self._evaluations),
             evaluation=_finite(evaluation),
-            owes=list(owes),
             noise=dict(noise),
             first=dict(self._first),
         )
@@ -246,21 +250,21 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def take_snapshot(self, record: Checkpoint, state: TrainState) -> float:
         """Takes a snapshot of a state that is there; returns the seconds that the copy took."""
-        return self.snapshots.take(record, state, _begin(self._kept.flush))
+        return self.snapshots.save(record, state, _begin(self._files.flush))
 
-    def make_up(self, step: int, evaluation: Mapping[str, float]) -> None:
-        """Adds to this run's last checkpoint the numbers of the evaluations that it owes; nothing
-        where it is another run's. A TrainingError says that they cannot be written.
+    def add_evaluation(self, step: int, evaluation: Mapping[str, float]) -> None:
+        """Adds numbers of evaluations to the run's newest checkpoint, if it is that after `step`
+        steps. A TrainingError says that they cannot be written.
         """
 
         def write() -> None:
             saved = folder_lib.read(self._folder / str(step))
             numbers = saved.evaluation | _finite(evaluation)
             kinds = {name.partition("_")[0] for name in evaluation}
-            evaluations = saved.evaluations | select_kinds(self.evaluations, kinds)
-            whole = dataclasses.replace(saved, evaluation=numbers, evaluations=evaluations, owes=[])
+            evaluations = saved.evaluations | select_kinds(self._evaluations, kinds)
+            whole = dataclasses.replace(saved, evaluation=numbers, evaluations=evaluations)
             try:
-                self._kept.flush()()
+                self._files.flush()()
                 folder_lib.commit(whole)
             except OSError as error:
                 raise TrainingError(f"{whole.path}: {arrays.reason_of(error)}") from None
@@ -271,7 +275,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def _writer(self, checkpoint: Checkpoint, state: TrainState) -> Callable[[], None]:
         written = _begin(lambda: arrays.save(checkpoint.path, state))
-        recorded = _begin(self._kept.flush)
+        recorded = _begin(self._files.flush)
 
         def write() -> None:
             try:
@@ -323,7 +327,7 @@ def _begin(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
 
 
 def versions() -> dict[str, str]:
-    """What decides the arithmetic besides the config."""
+    """Returns the versions that decide the arithmetic besides the config."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
     return {"python": platform.python_version()} | {
         p: importlib.metadata.version(p) for p in packages

@@ -131,7 +131,8 @@ class ReadingKeys(Keys):
     grain_prefetch_buffer_gib: float = minimum(0)
 
 
-HELD_OUT, TASKS = "held_out", "tasks"  # what a state is evaluated on
+# What a state is evaluated on: the first words of the names of these numbers.
+HELD_OUT, TASKS = "eval", "task"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from maxramp.errors import ConfigError, one_line
 from maxramp.files import storage
 from maxramp.keys.section import is_object_storage
 
-MARK = ".folder"  # an object that makes a folder of an object storage be there
+MARK = ".folder"  # an object that makes a folder of an object storage exist
 _UNFINISHED = ".tmp"  # how the name of a file that is being written ends
 
 # What flock says on network and FUSE file systems that have no locks.
@@ -28,9 +28,9 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class ObjectPath(pathlib.PurePosixPath):
-    """An address in an object storage, with what that has of pathlib.Path; its errors: OSErrors."""
+    """An address in an object storage, with methods of pathlib.Path; its errors are OSErrors."""
 
-    kind = ""  # where a listing has just told it
+    kind = ""  # file or directory, if a listing has just told it
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
@@ -45,7 +45,7 @@ class ObjectPath(pathlib.PurePosixPath):
             raise failure(error, self) from None
 
     def spec(self) -> dict[str, Any]:
-        """What TensorStore calls a folder; it finds credentials where fsspec does."""
+        """Returns TensorStore's name of a folder; it finds credentials where fsspec does."""
         spec: dict[str, Any] = {"bucket": self.parts[1], "path": "/".join((*self.parts[2:], ""))}
         if self.parts[0] == "gs:":
             return {"driver": os.environ.get("TENSORSTORE_GCS_BACKEND", "gcs")} | spec
@@ -53,8 +53,8 @@ class ObjectPath(pathlib.PurePosixPath):
             ("endpoint", ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")),
             ("aws_region", ("AWS_REGION", "AWS_DEFAULT_REGION")),
         ):
-            if given := [os.environ[name] for name in names if os.environ.get(name)]:
-                spec[key] = given[0]
+            if values := [os.environ[name] for name in names if os.environ.get(name)]:
+                spec[key] = values[0]
         if os.environ.get("AWS_ACCESS_KEY_ID"):  # else it looks for files first, and complains
             spec["aws_credentials"] = {"type": "environment"}
         return {"driver": "s3"} | spec
@@ -76,7 +76,7 @@ class ObjectPath(pathlib.PurePosixPath):
         return self._look_up_kind() != ""
 
     def _look_up_kind(self) -> str:
-        """file or directory, "" for neither; an OSError where no answer comes."""
+        """Returns file or directory, "" for neither; an OSError says that no answer came."""
         try:
             return self.kind or self.ask("info")["type"]  # to some clients' isdir no answer is a no
         except FileNotFoundError:
@@ -90,7 +90,7 @@ class ObjectPath(pathlib.PurePosixPath):
                 yield path
 
     def glob(self, pattern: str) -> Iterator[Self]:
-        """What is below it by a pattern of each part, such as */branch.json; no ** among them."""
+        """Yields what a pattern for each part matches, such as */branch.json, but without **."""
         first, _, rest = pattern.partition("/")
         with contextlib.suppress(FileNotFoundError):
             for path in self.iterdir():
@@ -133,29 +133,30 @@ def place(text: str | os.PathLike) -> Place:
 
 
 def is_near(path: Place) -> bool:
-    """Whether the loop can wait for what is done there: a storage may be away for an hour."""
+    """Tells whether the loop can wait for what is done there: a storage may be away for an hour."""
     return not isinstance(path, ObjectPath)
 
 
 def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
-    """Bytes of every file in a folder, however deep, by its name below the folder. On a disk, of
-    those `names` alone where they are given, also behind links.
+    """Measures the files in a folder, however deep: bytes by their names below the folder. On a
+    disk, those `names` alone if there are any, also behind links.
     """
     if isinstance(folder, ObjectPath):
         start = len("/".join((*folder.parts[1:], "")))
-        found = {name[start:]: e["size"] for name, e in folder.ask("find", detail=True).items()}
-        return {name: size for name, size in found.items() if name and name[-1] != "/"}
+        objects = {name[start:]: e["size"] for name, e in folder.ask("find", detail=True).items()}
+        return {name: size for name, size in objects.items() if name and name[-1] != "/"}
     walked = (os.path.join(root, name) for root, _, files in os.walk(folder) for name in files)
-    found = {}
+    files = {}
     for name in names or (os.path.relpath(path, folder) for path in walked):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found[name] = (folder / name).stat().st_size
-    return found
+            files[name] = (folder / name).stat().st_size
+    return files
 
 
 def write_whole(path: Place, data: bytes) -> None:
-    """Writes a file at once: after a kill it is the old one or the new one, never a part. Of
-    several processes the last one's stays. An OSError names the file, as a failed write does not.
+    """Writes a file at once: after a kill it is the old one or the new one, never a part. If
+    several processes write it, the last one wins. An OSError names the file, as a failed write does
+    not.
     """
     if isinstance(path, ObjectPath):
         path.write_bytes(data)
@@ -175,7 +176,7 @@ def write_whole(path: Place, data: bytes) -> None:
 
 
 def keep_id(path: Place) -> str:
-    """The id that stands in a file; writes a random one if the file is not there."""
+    """Reads the id in a file; writes a random one if there is no file."""
     if not path.exists():
         write_whole(path, f"{secrets.token_hex(8)}\n".encode())
     return path.read_text().strip()
@@ -186,7 +187,7 @@ def is_unfinished(path: Place) -> bool:
 
 
 def can_make(folder: pathlib.Path) -> bool:
-    """Whether a folder is on this machine, or could be made."""
+    """Tells whether a folder is on this machine, or could be made."""
     above = next(filter(os.path.exists, (folder, *folder.absolute().parents)))
     return above == folder or os.access(above, os.W_OK | os.X_OK)
 
@@ -199,7 +200,7 @@ def make_folder(path: Place) -> None:
 
 
 def remove_tree(folder: Place) -> None:
-    """As far as that is possible."""
+    """Removes a folder with all that is in it, as far as that is possible."""
     if not isinstance(folder, ObjectPath):
         shutil.rmtree(folder, ignore_errors=True)
         return

@@ -1,13 +1,13 @@
-"""The folder of a run, wherever it is: one process takes it, all write under a path of theirs.
+"""The folder of a run, on a disk or in an object storage: one process claims it, all write to it.
 
 An object cannot be appended to, and a storage may be away for an hour. So a run's small files
 (metrics, event files, plan, pictures) are written to a local folder, and a thread sends those that
-have changed, now and then and before a checkpoint counts.
+have changed, every few seconds and before a checkpoint counts.
 
-Nor has a storage locks. A claim is an object that is written only as its writer last saw it (by its
-generation on Google's storage, its ETag on S3), so of two that want it one gets it. Its owner
-rewrites it every few seconds. A run that finds it unchanged for some time takes it over, and the
-owner, if it still runs, learns so at its next write. No clocks of two machines are compared; a
+An object storage has no locks. A claim is an object that is written only as its writer last saw it
+(by its generation on Google's storage, its ETag on S3), so of two that want it one gets it. Its
+owner rewrites it every few seconds. A run that finds it unchanged for some time takes it over, and
+the owner, if it still runs, learns so at its next write. No clocks of two machines are compared; a
 claim names its process, so its own machine can tell whether that has ended.
 """
 
@@ -98,22 +98,22 @@ class Claim:
                 self.renew()
 
     def _read(self) -> tuple[dict[str, Any], bytes]:
-        """Its content, empty where there is none, and its generation."""
-        found = self._answer(self._store.read(self._path.name))
+        """Reads the claim's content, empty without one, and its generation."""
+        claim = self._answer(self._store.read(self._path.name))
         try:
-            content = json.loads(found.value) if found.state == "value" else {}
+            content = json.loads(claim.value) if claim.state == "value" else {}
         except ValueError:
             content = {"owner": "another program"}
-        return content, found.stamp.generation
+        return content, claim.stamp.generation
 
     def _write(self, expected: bytes) -> bool:
         """Writes the claim if it still is what was expected; returns whether it was."""
         self._content["beat"] += 1
         data, began = json.dumps(self._content).encode(), time.monotonic()
-        found = self._answer(self._store.write(self._path.name, data, if_equal=expected))
-        if found.generation:
-            self._generation, self._renewed = found.generation, began
-        return bool(found.generation)
+        stamp = self._answer(self._store.write(self._path.name, data, if_equal=expected))
+        if stamp.generation:
+            self._generation, self._renewed = stamp.generation, began
+        return bool(stamp.generation)
 
     def _answer(self, future: Any) -> Any:
         try:
@@ -154,7 +154,7 @@ class Appending:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """An OSError names the file, and says how many records are lost."""
+        """Closes the file. An OSError names it, and says how many records are lost."""
         try:
             self.flush()
         except OSError as error:
@@ -164,43 +164,45 @@ class Appending:
             self._file.close()
 
 
-class Disk:
-    """A run's folder on a disk."""
+class RunFiles:
+    """The small files of a run, in its folder on a disk."""
 
     def __init__(self, folder: pathlib.Path, locked: IO | None = None):
-        self.here = folder  # the process writes into the folder itself
+        self.local = folder  # where the process writes: here the folder itself
         self._locked = locked  # until it is closed or the process ends
-        self.growing: list[Appending] = []  # the files that records go to
+        self.record_files: list[Appending] = []  # the files that records go to
 
     def check(self) -> None:
-        """It is locked."""
+        """Raises a TrainingError if another run has taken over the folder; a lock holds."""
 
-    close = check
+    def close(self) -> None:
+        """Sends what is not in the run's folder yet: nothing."""
 
     def publish(self) -> None:
         """Waits until the records outlive this machine, as checkpoints and snapshots do."""
-        for file in self.growing:
+        for file in self.record_files:
             file.sync()
 
     def flush(self) -> Callable[[], None]:
         """Hands all records to the file system: a checkpoint stands for steps that are recorded.
         Returns what waits, in another thread than the loop's, until they are in the run's folder.
         """
-        for file in self.growing:
+        for file in self.record_files:
             file.flush()
         return self.publish
 
 
-class Mirror(Disk):
-    """A run's folder in an object storage, for one process, which writes its files `here`."""
+class MirroredFiles(RunFiles):
+    """The small files of a run in an object storage, which a process writes to a local folder."""
 
     def __init__(self, folder: ObjectPath, warn: Callable[[str], None], claim: Claim | None):
-        """The process with a `claim` writes the run's own files, and first fetches those of earlier
-        starts; the others only send what they add. `warn` takes faults that need not end the run.
+        """Begins to send files. The process with a `claim` writes the run's own, and first fetches
+        those of earlier starts; the others only send what they add. `warn` takes a line about a
+        fault that need not end the run.
         """
         self._folder, self._warn, self._claim = folder, warn, claim
         super().__init__(pathlib.Path(tempfile.mkdtemp(prefix="maxramp-mirror-"), folder.name))
-        self.here.mkdir()
+        self.local.mkdir()
         self._sent: dict[str, tuple[int, int]] = {}  # modified when, and its size
         if claim:
             self._fetch()
@@ -212,8 +214,8 @@ class Mirror(Disk):
             self._claim.check()
 
     def publish(self) -> None:
-        """An OSError says that something is still to be sent, which is tried again later; a
-        TrainingError, that another run has taken the folder.
+        """Sends what has changed. An OSError says that something is still to be sent, which is
+        tried again later; a TrainingError, that another run has taken the folder.
         """
         with self._sending:
             if self._claim:
@@ -227,12 +229,12 @@ class Mirror(Disk):
         while left := self._failure():
             lasting = isinstance(left, TrainingError | FileNotFoundError)
             if lasting or time.monotonic() > deadline:
-                kept = f"is in {self.here}" if self.here.is_dir() else "is lost"
+                kept = f"is in {self.local}" if self.local.is_dir() else "is lost"
                 self._warn(f"{reason_of(left)}; what was not sent to {self._folder} {kept}")
                 break
             time.sleep(1)
         else:
-            shutil.rmtree(self.here.parent, ignore_errors=True)
+            shutil.rmtree(self.local.parent, ignore_errors=True)
         if self._claim:
             with contextlib.suppress(OSError):
                 self._claim.release()
@@ -243,7 +245,7 @@ class Mirror(Disk):
                 for path in (self._folder / part).iterdir():
                     if path.is_file() and path.name != ".lock":
                         name = str(path.relative_to(self._folder))
-                        file = self.here / name
+                        file = self.local / name
                         file.parent.mkdir(exist_ok=True)
                         file.write_bytes(path.read_bytes())
                         self._sent[name] = _state(file)
@@ -266,29 +268,33 @@ class Mirror(Disk):
             return error
 
     def _send(self) -> None:
-        """Removes there what the run has removed here, but not what a cleaner of /tmp has."""
-        kept = self.here / (_RECORDS if _RECORDS in self._sent else "")
-        if not kept.exists():
-            raise FileNotFoundError(errno.ENOENT, "removed under the run", str(kept))
-        # The records last: what a start cut off them is there before they are without it.
-        for path in sorted(self.here.rglob("*"), key=lambda path: path.name == _RECORDS):
+        """Sends what has changed, and removes what the run has removed, but not what a cleaner of
+        /tmp has.
+        """
+        needed = self.local / (_RECORDS if _RECORDS in self._sent else "")
+        if not needed.exists():
+            raise FileNotFoundError(errno.ENOENT, "removed under the run", str(needed))
+        # The records last: the file of those that a start dropped arrives before they are cut.
+        for path in sorted(self.local.rglob("*"), key=lambda path: path.name == _RECORDS):
             if path.suffix != ".tmp" and path.is_file():
-                name = str(path.relative_to(self.here))
+                name = str(path.relative_to(self.local))
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     state = _state(path)
                     if self._sent.get(name) != state:
                         (self._folder / name).write_bytes(path.read_bytes())
                         self._sent[name] = state
-        if _REMOVED in self._sent and not (self.here / _REMOVED).exists():
+        if _REMOVED in self._sent and not (self.local / _REMOVED).exists():
             (self._folder / _REMOVED).unlink()
             del self._sent[_REMOVED]
 
 
-def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk:
-    """A BlockingIOError names another `owner` that writes the folder."""
+def claim_folder(folder: Place, owner: str, warn: Callable[[str], None]) -> RunFiles:
+    """Claims the folder of a run for its first process. A BlockingIOError names another `owner`
+    that writes the folder.
+    """
     make_folder(folder / "checkpoints")
     if isinstance(folder, ObjectPath):
-        return Mirror(folder, warn, Claim(folder / ".lock", owner))
+        return MirroredFiles(folder, warn, Claim(folder / ".lock", owner))
     file = (folder / ".lock").open("a+")
     try:
         if warning := lock(file):
@@ -299,12 +305,14 @@ def take(folder: Place, owner: str, warn: Callable[[str], None]) -> Disk:
     file.truncate(0)
     file.write(owner)
     file.flush()
-    return Disk(folder, file)
+    return RunFiles(folder, file)
 
 
-def follow(folder: Place, warn: Callable[[str], None]) -> Disk:
-    """The folder of a run that another process has taken: what this one adds gets there too."""
-    return Mirror(folder, warn, None) if isinstance(folder, ObjectPath) else Disk(folder)
+def join_folder(folder: Place, warn: Callable[[str], None]) -> RunFiles:
+    """Opens the folder of a run that another process of the job has claimed: what this one adds
+    arrives there too.
+    """
+    return MirroredFiles(folder, warn, None) if isinstance(folder, ObjectPath) else RunFiles(folder)
 
 
 def _state(path: pathlib.Path) -> tuple[int, int]:
@@ -324,15 +332,17 @@ def this_process() -> dict[str, Any]:
 
 
 def is_gone(process: Any) -> bool:
-    """Whether `this_process` of another one says that it has ended; False where nobody can tell."""
-    here = this_process()
-    if not (here and isinstance(process, dict) and process.get("machine") == here["machine"]):
+    """Tells whether a process, identified by its `this_process`, has ended; False if nobody can
+    tell.
+    """
+    own = this_process()
+    if not (own and isinstance(process, dict) and process.get("machine") == own["machine"]):
         return False
     return start_time(process.get("pid")) != process.get("started")
 
 
 def start_time(pid: Any) -> str | None:
-    """When a process began, None if it has ended; process ids are given again."""
+    """Returns when a process began, None if it has ended: process ids are used again."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -23,7 +23,7 @@ _SPANS, _SPAN = 4, 1 << 14  # parts of a file that stand for its contents, and t
 
 
 def optional(module: str, package: str, purpose: str, extra: str = "data") -> ModuleType:
-    """Imports a module that only some data needs, of a package that an extra of ours has too."""
+    """Imports a module that only some data needs, from a package of our `extra`."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -39,16 +39,16 @@ def allow_many_files() -> None:
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is one of fsspec's, such as gs://bucket/file."""
+    """Tells whether a path is one of fsspec's, such as gs://bucket/file."""
     return "://" in path
 
 
 @functools.cache
 def store_of(protocol: str) -> Any:
     fsspec = optional("fsspec", "fsspec", f"{protocol}://")
-    # What it has to say is in the errors it raises; on stderr it would be pages.
+    # The errors that it raises say enough; on stderr it would print pages.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # A listing that is kept is an old one.
+    # A cached listing is an old one.
     fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
     try:
         # With the options of etils, which asks for Orbax: so both have one client.
@@ -71,8 +71,8 @@ def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
 
 
 def find(pattern: str) -> list[str]:
-    """Files and folders that a path, glob or URL with a glob matches, sorted. This process and its
-    children may from then on hold all of them open.
+    """Lists files and folders that a path, glob or URL with a glob matches, sorted. From then on
+    this process and its children may hold all of them open.
     """
     allow_many_files()
     return _ask(
@@ -95,8 +95,8 @@ def size_of(path: str) -> int:
 
 
 def version_of(path: str) -> tuple[Any, ...]:
-    """Changes when the file does; a copy's differs. Of a file on a disk it has the size, the times
-    and a hash of evenly spaced parts; of an object what the storage tells.
+    """Returns what changes when the file does; a copy's differs. For a file on a disk these are the
+    size, the times and a hash of evenly spaced parts, for an object what the storage tells.
     """
     return _ask(
         path,
@@ -131,16 +131,16 @@ def read_json(path: str) -> dict[str, Any]:
 
 def parse_json(path: str, data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not JSON ({error}); fetch it again") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds no JSON object; fetch it again")
-    return found
+    return value
 
 
 def map_bytes(path: str) -> Any:
-    """The bytes of a file, uint8, whose slices are read on access: from memory, or by ranges."""
+    """Opens the bytes of a file, uint8; its slices are read on access, from memory or by ranges."""
     if not (size := size_of(path)):
         return np.empty(0, np.uint8)
     # As a plain array: slices of a memmap take microseconds.
@@ -164,7 +164,7 @@ class _RemoteBytes:
 
 
 def read_range(path: str, start: int, stop: int) -> np.ndarray:
-    """The bytes [start, stop) of a file, uint8, in memory of their own."""
+    """Reads the bytes [start, stop) of a file, uint8, into memory of their own."""
     data = _ask(
         path,
         lambda: np.fromfile(path, np.uint8, stop - start, offset=start),

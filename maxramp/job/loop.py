@@ -88,9 +88,9 @@ class _After:
             self._job.output.write_decision(decision, schedule.ramp)
         return decision
 
-    def save(self, done: int, last: bool, owes: Sequence[str] = ()) -> None:
-        """Saves the state after `done` steps, as one that owes evaluations that are due."""
-        record = self._record(done, owes)
+    def save(self, done: int, last: bool) -> None:
+        """Saves the state after `done` steps."""
+        record = self._record(done)
         with self._job.output.jobs.saving():
             self._job.checkpoints.save(record, self._trainer.state, last)
         self._log.restart_clock()
@@ -100,14 +100,20 @@ class _After:
         seconds = self._job.checkpoints.take_snapshot(self._record(done), self._trainer.state)
         self._log.add(snapshot_seconds=seconds)
 
-    def _record(self, done: int, owes: Sequence[str] = ()) -> Checkpoint:
+    def _record(self, done: int) -> Checkpoint:
         self._log.flush()  # a state whose loss ends the run is never saved
         ramp, known = self._job.schedule.ramp, self._numbers.numbers_after(done - 1)
-        given = done, ramp.samples_before(done), ramp.to_json()["stages"], known, owes
-        return self._job.checkpoints.record(*given, self._policy.to_json() if self._policy else {})
+        return self._job.checkpoints.record(
+            done,
+            ramp.samples_before(done),
+            ramp.to_json()["stages"],
+            self._job.config.values,
+            evaluation=known,
+            noise=self._policy.to_json() if self._policy else {},
+        )
 
     @contextlib.contextmanager
-    def saving(self, done: int, owes: Sequence[str] = ()) -> Iterator[None]:
+    def saving(self, done: int) -> Iterator[None]:
         """Saves the state after `done` steps before an error ends the run, or says what is lost. A
         StepError leaves the state as it was, on every process. Other errors may be those of one
         process, which cannot save without the others, or may have taken the state's arrays.
@@ -120,7 +126,7 @@ class _After:
         except Exception as error:
             if done > self._job.schedule.first_step:
                 if isinstance(error, StepError) or self._is_whole(done):
-                    self.save(done, last=True, owes=owes)
+                    self.save(done, last=True)
                 elif not self._job.checkpoints.snapshots:
                     since = self._job.checkpoints.newest or 0
                     self._job.output.say(
@@ -130,7 +136,7 @@ class _After:
             raise
 
     def _is_whole(self, done: int) -> bool:
-        """Whether this process alone has the state after `done` steps, as its clock says."""
+        """Tells whether the state is that after `done` steps, by its clock, on the only process."""
         try:
             low, high = map(int, np.asarray(self._trainer.state.consumed_samples))
         except RuntimeError:  # a step that failed had taken its arrays
@@ -151,12 +157,12 @@ class _After:
             self._log.log_eval(step, consumed, dispatched)
         return True
 
-    def make_up(self, step: int, consumed: int, stage: Stage, owed: Sequence[str]) -> bool:
-        """`evaluate` of a state that was saved: its checkpoint gets the numbers."""
-        if not self.evaluate(step, consumed, stage, owed):
+    def evaluate_saved(self, step: int, consumed: int, stage: Stage, due: Sequence[str]) -> bool:
+        """Evaluates a state that is saved, as `evaluate` does; its checkpoint gets the numbers."""
+        if not self.evaluate(step, consumed, stage, due):
             return False
         self._log.flush()
-        self._job.checkpoints.make_up(step + 1, self._numbers.numbers_after(step))
+        self._job.checkpoints.add_evaluation(step + 1, self._numbers.numbers_after(step))
         return True
 
     def is_best(self, step: int) -> bool:
@@ -168,7 +174,7 @@ class _After:
 
 
 def train(job: Job, trainer: Trainer) -> int:
-    """Trains the steps of a job, as `_train`, and writes down how it ends."""
+    """Trains the steps of a job, as `_train` does, and records its exit status."""
     job.output.status = _train(job, trainer)
     return job.output.status
 
@@ -181,15 +187,16 @@ def _train(job: Job, trainer: Trainer) -> int:
     position, first_step = schedule.position, schedule.first_step
     checkpoints.best.check(trainer.evaluation_names)
     for path in checkpoints.start_saving():
-        output.say(f"again    {path} was unfinished, as a save or a removal was killed: removed")
+        output.say(f"resume   removed {path}, which a killed save or removal left unfinished")
+    pending = job.pending_evaluations
     writers, numbers, policy = [output.jobs], LastEvaluation(), None
     if config.batch.rampup_policy == "noise":
         policy = NoisePolicy(schedule.ramp.keys, position and position.noise)
         writers.append(policy)
-    writers += [numbers, *output.open_files(schedule.ramp, first_step, job.owes)]
-    log = MetricsLog(config.run, writers, checkpoints.goes_on)
+    writers += [numbers, *output.open_files(schedule.ramp, first_step, pending)]
+    log = MetricsLog(config.run, writers, checkpoints.continues_run)
     job.closing.callback(log.close)
-    profiler = Profiler(config.profiling, output.here / "tensorboard", first_step, log.flush)
+    profiler = Profiler(config.profiling, output.local / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)
     after = _After(job, trainer, log, numbers, policy)
 
@@ -198,11 +205,11 @@ def _train(job: Job, trainer: Trainer) -> int:
         output.say_stopped(done - 1 if done > first_step else None)
         return EXIT_PREEMPTED
 
-    if job.owes:
+    if pending:
         stage = schedule.ramp.stage_at_step(first_step)
         spec = dataclasses.replace(stage.spec, rope_keys=position.rope_keys)  # of the step before
         stage, consumed = dataclasses.replace(stage, spec=spec), position.consumed_samples
-        if not after.make_up(first_step - 1, consumed, stage, job.owes):
+        if not after.evaluate_saved(first_step - 1, consumed, stage, pending):
             return stop(first_step)
 
     for step in schedule.steps():
@@ -220,17 +227,17 @@ def _train(job: Job, trainer: Trainer) -> int:
         due = config.evaluation.due(done, first_sample, consumed, schedule.ramp.total_steps)
         stopping, ends = job.check(), done == schedule.last_step
         if stopping or ends:
-            after.save(done, last=True, owes=due)  # before anything else can fail
+            after.save(done, last=True)  # before anything else can fail
             if stopping and (due or not ends):
                 return stop(done)
-            if due and not after.make_up(step, consumed, stage, due):
+            if due and not after.evaluate_saved(step, consumed, stage, due):
                 return stop(done)
             continue
         # Before the save: a checkpoint has all that was due, and what it lacks comes again.
-        with after.saving(done, due):
+        with after.saving(done):
             is_whole = after.evaluate(step, consumed, stage, due)
         if not is_whole:
-            after.save(done, last=True, owes=due)
+            after.save(done, last=True)
             return stop(done)
         snapshot_is_due = checkpoints.snapshots and checkpoints.snapshots.is_due(done)
         if decision or (due and after.is_best(step)) or checkpoints.is_due(done, schedule.ramp):

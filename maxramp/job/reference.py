@@ -1,9 +1,9 @@
-"""The log-probabilities of pairs under the weights that a run begins with, made once.
+"""The log-probabilities of pairs under the weights that a run begins with, computed once.
 
-They are kept in the run's folder, a line for each row of the data: the rows of its parts one after
-another, then those that are held out. What was made before a kill is not made again. The first line
-says which weights they are of, by their hash: a run stays near to the same ones to its end. Where
-adapters are trained, they are of the model below them.
+The run's folder keeps them in a file, a line for each row of the data: the rows of its parts one
+after another, then those that are held out. After a kill the next start computes the rest. The
+first line has the hash of the weights: a run stays near to the same ones to its end. Where adapters
+are trained, these are the weights of the model below them.
 
 Shapes: N rows.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from maxramp.commandline import Throttle, count
 from maxramp.data.batch import Batch
@@ -54,75 +55,92 @@ class WithReference:
 
 
 def add_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
-    """The corpus with the log-probabilities of its pairs, made where there are none; on all
-    processes. Raises Stopped where somebody asks for the end.
+    """Adds to a corpus of pairs their log-probabilities: those in the run's folder, and the others
+    computed. Called on all processes; raises Stopped where somebody asks for the end.
     """
     parts = [*corpus.train, *corpus.held_out]
     sequences = [part.items for part in parts]
     ends = np.cumsum([len(rows) for rows in sequences])
-    total, path = int(ends[-1]), job.config.checkpoints.load_parameters_path
-    said, log_probs = agreement.decide_on_first(lambda: _read(job.output.here / FILE))
-    done_N2 = np.array(log_probs, np.float32).reshape(-1, 2)[:total]
-    so_far = job.known_reference
-    if said.get("data") != corpus.hash or (so_far and said["reference"] != so_far):
-        said = {}  # of other pairs, or put there from elsewhere
-    # Before the first checkpoint, a run begins with the weights as they are now.
-    if not so_far or said.get("weights") != path or len(done_N2) < total:
-        begin, tell = time.monotonic(), Throttle(job.output.say)
-        abstract = abstract_state(job.config.recipe, expansion.mesh_of(_spec(job)))
-        model = job.load_reference(abstract.model)
-        found = job.checkpoints.reference
-        made = [done_N2 if said.get("reference") == found else done_N2[:0]]
-        first = done = len(made[0])
-        with contextlib.ExitStack() as closing:
-            if is_first := jax.process_index() == 0:
-                head = _line(_HEAD, (found, path, corpus.hash))
-                write_whole(file := job.output.here / FILE, b"".join([head, *_lines(0, made[0])]))
-                growing = closing.enter_context(contextlib.closing(Appending(file)))
-            for new_n2 in _log_probs(job, sequences, first, model, expansion):
-                for line in _lines(done, new_n2) if is_first else ():
-                    growing.append(line)
-                made.append(new_n2)
-                done += len(new_n2)
-                tell(f"pairs    {done:,} of {total:,} have their log-probabilities")
-                job.pause()
-        done_N2 = np.concatenate(made)
-        if first < total:
-            job.output.say(
-                f"pairs    log-probabilities of {count(total - first, 'pair')} under {path} (hash "
-                f"{found}) in {time.monotonic() - begin:.0f}s"
-            )
-    else:
-        job.checkpoints.reference = so_far
-    job.checkpoints.evaluations["eval_reference"] = job.checkpoints.reference
-    known = map(WithReference, sequences, np.split(done_N2, ends[:-1]))
-    found = tuple(map(lambda part, items: dataclasses.replace(part, items=items), parts, known))
-    count_of_train = len(corpus.train)
+    path, so_far = job.config.checkpoints.load_parameters_path, job.known_reference
+    head, log_probs = agreement.decide_on_first(lambda: _read(job.output.local / FILE))
+    if head.get("data") != corpus.hash or (so_far and head["reference"] != so_far):
+        head, log_probs = {}, []  # of other pairs, or put there from elsewhere
+    log_probs_N2 = np.array(log_probs, np.float32).reshape(-1, 2)[: ends[-1]]
+    if so_far and head.get("weights") == path and len(log_probs_N2) == ends[-1]:
+        job.checkpoints.keep_reference(so_far)
+    else:  # before the first checkpoint, a run begins with the weights as they are now
+        model = job.load_reference(abstract_state(job.config.recipe, _mesh(job, expansion)).model)
+        if head.get("reference") != job.checkpoints.reference:
+            log_probs_N2 = log_probs_N2[:0]
+        log_probs_N2 = _compute_rest(job, corpus.hash, sequences, log_probs_N2, model, expansion)
+    with_reference = [
+        dataclasses.replace(part, items=WithReference(part.items, part_N2))
+        for part, part_N2 in zip(parts, np.split(log_probs_N2, ends[:-1]), strict=True)
+    ]
+    num_train = len(corpus.train)
     return dataclasses.replace(
-        corpus, train=found[:count_of_train], held_out=found[count_of_train:]
+        corpus, train=tuple(with_reference[:num_train]), held_out=tuple(with_reference[num_train:])
     )
+
+
+def _compute_rest(
+    job: Job,
+    data_hash: str,
+    sequences: Sequence[Any],
+    known_n2: np.ndarray,
+    model: Decoder,
+    expansion: Expansion,
+) -> np.ndarray:
+    """Computes the log-probabilities of the rows after the first n, whose are known, and writes all
+    to the run's folder as they come.
+    """
+    begin, tell = time.monotonic(), Throttle(job.output.say)
+    path, reference = job.config.checkpoints.load_parameters_path, job.checkpoints.reference
+    blocks, done, total = [known_n2], len(known_n2), sum(map(len, sequences))
+    with contextlib.ExitStack() as closing:
+        if is_first := jax.process_index() == 0:
+            file, head = job.output.local / FILE, _line(_HEAD, (reference, path, data_hash))
+            write_whole(file, b"".join([head, *_lines(0, known_n2)]))
+            growing = closing.enter_context(contextlib.closing(Appending(file)))
+        for block_n2 in _log_probs(job, sequences, done, model, expansion):
+            for line in _lines(done, block_n2) if is_first else ():
+                growing.append(line)
+            blocks.append(block_n2)
+            done += len(block_n2)
+            tell(f"pairs    {done:,} of {total:,} have their log-probabilities")
+            job.pause()
+    if missing := total - len(known_n2):
+        job.output.say(
+            f"pairs    log-probabilities of {count(missing, 'pair')} under {path} (hash "
+            f"{reference}) in {time.monotonic() - begin:.0f}s"
+        )
+    return np.concatenate(blocks)
 
 
 def _log_probs(
     job: Job, sequences: Sequence[Any], first: int, model: Decoder, expansion: Expansion
 ) -> Iterator[np.ndarray]:
-    """The log-probabilities of all rows from one on, batch by batch: float32 [n, 2]."""
+    """Computes the log-probabilities of the rows from `first` on, by batches: float32 [n, 2]."""
     rows = Chain(sequences)[first:]
     if not len(rows):
         return
     spec = _spec(job)
     recipe = job.config.recipe.with_spec(spec)
 
-    def find(model: Decoder, batch: Batch) -> jax.Array:
+    def compute(model: Decoder, batch: Batch) -> jax.Array:
         micro_batch = jax.tree.map(lambda x_AB: x_AB[0], expansion.gather(batch))
         weights = model.cast(recipe.model.dtype)
         log_p_B2, _ = answer_log_probs(recipe.loss, recipe.model, weights, micro_batch)
         return jax.reshard(log_p_B2, REPLICATED)
 
-    program = Jitted(expansion.mesh_of(spec), find)
+    program = Jitted(_mesh(job, expansion), compute)
     with contextlib.closing(read_all(rows, spec, expansion, job.config.reading)) as batches:
         for number, batch in enumerate(batches):
             yield np.asarray(program(model, batch))[: len(rows) - number * spec.rows]
+
+
+def _mesh(job: Job, expansion: Expansion) -> Mesh:
+    return expansion.mesh_of(_spec(job))
 
 
 def _spec(job: Job) -> StageSpec:
@@ -132,25 +150,26 @@ def _spec(job: Job) -> StageSpec:
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[Any]]:
-    """What the file says, but for the line that a kill has torn: its first line, and the
-    log-probabilities of the first rows."""
-    said, log_probs = {}, []
+    """Reads the first line of the file, and the log-probabilities of the first rows; leaves out the
+    line that a kill has torn.
+    """
+    head, log_probs = {}, []
     lines = path.read_bytes().splitlines() if path.exists() else []
     with contextlib.suppress(ValueError, LookupError, TypeError):
         for number, line in enumerate(lines, -1):
             value = json.loads(line)
             if number < 0:
-                said = {name: value[name] for name in _HEAD}
+                head = {name: value[name] for name in _HEAD}
                 continue
             row, *pair = (value[name] for name in _PAIR)
             if row != number:
                 break
             log_probs.append([float(x) for x in pair])
-    return said, log_probs
+    return head, log_probs
 
 
 def _lines(row: int, log_probs_n2: np.ndarray) -> Iterator[bytes]:
-    """Those of rows from one on."""
+    """Makes the lines of rows from number `row` on."""
     for number, pair in enumerate(log_probs_n2.tolist(), row):
         yield _line(_PAIR, (number, *pair))
 

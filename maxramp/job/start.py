@@ -1,7 +1,7 @@
 """A job of a run: what every command that trains does before its first step, and after each.
 
-A command opens its data between `start`, which gives it the devices, and `Start.open_run`, which
-gives it the run's folder and says where the run stands.
+A command opens its data between `start`, which gives it the devices, and `JobContext.open_run`,
+which gives it the run's folder and tells where the run stands.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.checkpoints import arrays
+from maxramp.checkpoints.best import select_kinds
 from maxramp.checkpoints.pieces import Snapshot
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note
@@ -19,7 +20,6 @@ from maxramp.config.keys import Config
 from maxramp.config.load import dump_config
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.corpus import DataIdentity
-from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError, Stopped, report
 from maxramp.handover.export import export_run
 from maxramp.handover.first_weights import FirstWeights, pin_first_weights
@@ -42,7 +42,7 @@ from maxramp.training.state import TrainState, abstract_state, initial_state
 
 def run(
     load: Callable[[Callable[[str], None]], Config],
-    work: Callable[["Start"], int],
+    work: Callable[["JobContext"], int],
     preemption: Preemption | None,
 ) -> int:
     """Runs a command that trains, and says in one line why it cannot. `load` gets what takes a
@@ -50,21 +50,21 @@ def run(
     """
     preemption, notes = preemption or Preemption(), []
     try:
-        with start(load(notes.append), notes, preemption) as begun:
+        with start(load(notes.append), notes, preemption) as context:
             try:
-                status, config = work(begun), begun.config
+                status, config = work(context), context.config
                 if status == 0 and config.run.export_huggingface:
-                    export_run(config, begun.pause, begun.say)
+                    export_run(config, context.pause, context.say)
                 return status
             except Stopped:
-                begun.say("stopped by a signal; start again to continue")
+                context.say("stopped by a signal; start again to continue")
                 return EXIT_PREEMPTED
     except Exception as error:
         return report(error)
 
 
 @contextlib.contextmanager
-def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Iterator["Start"]:
+def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Iterator["JobContext"]:
     """Starts the backend and joins the processes of the job; on the way out, closes all of it. The
     first process prints `notes`.
     """
@@ -79,11 +79,13 @@ def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Itera
         config = resolve(loaded, jax.device_count(), mesh_lib.num_slices(), jax.process_count())
         config, first = pin_first_weights(config)
         mesh = mesh_lib.make_mesh(config.mesh)
-        yield Start(loaded, config, mesh, meshes_of(loaded), preemption, watchdog, closing, first)
+        yield JobContext(
+            loaded, config, mesh, meshes_of(loaded), preemption, watchdog, closing, first
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class JobContext:
     """A job that has its devices."""
 
     loaded: Config
@@ -97,7 +99,7 @@ class Start:
     first: FirstWeights  # what the run begins with
 
     def is_asked_to_stop(self) -> bool:
-        """Whether to give up the step that is being done; the same answer on every process."""
+        """Tells whether to give up the current step; the same answer on every process."""
         return self.preemption.should_stop(after_step=False)
 
     def say(self, line: str) -> None:
@@ -105,7 +107,9 @@ class Start:
             self.preemption.say(line)
 
     def pause(self) -> None:
-        """Between two parts of what takes long, on every process; raises Stopped when asked to."""
+        """Shows that a long work gets on, between two parts of it and on every process. Raises
+        Stopped when somebody asks for the end.
+        """
         self.watchdog.beat()
         if self.is_asked_to_stop():
             raise Stopped
@@ -117,9 +121,10 @@ class Start:
         output = self.closing.enter_context(Output(self.config.run, dump_config(self.config)))
         if jax.process_index() == 0:
             self.preemption.say = output.say
-        config, where = self.config, (output.folder / "checkpoints", output.kept)
-        lines = output.say, output.warn
-        checkpoints = self.closing.enter_context(Checkpoints(*where, data, config.values, *lines))
+        config, folder = self.config, output.folder / "checkpoints"
+        checkpoints = self.closing.enter_context(
+            Checkpoints(folder, output.files, config.checkpoints, data, output.say, output.warn)
+        )
         self.closing.enter_context(agreement.report_lost_peers())
         position = checkpoints.latest(self.first.states, output.count_recorded_steps())
         left_over, devices = "", jax.device_count()
@@ -128,22 +133,27 @@ class Start:
                 config.batch, devices, position, rows, config.data.num_epoch
             )
             config = config.replace(total_samples=samples)
-            checkpoints.values = config.values
-        changed = checkpoints.changes_since(position) if position else ""
-        goes_on = checkpoints.goes_on
-        if not goes_on:  # what an earlier start kept, which left no checkpoint, binds nobody
+        changed = checkpoints.changes_since(position, config.values) if position else ""
+        if (
+            not checkpoints.continues_run
+        ):  # what an earlier start kept, which left no checkpoint, binds nobody
             agreement.decide_on_first(
                 lambda: keep_released(
                     SavedWeights(position) if position else self.first.weights, output.folder
                 )
             )
-        batch, restart = config.batch, PassCost(config).restart
-        given = batch, config.checkpoints, devices, self.meshes, restart, position
+        batch = config.batch
         # Whatever nodes come while the job starts, it grows at a save.
         available = None if count_nodes() is None else devices // batch.devices_per_node
-        schedule = plan_job(*given, fields, available)
-        jump = rate_change(config.learning_rate, schedule.ramp, position) if position else ""
-        lines = {"keys": changed, "rate": jump, "rows": left_over}
+        schedule = plan_job(
+            *(batch, config.checkpoints, devices, self.meshes),
+            restart_passes=PassCost(config).restart,
+            position=position,
+            fields=fields,
+            available_nodes=available,
+        )
+        rate = rate_change(config.learning_rate, schedule.ramp, position) if position else ""
+        lines = {"keys": changed, "rate": rate, "rows": left_over}
         changes = [f"{name}     {line}" for name, line in lines.items() if line]
         own = {"output": output, "checkpoints": checkpoints, "schedule": schedule}
         job = Job(**vars(self) | own | {"changes": changes, "config": config})
@@ -153,7 +163,7 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job(Start):
+class Job(JobContext):
     """A job that has its run's folder, and knows which steps it shall train."""
 
     output: Output  # the run's folder and display
@@ -163,18 +173,23 @@ class Job(Start):
 
     @property
     def has_work(self) -> bool:
-        return self.schedule.first_step < self.schedule.last_step or bool(self.owes)
+        return self.schedule.first_step < self.schedule.last_step or bool(self.pending_evaluations)
 
     @property
-    def owes(self) -> list[str]:
-        """The evaluations that were due with the state of the job before, and did not come."""
-        position, keys = self.schedule.position, self.config.evaluation
-        known = {HELD_OUT: keys.eval_interval != -1, TASKS: bool(keys.evaluate_tasks)}
-        return [what for what in (position.owes if position else ()) if known[what]]
+    def pending_evaluations(self) -> list[str]:
+        """The evaluations (`EvalKeys.due`) that are due with the run's state so far, and of which
+        its checkpoint has no numbers: the job before ended first.
+        """
+        position, ramp = self.schedule.position, self.schedule.ramp
+        if not (self.checkpoints.continues_run and position.step):
+            return []
+        before, consumed = ramp.samples_before(position.step - 1), position.consumed_samples
+        due = self.config.evaluation.due(position.step, before, consumed, ramp.total_steps)
+        return [kind for kind in due if not select_kinds(position.evaluation, {kind})]
 
     def abstract_state(self) -> tuple[TrainState, Callable[[], Decoder] | None]:
-        """The state on the mesh of the first step, and what reads the weights that `first_state`
-        takes. Refuses a checkpoint or weights that do not fit.
+        """Returns the state on the mesh of the first step, and what reads the weights for
+        `first_state`. Refuses a checkpoint or weights that do not fit.
         """
         config, position = self.config, self.schedule.position
         spec = self.schedule.ramp.stage_at_step(self.schedule.first_step).spec
@@ -189,7 +204,7 @@ class Job(Start):
         return abstract, weights.prepare(abstract.model, config.values, note)
 
     def first_state(self, abstract: TrainState, read: Callable[[], Decoder] | None) -> TrainState:
-        """The state that the job begins with: of a checkpoint, of the first weights, or new."""
+        """Makes the state that the job begins with: a checkpoint, first weights, or new ones."""
         recipe, position = self.config.recipe, self.schedule.position
         if read:
             model = self._bind(read) if self.config.model.lora_rank else read()
@@ -203,6 +218,7 @@ class Job(Start):
             return initial_state(recipe)
 
     def load_reference(self, model: Decoder) -> Decoder:
+        """Reads the weights that the run stays near to; `known_reference` are then these."""
         return without_adapters(self._bind(self.first.weights.prepare(model, self.config.values)))
 
     @property
@@ -219,17 +235,18 @@ class Job(Start):
         """
         weights, key = read(), self.first.key
         frozen = order_by_layer(without_adapters(weights))
-        found = self.checkpoints.reference = fingerprint_of_weights(frozen)
-        so_far = self.known_reference
-        if so_far not in ("", found) and key not in self.config.checkpoints.allow_changed:
+        fingerprint, so_far = fingerprint_of_weights(frozen), self.known_reference
+        if so_far not in ("", fingerprint) and key not in self.config.checkpoints.allow_changed:
             raise ConfigError(
-                f"{key}={self.first.path}: not the weights that the run began with (hash {found}, "
+                f"{key}={self.first.path}: not the weights that the run began with (hash "
+                f"{fingerprint}, "
                 f"was {so_far}); give those, allow_changed=[{key}], or another run_name"
             )
+        self.checkpoints.keep_reference(fingerprint)
         return weights
 
     def grows(self, done: int) -> bool:
-        """Whether the job ends after `done` steps because nodes came for which its stage is
+        """Tells whether the job ends after `done` steps because nodes came for which its stage is
         planned; the same answer on every process.
         """
         if self.schedule.available_nodes is None:
@@ -237,11 +254,11 @@ class Job(Start):
         return self.schedule.end_for_nodes(done, count_nodes())
 
     def check(self) -> bool:
-        """Whether to save and end after a step; the same answer on every process. A TrainingError
-        where the run's folder is lost, or a save failed that cannot be made up for.
+        """Tells whether to save and end after a step; the same answer on every process. Raises a
+        TrainingError if the run's folder is lost, or too many saves have failed.
         """
         self.watchdog.beat()
-        self.output.kept.check()
+        self.output.files.check()
         self.checkpoints.check()
         return self.preemption.should_stop(after_step=True)
 

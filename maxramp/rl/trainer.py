@@ -31,7 +31,7 @@ from maxramp.errors import StepError, TrainingError
 from maxramp.generation.generator import Answer, Generator, Writing
 from maxramp.generation.sampling import Sampling
 from maxramp.handover.opening import PromptTokenizer
-from maxramp.job.start import Start
+from maxramp.job.start import JobContext
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import ROWS_BT
@@ -188,7 +188,7 @@ class PolicyTrainer:
 
     def __init__(
         self,
-        job: Start,
+        job: JobContext,
         programs: PolicyPrograms,
         scorer: Scorer,
         prompts: Mapping[str, Prompts],

@@ -1,9 +1,8 @@
-"""The display of a run: a live line on a terminal, plain lines elsewhere."""
+"""The log of a run: a line for every log_period-th step, for evaluations, and at the end."""
 
 import collections
 import json
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -17,8 +16,8 @@ _SIGN_OF_LIFE = 30.0  # seconds after which the next step gets a line
 
 
 def describe_stage(plan: dict[str, Any], number: int, last: int) -> str:
-    """A stage of a plan in one line, with what its tokens see otherwise than those before; `last`
-    is the run's last stage.
+    """Describes a stage of a plan in one line, with the keys of what tokens see that it changes;
+    `last` is the run's last stage.
     """
     steps = plan["total_steps"]
     *before, stage = [stage for stage in plan["stages"] if stage["index"] <= number]
@@ -38,7 +37,7 @@ def describe_stage(plan: dict[str, Any], number: int, last: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """45s, 3m20s, 2h05m, 3d04h."""
+    """Formats seconds as 45s, 3m20s, 2h05m or 3d04h."""
     s = round(seconds)
     for big, small, (unit, part) in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
         if s >= big:
@@ -56,7 +55,6 @@ class Display:
         self._log_period, self._quiet = log_period, quiet
         self._stage_index: int | None = None
         self._paces = collections.deque(maxlen=16)  # seconds per sample of the last steps
-        self._progress = None
         self._started = time.perf_counter()
         # Of this start: steps, tokens and those of them that are targets, the seconds they took,
         # the first and the last loss.
@@ -66,29 +64,13 @@ class Display:
         self._held_out = ""  # the last evaluation
 
     def follow(self, ramp: RampupBatchManager) -> None:
-        """Shows a run whose stages are these."""
+        """Shows the steps to come as those of a ramp."""
         self._plan = ramp.to_json()
         reached = [x for x in self._plan["stages"] if x["first_step"] < self._plan["total_steps"]]
         self._last_stage = reached[-1]["index"]
 
-    def start(self, ramp: RampupBatchManager) -> None:
-        self.follow(ramp)
-        if sys.stdout.isatty() and not self._quiet:
-            from rich import progress
-
-            self._progress = progress.Progress(
-                progress.BarColumn(30),
-                progress.TextColumn("{task.description}"),
-                transient=True,
-                redirect_stdout=False,
-            )
-            self._task = self._progress.add_task("compiling", total=self._plan["total_samples"])
-            self._progress.start()
-
     def say(self, line: str) -> None:
-        if self._progress is not None:
-            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        elif not self._quiet:
+        if not self._quiet:
             print(line, flush=True)
 
     def __call__(self, record: Record) -> None:
@@ -116,17 +98,14 @@ class Display:
             f"{record['global_batch_size']:>4}  {self._result} {self._last[-1]:.4f}  {pairs}"
             f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
         )
-        if self._progress is not None:
-            self._progress.update(
-                self._task, completed=record["consumed_samples"], description=line
-            )
         is_shown = record["step"] % self._log_period == 0
         is_shown |= record["step"] == plan["total_steps"] - 1
         is_shown |= time.perf_counter() - self._shown >= _SIGN_OF_LIFE
-        if self._progress is None and is_shown:
-            self._shown = time.perf_counter()
-            self.say(line.rstrip())
-        for answer in record.get("answers", []) if is_shown else []:
+        if not is_shown:
+            return
+        self._shown = time.perf_counter()
+        self.say(line.rstrip())
+        for answer in record.get("answers", []):
             prompt, text = (
                 json.dumps(answer[name], ensure_ascii=False) for name in ("prompt", "answer")
             )
@@ -138,15 +117,17 @@ class Display:
             shown = ", ".join(f"{name} {number:.4g}" for name, number in tasks.items())
             return f"{shown} (tasks, in {seconds})"
         name = "reward" if "eval_reward" in record else "loss"
-        what = "prompts" if name == "reward" else "pairs" if "eval_pairs" in record else "text"
+        what = "pairs" if "eval_pairs" in record else "text"
+        if name == "reward":
+            what = "prompts"
         number = f"{record[f'eval_{name}']:.4f}"
         sets = [
             f"{n.removeprefix(OF_SET)} {x:.4f}" for n, x in record.items() if n.startswith(OF_SET)
         ]
-        of_sets = f" ({', '.join(sets)})" if sets else ""
-        self._held_out = f", {number} on held-out {what}{of_sets}"
+        named = f" ({', '.join(sets)})" if sets else ""
+        self._held_out = f", {number} on held-out {what}{named}"
         return (
-            f"{name} on held-out {what} {number}{of_sets} ({record['eval_tokens']} tokens in "
+            f"{name} on held-out {what} {number}{named} ({record['eval_tokens']} tokens in "
             f"{seconds})"
         )
 
@@ -165,12 +146,8 @@ class Display:
         self._targets += record.get("target_tokens", tokens)
         self._seconds += record["step_seconds"]
 
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
     def summary(self) -> str:
-        """The closing line: what this start of the run did, and whether the run is done."""
+        """Returns the closing line: what this start of the run did, and whether the run is done."""
         if not self._steps_done:
             return "so far   no step was done"
         total = self._plan["total_steps"]

@@ -26,7 +26,9 @@ def draw_experts(records: list[Record], path: pathlib.Path, run_name: str) -> No
 
 
 def figure_of(records: list[Record], run_name: str) -> "Figure | None":
-    """Above the most and the least loaded expert of every layer; below each expert at the end."""
+    """Draws the most and the least loaded expert of every layer, and below each expert at the end.
+    Returns None if no record has loads.
+    """
     shown = [record for record in records if LOAD in record]
     if not shown:
         return None
@@ -45,7 +47,7 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
         curves.plot(x, np.median(loads_RL, 1), color=color, linewidth=1.5, label=label)
     curves.axhline(1, color="0.4", linewidth=1)
     curves.set_yscale("log", base=2)
-    curves.yaxis.set_major_formatter(lambda load, place: _show(load))
+    curves.yaxis.set_major_formatter(lambda load, position: _show(load))
     curves.set(xlim=(0, x[-1] * 1.01), ylabel="load over the mean\n(line: median layer, area: all)")
     curves.legend(frameon=False, fontsize="small", ncols=2, loc="center right")
     name_consumption([curves], 0)
@@ -58,7 +60,7 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     for axis in (table.xaxis, table.yaxis):
         axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     ticks = np.log2([1 / _MOST, 0.25, 1, 4, _MOST])
-    form = {"extend": "both", "ticks": ticks, "format": lambda x, place: _show(2.0**x)}
+    form = {"extend": "both", "ticks": ticks, "format": lambda x, position: _show(2.0**x)}
     figure.colorbar(image, ax=table, label="load over the mean", **form)
     return figure
 

@@ -1,4 +1,4 @@
-"""The schedule of a job: where it takes its run up, and where it ends."""
+"""The schedule of a job: where it continues its run, and where it ends."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ _SMALL = 1e-3  # relative: a curve that is rounded to other batches does not cou
 
 
 def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
-    """How a start changes the learning rate of its run, in one line; "" if it keeps its curve."""
+    """Describes in one line how a start changes the learning rate of its run; "" if it does not."""
     step, values = position.step, base.base() | position.config
     if not 0 < step < ramp.total_steps:
         return ""
@@ -41,7 +41,7 @@ def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Chec
 
 
 def _ramp_before(position: Checkpoint, num_devices: int) -> RampupBatchManager:
-    """The schedule from a checkpoint on, by the keys that it was trained with."""
+    """Builds the schedule from a checkpoint on, by the keys that it was trained with."""
     keys = BatchKeys.from_values(base.base() | position.config)
     return RampupBatchManager(keys, num_devices, resume_point(keys, position))
 
@@ -51,7 +51,7 @@ Ramps = tuple[RampupBatchManager, RampupBatchManager, RampupBatchManager]
 
 @dataclasses.dataclass
 class JobSchedule:
-    """The stages of a run from where a job takes it up, and where the job ends.
+    """The stages of a run from where a job continues it, and where the job ends.
 
     Under rampup_policy=noise `ramp` knows the batch that the run stands on, and `take_rung`
     replaces it.
@@ -83,22 +83,22 @@ class JobSchedule:
 
     def take_rung(self, step: int, global_batch_size: int) -> None:
         """Replaces the ramp from a step on, as at a restart there; the job may end there."""
-        nodes, sample = self._place(self.planned.stages[0]).nodes, self.ramp.samples_before(step)
+        nodes, sample = self._fit(self.planned.stages[0]).nodes, self.ramp.samples_before(step)
         stages, rungs = self.ramp.to_json()["stages"], [(sample, global_batch_size)]
         point = ResumePoint(step, sample, stages, rungs)
         self.ramp, self._expected, self.planned = self.make_ramps(point)
-        moves = self._place(self.planned.stages[0]).nodes != nodes
+        moves = self._fit(self.planned.stages[0]).nodes != nodes
         ends = self.keys.stop_at_stage_end or (self.keys.stop_at_node_change and moves)
         self.last_step = step if ends else self.ramp.total_steps
 
-    def _place(self, stage: Stage) -> Stage:
-        """A planned stage on the nodes that are available."""
+    def _fit(self, stage: Stage) -> Stage:
+        """Puts a planned stage on the nodes that are available."""
         available = self.available_nodes
         return stage if available is None else self.planned.fit(stage, available)
 
     def _planned_at(self, step: int) -> Stage:
         number = self.ramp.stage_at_step(step).index - self.ramp.stages[0].index
-        return self._place(self.planned.stages[number])
+        return self._fit(self.planned.stages[number])
 
     @property
     def following(self) -> Stage:
@@ -113,7 +113,7 @@ class JobSchedule:
         return self.last_step == step
 
     def steps(self) -> Iterator[int]:
-        """While it runs, the last of them may change."""
+        """Yields the steps of the job; while it runs, the last of them may change."""
         step = self.first_step
         while step < self.last_step:
             yield step
@@ -121,19 +121,19 @@ class JobSchedule:
 
     def _find_end(self) -> None:
         ramp, step, keys = self.ramp, self.first_step, self.keys
-        stages, planned = self._expected.stages, [self._place(one) for one in self.planned.stages]
+        stages, planned = self._expected.stages, [self._fit(one) for one in self.planned.stages]
         self.last_step, self.stages = ramp.total_steps, stages[:1]
         if step >= self.last_step:
             return
-        of_nodes, nodes = keys.stop_at_node_change, planned[0].nodes
+        at_node_change, nodes = keys.stop_at_node_change, planned[0].nodes
         ends = (
             index
             for index in range(1, len(planned))
-            if keys.stop_at_stage_end or (of_nodes and planned[index].nodes != nodes)
+            if keys.stop_at_stage_end or (at_node_change and planned[index].nodes != nodes)
         )
         end = next(ends, len(planned))
         missing = planned[0].devices - self.num_devices
-        if of_nodes and (missing > 0 or (missing and self.available_nodes)):
+        if at_node_change and (missing > 0 or (missing and self.available_nodes)):
             end = 0  # the stage may not fit into this job; another one takes it
         self._expected.check(stages[:end])
         self.planned.check(planned[end:])
@@ -154,8 +154,8 @@ def plan_job(
     fields: Fields = text_fields,
     available_nodes: int | None = None,
 ) -> JobSchedule:
-    """The schedule of a job, from where its run stands at `position`. `meshes` are those of later
-    jobs by devices, `restart_passes` are `PassCost.restart`, `available_nodes` as in `JobSchedule`.
+    """Plans a job from where its run stands at `position`. `meshes` are those of later jobs by
+    devices, `restart_passes` are `PassCost.restart`, `available_nodes` as in `JobSchedule`.
     """
 
     def make_ramps(point: ResumePoint) -> Ramps:
@@ -180,8 +180,8 @@ def plan_job(
 def length_by_epochs(
     batch: BatchKeys, num_devices: int, position: Checkpoint | None, rows: int, num_epoch: int
 ) -> tuple[int, str]:
-    """Samples of the whole steps in num_epoch passes of `rows`, and a line on the rows that no step
-    trains on, "" for none.
+    """Counts the samples of the whole steps in num_epoch passes of `rows`; returns also a line on
+    the rows that no step trains on, "" for none.
     """
     ramp = RampupBatchManager(batch, num_devices, resume_point(batch, position))
     samples = first = ramp.stages[0].first_sample
@@ -203,7 +203,7 @@ def length_by_epochs(
 
 
 def resume_point(batch: BatchKeys, position: Checkpoint | None) -> ResumePoint:
-    """Where the schedule of today's keys begins in a run that stands at a checkpoint."""
+    """Returns where the schedule of today's keys begins in a run that stands at a checkpoint."""
     if not position:
         return ResumePoint()
     rungs = _rung_of(batch, position)
@@ -211,8 +211,8 @@ def resume_point(batch: BatchKeys, position: Checkpoint | None) -> ResumePoint:
 
 
 def _rung_of(batch: BatchKeys, position: Checkpoint) -> list[tuple[int, int]]:
-    """(first sample, global batch size) of the rung above the first that a run of
-    rampup_policy=noise stands on, where there is one.
+    """Returns (first sample, global batch size) of the rung above the first that a run of
+    rampup_policy=noise stands on, if it does.
     """
     if not batch.rampup_policy == position.config.get("rampup_policy") == "noise":
         return []
@@ -227,7 +227,7 @@ def _rung_of(batch: BatchKeys, position: Checkpoint) -> list[tuple[int, int]]:
 
 
 def ramp_change(batch: BatchKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
-    """How a start changes the batch sizes of its run, in one line; "" if nothing."""
+    """Describes in one line how a start changes the batch sizes of its run; "" if it does not."""
     step, consumed = position.step, position.consumed_samples
     before = _sizes_from(position.stages, consumed)
     today = _sizes_from(ramp.to_json()["stages"], consumed)
@@ -250,16 +250,18 @@ def ramp_change(batch: BatchKeys, ramp: RampupBatchManager, position: Checkpoint
 
 
 def _shapes_before(ramp: RampupBatchManager, sample: int) -> Iterator[tuple]:
-    """Of the thresholds before a sample, what no devices decide."""
-    for one in ramp.thresholds:
-        if one.first_sample < sample:
-            held = ramp.keys.keys_at(one.first_sample)
-            lengths = held.max_target_length, held.row_length
-            yield one.first_sample, one.global_batch_size, *lengths, held.rope_keys
+    """Yields what no devices decide of the thresholds before a sample."""
+    for threshold in ramp.thresholds:
+        first, size = threshold.first_sample, threshold.global_batch_size
+        if first < sample:
+            keys = ramp.keys.keys_at(first)
+            yield first, size, keys.max_target_length, keys.row_length, keys.rope_keys
 
 
 def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:
-    """What keeps the batches of a notation that counts rows per device; "" where another is why."""
+    """Names the key that keeps the batches of a notation that counts rows per device; "" if the
+    number of devices is not why they change.
+    """
     before = BatchKeys.from_values(base.base() | trained_with)
     before = before.nodes * before.devices_per_node
     if batch.gives_global_batch or before < 1 or before == batch.nodes * batch.devices_per_node:
@@ -268,7 +270,7 @@ def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:
 
 
 def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:
-    """(from which sample on, global batch size) of what is still to come, equal sizes joined."""
+    """Lists (first sample, global batch size) of what is still to come, equal sizes joined."""
     sizes: list[tuple[int, int]] = []
     for stage in stages:
         begins, size = max(stage["first_sample"], sample), stage["global_batch_size"]

@@ -32,7 +32,7 @@ class Jobs:
     """
 
     def __init__(self, folder: pathlib.Path):
-        """Does nothing until `begin`, which the first process alone calls."""
+        """Writes nothing until `begin`, which the first process alone calls."""
         self._folder, self._file = folder, None
         self._saved, self._steps_done = 0.0, 0
         self._ahead = 0.0  # seconds that the job's times are ahead of its clock
@@ -49,8 +49,8 @@ class Jobs:
         self._ahead = max(0.0, began - clock)
         self._first_start = before[0]["time"] if before else began
         self._file, self._steps_done = Appending(self._folder / FILE), first_step
-        found = {"first_step": first_step, "nodes": nodes, "devices": devices, "from": origin}
-        self._append({"event": "start", "time": began, **found})
+        job = {"first_step": first_step, "nodes": nodes, "devices": devices, "from": origin}
+        self._append({"event": "start", "time": began, **job})
         return self._file
 
     def __call__(self, record: Record) -> None:
@@ -66,7 +66,7 @@ class Jobs:
             waits = sum(record.get(name, 0.0) for name in WAITS)
             self._counted += max(0.0, record["step_seconds"] - waits)
             self._steps_done = record["step"] + 1
-        record.update(self._take_saved())
+        record.update(self._pop_save_seconds())
         record["goodput"] = self._counted / max(record["time"] - self._first_start, 1e-3)
 
     @contextlib.contextmanager
@@ -78,12 +78,12 @@ class Jobs:
     def end(self, status: int) -> None:
         """Adds the end of the job, after `step` steps of the run."""
         if self._file:
-            found = {"status": status, "step": self._steps_done, **self._take_saved()}
+            job = {"status": status, "step": self._steps_done, **self._pop_save_seconds()}
             now = round(time.time() + self._ahead, 6)
-            self._append({"event": "end", "time": now, **found})
+            self._append({"event": "end", "time": now, **job})
             self._file.close()
 
-    def _take_saved(self) -> dict[str, float]:
+    def _pop_save_seconds(self) -> dict[str, float]:
         saved, self._saved = self._saved, 0.0
         return {"save_seconds": saved} if saved else {}
 
@@ -92,8 +92,8 @@ class Jobs:
 
 
 def read_jobs(run: Place) -> list[dict[str, Any]]:
-    """The events of jobs.jsonl, from a start on; none without the file. Lines that are none, such
-    as one that a kill tore, are left out.
+    """Reads the events of jobs.jsonl, from the first start on; none without the file. Other lines,
+    such as one that a kill tore, are left out.
     """
     path = run / FILE
     lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -102,7 +102,7 @@ def read_jobs(run: Place) -> list[dict[str, Any]]:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """The event of a line of jobs.jsonl; None for a line that has none, or none that is whole."""
+    """Parses a line of jobs.jsonl; returns None if it holds no whole event."""
     with contextlib.suppress(ValueError, RecursionError):
         event = json.loads(line)
         needed = _NUMBERS.get(str(event.get("event")), ()) if isinstance(event, dict) else ()
@@ -112,7 +112,9 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def _process_start() -> float:
-    """Unix seconds when this process began, as far as the system tells: its imports count."""
+    """Returns when this process began, in unix seconds: its imports count. On a system that does
+    not tell, it began now.
+    """
     ticks = start_time(os.getpid())
     if ticks is None:
         return time.time()

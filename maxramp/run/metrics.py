@@ -31,7 +31,7 @@ from maxramp.run.keys import RunKeys
 
 Record = dict[str, Any]
 
-_LONGEST = 1 << 24  # bytes of a record, at most
+_MAX_RECORD_BYTES = 1 << 24
 TASK = "task_"  # what the names of numbers of tasks begin with
 OF_SET = "eval_loss_"  # and those of the losses on held-out sets that have names
 _OF_BATCH = (
@@ -45,9 +45,9 @@ class Dispatched:
     """A step or an evaluation that was handed to the devices; its numbers come when it is done."""
 
     numbers: Any  # its numbers, on the devices
-    # called when they are there, in another thread than the loop's, with them and with when its
-    # work began and ended (`time.perf_counter`): what else there is to record. What it names takes
-    # the place of the number of that name.
+    # called in another thread than the loop's, with these numbers on the host and with when the
+    # work began and ended (`time.perf_counter`); returns what else to record, which replaces
+    # numbers of the same names
     to_record: Callable[[Any, float, float], Record]
 
 
@@ -62,7 +62,7 @@ class MetricsLog:
     def __init__(
         self, keys: RunKeys, writers: Sequence[Callable[[Record], None]], continues: bool = False
     ):
-        """The first step of a job that `continues` a run is recorded as restarted."""
+        """Records the first step of a job that `continues` a run as restarted."""
         self._keys, self._writers = keys, writers
         self._begins = {"restarted": True} if continues else {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
@@ -73,7 +73,9 @@ class MetricsLog:
         self._writing = threading.Lock()
 
     def restart_clock(self) -> None:
-        """What was done since the last record (a save, say) does not count as part of a step."""
+        """Begins the next step now: what was done since the last record, such as a save, is not
+        counted as part of it.
+        """
         self._last_end = time.perf_counter()
 
     def add(self, **numbers: float) -> None:
@@ -106,8 +108,12 @@ class MetricsLog:
 
     def log_eval(self, step: int, consumed_samples: int, dispatched: Dispatched) -> None:
         def record(read: Any, begin: float, end: float) -> Record:
-            at = {"step": step, "consumed_samples": consumed_samples}
-            return {**at, **dispatched.to_record(read, begin, end), "eval_seconds": end - begin}
+            position = {"step": step, "consumed_samples": consumed_samples}
+            return {
+                **position,
+                **dispatched.to_record(read, begin, end),
+                "eval_seconds": end - begin,
+            }
 
         self._push(dispatched.numbers, record)
 
@@ -131,14 +137,14 @@ class MetricsLog:
             if self._ended:
                 return
             try:
-                made = record(read, self._last_end, now)
+                written = record(read, self._last_end, now)
             except TrainingError:
                 self._ended = True
                 raise
             self._last_end = now
-            made["time"] = round(self._epoch + now, 6)
+            written["time"] = round(self._epoch + now, 6)
             for write in self._writers:
-                write(made)
+                write(written)
 
 
 class LastEvaluation:
@@ -153,7 +159,7 @@ class LastEvaluation:
             self._step, self._numbers = record["step"], before | numbers_of(record)
 
     def numbers_after(self, step: int) -> dict[str, float]:
-        """By their names; none where the step had no evaluation."""
+        """Returns the numbers of the evaluations after a step, by name; none if it had none."""
         names = self._numbers if self._step == step else ()
         return {
             name: self._numbers[name]
@@ -163,7 +169,7 @@ class LastEvaluation:
 
 
 def _loads(read: Mapping[str, Any]) -> Record:
-    """Each expert's share of its layer's tokens in four digits, a list for each layer."""
+    """Returns each expert's share of its layer's tokens in four digits, a list for each layer."""
     if LOAD not in read:
         return {}
     return {LOAD: [[float(f"{share:.4g}") for share in layer] for layer in read[LOAD]]}
@@ -188,58 +194,58 @@ def evaluation_from_sums(
     shown: Sequence[str] = ("loss", "tokens"),
     divisor: str = "tokens",
 ) -> Dispatched:
-    """An evaluation that was just dispatched: `sums` of all batches of each held-out set by its
-    name, with `by_batch` one tuple of each batch, of what `shown` names; the others are divided by
-    `divisor`. What is recorded of a named set ends with its name.
+    """Makes an evaluation that was just dispatched of `sums`: of all batches of each held-out set
+    by its name, with `by_batch` one tuple for each batch. `shown` names them; those that are no
+    counts are divided by `divisor`. Names of a named set's numbers end with its name.
     """
 
     def averages(batches: np.ndarray, end: str) -> Record:
         total = dict(zip(shown, batches.sum(0), strict=True))
         counts = ("tokens", divisor)
-        found = {
+        numbers = {
             f"eval_{name}{end}": int(x) if name in counts else float(x / total[divisor])
             for name, x in total.items()
         }
         if by_batch:
             for name, column in zip(shown, batches.T, strict=True):
-                found[f"eval_batch_{name}{end}"] = column.tolist()
-        return found
+                numbers[f"eval_batch_{name}{end}"] = column.tolist()
+        return numbers
 
     def to_record(read: dict[str, list[tuple[Any, ...]]], begin: float, end: float) -> Record:
         # Added here, so that each keeps all digits.
         sets = {name: np.asarray(batches, np.float64) for name, batches in read.items()}
-        found = averages(np.concatenate(list(sets.values())), "")
+        numbers = averages(np.concatenate(list(sets.values())), "")
         for name, batches in sets.items():
-            found |= averages(batches, f"_{name}") if name else {}
-        return found
+            numbers |= averages(batches, f"_{name}") if name else {}
+        return numbers
 
     return Dispatched(dict(sums), to_record)
 
 
 def names_of_sums(sets: Sequence[str], shown: Sequence[str]) -> list[str]:
-    """Of sets by their names, "" of the only one."""
+    """Names the numbers of an evaluation on held-out sets; "" is the name of an only set."""
     ends = ["", *(f"_{name}" for name in sets if name)]
     return [f"eval_{name}{end}" for end in ends for name in shown]
 
 
 def numbers_of(record: Record) -> dict[str, int | float]:
-    """What can be drawn as a curve over steps: of what steps and evaluations both have, the step's
-    alone, or it would have two points there.
+    """Selects what can be drawn as a curve over steps. What steps and evaluations both have is the
+    step's alone, or the curve would have two points there.
     """
     own = "step", "time", *(("goodput", "save_seconds") if "eval_seconds" in record else ())
     return {k: v for k, v in record.items() if k not in own and type(v) in (int, float)}
 
 
 def loads_of(record: Record) -> dict[str, np.ndarray]:
-    """Of each layer of experts their loads, where 1 is the mean of the layer, by a tag."""
+    """Returns the loads of each layer of experts by a tag; 1 is the mean of the layer."""
     layers = record.get(LOAD, ())
     return {f"experts/layer_{i:02}": np.array(x) * len(x) for i, x in enumerate(layers)}
 
 
 def tag_of(name: str) -> str:
-    """The name of a number with its group before it: learning/loss, batch/stage, speed/...
+    """Returns the name of a number behind its group: learning/loss, batch/stage, speed/...
 
-    Those of preferences have groups of their own, rewards/ and logps/, as in TRL.
+    Numbers of preferences have groups of their own, rewards/ and logps/, as in TRL.
     """
     if "/" in name:
         return name
@@ -281,7 +287,7 @@ def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """Null for NaN and infinity, in lists and objects too."""
+    """Replaces NaN and infinity by None, in lists and objects too."""
     if isinstance(value, dict):
         return {name: as_json(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -289,11 +295,11 @@ def as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -> int:
+def cut_records(path: pathlib.Path, first_step: int, pending: Sequence[str] = ()) -> int:
     """Moves the records of metrics.jsonl from step `first_step` on to metrics.dropped.jsonl.
 
-    What a kill tore, and every line after it, goes there too, and the evaluations after the step
-    before that come again, as it `owes` them. Returns how many steps were moved.
+    What a kill tore, and every line after it, goes there too, and the `pending` evaluations after
+    the step before, which come again. Returns how many steps were moved.
     """
     if not path.exists():
         return 0
@@ -303,7 +309,8 @@ def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -
         for line in file:
             record = _parse(line)
             cut |= not (record and record["step"] < first_step and line.endswith(b"\n"))
-            cut |= not cut and record["step"] == first_step - 1 and _evaluated_on(record) in owes
+            is_last = not cut and record["step"] == first_step - 1
+            cut |= is_last and _kind_of_evaluation(record) in pending
             if cut:
                 dropped += record is None or "loss" in record
             else:
@@ -319,7 +326,7 @@ def cut_records(path: pathlib.Path, first_step: int, owes: Sequence[str] = ()) -
 
 
 def _find_step(file: BinaryIO, step: int) -> int:
-    """Where the first record of a step or of a later one begins, in a file of any length."""
+    """Finds where the first record of a step or of a later one begins, in a file of any length."""
 
     def find_line(offset: int) -> int:
         file.seek(max(0, offset - 1))
@@ -334,30 +341,30 @@ def _find_step(file: BinaryIO, step: int) -> int:
     return find_line(bisect.bisect_left(range(size), step, key=read_step))
 
 
-def _evaluated_on(record: Record) -> str | None:
+def _kind_of_evaluation(record: Record) -> str | None:
     if "eval_seconds" not in record:
         return None
     return TASKS if any(name.startswith(TASK) for name in record) else HELD_OUT
 
 
 def read_records(path: Place) -> list[Record]:
-    """The records of metrics.jsonl. A last line that was torn by a kill is left out."""
+    """Reads the records of metrics.jsonl. A last line that was torn by a kill is left out."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [record for record in map(_parse, lines) if record is not None]
 
 
 def read_last(path: pathlib.Path) -> Record:
-    """The last whole record of metrics.jsonl; empty without one."""
+    """Reads the last whole record of metrics.jsonl; empty without one."""
     if not path.exists():
         return {}
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _LONGEST))
+        file.seek(max(0, path.stat().st_size - _MAX_RECORD_BYTES))
         lines = file.read().splitlines()
     return next(filter(None, map(_parse, reversed(lines))), {})
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value of a record is a number as a run writes them: seconds, steps, tokens."""
+    """Tells whether a value of a record is a number as a run writes it: seconds, steps, tokens."""
     return type(value) in (int, float) and 0 <= value < 1 << 53
 
 

@@ -19,7 +19,7 @@ from maxramp.commandline import count
 from maxramp.data.corpus import Corpus
 from maxramp.errors import ConfigError, exit_status
 from maxramp.files.place import write_whole
-from maxramp.files.run_folder import follow, take
+from maxramp.files.run_folder import claim_folder, join_folder
 from maxramp.keys.yamlfile import parse
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_active_parameters, num_parameters
@@ -43,8 +43,8 @@ from maxramp.run.writers import EventWriter, JsonlWriter, WandbWriter, tensorboa
 from maxramp.training.keys import Recipe
 from maxramp.training.state import TrainState, num_trained
 
-_SHARED_SECONDS = 10.0  # that a network file system may take to show one host's file to another
-# Or cut at a start.
+_SHARED_SECONDS = 10.0  # that a network file system may need to show one host's file to another
+# The files that a start overwrites or cuts.
 _OVERWRITTEN = "plan.json", "next_stage.json", "metrics.jsonl", "ramp.png", "experts.png", JOBS
 _CONFIGS = ("config.yml", "config.resolved.yml")  # the second where the first is a person's
 _HEADER = b"# Written by maxramp; the next start replaces this file unless you edit it (%08x)."
@@ -58,22 +58,22 @@ class Output:
     """
 
     def __init__(self, keys: RunKeys, config_text: str):
-        """Takes the folder; `config_text` is the resolved configuration, for config.yml."""
+        """Claims the folder; `config_text` is the resolved configuration, for config.yml."""
         self._keys, self._config_text = keys, config_text
         self._is_first = jax.process_index() == 0
         self.folder = keys.folder
-        agreement.raise_everywhere(self._take_folder)
+        agreement.raise_everywhere(self._claim_folder)
         if jax.process_count() > 1:
             self._check_shared()
         self._display = Display(keys.log_period, quiet=not self._is_first)
         self._writers: list[JsonlWriter | EventWriter | WandbWriter] = []
-        self.jobs, self.status = Jobs(self.here), 0  # with which the job ends, unless by an error
+        self.jobs, self.status = Jobs(self.local), 0  # with which the job ends, unless by an error
 
-    def _take_folder(self) -> None:
+    def _claim_folder(self) -> None:
         try:
             if not self._is_first:
-                self.kept = follow(self.folder, self.warn)
-                self.here = self.kept.here
+                self.files = join_folder(self.folder, self.warn)
+                self.local = self.files.local
                 return
             strange = [name for name in _OVERWRITTEN if (self.folder / name).exists()]
             if strange and not (self.folder / "checkpoints").exists():
@@ -84,13 +84,13 @@ class Output:
                 )
             now = datetime.datetime.now().isoformat(" ", "seconds")
             owner = f"process {os.getpid()} on {platform.node()} since {now}"
-            self.kept = take(self.folder, owner, self.warn)
-            self.here = self.kept.here
+            self.files = claim_folder(self.folder, owner, self.warn)
+            self.local = self.files.local
             for name in ("metrics.jsonl", "plan.json"):
-                if (self.here / name).exists():
-                    (self.here / name).open("a").close()
-            theirs = (self.here / "config.yml").exists() and not _is_our_config(self.here)
-            self._config_file = self.here / _CONFIGS[theirs]
+                if (self.local / name).exists():
+                    (self.local / name).open("a").close()
+            theirs = (self.local / "config.yml").exists() and not _is_our_config(self.local)
+            self._config_file = self.local / _CONFIGS[theirs]
         except BlockingIOError as error:
             raise ConfigError(
                 f"run_name={self._keys.run_name}: {self.folder} is in use by {error}; wait until "
@@ -107,7 +107,7 @@ class Output:
         )
 
     def _check_shared(self) -> None:
-        """Whether every process sees what the first one wrote."""
+        """Refuses a folder in which a process does not see what the first one wrote."""
         mark = self.folder / ".shared"
         number = str(agreement.all_gather_json(int.from_bytes(os.urandom(3)))[0]).encode()
         if self._is_first:
@@ -128,60 +128,64 @@ class Output:
             )
 
     def count_recorded_steps(self) -> int:
-        """The steps up to the last record of metrics.jsonl; the same number on every process."""
-        path = self.here / "metrics.jsonl"
+        """Counts the steps up to the last record of metrics.jsonl; the same on every process."""
+        path = self.local / "metrics.jsonl"
         return agreement.decide_on_first(lambda: read_last(path).get("step", -1) + 1)
 
     def begin_job(self, schedule: JobSchedule) -> None:
         """Writes down that a job begins, once where the run stands is known."""
         stage = schedule.ramp.stage_at_step(schedule.first_step)
         origin = schedule.position.kind if schedule.position else "new"
-        given = schedule.first_step, stage.nodes, stage.devices, origin
-        agreement.raise_everywhere(lambda: self._is_first and self._begin_job(*given))
 
-    def _begin_job(self, *given: Any) -> None:
-        try:
-            self.kept.growing = [self.jobs.begin(*given)]
-        except OSError as error:
-            raise self._refusal(error) from None
+        def begin() -> None:
+            try:
+                file = self.jobs.begin(schedule.first_step, stage.nodes, stage.devices, origin)
+            except OSError as error:
+                raise self._refusal(error) from None
+            self.files.record_files.append(file)
+
+        agreement.raise_everywhere(lambda: self._is_first and begin())
 
     def open_files(
-        self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str] = ()
+        self, ramp: RampupBatchManager, first_step: int, pending: Sequence[str] = ()
     ) -> list[Callable[[Record], None]]:
         """Writes config.yml and plan.json; returns what a record goes to.
 
         Called when nothing can be refused any more: metrics of an earlier start are cut back to the
         first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl, with the
-        evaluations that the last of them `owes`.
+        `pending` evaluations of the last of them, which come again.
         """
-        position = ramp, first_step, owes
-        agreement.raise_everywhere(lambda: self._is_first and self._open_files(*position))
+        agreement.raise_everywhere(
+            lambda: self._is_first and self._open_files(ramp, first_step, pending)
+        )
         if not self._is_first:
             return []
-        self._display.start(ramp)
+        self._display.follow(ramp)
         return [*self._writers, self._display]
 
-    def _open_files(self, ramp: RampupBatchManager, first_step: int, owes: Sequence[str]) -> None:
+    def _open_files(
+        self, ramp: RampupBatchManager, first_step: int, pending: Sequence[str]
+    ) -> None:
         try:
             config = self._config_text.encode()
             write_whole(self._config_file, _header(config) + b"\n" + config)
-            _write_json(self.here / "plan.json", self._plan(ramp))
-            (self.here / "next_stage.json").unlink(missing_ok=True)
-            if dropped := cut_records(self.here / "metrics.jsonl", first_step, owes):
+            _write_json(self.local / "plan.json", self._plan(ramp))
+            (self.local / "next_stage.json").unlink(missing_ok=True)
+            if dropped := cut_records(self.local / "metrics.jsonl", first_step, pending):
                 self.say(
-                    f"again    {count(dropped, 'step')} that no checkpoint holds (now in "
+                    f"resume   dropped {count(dropped, 'step')} after the last checkpoint (now in "
                     "metrics.dropped.jsonl)"
                 )
-            files = [JsonlWriter(self.here / "metrics.jsonl")]
+            files = [JsonlWriter(self.local / "metrics.jsonl")]
             if self._keys.enable_tensorboard:
-                first = first_step, ramp.samples_before(first_step)
-                files += tensorboard_writers(self.here / "tensorboard", *first)
+                first_sample = ramp.samples_before(first_step)
+                files += tensorboard_writers(self.local / "tensorboard", first_step, first_sample)
             self._writers = files
-            self.kept.growing = [*self.kept.growing, *files]
+            self.files.record_files += files
             if project := self._keys.wandb_project:
                 config = parse(self._config_text)
                 try:
-                    self._writers = [*files, WandbWriter(project, self.here, config, self.warn)]
+                    self._writers = [*files, WandbWriter(project, self.local, config, self.warn)]
                 except ConfigError as error:
                     if not first_step:
                         raise
@@ -195,7 +199,7 @@ class Output:
         if not self._is_first:
             return
         try:
-            _write_json(self.here / "plan.json", self._plan(ramp))
+            _write_json(self.local / "plan.json", self._plan(ramp))
         except OSError as error:  # the checkpoint says the same
             self.warn(str(self._refusal(error)))
         why = "its latest sample is reached"
@@ -208,29 +212,29 @@ class Output:
         )
 
     def _plan(self, ramp: RampupBatchManager) -> dict[str, Any]:
-        """The stages; and of the jobs so far on which nodes: a step ran in the last of those that
-        began with it or before it. Of a ramp that is decided, the one that repeats it.
+        """Returns the stages, and the nodes of the jobs so far: a step ran in the last job that
+        began with it or before it. For a ramp that is decided, also the fixed one that repeats it.
         """
         names = ("first_step", "nodes", "devices")
-        starts = [job for job in read_jobs(self.here) if job["event"] == "start"]
+        starts = [job for job in read_jobs(self.local) if job["event"] == "start"]
         plan = ramp.to_json() | {"jobs": [{name: job[name] for name in names} for job in starts]}
         fixed = ladder.fixed_ramp(ramp.keys, plan["stages"])
         return plan | {"as_fixed_ramp": fixed} if fixed else plan
 
     def write_next_stage(self, schedule: JobSchedule) -> None:
-        """For whoever starts the next job."""
+        """Writes next_stage.json, for whoever starts the next job."""
         if not self._is_first:
             return
         stage = schedule.following
         following = batch_record(stage, schedule.ramp.samples_before(schedule.last_step))
         try:
-            _write_json(self.here / "next_stage.json", following)
+            _write_json(self.local / "next_stage.json", following)
         except OSError as error:  # the next start plans the same
             self.warn(str(self._refusal(error)))
         size, nodes = stage.global_batch_size, count(stage.nodes, "node")
         what = f"the next stage has a global batch of {size}"
         if stage.first_step < schedule.last_step:
-            what = f"stage {stage.index} goes on with its global batch of {size}"
+            what = f"stage {stage.index} continues with its global batch of {size}"
         per_node = stage.devices // stage.nodes
         self.say(f"{what}, planned for {nodes} of {per_node}: start again (next_stage.json)")
 
@@ -263,8 +267,8 @@ class Output:
         ]
         platform = mesh.devices.flat[0].platform
         lengths = {stage.spec.row_length for stage in schedule.stages}
-        of_rows = (dataclasses.replace(recipe.model, max_target_length=n) for n in lengths)
-        kernels = {select_for(of_length, platform) for of_length in of_rows}
+        models = (dataclasses.replace(recipe.model, max_target_length=n) for n in lengths)
+        kernels = {select_for(model, platform) for model in models}
         costs = map(cost_of_packing, sorted(kernels) if corpus.packed else ())
         lines += [f"packing  {cost}" for cost in costs if cost]
         if kernel := grouped.select_for(recipe.model, platform):
@@ -311,7 +315,6 @@ class Output:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        self._display.close()
         if self._writers:
             for end in (*(writer.close for writer in self._writers), self._draw):
                 try:
@@ -320,19 +323,19 @@ class Output:
                     self.warn(str(self._refusal(problem)))
             self.say(self._display.summary())
             names = "ramp.png", "experts.png", "metrics.jsonl", self._config_file.name, "plan.json"
-            there = [name for name in names if (self.here / name).exists()]
+            written = [name for name in names if (self.local / name).exists()]
         try:
             self.jobs.end(exit_status(error) if error else self.status)
         except OSError as problem:
             self.warn(str(self._refusal(problem)))
-        self.kept.close()  # of a run in a storage, this removes what is here
+        self.files.close()  # of a run in a storage, this removes what is here
         if self._writers:
-            self.say(f"see      {self.folder}/{', '.join(there)}")
+            self.say(f"see      {self.folder}/{', '.join(written)}")
 
     def _draw(self) -> None:
-        records = read_records(self.here / "metrics.jsonl")
-        draw_run(records, self.here / "ramp.png", self._keys.run_name)
-        draw_experts(records, self.here / "experts.png", self._keys.run_name)
+        records = read_records(self.local / "metrics.jsonl")
+        draw_run(records, self.local / "ramp.png", self._keys.run_name)
+        draw_experts(records, self.local / "experts.png", self._keys.run_name)
 
 
 def _describe_weights(state: TrainState, recipe: Recipe) -> str:
@@ -347,7 +350,7 @@ def _describe_weights(state: TrainState, recipe: Recipe) -> str:
 
 
 def _is_our_config(folder: pathlib.Path) -> bool:
-    """Whether config.yml is as a run wrote it, down to the last byte."""
+    """Tells whether config.yml is as a run wrote it, down to the last byte."""
     header, _, text = (folder / "config.yml").read_bytes().partition(b"\n")
     return header == _header(text)
 

@@ -37,8 +37,9 @@ def draw_run(records: list[Record], path: pathlib.Path, run_name: str) -> None:
 
 
 def figure_of(records: list[Record], run_name: str) -> "Figure | None":
-    """None without a step. Panels of the batch and of the mean reward, or the loss where there are
-    no rewards; small ones below for every other number of the steps' objective and of tasks.
+    """Draws panels of the batch and of the mean reward, or the loss where there are no rewards, and
+    below small ones for every other number of the steps' objective and of tasks. Returns None
+    without a step.
     """
     steps = [record for record in records if record.get("loss") is not None]
     if not steps:
@@ -46,8 +47,8 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     result = "reward" if any("reward" in record for record in steps) else "loss"
     tasks = _names_with(records, TASK)
     small = [*(name for name in _objective_names(steps) if name != result), *tasks]
-    found = {r["row_length"] for r in steps if "row_length" in r}
-    lengths = ["row_length"] if len(found) > 1 else []
+    row_lengths = {r["row_length"] for r in steps if "row_length" in r}
+    lengths = ["row_length"] if len(row_lengths) > 1 else []
     heights = [1.6, *[0.9] * len(lengths), 3.0, *[0.9] * len(small)]
     figure, panels = make_panels(heights, f"{run_name}: batch size and {result}")
     starts = [r["consumed_samples"] - r["global_batch_size"] for r in steps]
@@ -73,15 +74,15 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
 
 
 def _draw_restarts(panels: list["Axes"], starts: list[int], steps: list[Record]) -> list["Line2D"]:
-    """Lines where the run was continued, with the devices where their number changed."""
+    """Draws lines where the run was continued, with the devices where their number changed."""
     lines, before = [], steps[0].get("devices")
     for start, record in zip(starts, steps, strict=True):
         if record.get("restarted"):
             style = {"color": "0.4", "linestyle": ":", "linewidth": 1, "label": "restart"}
             lines = [axes.axvline(start, **style) for axes in panels][:1]
         if (now := record.get("devices", before)) != before:
-            place = {"xy": (start, 1), "xycoords": ("data", "axes fraction"), "fontsize": "small"}
-            panels[0].annotate(count(now, "device"), va="top", **place)
+            label = {"xy": (start, 1), "xycoords": ("data", "axes fraction"), "fontsize": "small"}
+            panels[0].annotate(count(now, "device"), va="top", **label)
             before = now
     return lines
 

@@ -1,16 +1,16 @@
 """Writers of a run's records: metrics.jsonl, TensorBoard, Weights & Biases.
 
-Every writer is called with a record, and has `close`; those of files are of the folder that keeps
-them (`files.run_folder`).
+Every writer is called with a record, and has `close`. Those of files are `Appending`s
+(`files.run_folder`).
 
-tensorboard/ has the numbers of metrics.jsonl over steps, and the losses over consumed samples; of
-the loads of experts a histogram of each layer.
+tensorboard/ has the numbers of metrics.jsonl over steps, the losses over consumed samples, and a
+histogram of the loads of each layer of experts.
 Event files are TFRecords: length (uint64), its checksum (uint32), the event, its checksum (uint32).
-They are written here and now, and not in tensorboardX's thread: what is flushed is in the file.
+The loop writes them, and not tensorboardX's thread: what is flushed is in the file.
 
-Weights & Biases gets them by the package wandb, under TensorBoard's tags. A file in a run's folder
-keeps its id over restarts. The service takes every step once: what a restart trains again it leaves
-out, and on the same devices that is the same.
+Weights & Biases gets the numbers by the package wandb, under TensorBoard's tags. A file in a run's
+folder keeps its id over restarts. The service accepts every step once and ignores those that a
+restart trains again, which are the same on the same devices.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class JsonlWriter(Appending):
 def tensorboard_writers(
     folder: pathlib.Path, first_step: int, first_sample: int
 ) -> "tuple[EventWriter, EventWriter]":
-    """Writers of records over steps and over samples, of a start at a step and a sample.
+    """Opens writers of records over steps and over samples, of a start at a step and a sample.
 
     TensorBoard hides what earlier starts wrote past them, and shows the tags in groups:
     learning/loss, batch/stage, speed/tokens_per_second.
@@ -112,7 +112,7 @@ def _histogram(values: np.ndarray) -> Any:
 
 
 class WandbWriter:
-    """A writer of records. Where to and how is wandb's own: WANDB_MODE, WANDB_API_KEY, ..."""
+    """A writer of records. wandb's own variables configure it: WANDB_MODE, WANDB_API_KEY, ..."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class WandbWriter:
         config: dict[str, Any],
         warn: Callable[[str], None],
     ):
-        """The run's folder keeps the id, and wandb's own files come to lie in it.
+        """Keeps the id and wandb's own files in the run's folder.
 
         `warn` takes a line about a fault that need not end the run. A ConfigError says that
         the package is missing, or takes no run.

@@ -131,7 +131,7 @@ def test_it_stays(tmp_path, capsys):
         stages, checkpoints = folder.ramp.to_json()["stages"], folder.checkpoints
         with jax.set_mesh(make_mesh(config)), checkpoints:
             checkpoints.start_saving()
-            record = checkpoints.record(step, 8, stages, {"eval_loss": loss})
+            record = checkpoints.record(step, 8, stages, config.values, {"eval_loss": loss})
             checkpoints.save(record, first_state(), last=True)
         assert folder.steps == expected[step] and not folder.said
     assert find(place(tmp_path / "c" / "best")).name == "10"

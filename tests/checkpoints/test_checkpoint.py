@@ -22,7 +22,7 @@ from maxramp.checkpoints.changes import changes_since
 from maxramp.checkpoints.store import Checkpoints, versions
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
-from maxramp.files.run_folder import Disk
+from maxramp.files.run_folder import RunFiles
 from maxramp.handover.weights import open_weights
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -52,9 +52,11 @@ class Folder:
     def __init__(self, path: pathlib.Path, config, corpus_hash="data"):
         self.path, self.config, self.said = path, config, []
         path.mkdir(exist_ok=True)
-        self.kept = Disk(path.parent)
-        given = self.kept, DataIdentity(corpus_hash), config.values, print, self.said.append
-        self.checkpoints = Checkpoints(path, *given)
+        self.files = RunFiles(path.parent)
+        self.checkpoints = Checkpoints(
+            *(path, self.files, config.checkpoints, DataIdentity(corpus_hash)),
+            *(print, self.said.append),
+        )
         self.ramp = RampupBatchManager(config.batch, 8)
 
     def save(self, *steps: int, state=None):
@@ -65,11 +67,12 @@ class Folder:
                 self.begin(step, state)
         return self
 
+    def record(self, step: int):
+        stages, samples = self.ramp.to_json()["stages"], self.ramp.samples_before(step)
+        return self.checkpoints.record(step, samples, stages, self.config.values)
+
     def begin(self, step: int, state, last=False):
-        stages = self.ramp.to_json()["stages"]
-        samples = self.ramp.samples_before(step)
-        record = self.checkpoints.record(step, samples, stages)
-        self.checkpoints.save(record, state, last)
+        self.checkpoints.save(self.record(step), state, last)
 
     def restore(self):
         mesh = make_mesh(self.config)
@@ -272,7 +275,7 @@ def test_minutes_count_from_the_end_of_a_save(tmp_path):
     with jax.set_mesh(make_mesh(config)), folder.checkpoints as checkpoints:
         checkpoints.start_saving()
         assert checkpoints.is_due(4, folder.ramp)
-        folder.kept.publish = lambda: go_on.wait(60)
+        folder.files.publish = lambda: go_on.wait(60)
         folder.begin(4, first_state())
         assert not checkpoints.is_due(5, folder.ramp)
         go_on.set()

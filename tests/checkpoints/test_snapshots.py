@@ -308,8 +308,7 @@ def test_a_snapshot_counts_until_a_start_goes_back_behind_it(tmp_path):
     start()[0].save(8)
     folder, position = start(*memory)
     with jax.set_mesh(make_mesh(folder.config)):
-        record = folder.checkpoints.record(12, 112, folder.ramp.to_json()["stages"])
-        folder.checkpoints.take_snapshot(record, first_state())
+        folder.checkpoints.take_snapshot(folder.record(12), first_state())
         folder.checkpoints.snapshots.wait()
     assert (position.step, start(*memory)[1].step) == (8, 12)
     for keys, recorded, why in (

@@ -147,22 +147,22 @@ def test_signals_while_it_evaluates(line, whole):
         done = run_forked((*command, "run_name=signals"), environment(), timeout=600)
         return done, evaluations(line, "signals")
 
-    def owes():
+    def saved_numbers():
         steps = folder_of(line, "signals") / "checkpoints"
         last = max(steps.iterdir(), key=lambda path: int(path.name))
-        return json.loads((last / "checkpoint.json").read_text())["owes"]
+        return json.loads((last / "checkpoint.json").read_text())["evaluation"]
 
     _, expected = whole
     done, found = signalled(signal.SIGTERM, PASSES + 3)  # in the second one, at sample 48
     assert done.returncode == 76 and found == expected[:1], done.stderr
-    assert "stopped by a signal after step 10, saved" in done.stdout and owes()
+    assert "stopped by a signal after step 10, saved" in done.stdout and not saved_numbers()
 
     done, found = signalled(signal.SIGKILL, 2 * PASSES + 5)  # that one, 72, and in that of 96
     assert done.returncode == -signal.SIGKILL and found == expected[:3], done.stderr
-    assert not owes()  # the checkpoint has the numbers now
+    assert saved_numbers()  # the checkpoint has them now
 
     done, found = signalled(signal.SIGTERM, 1000)
-    assert done.returncode == 0 and found == expected and not owes(), done.stderr
+    assert done.returncode == 0 and found == expected and saved_numbers(), done.stderr
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_signals_while_it_evaluates(line, whole):
     "interval, failed_at", [(24, 24), pytest.param(-1, 104, marks=pytest.mark.long)]
 )
 def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
-    """The state is saved and owes what was due; mended, the run is the one that nothing ended."""
+    """The state is saved without the numbers; mended, the run is the one that nothing ended."""
     (tmp_path / "code.py").write_text(FAILS)
     (tmp_path / "made_failing.yaml").write_text(
         (folder_of(line, "tasks") / "made_choices.yaml")
@@ -197,7 +197,7 @@ def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
     steps = (tmp_path / "run" / "checkpoints").iterdir()
     last = json.loads((max(steps, key=lambda p: int(p.name)) / "checkpoint.json").read_text())
     assert last["consumed_samples"] == failed_at == found[-1]["consumed_samples"]
-    assert last["owes"] == ["held_out", "tasks"]
+    assert not any(name.startswith("task_") for name in last["evaluation"])
     done, found = trained("run_name=run", "yes")
     assert done.returncode == 0 and found == whole, done.stderr
 

@@ -14,7 +14,7 @@ from maxramp.config.load import load
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole
-from maxramp.files.run_folder import Disk, Mirror
+from maxramp.files.run_folder import MirroredFiles, RunFiles
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 
@@ -67,7 +67,7 @@ def client(monkeypatch):
 def mirror_of(run, warn=print):
     """Of a run's folder that there is."""
     make_folder(place(run))
-    return Mirror(place(run), warn, Held())
+    return MirroredFiles(place(run), warn, Held())
 
 
 def test_cleaning_the_temporary_folder_removes_nothing_there(client):
@@ -75,17 +75,17 @@ def test_cleaning_the_temporary_folder_removes_nothing_there(client):
     names = {"metrics.jsonl", "config.yml", "next_stage.json"}
     for name in names:
         write_whole(run / name, b"{}")
-    mirror = Mirror(run, warnings.append, Held())
-    (mirror.here / "next_stage.json").unlink()  # as every start does
+    mirror = MirroredFiles(run, warnings.append, Held())
+    (mirror.local / "next_stage.json").unlink()  # as every start does
     mirror.publish()
     names -= {"next_stage.json"}
     assert set(sizes(run)) == names
-    (mirror.here / "config.yml").unlink()
+    (mirror.local / "config.yml").unlink()
     mirror.publish()
-    (mirror.here / "metrics.jsonl").unlink()
+    (mirror.local / "metrics.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match="removed under the run"):
         mirror.publish()  # no checkpoint may count without its records
-    shutil.rmtree(mirror.here)
+    shutil.rmtree(mirror.local)
     with pytest.raises(FileNotFoundError, match="removed under the run"):
         mirror.publish()
     mirror.close()
@@ -142,8 +142,10 @@ def test_a_kill_in_a_save_stops_no_restart(client, tmp_path):
     folder, warnings = place("gs://bucket/run/checkpoints"), []
     for name in ("model/d", "_CHECKPOINT_METADATA"):
         write_whole(folder / "4" / name, b"{}")
-    given = Disk(tmp_path), DataIdentity(""), make_config().values, print, warnings.append
-    checkpoints = Checkpoints(folder, *given)
+    keys = make_config().checkpoints
+    checkpoints = Checkpoints(
+        *(folder, RunFiles(tmp_path), keys, DataIdentity("")), print, warnings.append
+    )
     assert checkpoints.latest() is None
     assert checkpoints.start_saving() == [folder / "4"]
     assert sizes(folder) == {} and not warnings
@@ -203,7 +205,7 @@ def test_after_an_outage_it_sends_at_once(client, monkeypatch):
         raise OSError("away")
 
     monkeypatch.setattr(client, "pipe_file", fail_once)
-    (mirror.here / "late").write_bytes(b"1")
+    (mirror.local / "late").write_bytes(b"1")
     assert failed.wait(10) and sent.wait(10)  # not after 20 times 1 s
     mirror.close()
 
@@ -216,7 +218,7 @@ def test_the_records_are_sent_last(client, monkeypatch):
     )
     names = ["metrics.jsonl", "metrics.dropped.jsonl", "a", "z"]
     for name in names:
-        (mirror.here / name).write_bytes(b"1")
+        (mirror.local / name).write_bytes(b"1")
     mirror.publish()
     assert len(sent) == 4 and sent[-1] == "gs://bucket/run/metrics.jsonl"
     mirror.close()

@@ -14,7 +14,7 @@ from maxramp.files.place import (
     sizes,
     write_whole,
 )
-from maxramp.files.run_folder import Mirror, take
+from maxramp.files.run_folder import MirroredFiles, claim_folder
 
 pytestmark = pytest.mark.slow
 FILES = {"a": b"1", "deep/b.json": b"22", "deep/er/c": b""}
@@ -107,11 +107,11 @@ def test_a_storage_that_is_away_tears_nothing(storage, away, tmp_path):
 def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
     monkeypatch.setattr("maxramp.files.run_folder._LAST", 1.0)
     folder, warnings = place(f"{storage.address}/{tmp_path.name}/run"), []
-    mirror = take(folder, "it", warnings.append)
-    assert isinstance(mirror, Mirror)
-    log = mirror.here / "metrics.jsonl"
-    (mirror.here / "tensorboard").mkdir()
-    (mirror.here / "tensorboard" / "events").write_bytes(b"e")
+    mirror = claim_folder(folder, "it", warnings.append)
+    assert isinstance(mirror, MirroredFiles)
+    log = mirror.local / "metrics.jsonl"
+    (mirror.local / "tensorboard").mkdir()
+    (mirror.local / "tensorboard" / "events").write_bytes(b"e")
     with log.open("ab", buffering=0) as file:
         for _ in range(3):
             file.write(b"line\n")
@@ -121,23 +121,23 @@ def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
     mirror.publish()
     assert not [r for r in storage.requests[asked:] if "metrics" in r]  # it has not changed
     mirror.close()
-    assert not mirror.here.exists() and not (folder / ".lock").exists() and not warnings
+    assert not mirror.local.exists() and not (folder / ".lock").exists() and not warnings
 
-    again = take(folder, "again", warnings.append)
-    assert (again.here / "metrics.jsonl").read_bytes() == b"line\n" * 3
-    assert (again.here / "tensorboard" / "events").read_bytes() == b"e"
-    (again.here / "next_stage.json").write_bytes(b"{}")
+    again = claim_folder(folder, "again", warnings.append)
+    assert (again.local / "metrics.jsonl").read_bytes() == b"line\n" * 3
+    assert (again.local / "tensorboard" / "events").read_bytes() == b"e"
+    (again.local / "next_stage.json").write_bytes(b"{}")
     again.publish()
     assert (folder / "next_stage.json").is_file()
-    (again.here / "next_stage.json").unlink()
+    (again.local / "next_stage.json").unlink()
     again.publish()
     assert not (folder / "next_stage.json").exists()
     away(403)
-    (again.here / "late").write_bytes(b"late")
+    (again.local / "late").write_bytes(b"late")
     with pytest.raises(OSError, match="late|Forbidden|forbidden"):
         again.publish()
     again.close()
     away(0)
-    assert str(again.here) in warnings[-1]
-    assert (again.here / "late").read_bytes() == b"late"  # nothing is lost
-    remove_tree(again.here.parent)
+    assert str(again.local) in warnings[-1]
+    assert (again.local / "late").read_bytes() == b"late"  # nothing is lost
+    remove_tree(again.local.parent)

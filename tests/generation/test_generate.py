@@ -12,7 +12,7 @@ from maxramp import generate, prepare
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
-from maxramp.files.run_folder import Disk
+from maxramp.files.run_folder import RunFiles
 from maxramp.generation.generator import Answer
 from maxramp.generation.text import AnswerText
 from maxramp.handover.opening import open_model
@@ -27,12 +27,12 @@ def save_run(folder, *keys):
     ramp = RampupBatchManager(config.batch, 8)
     with jax.set_mesh(make_mesh(config)):
         saving = Checkpoints(
-            *(folder / "checkpoints", Disk(folder), DataIdentity("data"), config.values),
+            *(folder / "checkpoints", RunFiles(folder), config.checkpoints, DataIdentity("data")),
             *(print, print),
         )
         with saving:
             saving.start_saving()
-            record = saving.record(0, 0, ramp.to_json()["stages"])
+            record = saving.record(0, 0, ramp.to_json()["stages"], config.values)
             saving.save(record, initial_state(config.recipe), last=True)
     return str(folder)
 

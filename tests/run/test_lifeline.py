@@ -84,16 +84,16 @@ SIGNALLED = """
 import os, sys, time
 import jax
 from maxramp import train
-from maxramp.job.start import Start
+from maxramp.job.start import JobContext
 from maxramp.processes.ending import Preemption, end_process
-number, process, calls, pause = *map(int, sys.argv[1:3]), [], Start.pause
+number, process, calls, pause = *map(int, sys.argv[1:3]), [], JobContext.pause
 def signalled(self):
     calls.append(self)
     if len(calls) == 4 and jax.process_index() == process:
         os.kill(os.getpid(), number)
     time.sleep(0.1)
     pause(self)
-Start.pause = signalled
+JobContext.pause = signalled
 end_process(train.main(sys.argv[3:], Preemption()))
 """
 

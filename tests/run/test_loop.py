@@ -21,15 +21,16 @@ class Steps:
         checkpoints = types.SimpleNamespace(
             snapshots=None,
             newest=4,
-            record=lambda done, *more: done,
+            record=lambda done, *more, **numbers: done,
             save=lambda done, *more: self.saved.append(done),
         )
         output = types.SimpleNamespace(
-            say=self.said.append, kept=types.SimpleNamespace(flush=None), jobs=Jobs(None)
+            say=self.said.append, files=types.SimpleNamespace(flush=None), jobs=Jobs(None)
         )
         job = types.SimpleNamespace(
             schedule=types.SimpleNamespace(ramp=ramp, first_step=2),
             checkpoints=checkpoints,
+            config=types.SimpleNamespace(values={}),
             output=output,
         )
         log = types.SimpleNamespace(flush=lambda: None, restart_clock=lambda: None)

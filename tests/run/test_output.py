@@ -117,4 +117,4 @@ def test_metrics_that_are_cut_are_kept(tmp_path, capsys):
     assert read_records(folder / "metrics.dropped.jsonl") == records[6:] + records[:6]
     lines = (folder / "metrics.dropped.jsonl").read_text().splitlines()
     assert lines[9:] == ['{"epoch": 1}', "7", '{"step": 6, "lo']
-    assert "again    3 steps that no checkpoint holds" in capsys.readouterr().out
+    assert "resume   dropped 3 steps after the last checkpoint" in capsys.readouterr().out
