@@ -33,9 +33,9 @@ def main(arguments: list[str]) -> int:
     parser = Parser(__doc__)
     parser.add_argument("command", choices=("ls", "show", "verify"))
     parser.add_argument("path", nargs="+", type=place)
-    given = parser.parse_args(arguments)
-    work = {"ls": ls, "show": show, "verify": verify}[given.command]
-    return max(work(path) for path in given.path)
+    options = parser.parse_args(arguments)
+    work = {"ls": ls, "show": show, "verify": verify}[options.command]
+    return max(work(path) for path in options.path)
 
 
 def ls(path: Place) -> int:
@@ -53,11 +53,11 @@ def ls(path: Place) -> int:
             print(f"{folder.name:>9} {'':>12} {'':>8} {'':>7} {size:>9}  {state}")
             continue
         stage = checkpoint.stage()
-        place = f"{stage['index']} of 0-{checkpoint.stages_of_run()[-1]['index']}"
+        position = f"{stage['index']} of 0-{checkpoint.stages_of_run()[-1]['index']}"
         changed = before.differences(checkpoint.config).items() if before else ()
         changes = ", ".join(f"{name}={after} (was {before})" for name, (before, after) in changed)
         print(
-            f"{checkpoint.step:>9} {checkpoint.consumed_samples:>12,} {place:>8} "
+            f"{checkpoint.step:>9} {checkpoint.consumed_samples:>12,} {position:>8} "
             f"{stage['global_batch_size']:>7,} {size:>9}  complete{', the best' * (folder == best)}"
             + (f"; from here on {changes}" if changes else "")
         )
@@ -107,7 +107,7 @@ def verify(path: Place) -> int:
 
 
 def _read_all(checkpoint: Place) -> tuple[int, int, int]:
-    """Reads the arrays one by one: their number, their values, and those that are not finite."""
+    """Reads all arrays; counts them, their values, and the values that are not finite."""
     import numpy as np
 
     from maxramp.checkpoints.arrays import stored_arrays
@@ -123,10 +123,11 @@ def _read_all(checkpoint: Place) -> tuple[int, int, int]:
 
 
 def _checkpoints(path: Place) -> list[Place]:
-    found = folder_lib.find(path)
-    if found == path.absolute():
-        return [found]
-    return [found.parent / str(step) for step in folder_lib.steps_in(found.parent)]
+    checkpoint = folder_lib.find(path)
+    if checkpoint == path.absolute():
+        return [checkpoint]
+    folder = checkpoint.parent
+    return [folder / str(step) for step in folder_lib.steps_in(folder)]
 
 
 def _describe(path: Place) -> str:

@@ -31,22 +31,22 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self._given: Sequence[str] = ()
+        self._words: Sequence[str] = ()
         version, keys = f"maxramp {maxramp.__version__}", (CONFIGS / "base.yml").read_text()
         self.add_argument("--version", action="version", version=version, help="show the version")
         text = "list every key with its default, its unit and what it is for"
         self.add_argument("--help-keys", action="version", version=keys, help=text)
 
     def parse_intermixed_args(self, args: Sequence[str], namespace: Any = None) -> Any:
-        self._given = args
-        found = super().parse_intermixed_args(args, namespace)
-        numbers = [word for word in getattr(found, "arguments", ()) if word.isdigit()]
+        self._words = args
+        options = super().parse_intermixed_args(args, namespace)
+        numbers = [word for word in getattr(options, "arguments", ()) if word.isdigit()]
         if len(numbers) == 3:
             raise ConfigError(
                 f'"{" ".join(numbers)}": a key is given as key=value; did you mean '
                 f"rampup_batch_size=[{','.join(numbers)}]?"
             )
-        return found
+        return options
 
     def error(self, message: str) -> NoReturn:
         what, colon, words = message.partition("unrecognized arguments: ")
@@ -54,14 +54,14 @@ class Parser(argparse.ArgumentParser):
             words = [word for word in words.split(" ") if word.startswith("-")]
             shown = ", ".join(f'"{word}"' for word in words)
             message = f"{shown}: no such option; a key is given as key=value, without dashes"
-            if meant := list(filter(None, (meant_by(word, self._given) for word in words))):
+            if meant := list(filter(None, (meant_by(word, self._words) for word in words))):
                 message += f": did you mean {shell_quote(meant)}?"
         message += " (--help lists the options, --help-keys the keys of key=value)"
         raise ConfigError(message)
 
 
 def config_parser(doc: str) -> Parser:
-    """A parser of CONFIG.yml and key=value, the `arguments` that `config.load` takes."""
+    """Makes a parser of CONFIG.yml and key=value, the `arguments` that `config.load` takes."""
     parser = Parser(doc)
     text = "a value is YAML: steps=100 learning_rate=3e-4 rampup_batch_size=[16,16,800]"
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yml key=value", help=text)
@@ -98,11 +98,11 @@ class Throttle:
     """Reports the progress of something that takes minutes, every 30 seconds."""
 
     def __init__(self, say: Callable[[str], None]):
-        self._say, self._said = say, time.monotonic()
+        self._say, self._last = say, time.monotonic()
 
     def __call__(self, line: str) -> None:
-        if time.monotonic() - self._said >= 30:
-            self._said = time.monotonic()
+        if time.monotonic() - self._last >= 30:
+            self._last = time.monotonic()
             self._say(line)
 
 
@@ -111,19 +111,19 @@ def shell_quote(words: Iterable[Any]) -> str:
 
 
 def show_keys(keys: Mapping[str, Any]) -> str:
-    """Keys as arguments of a command line."""
+    """Formats keys as arguments of a command line."""
     texts = (x if isinstance(x, str) else json.dumps(x) for x in keys.values())
     return shell_quote(map("=".join, zip(keys, texts, strict=True)))
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things: "1 process", "4 processes", "1 node"."""
+    """Formats a number of things: "1 process", "4 processes", "1 node"."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def short(number: float) -> str:
-    """A number in three digits, as the field writes it: 250B for 250000000000, 1.23M."""
+    """Formats a number in three digits, as the field does: 250B for 250000000000, 1.23M."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= 0.9995 * size:  # so that no 1e+03 of a smaller unit is shown
             return f"{number / size:.3g}{unit}"
@@ -131,7 +131,7 @@ def short(number: float) -> str:
 
 
 def amount(number: float) -> str:
-    """Hours or money: in whole ones, below 100 in three digits: 51,649, 50.4, 0.0123."""
+    """Formats hours or money: in whole ones, below 100 in three digits: 51,649, 50.4, 0.0123."""
     return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
 
 

@@ -1,6 +1,6 @@
 """Standard output and error of commands: closed pipes, full disks, Ctrl-C.
 
-To be called before the slow imports of a command, which a person may interrupt too.
+Commands call this before their slow imports, which a person may interrupt too.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ import sys
 
 
 def outlive_readers(patience: float | None = 10.0) -> None:
-    """For programs that run for hours: nothing that they or a library print can fail.
+    """Makes prints never fail, for programs that run for hours.
 
-    What no one can read any more (a pipe that was closed, a full disk, a terminal that is gone) is
-    dropped, and so is what no one reads for `patience` seconds (a pager that waits, a terminal that
-    was stopped). Ctrl-C ends the program without a traceback, until it sets a handler of its own.
+    Drops what no one can read any more (a closed pipe, a full disk, a terminal that is gone), and
+    what no one reads for `patience` seconds (a pager that waits, a stopped terminal). Ctrl-C ends
+    the program without a traceback, until it sets a handler of its own.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed by who started this: the next file opened would take its place
+        except OSError:  # closed by the parent: the next file would get its number
             os.open(os.devnull, os.O_RDWR)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         encoding = getattr(getattr(sys, name), "encoding", "utf-8")
@@ -32,10 +32,8 @@ def outlive_readers(patience: float | None = 10.0) -> None:
 
 
 def end_with_readers() -> None:
-    """For commands that only print: they end with their readers.
-
-    They end quietly when their reader closes the pipe (`| head`), with one line on a full disk, and
-    without a traceback after Ctrl-C.
+    """Makes commands that only print end with their readers: quietly when the reader closes the
+    pipe (`| head`), with one line on a full disk, and without a traceback after Ctrl-C.
     """
     outlive_readers(patience=None)
 
@@ -44,7 +42,9 @@ class _Descriptor(io.FileIO):
     """A file descriptor that can always be written to."""
 
     def __init__(self, number: int, patience: float | None):
-        """Without `patience` it waits for ever, and ends the program where stdout fails."""
+        """Opens a descriptor. Without `patience` it waits for ever, and ends the program if stdout
+        fails.
+        """
         super().__init__(number, "w", closefd=False)
         self._patience, self._reader_stalls = patience, False
         self._ends_program = patience is None and number == 1
@@ -56,7 +56,7 @@ class _Descriptor(io.FileIO):
                     return os.write(self.fileno(), data[: select.PIPE_BUF])
         except OSError as error:
             if self._ends_program:
-                self._ends_program = False  # what is left unsaid is dropped
+                self._ends_program = False  # the rest is dropped
                 if isinstance(error, BrokenPipeError):
                     raise SystemExit(128 + signal.SIGPIPE) from None
                 line = f"error: standard output takes no more: {error.strerror}"
@@ -65,7 +65,7 @@ class _Descriptor(io.FileIO):
         return len(data)
 
     def _has_room(self) -> bool:
-        """Waits until so much can be written at once, or nobody has read for too long."""
+        """Waits until PIPE_BUF bytes can be written at once, or nobody has read for too long."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
         patience = 0.0 if self._reader_stalls else self._patience

@@ -40,30 +40,30 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--merge", action="store_true", help=merge)
     fused = "write the experts of a layer in one tensor, as transformers 5 holds them"
     parser.add_argument("--fuse_experts", action="store_true", help=fused)
-    of_tensors = "of the tensors; as they came, or weight_dtype"
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=of_tensors)
+    dtype = "of the tensors; default: as they came, or weight_dtype"
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
     parser.add_argument("keys", nargs="*", metavar="key=value")
-    given = parser.parse_intermixed_args(arguments)
-    writing.check_free(given.to)
-    opened = None if given.run.endswith(".gguf") else open_model(given.run, given.keys)
+    options = parser.parse_intermixed_args(arguments)
+    writing.check_free(options.to)
+    opened = None if options.run.endswith(".gguf") else open_model(options.run, options.keys)
     keys = opened and opened.config.model
     has_experts = keys and is_of_experts(keys.decoder_block)
-    if given.fuse_experts and (not has_experts or (keys.lora_rank and not given.merge)):
-        raise ConfigError(f"--fuse_experts: {given.run} has no experts to write; leave it out")
+    if options.fuse_experts and (not has_experts or (keys.lora_rank and not options.merge)):
+        raise ConfigError(f"--fuse_experts: {options.run} has no experts to write; leave it out")
     if not opened:
-        gguf.unpack(given.run, given.to, given.dtype or "float32")
-        print(f"wrote {given.to}")
+        gguf.unpack(options.run, options.to, options.dtype or "float32")
+        print(f"wrote {options.to}")
         return 0
     backend.start(opened.config.backend)
     model = opened.load(print_progress)
     weights = num_parameters(without_adapters(model))
-    export(opened, model, given.to, given.dtype or "", given.merge, given.fuse_experts)
+    export(opened, model, options.to, options.dtype or "", options.merge, options.fuse_experts)
     if jax.process_index() == 0:
-        size = sum(sizes(given.to).values())
-        of = "adapters of a model" if opened.adapted and not given.merge else "a model"
-        print(f"wrote    {given.to}: {of} of {weights:,} weights, {size / 1e6:,.1f} MB")
-        has_tokenizer = any((given.to / name).exists() for name in TOKENIZER)
-        reads = shell_quote([given.to if has_tokenizer else given.run])
+        size = sum(sizes(options.to).values())
+        what = "adapters of a model" if opened.adapted and not options.merge else "a model"
+        print(f"wrote    {options.to}: {what} of {weights:,} weights, {size / 1e6:,.1f} MB")
+        has_tokenizer = any((options.to / name).exists() for name in TOKENIZER)
+        reads = shell_quote([options.to if has_tokenizer else options.run])
         print(f"next     python -m maxramp.generate {reads} --prompt TEXT")
     return 0
 

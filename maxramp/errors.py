@@ -1,4 +1,4 @@
-"""The errors of a run: one line on stderr, and an exit status that other programs rely on."""
+"""The errors of commands: one line on stderr, and an exit status that other programs rely on."""
 
 import re
 import sys
@@ -27,11 +27,11 @@ class TrainingError(RuntimeError):
 
 
 class StepError(TrainingError):
-    """Every process of the job finds that a step cannot be taken: the state before it stands."""
+    """A step that no process of the job can take: the state before it is whole."""
 
 
 class NotFiniteError(TrainingError):
-    """Weights or losses are not numbers: a state that is not worth saving."""
+    """Weights or losses that are not numbers: the state is not worth saving."""
 
 
 class PeerLostError(TrainingError):
@@ -39,7 +39,7 @@ class PeerLostError(TrainingError):
 
 
 class Stopped(Exception):
-    """Somebody asks for the end: every process stops at the same point of what it does."""
+    """Somebody asked for the end; every process stops at the same point of its work."""
 
 
 def install(extra: str) -> str:
@@ -48,8 +48,10 @@ def install(extra: str) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
-    of_device = "RESOURCE_EXHAUSTED" in text and re.search("memory|allocat", text, re.IGNORECASE)
-    return bool(of_device) or isinstance(error, MemoryError) or "std::bad_alloc" in text
+    if isinstance(error, MemoryError) or "std::bad_alloc" in text:
+        return True
+    names_memory = re.search("memory|allocat", text, re.IGNORECASE)
+    return "RESOURCE_EXHAUSTED" in text and names_memory is not None
 
 
 def one_line(error: Exception, most: int = 200) -> str:
@@ -57,7 +59,7 @@ def one_line(error: Exception, most: int = 200) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """An error of the system or a library in one line; with a remedy if memory ran out."""
+    """Describes an error of the system or a library in one line; names a remedy for no memory."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = one_line(error, 300)

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take a second
     from maxramp.errors import ConfigError, report
 
     try:
-        # Says at once what is wrong.
+        # Reports what is wrong at once.
         load(parse_config(__doc__, sys.argv[1:]), "train", note=lambda line: None)
     except (ConfigError, OSError) as error:
         sys.exit(report(error))
@@ -65,10 +65,10 @@ from maxramp.training.step import loss_of
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else arguments
 
     def load_config(note: Callable[[str], None]) -> Config:
-        config = load(parse_config(__doc__, given), "train", note)
+        config = load(parse_config(__doc__, words), "train", note)
         check_first_weights(config)
         return config
 
@@ -101,15 +101,15 @@ _FEW_TOKENS = 10_000  # of an evaluation, whose loss moves by more than a run's 
 
 
 def _describe_rows(corpus: Corpus, config: Config) -> Iterator[str]:
-    """What is held out, and how far the rows of a mixture reach."""
-    length, asked = config.data.max_target_length, config.evaluation.eval_samples
+    """Describes what is held out, and how far the rows of a mixture reach."""
+    length, limit = config.data.max_target_length, config.evaluation.eval_samples
     for part in corpus.held_out if config.data.eval_interval != -1 else ():
-        there = len(part.items)
-        rows = there if asked == -1 else min(asked, there)
+        available = len(part.items)
+        rows = available if limit == -1 else min(limit, available)
         few = "; few tokens make a noisy loss: hold out more" * (rows * length < _FEW_TOKENS)
         yield (
-            f"held out {f'{part.name}: ' * bool(part.name)}{rows:,} of {there:,} held-out rows in "
-            f"an evaluation, {rows * length:,} tokens at most{few}"
+            f"held out {f'{part.name}: ' * bool(part.name)}{rows:,} of {available:,} held-out rows "
+            f"in an evaluation, {rows * length:,} tokens at most{few}"
         )
     mixed = [part for part in corpus.train if part.weight]
     if len(mixed) > 1:
@@ -119,16 +119,17 @@ def _describe_rows(corpus: Corpus, config: Config) -> Iterator[str]:
 
 
 def _evaluations(config: Config, corpus: Corpus) -> dict[str, str]:
-    """What the numbers of evaluations depend on, as in `DataIdentity`."""
+    """Hashes what the numbers of evaluations depend on, as in `DataIdentity`."""
     names = "eval_samples", *config.objective.in_evaluations
-    found = {"eval": hash_of([corpus.held_out_hash, *((n, config.values[n]) for n in names)])}
+    keys = [(name, config.values[name]) for name in names]
+    hashes = {"eval": hash_of([corpus.held_out_hash, *keys])}
     if config.evaluation.evaluate_tasks:
-        found["task"] = hash_of_tasks(config.evaluation)
-    return found
+        hashes["task"] = hash_of_tasks(config.evaluation)
+    return hashes
 
 
 class Pretrainer:
-    """Takes the steps of next-token prediction on rows of text."""
+    """Trains on rows of text, chats or pairs; a `Trainer` of job/loop.py."""
 
     def __init__(
         self,
@@ -166,9 +167,8 @@ class Pretrainer:
             say(line)
         # Flat between steps: modules cost a millisecond a step.
         self._arrays, self._structure = jax.tree.flatten(job.first_state(abstract, read))
-        # Of an evaluation, on the devices.
         self._loss = loss_of(config.recipe)
-        count = len(self._loss.shown)
+        count = len(self._loss.shown)  # of the sums of an evaluation, on the devices
         self._no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * count)()
 
     @property
@@ -192,7 +192,7 @@ class Pretrainer:
 
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:
             seconds, row = end - begin, stage.spec.row_length
-            # What was waited for while the devices still worked on the step before costs nothing.
+            # Waiting while the devices still work on the step before costs nothing.
             idle = max(0.0, handed_over - begin)
             compiling = min(compile_seconds, idle)
             tokens = stage.global_batch_size * stage.spec.tokens
@@ -218,12 +218,12 @@ class Pretrainer:
         """Adds up what the objective shows of held-out sets, or of each batch of them."""
         by_batch, no_sums = self._keys.log_eval_batches, self._no_sums
         eval_step, _ = self._programs.eval_step(stage)
-        model, found = self.state.model, {}
+        model, sums_by_set = self.state.model, {}
         for name in self._loader.held_out:
-            found[name] = sums = [] if by_batch else [no_sums]
+            sums_by_set[name] = sums = [] if by_batch else [no_sums]
             for batch in self._loader.eval_batches(stage, self._keys, name):
                 sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
-        return evaluation_from_sums(found, by_batch, self._loss.shown, self._loss.divisor)
+        return evaluation_from_sums(sums_by_set, by_batch, self._loss.shown, self._loss.divisor)
 
     def evaluate_tasks(self, rope_keys: RopeKeys) -> Dispatched | None:
         return self._tasks.evaluate(self._compiler, self.state, rope_keys)

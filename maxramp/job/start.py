@@ -204,7 +204,7 @@ class Job(JobContext):
         return abstract, weights.prepare(abstract.model, config.values, note)
 
     def first_state(self, abstract: TrainState, read: Callable[[], Decoder] | None) -> TrainState:
-        """Makes the state that the job begins with: a checkpoint, first weights, or new ones."""
+        """Restores the state of a checkpoint, or makes one of the first weights or of new ones."""
         recipe, position = self.config.recipe, self.schedule.position
         if read:
             model = self._bind(read) if self.config.model.lora_rank else read()
