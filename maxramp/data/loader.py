@@ -49,7 +49,8 @@ class Loader:
 
     def _read_from(self, step: int, ramp: RampupBatchManager) -> None:
         """Begins to read the steps from one on, along a ramp."""
-        stages = ramp.stages_between(step, ramp.total_steps)
+        # A run that is done may still have an evaluation to make.
+        stages = ramp.stages_between(step, ramp.total_steps) or ramp.stages[:1]
         largest = max(stages, key=lambda stage: stage.global_batch_size)
         read = functools.partial(read_step, self._rows, ramp, self.expansion.share)
         what = "the batch of step", read, range(step, ramp.total_steps), self._reading

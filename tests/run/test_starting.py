@@ -46,6 +46,18 @@ def test_a_longer_run_says_how_the_learning_rate_jumps(tmp_path, cache_dir):
     assert "done     30 steps; this start: 10 steps, " in done.stdout
 
 
+@pytest.mark.slow
+def test_a_finished_run_is_evaluated_once_when_a_start_asks_for_it(tmp_path, cache_dir):
+    line = arguments(tmp_path, cache_dir, "r", "steps=4", "eval_samples=8")
+    for interval in (-1, 2, 2):
+        done = run(*line, f"eval_interval={interval}")
+        assert done.returncode == 0, done.stderr
+    evaluations = [r for r in read_records(tmp_path / "r" / "metrics.jsonl") if "eval_loss" in r]
+    assert [record["step"] for record in evaluations] == [3]
+    saved = read(tmp_path / "r" / "checkpoints" / "4")
+    assert saved.evaluation["eval_loss"] == evaluations[0]["eval_loss"]
+
+
 def test_the_same_curve_is_not_mentioned(tmp_path, cache_dir):
     """Also where a job ends before its run does, which is not done then."""
     ramp = ["step_batch_size_schedule=0:2 20:4", "step_batch_size_unit=samples", "steps=14"]
