@@ -133,7 +133,7 @@ def test_it_stays(tmp_path, capsys):
             checkpoints.start_saving()
             record = checkpoints.record(step, 8, stages, config.values, {"eval_loss": loss})
             checkpoints.save(record, first_state(), last=True)
-        assert folder.steps == expected[step] and not folder.said
+        assert folder.steps == expected[step] and not folder.warnings
     assert find(place(tmp_path / "c" / "best")).name == "10"
     assert command.ls(place(tmp_path / "c")) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "the best" in line)

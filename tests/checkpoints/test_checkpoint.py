@@ -47,15 +47,15 @@ def first_state(*arguments):
 
 
 class Folder:
-    """A folder of checkpoints, and what was said about it."""
+    """A folder of checkpoints, and the warnings about it."""
 
     def __init__(self, path: pathlib.Path, config, corpus_hash="data"):
-        self.path, self.config, self.said = path, config, []
+        self.path, self.config, self.warnings = path, config, []
         path.mkdir(exist_ok=True)
         self.files = RunFiles(path.parent)
         self.checkpoints = Checkpoints(
             *(path, self.files, config.checkpoints, DataIdentity(corpus_hash)),
-            *(print, self.said.append),
+            *(print, self.warnings.append),
         )
         self.ramp = RampupBatchManager(config.batch, 8)
 
@@ -73,6 +73,10 @@ class Folder:
 
     def begin(self, step: int, state, last=False):
         self.checkpoints.save(self.record(step), state, last)
+
+    def latest(self):
+        with jax.set_mesh(make_mesh(self.config)):
+            return self.checkpoints.latest()
 
     def restore(self):
         mesh = make_mesh(self.config)
@@ -116,16 +120,16 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("there", MESHES)
-def test_read_on_another_mesh_it_is_the_same_bits(saved_folder, there):
-    devices, keys = MESHES[there]
+@pytest.mark.parametrize("mesh", MESHES)
+def test_read_on_another_mesh_it_is_the_same_bits(saved_folder, mesh):
+    devices, keys = MESHES[mesh]
     folder = Folder(saved_folder.path, config_of(*keys, "micro_batch_size=1", devices=devices))
     saved, state, abstract = folder.restore()
     assert (saved.step, saved.consumed_samples) == (12, 80 + 2 * 16)
     assert equal(state, first_state())
     wanted = [x.sharding for x in jax.tree.leaves(abstract)]
     assert [x.sharding for x in jax.tree.leaves(state)] == wanted
-    assert not folder.said
+    assert not folder.warnings
 
 
 FOUR = "base_num_decoder_layers=4"
@@ -178,8 +182,8 @@ def test_reading_one_layer_reads_no_other(tmp_path):
 
     base = {"driver": "ocdbt", "base": f"file://{folder.path}/12/model/"}
     keys = tensorstore.KvStore.open(base).result().list().result()
-    (found,) = [key for key in keys if key.endswith(b"mlp.up_DF.value/zarr.json")]
-    where = base | {"path": found.decode().removesuffix("zarr.json")}
+    (key,) = [key for key in keys if key.endswith(b"mlp.up_DF.value/zarr.json")]
+    where = base | {"path": key.decode().removesuffix("zarr.json")}
     weights_LDF = tensorstore.open({"driver": "zarr3", "kvstore": where}, open=True).result()
     costs = []
     for _ in range(5):  # which reads of neighbours in a file are put together is a race
@@ -241,15 +245,19 @@ def test_when_it_is_due(tmp_path, keys, expected):
 )
 def test_how_long_it_stays(tmp_path, keys, expected):
     folder = Folder(tmp_path / "c", config_of(*keys)).save(2, 4, 6, 8, 10, 12)
-    assert folder.steps == expected and not folder.said
+    assert folder.steps == expected and not folder.warnings
     assert sorted(int(p.name) for p in folder.path.iterdir()) == expected, "nothing else is left"
 
 
-def test_only_its_own_are_removed(copied):
+def test_only_its_own_are_read_and_removed(copied, capsys):
     """What has a number for a name and no checkpoint.json is somebody's."""
     (copied / "1").mkdir()
     (copied / "1" / "notes.txt").write_text("notes")
     ocp.save_checkpointables(copied / "2", {"state": {"w": np.zeros(3)}})
+    assert command.main(["ls", str(copied)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    states = ["complete", "complete", "1: no checkpoint.json", "2: no checkpoint.json"]
+    assert all(state in line for state, line in zip(states, lines, strict=True)), lines
     Folder(copied, config_of("max_num_checkpoints_to_keep=1")).save(14)
     assert sorted(p.name for p in copied.iterdir()) == ["1", "14", "2"]
 
@@ -263,7 +271,7 @@ def test_what_a_kill_left_is_removed(copied):
     (copied / mine[-1]).write_text("a file")
     folder = Folder(copied, config_of())
     assert folder.restore()[0].step == 12
-    assert len(list(copied.iterdir())) == 7 and not folder.said, "not before a start is certain"
+    assert len(list(copied.iterdir())) == 7 and not folder.warnings, "not before a start is certain"
     folder.checkpoints.start_saving()
     assert {p.name for p in copied.iterdir()} == {"12", *mine}
 
@@ -313,10 +321,9 @@ def test_a_torn_checkpoint_is_passed_over(copied, damage, capsys):
     DAMAGE[damage](copied / "12")
     folder = Folder(copied, config_of())
     # The clock of both states stands at 12's samples: only where to go on from is asked.
-    with jax.set_mesh(make_mesh(folder.config)):
-        assert folder.checkpoints.latest().step == 8
-    assert len(folder.said) == 1 and len(folder.said[0].splitlines()) == 1
-    assert str(copied / "12") in folder.said[0] and folder.said[0].endswith("before it, 8")
+    assert folder.latest().step == 8
+    assert len(folder.warnings) == 1 and len(folder.warnings[0].splitlines()) == 1
+    assert str(copied / "12") in folder.warnings[0] and folder.warnings[0].endswith("before it, 8")
     assert command.main(["ls", str(copied)]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed if "torn" in line] == ["12"]
@@ -331,8 +338,7 @@ def test_what_was_moved_aside_stays(copied):
     (copied / f"12{folder_lib.TORN}").mkdir()
     truncate(largest(copied / "12"))
     folder = Folder(copied, config_of())
-    with jax.set_mesh(make_mesh(folder.config)):
-        assert folder.checkpoints.latest().step == 8
+    assert folder.latest().step == 8
     folder.checkpoints.start_saving()
     assert sorted(p.name for p in copied.iterdir()) == ["12-2.torn", "12.torn", "8"]
 
@@ -346,10 +352,9 @@ def test_a_kill_in_a_save_stops_no_restart(copied, kept):
         if kept != "all" and path.name not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     folder = Folder(copied, config_of())
-    with jax.set_mesh(make_mesh(folder.config)):
-        assert folder.checkpoints.latest() is None
+    assert folder.latest() is None
     assert folder.checkpoints.start_saving() == [copied / "12"]
-    assert not list(copied.iterdir()) and not folder.said
+    assert not list(copied.iterdir()) and not folder.warnings
 
 
 def test_arrays_that_were_moved_and_linked(copied, tmp_path):
@@ -367,9 +372,11 @@ def test_a_checkpoint_under_another_number(copied, capsys):
     """It would stand before those that are saved next, and they would be removed as older."""
     shutil.copytree(copied / "12", copied / "20")
     folder = Folder(copied, config_of())
-    with jax.set_mesh(make_mesh(folder.config)):
-        assert folder.checkpoints.latest().path.name == "12"
-    assert len(folder.said) == 1 and "it is checkpoint 12, under another number" in folder.said[0]
+    assert folder.latest().path.name == "12"
+    assert (
+        len(folder.warnings) == 1
+        and "it is checkpoint 12, under another number" in folder.warnings[0]
+    )
     assert command.main(["verify", str(copied / "20")]) == 1
 
 
@@ -395,13 +402,6 @@ def test_a_checkpoint_that_may_not_be_read_is_not_torn(copied, monkeypatch):
         os.seteuid(0)
 
 
-def test_a_deleted_checkpoint_is_passed_over(copied):
-    shutil.rmtree(copied / "12")
-    folder = Folder(copied, config_of())
-    with jax.set_mesh(make_mesh(folder.config)):
-        assert folder.checkpoints.latest().step == 8
-
-
 def test_with_no_whole_checkpoint_nothing_starts_anew(copied):
     for step in ("8", "12"):
         truncate(largest(copied / step))
@@ -425,20 +425,11 @@ def test_damage_that_keeps_the_sizes(copied, capsys):
 def test_too_little_memory_is_no_damage(saved_folder, monkeypatch):
     """Nobody shall move a checkpoint away because a device was too small for it."""
     path = folder_lib.find(saved_folder.path)
-    monkeypatch.setattr(ocp, "load_checkpointables", lambda *given: np.ones(2**50))
+    monkeypatch.setattr(ocp, "load_checkpointables", lambda *arguments: np.ones(2**50))
     with pytest.raises(MemoryError):
         load(path, {})
     with pytest.raises(MemoryError):
         list(stored_arrays(path))
-
-
-def test_another_programs_checkpoint(tmp_path):
-    ocp.save_checkpointables(tmp_path / "c" / "5", {"state": {"w": np.zeros(3)}})
-    folder = Folder(tmp_path / "c", config_of())
-    with jax.set_mesh(make_mesh(folder.config)):
-        assert folder.checkpoints.latest() is None
-    folder.checkpoints.start_saving()
-    assert (tmp_path / "c" / "5" / "state").is_dir()  # it stays
 
 
 # --- What may change -----------------------------------------------------------------------------
@@ -544,19 +535,6 @@ def test_a_run_with_a_number_for_a_name(saved_folder, tmp_path, capsys):
     assert "torn" not in capsys.readouterr().out
     (tmp_path / "100").symlink_to(saved_folder.path)  # a folder of checkpoints, too
     assert folder_lib.find(tmp_path / "100") == tmp_path / "100" / "12"
-
-
-def test_another_programs_checkpoint_does_not_hide_the_others(copied, capsys):
-    ocp.save_checkpointables(copied / "10", {"state": {"w": np.zeros(3)}})
-    assert command.main(["ls", str(copied)]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    states = ["complete", "complete", "10: no checkpoint.json"]
-    assert all(state in line for state, line in zip(states, lines, strict=True)), lines
-
-
-def test_no_checkpoint_there(tmp_path, capsys):
-    assert command.main(["ls", str(tmp_path / "nowhere")]) == 2
-    assert "no checkpoint there" in capsys.readouterr().err
 
 
 # --- A new run from another's checkpoint ---------------------------------------------------------

@@ -316,13 +316,15 @@ def test_a_snapshot_counts_until_a_start_goes_back_behind_it(tmp_path):
         ((memory[0], f"local_checkpoint_directory={tmp_path}/other"), 12, f"{tmp_path}/other"),
     ):
         folder, position = start(*keys, recorded=recorded, trains=False)
-        assert position.step == 8 and len(folder.said) == 1
-        assert f"{why}" in folder.said[0] and "the snapshot after step 12 in" in folder.said[0]
+        assert position.step == 8 and len(folder.warnings) == 1
+        assert (
+            f"{why}" in folder.warnings[0] and "the snapshot after step 12 in" in folder.warnings[0]
+        )
     folder, position = start()
     assert position.step == 8
-    assert "=False passes over the snapshot after step 12 in" in folder.said[0]
+    assert "=False passes over the snapshot after step 12 in" in folder.warnings[0]
     folder, position = start(*memory)
-    assert position.step == 8 and not folder.said
+    assert position.step == 8 and not folder.warnings
 
 
 @pytest.mark.slow
