@@ -32,14 +32,14 @@ def maxramp(*arguments):
 
 def test_every_command_is_listed():
     """Modules that run a main are commands, and those alone."""
-    there = set()
+    names = set()
     for path in (ROOT / "maxramp").rglob("*.py"):
         tree = ast.parse(path.read_text())
         named = "launch" if path.parent.name == "launch" else path.stem
         has_main = any(isinstance(n, ast.FunctionDef) and n.name == "main" for n in tree.body)
         if has_main and named != "__main__":
-            there.add(named)
-    assert set(commands.COMMANDS) == there
+            names.add(named)
+    assert set(commands.COMMANDS) == names
 
 
 def test_the_list_of_commands():
@@ -94,9 +94,9 @@ def test_a_config_and_options_in_any_order():
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot")
     line = ["--json", "a.yml", "--plot", "x", "b=[1, 2]", "--plot=y", "+c=-3", "--json"]
-    given = parser.parse_intermixed_args(line)
-    assert given.arguments == ["a.yml", "b=[1, 2]", "+c=-3"]
-    assert (given.json, given.plot) == (True, "y")
+    options = parser.parse_intermixed_args(line)
+    assert options.arguments == ["a.yml", "b=[1, 2]", "+c=-3"]
+    assert (options.json, options.plot) == (True, "y")
 
 
 def test_a_launch_without_its_config_or_cluster(capsys):
@@ -117,10 +117,10 @@ def test_a_launch_without_its_config_or_cluster(capsys):
 )
 def test_a_wrong_option_is_one_line(command, arguments, capsys):
     assert command.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.endswith("(--help lists the options, --help-keys the keys of key=value)\n")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert message.endswith("(--help lists the options, --help-keys the keys of key=value)\n")
+    assert message.count("\n") == 1
 
 
 def test_a_command_that_is_not_there(capsys):

@@ -21,7 +21,7 @@ from maxramp.files.place import place
 from maxramp.run.metrics import LastEvaluation, read_records
 
 
-def write(folder, how="lowest eval_loss", of="data", **values):
+def write(folder, how="lowest eval_loss", evaluated_on="data", **values):
     """Checkpoints without arrays: the step, and the loss on held-out text after it."""
     stages = [{"index": 0, "first_step": 0, "first_sample": 0, "global_batch_size": 8}]
     for step, loss in values.items():
@@ -29,8 +29,12 @@ def write(folder, how="lowest eval_loss", of="data", **values):
         path.mkdir(parents=True)
         evaluation = {} if loss is None else {"eval_loss": loss}
         config = {"checkpoint_best": how}
-        there = Checkpoint(path, int(step[1:]), 8, stages, "", config, {})
-        commit(dataclasses.replace(there, evaluation=evaluation, evaluations={"eval": of}))
+        checkpoint = Checkpoint(path, int(step[1:]), 8, stages, "", config, {})
+        commit(
+            dataclasses.replace(
+                checkpoint, evaluation=evaluation, evaluations={"eval": evaluated_on}
+            )
+        )
     return place(folder / "checkpoints")
 
 
@@ -57,8 +61,8 @@ def test_which_it_is(tmp_path, how, losses, expected):
     folder = write(tmp_path, how, **losses)
     assert find(folder / "best") == folder / str(expected)
     best = Best(how, {"eval": "data"})
-    for there in read_whole(folder):
-        best.add(there.step, there.evaluation, there.evaluations)
+    for checkpoint in read_whole(folder):
+        best.add(checkpoint.step, checkpoint.evaluation, checkpoint.evaluations)
     value = losses[f"_{expected}"]
     assert best.step == expected
     assert str(best) == f"checkpoint {expected} has the {how}, {value:.4f}"
@@ -70,7 +74,7 @@ def test_which_it_is(tmp_path, how, losses, expected):
 
 def test_what_does_not_count(tmp_path):
     """Numbers of other evaluations, and checkpoints that are torn."""
-    folder = write(tmp_path, of="other", _1=1.0)
+    folder = write(tmp_path, evaluated_on="other", _1=1.0)
     write(tmp_path, _2=2.0, _3=3.0)
     assert find(folder / "best") == folder / "2"
     (folder / "2" / folder_lib.FILE).write_text("{")
@@ -102,9 +106,9 @@ def test_what_is_wrong_is_one_line(tmp_path):
         (["checkpoint_best=lowest eval_loss", "enable_checkpointing=False"], "only with enable"),
     ],
 )
-def test_what_the_keys_must_say(given, part):
+def test_what_the_keys_must_say(keys, part):
     with pytest.raises(ConfigError) as caught:
-        make_config(*given)
+        make_config(*keys)
     assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -171,8 +175,8 @@ def test_a_run_whose_loss_rises_at_the_end(tmp_path, cache_dir):
     assert done.returncode == 0, done.stderr
     assert f"checkpoint {best} has the lowest eval_loss, {losses[best]:.4f}" in done.stdout
     for name in ("checkpoints", f"checkpoints/{best}/model"):
-        there = {p.name for p in (tmp_path / "whole" / name).iterdir()}
-        assert {p.name for p in (folder / name).iterdir()} == there
+        names = {p.name for p in (tmp_path / "whole" / name).iterdir()}
+        assert {p.name for p in (folder / name).iterdir()} == names
 
     shutil.rmtree(folder / "checkpoints" / "200")  # the best is then the newest
     write = ("--prompt", "a", "--max_new_tokens", "4", "--json")

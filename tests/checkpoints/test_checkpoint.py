@@ -571,11 +571,3 @@ def test_the_state_of_a_finished_run_leaves_nothing_to_do(tmp_path, cache_dir):
         assert done.returncode == 0 and "error" not in done.stderr, done.stderr
     assert f"{tmp_path}/a/checkpoints/1: finished, 1 steps are done of 1; there is" in done.stdout
     assert (tmp_path / "a/exported/1").is_dir() and not (tmp_path / "b/exported").exists()
-
-
-def test_nowhere_to_go_on_from(tmp_path, cache_dir):
-    for key in ("load_full_state_path", "load_parameters_path"):
-        more = (f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}")
-        done = run(BASE, *TINY, *more, "dataset_type=synthetic", f"{key}={tmp_path / 'gone'}")
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert f"{tmp_path / 'gone'}: no checkpoint there" in done.stderr

@@ -97,10 +97,10 @@ class Cluster:
             job.append(Forked(line, environment() | place))
         return finish(job)
 
-    def train_alone(self, node, killed="", **given):
+    def train_alone(self, node, killed="", **options):
         """Runs a job of one node; returns its output and its errors. It is killed, or finishes."""
         at = dict(zip(("killed", "at"), (node, KILLS[killed]), strict=True)) if killed else {}
-        ((output, errors, status),) = self.train(node, **at, **given)
+        ((output, errors, status),) = self.train(node, **at, **options)
         assert status == (-signal.SIGKILL if killed else 0), errors
         return output, errors
 
@@ -112,9 +112,9 @@ class Cluster:
 
     def newest_whole(self, nodes):
         """The last step of which these nodes have the files of all four processes."""
-        there = {name for node in nodes for name in self.files(node)}
+        names = {name for node in nodes for name in self.files(node)}
         return max(
-            n.step for n in there if {(*n[:2], p) for p in range(4)} <= {x[:3] for x in there}
+            n.step for n in names if {(*n[:2], p) for p in range(4)} <= {x[:3] for x in names}
         )
 
     def records(self):
@@ -122,8 +122,8 @@ class Cluster:
 
 
 def resumed_from(output):
-    found = re.search(r"resume   from step (\d+) \(snapshot\)", output)
-    return int(found[1]) if found else None
+    match = re.search(r"resume   from step (\d+) \(snapshot\)", output)
+    return int(match[1]) if match else None
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +132,10 @@ def calm(tmp_path_factory, cache_dir):
     cluster = Cluster(tmp_path_factory.mktemp("calm"), cache_dir)
     for _, err, status in (done := cluster.train("abcd")):
         assert status == 0, err
-    taken = {r["step"] for r in cluster.records() if "snapshot_seconds" in r}
-    assert {2} <= taken <= {2, 4, 6, 8, 10, 12}  # a slow machine leaves some out
+    snapshot_steps = {r["step"] for r in cluster.records() if "snapshot_seconds" in r}
+    assert {2} <= snapshot_steps <= {2, 4, 6, 8, 10, 12}  # a slow machine leaves some out
     line = r"snapshot .* MB of this process, copied in .*: .*% of the time"
-    assert bool(re.search(line, done[0][0])) == (len(taken) >= 4)
+    assert bool(re.search(line, done[0][0])) == (len(snapshot_steps) >= 4)
     assert not any(cluster.files(node) for node in "abcd")  # the end is saved
     return cluster.records()
 
@@ -145,7 +145,7 @@ def check(cluster, calm, same_devices):
     assert [[r[name] for name in EXACT] for r in records] == [
         [r[name] for name in EXACT] for r in calm
     ]
-    losses, expected = ([r["loss"] for r in of] for of in (records, calm))
+    losses, expected = ([r["loss"] for r in run] for run in (records, calm))
     assert losses == expected if same_devices else losses == pytest.approx(expected, rel=1e-4)
 
 
@@ -289,8 +289,8 @@ def test_starts_hold_the_steps_that_the_records_do():
         first, start = int(rng.choice([0, *held])), str(number)
         starts = starts.begin(start, first, "/dev/shm")
         records = [*records[:first], *[start] * rng.integers(0, 9)]
-        taken = range(first + 1, len(records) + 1)
-        states += [(n, start) for n in taken if rng.random() < 0.3]
+        steps = range(first + 1, len(records) + 1)
+        states += [(n, start) for n in steps if rng.random() < 0.3]
 
 
 def test_a_snapshot_counts_until_a_start_goes_back_behind_it(tmp_path):

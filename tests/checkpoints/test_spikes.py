@@ -69,7 +69,7 @@ def write_text(path):
 
 
 def arguments(folder, *more):
-    given = {
+    keys = {
         "text_files": folder / "text.txt",
         "base_output_directory": folder,
         "enable_data_shuffling": False,
@@ -84,14 +84,14 @@ def arguments(folder, *more):
         "checkpoint_period": 66,
         "async_checkpointing": False,
     }
-    return [BASE, *TINY, *(f"{name}={value}" for name, value in given.items()), *more]
+    return [BASE, *TINY, *(f"{name}={value}" for name, value in keys.items()), *more]
 
 
 def expected_spikes(records):
     """The formula as docs/optimizers.md has it, in float64."""
     numbers = [[r[n] for n in ("loss", "grad_norm", "target_tokens")] for r in records]
     loss_S, norm_S, targets_S = np.array(numbers).T
-    found = []
+    norms = []
     for step in range(INTERVAL // 2 - 1, len(records)):
         last = slice(max(0, step - INTERVAL), step)
         weights = targets_S[last] / targets_S[step]
@@ -99,8 +99,8 @@ def expected_spikes(records):
             mean = np.average(x_S[last], weights=weights)
             variance = weights @ (x_S[last] - mean) ** 2 / (len(weights) - 1)
             if x_S[step] > growth * mean + FACTOR * variance**0.5:
-                found.append(step)
-    return sorted({*found})
+                norms.append(step)
+    return sorted({*norms})
 
 
 @pytest.mark.slow

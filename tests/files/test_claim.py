@@ -52,13 +52,13 @@ def test_a_silent_owner_loses_it(storage):
     silent = Claim(path, "the first")
     silent._ending.set()  # its heart beats no more
     began = time.monotonic()
-    taken = Claim(path, "the second")
+    second = Claim(path, "the second")
     assert time.monotonic() - began >= 2
     silent._renewed = 0.0
     with pytest.raises(TrainingError, match="was taken over by the second"):
         silent.renew()
-    taken.renew()
-    taken.release()
+    second.renew()
+    second.release()
 
 
 def test_a_killed_owner_on_this_machine_is_known(storage, monkeypatch):
@@ -88,8 +88,8 @@ def test_a_killed_owner_on_this_machine_is_known(storage, monkeypatch):
 
 
 def test_processes_are_told_apart():
-    here = this_process()
-    assert not is_gone(here)
-    assert is_gone(here | {"started": "1"}) and is_gone(here | {"pid": 2**22 + 1})
-    assert not is_gone(here | {"machine": "another", "pid": 2**22 + 1})
+    own = this_process()
+    assert not is_gone(own)
+    assert is_gone(own | {"started": "1"}) and is_gone(own | {"pid": 2**22 + 1})
+    assert not is_gone(own | {"machine": "another", "pid": 2**22 + 1})
     assert not is_gone(None) and not is_gone({})

@@ -20,10 +20,10 @@ def ran(*arguments, module):
 def test_measuring(storages, cache_dir, tmp_path):
     """The noise scale, branches and the ramp that follows from them, by the run's address alone."""
     address = place(f"{storages('gs').address}/{tmp_path.name}")
-    given = [*TINY, "steps=40", "checkpoint_period=20", "log_gradient_noise_scale=True"]
-    given += ["global_batch_size=8", "eval_per_device_batch_size=64", "eval_interval=40"]
+    keys = [*TINY, "steps=40", "checkpoint_period=20", "log_gradient_noise_scale=True"]
+    keys += ["global_batch_size=8", "eval_per_device_batch_size=64", "eval_interval=40"]
     ran(
-        *(BASE, *given, f"jax_cache_dir={cache_dir}"),
+        *(BASE, *keys, f"jax_cache_dir={cache_dir}"),
         *(f"base_output_directory={address}", "run_name=run"),
         module="train",
     )
@@ -39,14 +39,14 @@ def test_measuring(storages, cache_dir, tmp_path):
         steps = [r for r in read_records(window / str(size) / "metrics.jsonl") if "loss" in r]
         assert [r["step"] for r in steps] == list(range(20, 20 + 64 // size))
     assert json.loads(ran(*line, "--json", module="branch")) == result  # read, not trained again
-    found = ran(
+    suggestion = ran(
         *(BASE, *TINY, "global_batch_size=8", "total_samples=2000", "devices_per_node=1"),
         *("--noise", folder, "--branch", folder, "--json"),
         module="suggest",
     )
-    found = json.loads(found)
-    assert found["batches"] and any(str(folder) in line for line in found["evidence"])
-    assert not any("config.yml" in line for line in found["limits"])
+    suggestion = json.loads(suggestion)
+    assert suggestion["batches"] and any(str(folder) in line for line in suggestion["evidence"])
+    assert not any("config.yml" in line for line in suggestion["limits"])
     done = run(str(folder / "nothing"), module="noise")
     assert done.returncode == 2 and "holds no metrics.jsonl" in done.stderr
 

@@ -36,8 +36,8 @@ class Client(memory.MemoryFileSystem):
         return [e | {"name": e["name"].lstrip("/")} for e in super().ls(path, True, **kwargs)]
 
     def find(self, path, **kwargs):
-        found = super().find(path, **kwargs)
-        return {name.lstrip("/"): found[name] for name in found}
+        listed = super().find(path, **kwargs)
+        return {name.lstrip("/"): listed[name] for name in listed}
 
     def pipe_file(self, path, value, **kwargs):
         self.makedirs(self._parent(path), exist_ok=True)
@@ -182,11 +182,11 @@ def test_a_glob_of_a_storage(client, tmp_path):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(folder / name, b"{}")
     for pattern in ("*.json", "branches/*/branch.json", "branches/20-*", "*/*/[0-9]*", "none/*"):
-        found, expected = (
+        listed, expected = (
             sorted(str(path).removeprefix(f"{folder}/") for path in folder.glob(pattern))
             for folder in (place("gs://bucket/run"), tmp_path)
         )
-        assert found == expected
+        assert listed == expected
 
 
 def test_after_an_outage_it_sends_at_once(client, monkeypatch):

@@ -35,9 +35,9 @@ SAME = ("step", "loss", "eval_loss", "grad_norm", "batch_fingerprint", "consumed
 
 def start(address, cache_dir, storage, *more, module="train"):
     """A maxramp command; all that it prints comes from its stdout."""
-    given = dict(key.split("=", 1) for key in (*KEYS, *more))
-    given |= {"jax_cache_dir": cache_dir, "base_output_directory": str(address)}
-    arguments = [BASE, *(f"{name}={value}" for name, value in given.items())]
+    keys = dict(key.split("=", 1) for key in (*KEYS, *more))
+    keys |= {"jax_cache_dir": cache_dir, "base_output_directory": str(address)}
+    arguments = [BASE, *(f"{name}={value}" for name, value in keys.items())]
     printed = tempfile.NamedTemporaryFile()  # noqa: SIM115
     line = command(*arguments, module=module)
     return Forked(line, environment() | storage.environment, stdout=printed, stderr=printed)

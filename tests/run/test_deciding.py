@@ -106,9 +106,9 @@ def test_a_decision_that_needs_another_job_ends_this_one(tmp_path, key):
 
 
 def arguments(tmp_path, cache_dir, name, *more):
-    given = [*TINY, "eval_interval=-1", "checkpoint_period=20", *POLICY, *more]
-    given += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", f"run_name={name}"]
-    merged = dict(argument.split("=", 1) for argument in given)
+    keys = [*TINY, "eval_interval=-1", "checkpoint_period=20", *POLICY, *more]
+    keys += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", f"run_name={name}"]
+    merged = dict(argument.split("=", 1) for argument in keys)
     return [BASE, *(f"{name}={value}" for name, value in merged.items())]
 
 

@@ -50,8 +50,8 @@ KEYS = [
 
 
 def arguments(folder: pathlib.Path, cache_dir: str, *more: str) -> list[str]:
-    given = [*KEYS, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", "run_name=run"]
-    merged = dict(argument.split("=", 1) for argument in (*given, *more))
+    keys = [*KEYS, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", "run_name=run"]
+    merged = dict(argument.split("=", 1) for argument in (*keys, *more))
     return [BASE, *(f"{name}={value}" for name, value in merged.items())]
 
 
@@ -370,10 +370,10 @@ def test_a_save_that_fails_on_one_of_two_fails_on_both(tmp_path, cache_dir):
         assert job.statuses(120) == [1, 1]
         ends = []
         for index in range(2):
-            said = failed_saves(job, index)
-            assert said[0].startswith("warning: ") and "/50 was not saved: process 1: " in said[0]
-            assert "File too large" in said[0] and "there is none before it" in said[0]
-            ends += said[1:]
+            lines = failed_saves(job, index)
+            assert lines[0].startswith("warning: ") and "/50 was not saved: process 1: " in lines[0]
+            assert "File too large" in lines[0] and "there is none before it" in lines[0]
+            ends += lines[1:]
         # The other one's status may come before a process has said so itself.
         assert 1 <= len(ends) <= 2
         for line in ends:

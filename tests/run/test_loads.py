@@ -20,14 +20,14 @@ def test_another_expert_axis_in_a_phase(tmp_path, cache_dir):
     the loads of the step before, too. The loads of every third step are written, and drawn."""
     common = [BASE, *EXPERTS, f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"]
     phases = "phases={48: {ici_expert_parallelism: 4}, 96: {ici_expert_parallelism: 1}}"
-    found = {}
+    loads = {}
     for name, keys in {"stays": [], "moves": ["ici_expert_parallelism=2", phases]}.items():
         done = run(*common, *keys, f"run_name={name}", devices=8)
         assert done.returncode == 0, done.stderr
         assert f"see      {tmp_path}/{name}/ramp.png, experts.png, metrics.jsonl" in done.stdout
-        found[name] = read_records(tmp_path / name / "metrics.jsonl")
+        loads[name] = read_records(tmp_path / name / "metrics.jsonl")
     assert "83,104 weights, 46,240 of them for a token" in done.stdout
-    for stays, moves in zip(found["stays"], found["moves"], strict=True):
+    for stays, moves in zip(loads["stays"], loads["moves"], strict=True):
         for name in ("loss", "load_balance_loss", "expert_load_max", "expert_load_entropy"):
             assert moves[name] == pytest.approx(stays[name], rel=1e-5), (stays["step"], name)
         assert moves["batch_fingerprint"] == stays["batch_fingerprint"]

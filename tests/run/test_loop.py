@@ -14,7 +14,7 @@ class Steps:
     """A job of steps of 8 samples, of which one fails."""
 
     def __init__(self, clock):
-        self.saved, self.said = [], []
+        self.saved, self.lines = [], []
         ramp = types.SimpleNamespace(
             samples_before=lambda step: 8 * step, to_json=lambda: {"stages": []}
         )
@@ -25,7 +25,7 @@ class Steps:
             save=lambda done, *more: self.saved.append(done),
         )
         output = types.SimpleNamespace(
-            say=self.said.append, files=types.SimpleNamespace(flush=None), jobs=Jobs(None)
+            say=self.lines.append, files=types.SimpleNamespace(flush=None), jobs=Jobs(None)
         )
         job = types.SimpleNamespace(
             schedule=types.SimpleNamespace(ramp=ramp, first_step=2),
@@ -48,7 +48,7 @@ def test_an_error_that_leaves_the_state_saves_it(error):
     steps = Steps(clock(8 * 7))
     with pytest.raises(type(error)), steps.after.saving(7):
         raise error
-    assert (steps.saved, steps.said) == ([7], [])
+    assert (steps.saved, steps.lines) == ([7], [])
 
 
 @pytest.mark.parametrize("what", ["its arrays", "its clock"])
@@ -61,7 +61,7 @@ def test_an_error_that_takes_the_state_says_what_is_lost(what):
     with pytest.raises(ValueError), steps.after.saving(7):
         raise ValueError
     assert not steps.saved
-    assert steps.said == [
+    assert steps.lines == [
         "lost     3 steps since checkpoint 4: the error left no state to save; the next start "
         "trains them again"
     ]
@@ -71,4 +71,4 @@ def test_before_the_first_step_there_is_nothing_to_save():
     steps = Steps(clock(8 * 2))
     with pytest.raises(ValueError), steps.after.saving(2):
         raise ValueError
-    assert not steps.saved and not steps.said
+    assert not steps.saved and not steps.lines

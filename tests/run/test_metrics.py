@@ -27,7 +27,7 @@ STAGE = types.SimpleNamespace(
 )
 
 
-def taken(loss, **shown):
+def step_numbers(loss, **shown):
     numbers = {"loss": np.float32(loss), "grad_norm": np.float32(1), "pair": np.zeros(2), **shown}
     return Dispatched(numbers, lambda read, begin, end: {"step_seconds": end - begin, "word": "x"})
 
@@ -36,7 +36,7 @@ def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
     writers = [JsonlWriter(tmp_path / "metrics.jsonl"), *tensorboard_writers(tmp_path / "tb", 0, 0)]
     log = MetricsLog(make_config().run, writers)
     for step in range(3):
-        log.log_step(step, STAGE, 2 * step + 2, taken(step, balance=np.float32(step / 4)))
+        log.log_step(step, STAGE, 2 * step + 2, step_numbers(step, balance=np.float32(step / 4)))
     log.flush()
     log.close()
     for writer in writers:
@@ -59,8 +59,8 @@ def test_loads_of_experts(tmp_path):
     writers = [JsonlWriter(tmp_path / "metrics.jsonl"), *tensorboard_writers(tmp_path / "tb", 0, 0)]
     log = MetricsLog(make_config("log_period=2").run, writers)
     for step in range(4):
-        of_step = {"expert_load": loads_LE, "expert_load_max": loads_LE.max() * 4}
-        log.log_step(step, STAGE, 2 * step + 2, taken(step, **of_step))
+        numbers = {"expert_load": loads_LE, "expert_load_max": loads_LE.max() * 4}
+        log.log_step(step, STAGE, 2 * step + 2, step_numbers(step, **numbers))
     log.flush()
     log.close()
     for writer in writers:
@@ -70,8 +70,8 @@ def test_loads_of_experts(tmp_path):
     assert records[2]["expert_load"] == [[0.1235, 0.3765, 0.5, 0.0], [0.25] * 4]
     assert all(record["expert_load_max"] == 2 for record in records)
     (path,) = (tmp_path / "tb").glob("events*")
-    found = [value for event in events.read(path) for value in event.summary.value]
-    histograms = {value.tag: value.histo for value in found if value.HasField("histo")}
+    values = [value for event in events.read(path) for value in event.summary.value]
+    histograms = {value.tag: value.histo for value in values if value.HasField("histo")}
     assert {*histograms} == {"experts/layer_00", "experts/layer_01"} == {*loads_of(records[0])}
     first = histograms["experts/layer_00"]
     assert (first.num, sum(first.bucket), first.max, first.min) == (4, 4, 2, 0)
@@ -110,10 +110,10 @@ def test_a_loss_that_ends_the_run_is_noticed_one_step_late():
     """And nothing is recorded from then on."""
     records = []
     log = MetricsLog(make_config().run, [records.append])
-    log.log_step(0, STAGE, 2, taken(0))
-    log.log_step(1, STAGE, 4, taken(np.nan))  # does not wait for its own numbers
+    log.log_step(0, STAGE, 2, step_numbers(0))
+    log.log_step(1, STAGE, 4, step_numbers(np.nan))  # does not wait for its own numbers
     with pytest.raises(TrainingError, match="loss=nan at step 1"):
-        log.log_step(2, STAGE, 6, taken(2))
+        log.log_step(2, STAGE, 6, step_numbers(2))
     log.close()
     assert [record["step"] for record in records] == [0]
 

@@ -22,9 +22,9 @@ RAMP = (
 @pytest.fixture
 def arguments(tmp_path, cache_dir):
     def line(name, *more):
-        given = [*TINY, *MIXTURE, *RAMP, f"jax_cache_dir={cache_dir}", f"run_name={name}"]
-        given += [f"base_output_directory={tmp_path}", *more]
-        merged = dict(argument.split("=", 1) for argument in given)
+        keys = [*TINY, *MIXTURE, *RAMP, f"jax_cache_dir={cache_dir}", f"run_name={name}"]
+        keys += [f"base_output_directory={tmp_path}", *more]
+        merged = dict(argument.split("=", 1) for argument in keys)
         return [BASE, *(f"{key}={value}" for key, value in merged.items())]
 
     return line
@@ -32,11 +32,11 @@ def arguments(tmp_path, cache_dir):
 
 def assert_same_run(folder, expected):
     """The same rows, and all that is computed of them but for rounding."""
-    found, wanted = (
+    actual, wanted = (
         [r for r in read_records(path / "metrics.jsonl") if "loss" in r]
         for path in (folder, expected)
     )
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, wanted, strict=True):
         for name in ("step", "batch_fingerprint", "consumed_samples", "target_tokens"):
             assert one[name] == other[name]
         names = ("loss", "load_balance_loss", "router_z_loss", "expert_load_max")

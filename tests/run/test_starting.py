@@ -37,8 +37,8 @@ def test_a_longer_run_says_how_the_learning_rate_jumps(tmp_path, cache_dir):
     assert [record["step"] for record in records if record.get("restarted")] == [20]
     rates = [record["learning_rate"] for record in records]
     (line,) = re.findall("^rate .*", done.stdout, re.M)
-    said = re.search(r"is (\S+) from step 20 on, after (\S+) in step 19", line)
-    assert [float(text) for text in said.groups()] == pytest.approx(
+    message = re.search(r"is (\S+) from step 20 on, after (\S+) in step 19", line)
+    assert [float(text) for text in message.groups()] == pytest.approx(
         [rates[20], rates[19]], rel=5e-3
     )
     assert rates[20] > 1.5 * rates[19]
@@ -109,11 +109,11 @@ def test_a_run_by_epochs_ends_with_whole_steps_of_its_rows(
     position = standing(step, consumed, *open_length, "per_device_batch_size=4") if step else None
     size = f"per_device_batch_size={batch / devices}"
     keys = make_config(*open_length, size, devices=devices).batch
-    found, line = length_by_epochs(keys, devices, position, 100, 1)
-    assert found == samples
+    length, line = length_by_epochs(keys, devices, position, 100, 1)
+    assert length == samples
     assert line.startswith("num_epoch=1 over the data is 100 rows") if left else not line
     assert f"{left} row" in line and f" no step of {batch}" in line or not left
-    closed = dataclasses.replace(keys, total_samples=found)
+    closed = dataclasses.replace(keys, total_samples=length)
     point = resume_point(closed, position)
     assert RampupBatchManager(closed, devices, point).total_samples == samples
 
@@ -184,37 +184,38 @@ def test_thresholds_in_tokens_are_of_rows_of_one_length(key, thresholds):
 
 
 @pytest.mark.parametrize(
-    "key, path, said",
+    "key, path, message",
     [
         ("load_parameters_path", "no such run", "no checkpoint there"),
         ("load_full_state_path", "no such run", "no checkpoint there"),
         ("load_parameters_path", "meta-llama/Llama-3.2-1B", "Hugging Face"),
     ],
 )
-def test_weights_that_are_not_there(tmp_path, cache_dir, key, path, said):
+def test_weights_that_are_not_there(tmp_path, cache_dir, key, path, message):
     """Before the data are read and anything is compiled."""
     done = run(*arguments(tmp_path, cache_dir, "r", f"{key}={path}", "steps=2"))
     assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 1
-    assert f"{key}={path}" in done.stderr and said in done.stderr
+    assert f"{key}={path}" in done.stderr and message in done.stderr
 
 
 def test_weights_of_another_model(tmp_path, cache_dir):
     """Before anything is compiled."""
     assert run(*arguments(tmp_path, cache_dir, "small", "steps=2")).returncode == 0
-    given = (f"load_parameters_path={tmp_path / 'small'}", "base_mlp_dim=128", "steps=2")
-    done = run(*arguments(tmp_path, str(tmp_path / "cache"), "other", *given))
+    keys = (f"load_parameters_path={tmp_path / 'small'}", "base_mlp_dim=128", "steps=2")
+    done = run(*arguments(tmp_path, str(tmp_path / "cache"), "other", *keys))
     assert done.returncode == 2 and "[2, 32, 128]" in done.stderr, done.stderr
     assert not list((tmp_path / "cache").glob("jit_step*"))
 
 
 def test_other_devices_say_what_keeps_the_batch():
     """Where a notation counts rows per device; one of the whole batch needs nothing."""
-    for keys, said in (
+    for keys, names_the_key in (
         (("enable_rampup_batch_size=False", "per_device_batch_size=4"), True),
         (("global_batch_size=4",), False),
     ):
         position = standing(10, 40, *keys, "steps=100")
         _, line = restart(position, *keys, "steps=100", devices=2)
         assert (
-            line.endswith(" (rows per device, on 1 device: devices_per_node=1 keeps them)") == said
+            line.endswith(" (rows per device, on 1 device: devices_per_node=1 keeps them)")
+            == names_the_key
         )

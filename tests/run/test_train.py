@@ -66,8 +66,8 @@ RAMP = [
 
 
 def arguments(tmp_path, cache_dir, name, *more):
-    given = [*TINY, *RAMP, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]
-    merged = dict(argument.split("=", 1) for argument in (*given, f"run_name={name}", *more))
+    keys = [*TINY, *RAMP, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]
+    merged = dict(argument.split("=", 1) for argument in (*keys, f"run_name={name}", *more))
     return [BASE, *(f"{name}={value}" for name, value in merged.items())]
 
 
@@ -236,8 +236,8 @@ def test_muon_and_half_lives_in_samples_through_a_kill(tmp_path, cache_dir):
     assert done.returncode == 0, done.stderr
     moved, whole = (steps_of(tmp_path / name) for name in ("moved", "whole"))
     assert [r["batch_fingerprint"] for r in moved] == [r["batch_fingerprint"] for r in whole]
-    for ours, there in zip(moved[first : first + 10], whole[first:], strict=False):
-        assert ours["loss"] == pytest.approx(there["loss"], rel=1e-4)
+    for ours, theirs in zip(moved[first : first + 10], whole[first:], strict=False):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
 def test_other_data_is_refused(uninterrupted, cache_dir, tmp_path):
@@ -302,8 +302,8 @@ def test_two_processes_train_as_one(tmp_path, cache_dir):
     outputs = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert_same_run(tmp_path / "two", tmp_path / "one")
-    said = [line for line in outputs[1][0].splitlines() if not line.startswith("[Gloo]")]
-    assert not said, "only the first process speaks"
+    printed = [line for line in outputs[1][0].splitlines() if not line.startswith("[Gloo]")]
+    assert not printed, "only the first process speaks"
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def record(step: int) -> dict:
 def written(path) -> list[dict]:
     """The numbers in a file of wandb's: messages in the format of LevelDB's logs."""
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    data, place, message, found = path.read_bytes(), 7, b"", []
+    data, place, message, records = path.read_bytes(), 7, b"", []
     while place + 7 <= len(data):
         size, kind = struct.unpack_from("<HB", data, place + 4)  # after the checksum
         if kind == 0:  # the rest of a block
@@ -37,8 +37,8 @@ def written(path) -> list[dict]:
             entry, message = messages.Record.FromString(message), b""
             if entry.WhichOneof("record_type") == "history":
                 items = entry.history.item
-                found.append({i.key or "/".join(i.nested_key): i.value_json for i in items})
-    return found
+                records.append({i.key or "/".join(i.nested_key): i.value_json for i in items})
+    return records
 
 
 @pytest.mark.slow
@@ -64,10 +64,10 @@ def test_numbers_of_an_offline_run(tmp_path, monkeypatch):
 def test_without_the_package(tmp_path, monkeypatch):
     real = builtins.__import__
 
-    def missing(name, *given, **more):
+    def missing(name, *arguments, **more):
         if name == "wandb":
             raise ImportError(name)
-        return real(name, *given, **more)
+        return real(name, *arguments, **more)
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ConfigError, match="wandb_project=a needs the package wandb: .*pip install"):
@@ -78,17 +78,17 @@ class Service:
     """In the place of the package: notes the ids that it is given, or is out of reach."""
 
     def __init__(self, monkeypatch):
-        self.ids, self.there = [], True
+        self.ids, self.available = [], True
         monkeypatch.setitem(sys.modules, "wandb", self)
 
-    def init(self, *, id, **given):
-        if not self.there:
+    def init(self, *, id, **arguments):
+        if not self.available:
             raise RuntimeError("no network")
         self.ids.append(id)
         return types.SimpleNamespace(finish=lambda: None)
 
-    def Settings(self, **given):
-        return given
+    def Settings(self, **arguments):
+        return arguments
 
 
 def test_a_run_has_an_id_of_its_own(tmp_path, monkeypatch):
@@ -106,14 +106,14 @@ def test_a_run_has_an_id_of_its_own(tmp_path, monkeypatch):
 
 def test_a_run_goes_on_without_a_network(tmp_path, monkeypatch, capsys):
     """A new one is refused, so that its owner hears of it."""
-    Service(monkeypatch).there = False
+    Service(monkeypatch).available = False
     keys = ("wandb_project=a-project", "steps=10")
     with pytest.raises(ConfigError, match=r"takes no run \(no network\)"):
         start(tmp_path / "run", *keys)
     gc.collect()
     start(tmp_path / "run", *keys, first_step=2, records=[record(2)])
-    said = capsys.readouterr()
-    assert "the run continues without it" in said.out + said.err
+    printed = capsys.readouterr()
+    assert "the run continues without it" in printed.out + printed.err
 
 
 def test_by_default_there_is_none():
