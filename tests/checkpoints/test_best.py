@@ -96,7 +96,7 @@ def test_what_is_wrong_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given, part",
+    "keys, part",
     [
         (["checkpoint_best=eval_loss"], "must be lowest or highest and a number"),
         (["checkpoint_best=lowest loss"], "loss is not a number of evaluations"),

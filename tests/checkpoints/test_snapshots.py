@@ -2,6 +2,7 @@
 folder of its own, which are killed and lose it."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -30,6 +31,7 @@ from maxramp.checkpoints.starts import Starts
 from maxramp.errors import EXIT_CONFIG, EXIT_LOST
 from maxramp.files.place import place
 from maxramp.run.metrics import read_records
+from maxramp.run.writers import JsonlWriter
 
 # Trains, and kills its process where a function is called for the nth time, or fills its memory.
 PROGRAM = """
@@ -325,6 +327,39 @@ def test_a_snapshot_counts_until_a_start_goes_back_behind_it(tmp_path):
     assert "=False passes over the snapshot after step 12 in" in folder.warnings[0]
     folder, position = start(*memory)
     assert position.step == 8 and not folder.warnings
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "checkpoint"])
+def test_records_are_on_the_disk_before_a_state_counts(tmp_path, monkeypatch, kind):
+    """A power loss leaves what was synced before it: no state whose steps have no records."""
+    memory = "enable_emergency_checkpoint=True", f"local_checkpoint_directory={tmp_path}/memory"
+    folder = Folder(tmp_path / "checkpoints", config_of(*memory))
+    done, sync, replace = [], os.fsync, os.replace
+
+    def log_sync(number):
+        sync(number)
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{number}")))
+
+    def log_replace(source, target):
+        replace(source, target)
+        done.append(os.path.basename(target))
+
+    monkeypatch.setattr(os, "fsync", log_sync)
+    monkeypatch.setattr(os, "replace", log_replace)
+    with jax.set_mesh(make_mesh(folder.config)), folder.checkpoints as checkpoints:
+        checkpoints.latest()
+        checkpoints.start_saving()
+        writer = JsonlWriter(tmp_path / "metrics.jsonl")
+        writer({"step": 11})
+        folder.files.record_files.append(writer)
+        if kind == "snapshot":
+            checkpoints.take_snapshot(folder.record(12), first_state())
+            checkpoints.snapshots.wait()
+            (counts,) = map(str, list_files(checkpoints.snapshots._folder))
+        else:
+            folder.begin(12, first_state(), last=True)
+            counts = "checkpoint.json"
+    assert done.index("metrics.jsonl") < done.index(counts)
 
 
 @pytest.mark.slow
