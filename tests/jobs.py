@@ -57,6 +57,13 @@ def finish(job, timeout=300):
             p.kill()
 
 
+def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def start_until(step: int, folder: pathlib.Path, number: int, *command_line: str):
     """Starts a run, sends it a signal once its metrics have reached `step`; returns the process."""
     path = folder / "metrics.jsonl"

@@ -97,6 +97,8 @@ class GkeCluster:
         self._has_waited, name = True, self._jobset
         while not self.is_stopped:
             jobsets = self._items("jobset", f"maxramp/launch={self._name}")
+            if self.is_stopped:  # the cluster may not have answered
+                break
             jobset = next((one for one in jobsets if one["metadata"]["name"] == name), {})
             if _is(jobset, "Completed"):
                 nodes = max((message["nodes"] for message in self._read_messages()), default=0)

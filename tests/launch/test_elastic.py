@@ -10,8 +10,8 @@ import time
 
 import pytest
 from conftest import BASE, run
+from jobs import wait_until
 from test_launch import Launched, arguments, gone, plan, rows_of, steps_of
-from test_restarts import wait_until
 
 from maxramp.config.load import load
 from maxramp.config.resolve import meshes_of
@@ -111,14 +111,16 @@ def test_a_signal_ends_a_launch_whose_nodes_rest(tmp_path, cache_dir):
 
 def following(launched: Launched, before: list[int]) -> dict[int, int]:
     """Waits for all trainers of the job after these; returns them by their process ids."""
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
+
+    def new() -> list[int]:
+        return [pid for pid in launched.trainers() if pid not in before]
+
+    def is_complete() -> bool:
         jobs = re.findall(r"^launch   (\d) process", launched.text(), re.MULTILINE)
-        new = [pid for pid in launched.trainers() if pid not in before]
-        if len(new) == int(jobs[-1]) < 4:
-            return by_process_id(new)
-        time.sleep(0.01)
-    raise AssertionError(launched.text())
+        return len(new()) == int(jobs[-1]) < 4
+
+    wait_until(is_complete)
+    return by_process_id(new())
 
 
 def by_process_id(pids: list[int]) -> dict[int, int]:

@@ -11,11 +11,11 @@ import sys
 
 import pytest
 from conftest import BASE
+from jobs import wait_until
 from test_elastic import ELASTIC as SMALL
 from test_elastic import same_training, undisturbed  # noqa: F401
 from test_gke import TPU, dropped, jobsets, manifests, pod_of, words_of
 from test_launch import Launched, arguments, gone, steps_of
-from test_restarts import wait_until
 
 from maxramp.config.load import load
 from maxramp.errors import ConfigError

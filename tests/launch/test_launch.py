@@ -15,6 +15,8 @@ import time
 import pytest
 from conftest import BASE, ROOT, TINY, command, environment, run
 from forked import Forked
+from jobs import wait_until
+from object_stores import free_port
 
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
@@ -108,14 +110,15 @@ class Launched:
         return trainers
 
     def wait_for(self, step: int, trainers: int = 1) -> list[int]:
-        """Waits until that step is logged and so many trainers are there; returns them."""
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and self.process.poll() is None:
-            records = steps_of(self.folder)
-            if records and records[-1]["step"] >= step and len(self.trainers()) == trainers:
-                return self.trainers()
-            time.sleep(0.01)
-        raise AssertionError(self.text())
+        """Waits until that step is logged and that many trainers run; returns them."""
+
+        def is_reached() -> bool:
+            assert self.process.poll() is None, self.text()
+            steps = [record["step"] for record in steps_of(self.folder)]
+            return max(steps, default=-1) >= step and len(self.trainers()) == trainers
+
+        wait_until(is_reached, 300)
+        return self.trainers()
 
     def text(self) -> str:
         self.log.flush()
@@ -129,11 +132,9 @@ class Launched:
 
 
 def gone(launched: Launched) -> bool:
-    """Whether no trainer is left a moment later."""
-    deadline = time.monotonic() + 60
-    while launched.trainers() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not launched.trainers()
+    """Waits until no trainer is left."""
+    wait_until(lambda: not launched.trainers(), 60)
+    return True
 
 
 @pytest.mark.slow
@@ -154,8 +155,8 @@ def test_it_grows_by_itself_and_survives_a_kill(uninterrupted, tmp_path, cache_d
 
 @pytest.mark.long
 def test_a_pipeline_grows(uninterrupted, tmp_path, cache_dir):
-    """Two stages on the devices of one node, then on two nodes, of which one is killed. They have
-    other meshes from there on, and once more later."""
+    """Two stages run on one node, then on two nodes, of which one is killed; their mesh changes
+    there, and once more later."""
     keys = ("ici_pipeline_parallelism=2", "num_nodes=2", "devices_per_node=2")
     keys += ("phases_unit=samples", "phases.40={ici_data_parallelism: -1, ici_fsdp_parallelism: 1}")
     keys += ("phases.120={ici_data_parallelism: 1, ici_fsdp_parallelism: -1}",)
@@ -171,7 +172,7 @@ def test_a_pipeline_grows(uninterrupted, tmp_path, cache_dir):
 
 
 @pytest.mark.long
-def test_stopped_and_taken_up(uninterrupted, tmp_path, cache_dir):
+def test_a_stopped_run_continues(uninterrupted, tmp_path, cache_dir):
     """A SIGTERM to one trainer restarts the job; Ctrl-C saves and ends all of it."""
     line = arguments(tmp_path, cache_dir, "run_name=stopped", "num_nodes=2", "steps=5000")
     launched = Launched(line, tmp_path / "stopped")
@@ -202,12 +203,10 @@ def test_no_trainer_outlives_a_killed_launcher(tmp_path, cache_dir):
 def test_it_listens_on_the_loopback_address_alone(tmp_path, cache_dir):
     port = free_port()
     process = start(tmp_path, cache_dir, 0, 2, port)
-    deadline = time.monotonic() + 120
-    while (listening := addresses(port)) == set() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: addresses(port))
+    assert addresses(port) == {"0100007F"}  # 127.0.0.1
     process.kill()
     process.communicate()
-    assert listening == {"0100007F"}  # 127.0.0.1
 
 
 def addresses(port: int) -> set[str]:
@@ -366,12 +365,6 @@ def test_refused(name, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def start(folder, cache_dir, process_id: int, count: int, port: int, host="127.0.0.1", **keys):
     """Starts one process of a job."""
     line = arguments(folder, cache_dir, "join_timeout_seconds=3", "steps=2", "run_name=x")
@@ -412,7 +405,7 @@ def test_a_coordinator_that_cannot_be_reached(host, reason, tmp_path, cache_dir)
 
 @pytest.mark.slow
 def test_a_process_that_does_not_come(tmp_path, cache_dir):
-    """Both that are there say so: 0 names who is missing."""
+    """Both processes that came report it: 0 names the missing one."""
     port = free_port()
     # The watchdog leaves them the time to wait for each other.
     processes = [start(tmp_path, cache_dir, i, 3, port, hang_timeout_seconds=2) for i in (0, 1)]
@@ -422,8 +415,8 @@ def test_a_process_that_does_not_come(tmp_path, cache_dir):
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize("host", ["[::1]", "127.0.0.1"])
-def test_more_processes_than_files_may_be_open(host):
-    """As many are a thousand under the usual limit of 1,024; on hosts with IPv6 alone, too."""
+def test_more_processes_join_than_files_may_be_open(host):
+    """The usual limit of 1,024 files is below a thousand processes; on IPv6 alone, too."""
     port, count = free_port(), 100
     program = (
         "from maxramp.processes import backend\n"
@@ -453,7 +446,7 @@ MET = [[1, 2], [0], [0]]
 
 @pytest.fixture
 def meeting():
-    """Process 0 of a job of three that waits; its port, and what ends when all have come."""
+    """Yields the port of process 0 of a job of three, its future, and what starts another."""
     port = free_port()
     address = f"127.0.0.1:{port}"
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -466,7 +459,7 @@ def meeting():
 
 
 def call(port: int, text: bytes, host: str = "127.0.0.1") -> socket.socket:
-    """A connection to the meeting from somebody who sends a text."""
+    """Connects to the meeting and sends a text."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -479,7 +472,7 @@ def call(port: int, text: bytes, host: str = "127.0.0.1") -> socket.socket:
 
 
 def test_only_the_processes_of_the_job_are_counted(meeting):
-    """Neither numbers of somebody else, nor another job's processes, nor one that has ended."""
+    """Other programs, another job's processes and one that has ended do not count."""
     port, waiting, come = meeting
     texts = [b"1", b"99", b"-1", b"GET / HTTP/1.1\r\n\r\n", b"maxramp process 3 of 3\n"]
     texts += [b"maxramp process 0 of 3\n", b"maxramp process 1 of 4\n"]
@@ -496,8 +489,8 @@ def test_only_the_processes_of_the_job_are_counted(meeting):
     assert [sorted(each.result(20).values()) for each in (waiting, first, second)] == MET
 
 
-def test_two_processes_with_one_number(meeting):
-    """The one that came first says so; where its connection had only broken, the other is it."""
+def test_the_first_of_two_processes_with_one_number_fails(meeting):
+    """If its connection had only broken, the later one is the same process."""
     port, waiting, come = meeting
     twins = [come(1), come(1)]
     ((earlier,), (later,)) = concurrent.futures.wait(

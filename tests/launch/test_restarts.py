@@ -10,10 +10,10 @@ import os
 import pathlib
 import re
 import signal
-import time
 
 import pytest
 from conftest import BASE, TINY
+from jobs import wait_until
 
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
@@ -96,13 +96,6 @@ def read(folder: pathlib.Path, *more: str) -> Scripted:
 def ends(folder: pathlib.Path) -> list[int]:
     path = folder / "ended"
     return [int(status) for status in path.read_text().split()] if path.exists() else []
-
-
-def wait_until(condition, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture

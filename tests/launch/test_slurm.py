@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT, command, environment, run
+from jobs import wait_until
 from test_launch import NASTY, arguments, rows_of, steps_of
-from test_restarts import ends, scripted, wait_until
+from test_restarts import ends, scripted
 
 from maxramp.run.jobs import read_jobs
 
@@ -76,7 +77,10 @@ class Chain:
         def running() -> str:
             return self.slurm("squeue", "-h", "-t", "RUNNING", "-o", "%A").strip()
 
-        wait_until(lambda: [r for r in steps_of(self.folder) if r["step"] >= step] and running())
+        def has_trained() -> bool:
+            return any(record["step"] >= step for record in steps_of(self.folder))
+
+        wait_until(lambda: has_trained() and running(), 200)
         return running()
 
     def wait_for_the_end(self) -> None:
