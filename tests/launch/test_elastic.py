@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory, cache_dir):
 
 
 @pytest.mark.slow
-def test_nodes_are_lost_and_come_back(undisturbed, tmp_path, cache_dir):
+def test_training_is_the_same_when_nodes_are_lost_and_come_back(undisturbed, tmp_path, cache_dir):
     """One is killed; then process 0, while the job starts again; then one while that one starts.
     The run continues on as many nodes as its batch divides over, and grows at a save when nodes
     have rested."""
@@ -182,7 +182,7 @@ def test_lost_nodes_rest_longer_each_time(tmp_path):
         ([77, None, 77], [0, 2], [1]),  # it hung until the others gave up
     ],
 )
-def test_which_nodes_were_lost(codes, ended, lost):
+def test_lost_nodes_are_those_whose_processes_were_killed_or_hung(codes, ended, lost):
     processes = [subprocess.Popen.__new__(subprocess.Popen) for _ in codes]
     for process, code in zip(processes, codes, strict=True):
         process.returncode, process._child_created = code, False

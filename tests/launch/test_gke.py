@@ -102,7 +102,7 @@ def test_the_configuration_can_be_read_in_its_manifest():
 
 
 @pytest.mark.parametrize("path", [("spec", "replicas"), ("spec", "failurePolicy", "restarts")])
-def test_the_schema_check_can_fail(path):
+def test_a_field_outside_the_schema_is_noticed(path):
     manifest = jobsets(manifests())[0]
     inner = manifest
     for key in path[:-1]:
@@ -111,7 +111,7 @@ def test_the_schema_check_can_fail(path):
     assert dropped(manifest) == [f".{'.'.join(path)}"]
 
 
-def test_a_jobset_for_every_number_of_nodes():
+def test_every_number_of_nodes_has_a_jobset():
     """16, 32, 64 rows, 2 a device of 8 a node."""
     for nodes, manifest in zip((1, 2, 4), jobsets(manifests()), strict=True):
         job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -245,7 +245,7 @@ def test_lines_of_setup_stay_private(tmp_path, monkeypatch, capsys):
     assert {path.stat().st_mode & 0o077 for path in written} == {0}
 
 
-def test_dry_run_prints_everything():
+def test_a_dry_run_prints_every_manifest():
     line = [BASE, *GPU, "--cluster", "gke", "--dry-run"]
     done = run(*line, module="launch")
     assert done.returncode == 0, done.stderr

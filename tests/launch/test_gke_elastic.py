@@ -128,7 +128,7 @@ def test_a_run_takes_the_nodes_that_are_ready(tmp_path, monkeypatch):
     assert launch.result.result(60) == 0
 
 
-def test_slices_come_and_go_whole(tmp_path, monkeypatch):
+def test_a_slice_that_loses_a_node_is_lost(tmp_path, monkeypatch):
     """Two slices of two nodes: one that lost a node is gone."""
     keys = [key for key in TPU if not key.startswith(("num_nodes", "devices", "run_name"))]
     keys += ["gke_topology=2x2x2", "devices_per_node=4", "per_device_batch_size=2", "min_nodes=2"]
@@ -145,7 +145,7 @@ def test_slices_come_and_go_whole(tmp_path, monkeypatch):
     assert launch.result.result(60) == 0
 
 
-def test_what_the_pods_gave_up_ends_the_launch_and_starts_with_the_next(tmp_path, monkeypatch):
+def test_a_failed_jobset_ends_the_launch_and_the_next_launch_replaces_it(tmp_path, monkeypatch):
     launch = Launch(tmp_path, monkeypatch)
     launch.set("a", "a", "a", "a")
     launch.start()
@@ -161,7 +161,7 @@ def test_what_the_pods_gave_up_ends_the_launch_and_starts_with_the_next(tmp_path
     launch.runs(4, 4)
 
 
-def test_a_jobset_that_somebody_deletes_ends_the_launch(tmp_path, monkeypatch):
+def test_a_deleted_jobset_ends_the_launch(tmp_path, monkeypatch):
     launch = Launch(tmp_path, monkeypatch)
     launch.set("a", "a", "a", "a")
     launch.start()

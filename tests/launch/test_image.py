@@ -8,7 +8,7 @@ from conftest import ROOT
 LINES = (ROOT / "Dockerfile").read_text().replace("\\\n", "").splitlines()
 
 
-def test_what_is_copied_is_there_and_is_sent():
+def test_copied_files_exist_and_are_sent_to_the_builder():
     sent = (ROOT / ".dockerignore").read_text().splitlines()
     copied = [name for line in LINES if line.startswith("COPY ") for name in line.split()[1:-1]]
     assert {"pyproject.toml", "maxramp", "configs"} <= set(copied)
@@ -16,7 +16,7 @@ def test_what_is_copied_is_there_and_is_sent():
         assert (ROOT / name).exists() and f"!{name}" in sent
 
 
-def test_what_the_package_needs_to_be_built_is_copied():
+def test_the_image_copies_what_the_build_needs():
     """Files that pyproject.toml names, and the extras that the image has by default."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     copied = " ".join(line for line in LINES if line.startswith("COPY "))

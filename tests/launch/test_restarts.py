@@ -189,7 +189,7 @@ def test_a_stage_on_other_nodes_is_handed_over(tmp_path, monkeypatch, signals):
 
 
 @pytest.mark.parametrize("code", [76, 77])
-def test_a_pod_that_is_taken_away_says_so_whatever_its_trainer_does(
+def test_a_pod_that_is_taken_away_ends_with_76_whatever_its_trainer_does(
     code, tmp_path, monkeypatch, signals
 ):
     trap = f"trap 'exit {code}' TERM; touch {tmp_path}/up; while :; do sleep 0.05; done"

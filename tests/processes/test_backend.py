@@ -16,7 +16,7 @@ start(BackendKeys("cpu", "gs://bucket/cache", 1))
 """
 
 
-def test_a_cache_far_away_makes_no_folder_here(tmp_path):
+def test_a_cache_in_a_storage_makes_no_local_folder(tmp_path):
     subprocess.run([sys.executable, "-c", START], cwd=tmp_path, env=environment(), check=True)
     assert not list(tmp_path.iterdir())
 
@@ -48,7 +48,7 @@ def initialize():  # as NVIDIA's, which looks for its libraries where a GPU may 
         ((), "broken.initialize(): Unable to load cuFFT. Is it installed?\n"),
     ],
 )
-def test_a_plugin_that_does_not_start(arguments, says, tmp_path):
+def test_a_plugin_that_fails_prints_one_line_where_an_accelerator_may_be(arguments, says, tmp_path):
     """It is not asked where no accelerator is, and has one line where one may be."""
     folder = tmp_path / "jax_plugins" / "broken"
     folder.mkdir(parents=True)

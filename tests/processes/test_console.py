@@ -128,7 +128,7 @@ def test_signals_after_the_end_of_a_run_change_no_status(tmp_path, cache_dir, nu
         ("prepare", signal.SIGINT, -signal.SIGINT, ""),
     ],
 )
-def test_an_interrupt_during_imports(module, number, status, line):
+def test_an_interrupt_during_imports_prints_no_traceback(module, number, status, line):
     process = start(module, BASE, stdout=subprocess.PIPE)
     libraries = pathlib.Path(f"/proc/{process.pid}/maps")
     while not re.search("numpy|yaml", libraries.read_text()):  # the slow imports follow

@@ -156,7 +156,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("argument", "reason"), REFUSED.items(), ids=REFUSED)
-def test_keys_that_are_refused(argument, reason):
+def test_wrong_reading_keys_are_refused(argument, reason):
     with pytest.raises(ConfigError) as caught:
         load([BASE, argument])
     name, _, value = argument.partition("=")
@@ -165,7 +165,7 @@ def test_keys_that_are_refused(argument, reason):
     )
 
 
-def test_a_factor_that_the_processes_do_not_divide_by():
+def test_a_factor_that_does_not_divide_the_processes_is_refused():
     """The error comes before the data is opened."""
     done = run(*keys(1, "text_files=nowhere", factor=2))
     assert done.returncode == 2 and not done.stdout
@@ -250,7 +250,7 @@ print(json.dumps([hosts, dict(devices.shape), [d.id for d in devices.devices.fla
 
 
 @pytest.mark.slow
-def test_hosts_are_no_slices(tmp_path):
+def test_weights_are_sharded_over_the_devices_of_all_hosts(tmp_path):
     """The weights are sharded over the devices of all hosts, as the plan says, not copied."""
     hosts = [tmp_path / str(i) for i in range(2)]
     for i, folder in enumerate(hosts):
@@ -355,7 +355,9 @@ def test_losses_are_the_same_bits_on_as_many_devices(data, tmp_path, cache_dir, 
     (pytest.param((), (8, 4), marks=pytest.mark.long), ((*MIXTURE, "text_files="), (2, 0.5))),
     ids=("rows", "packed"),
 )
-def test_killed_on_four_and_resumed(data, tmp_path, cache_dir, text, resumed_on):
+def test_a_killed_run_resumes_on_other_processes_with_the_same_rows(
+    data, tmp_path, cache_dir, text, resumed_on
+):
     """On eight and on two, with other factors, one below 1; in the middle of the ramp."""
     processes, factor = resumed_on
     whole = train(data, tmp_path, cache_dir, "whole", 1, 1, *text)
