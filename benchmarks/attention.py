@@ -48,7 +48,7 @@ def shapes(case: str, tokens: int, rows: int) -> list[tuple[tuple[int, ...], typ
 
 
 def functions(case: str, kernel: str) -> dict:
-    """Of q, k, v and segments."""
+    """Returns the forward and the training function of a kernel, of q, k, v and segments."""
     _, rule, document = CASES[case]
 
     def cudnn(q, k, v):
@@ -99,7 +99,7 @@ def measure(case: str) -> dict[str, float]:
 
 def preflight(case: str, platform: str, mesh: jax.sharding.Mesh) -> dict[str, float]:
     function = functions(case, "cudnn_flash" if platform == "cuda" else "splash")["both"]
-    found, specs = {}, (*(X_BTHh,) * 3, ROWS_BT)
+    figures, specs = {}, (*(X_BTHh,) * 3, ROWS_BT)
     for tokens in (8192, 32768):
         arrays = [
             jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, spec))
@@ -108,8 +108,8 @@ def preflight(case: str, platform: str, mesh: jax.sharding.Mesh) -> dict[str, fl
         lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,))
         options = {"xla_gpu_autotune_level": 0} if platform == "cuda" else {}
         memory = lowered.compile(options).memory_analysis()
-        found[f"{tokens} tokens, MiB"] = memory.temp_size_in_bytes / 2**20
-    return found
+        figures[f"{tokens} tokens, MiB"] = memory.temp_size_in_bytes / 2**20
+    return figures
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def init(key, *, D, H, K, h, F, V, L):
-    """Weights as a dictionary; those of the layers have a leading axis L."""
+    """Makes weights as a dictionary; those of the layers have a leading axis L."""
     keys = iter(jax.random.split(key, 9))
 
     def normal(*shape, scale):
@@ -77,7 +77,7 @@ def loss_sum(params, tokens, dtype):
 
 
 def step(params, mu, nu, count, batch, *, dtype, rate):
-    """One AdamW step with clipping at 1 on a batch [A, B, T + 1]."""
+    """Makes one AdamW step with clipping at 1 on a batch [A, B, T + 1]."""
     tokens = batch[:, :, 1:].size
 
     def add(sums, rows):

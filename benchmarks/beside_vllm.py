@@ -31,9 +31,9 @@ TOKENS = 24
 def main() -> None:
     arguments = parser("beside_vllm", __doc__).parse_args()
     figures = {}
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as folder:
         for name in CONFIGS:
-            came_in, out = (pathlib.Path(made) / kind / name for kind in ("in", "out"))
+            came_in, out = (pathlib.Path(folder) / kind / name for kind in ("in", "out"))
             heads = {"head_dim": 64} if "head_dim" in CONFIGS[name] else {}
             write_folder(came_in, name, **SIZES, **heads, max_position_embeddings=128)
             words = ["the", "quick", "slow", "lazy", "brown", "red", "fox", "and", "a"]
@@ -45,7 +45,7 @@ def main() -> None:
             prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
             line = (str(out), *prompts, "--max_new_tokens", str(TOKENS), "--temperature", "0")
             ours = [json.loads(x)["tokens"] for x in _maxramp("generate", *line, "--json")]
-            theirs = _of_vllm(out)
+            theirs = _read_with_vllm(out)
             figures[name] = {"answers": len(ours), "equal": ours == theirs}
             print(name, "equal" if ours == theirs else f"{ours} is not {theirs}", flush=True)
     save(arguments.json, figures)
@@ -69,14 +69,14 @@ if __name__ == "__main__":
 """
 
 
-def _of_vllm(folder: pathlib.Path) -> list[list[int]]:
+def _read_with_vllm(folder: pathlib.Path) -> list[list[int]]:
     kept = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     line = [sys.executable, "-c", _THEIRS, str(folder), str(TOKENS), *PROMPTS]
     done = subprocess.run(line, env=kept, capture_output=True, text=True)
-    found = [line for line in done.stdout.splitlines() if line.startswith("IDS ")]
-    if not found:
+    lines = [line for line in done.stdout.splitlines() if line.startswith("IDS ")]
+    if not lines:
         raise SystemExit(done.stderr)
-    return json.loads(found[0].removeprefix("IDS "))
+    return json.loads(lines[0].removeprefix("IDS "))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class Job:
         keys: list[str],
         storage: object_stores.Storage | None = None,
     ):
-        """Of the run in a folder, or of its name in a storage."""
+        """Starts the run in a folder, or of that name in a storage."""
         self.folder, self.storage, self.processes = folder, storage, []
         self._before = last_step(folder)
         self._asked = len(storage.requests) if storage else 0
@@ -144,7 +144,7 @@ class Job:
         module, config = self.program
         command = [sys.executable, "-m", f"maxramp.{module}", str(ROOT / "configs" / config)]
         output = storage.address if storage else folder.parent
-        given = [f"base_output_directory={output}", f"run_name={folder.name}"]
+        output_keys = [f"base_output_directory={output}", f"run_name={folder.name}"]
         for index in range(shape.processes):
             job = {
                 "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
@@ -157,7 +157,7 @@ class Job:
             ]
             self.processes.append(
                 subprocess.Popen(
-                    [*command, *given, *shape.keys(), *keys],
+                    [*command, *output_keys, *shape.keys(), *keys],
                     env=kept | (job if shape.processes > 1 else {}),
                     stdout=outputs[0],
                     stderr=outputs[1],
@@ -170,14 +170,14 @@ class Job:
         return self.folder.with_name(f"{self.folder.name}.{name}.{index}").read_text()
 
     def steps(self) -> int:
-        """How many steps this start has done, as far as one can see."""
+        """Counts the steps that this start has printed."""
         if not self.storage:
             return last_step(self.folder) - self._before
-        found = [int(n) for n in re.findall(r"^step +(\d+) ", self.printed(), re.MULTILINE)]
-        return found[-1] - found[0] + 1 if found else 0
+        steps = [int(n) for n in re.findall(r"^step +(\d+) ", self.printed(), re.MULTILINE)]
+        return steps[-1] - steps[0] + 1 if steps else 0
 
     def saves(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Returns whether a checkpoint is being written."""
         if self.storage:
             asked = self.storage.requests[self._asked :]
             return any("ocdbt" in r and r[:3] in ("POS", "PUT") for r in asked)
@@ -197,7 +197,7 @@ class Job:
         return False
 
     def end(self, grace: float) -> list[int]:
-        """Exit statuses. Once a process has ended, the others have so many seconds."""
+        """Returns exit statuses. Once a process has ended, the others have `grace` seconds."""
         deadline = None
         while any(process.poll() is None for process in self.processes):
             if deadline is None and not self.running():
@@ -210,7 +210,7 @@ class Job:
 
 
 def last_step(folder: pathlib.Path) -> int:
-    """The last step in metrics.jsonl, -1 without one."""
+    """Returns the last step in metrics.jsonl, -1 without one."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return -1
@@ -294,7 +294,7 @@ def storm(
 
 
 def unexpected(stderr: str, storage: object_stores.Storage | None) -> bool:
-    """Whether a start complained; saves that are slower than the steps are no fault."""
+    """Returns whether a start complained; saves that are slower than the steps are no fault."""
     lines = stderr.splitlines()
     if storage:  # and its clients say which credentials they do not find
         lines = [s for s in lines if "still being written" not in s and not re.match(r"E\d{4} ", s)]
@@ -311,7 +311,7 @@ def fetch(storage: object_stores.Storage, folder: pathlib.Path) -> None:
 
 
 def compare(stormy: pathlib.Path, calm: pathlib.Path, exact: bool) -> dict:
-    """What a disturbed run has otherwise than the calm one."""
+    """Returns how a disturbed run differs from the calm one."""
     got, wanted = (read_records(f / "metrics.jsonl") for f in (stormy, calm))
     steps = [r["step"] for r in got if "loss" in r]
     places = [(r["step"], "loss" in r) for r in got]
@@ -356,7 +356,7 @@ def unequal_arrays(stormy: pathlib.Path, calm: pathlib.Path) -> int:
 
 
 def _ramp(steps: int, adaptive: bool, same_shape: bool) -> list[str]:
-    """8, 16 and 24 rows over so many steps, known before or decided on the way."""
+    """Returns keys of 8, 16 and 24 rows over `steps` steps, known before or decided on the way."""
     if not adaptive:
         schedule = f"step_batch_size_schedule=0:8 {2 * steps}:16 {10 * steps}:24"
         return [schedule, "step_batch_size_unit=samples", f"steps={steps}"]
@@ -392,26 +392,26 @@ def main() -> int:
     parser.add_argument("--folder", type=pathlib.Path, help="keeps the runs and the compile cache")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures there")
     parser.add_argument("keys", nargs="*", help="key=value of the run")
-    given = parser.parse_args()
-    folder = given.folder or pathlib.Path(tempfile.mkdtemp(prefix="chaos"))
+    options = parser.parse_args()
+    folder = options.folder or pathlib.Path(tempfile.mkdtemp(prefix="chaos"))
     folder.mkdir(parents=True, exist_ok=True)
-    steps = 200 + 25 * given.kills
-    words = random.Random(given.seed)
+    steps = 200 + 25 * options.kills
+    words = random.Random(options.seed)
     text = folder / "text.txt"
     text.write_text(
         " ".join(words.choice(["to", "be", "or", "not", "ramp"]) for _ in range(60_000))
     )
     keys = [
         *MODEL,
-        *(["log_period=1"] if given.storage else []),
+        *(["log_period=1"] if options.storage else []),
         f"text_files={text}",
         f"num_epoch={1 + steps * 24 // 10_000}",
-        *_ramp(steps, given.adaptive, given.same_shape),
+        *_ramp(steps, options.adaptive, options.same_shape),
         f"jax_cache_dir={folder / 'cache'}",
-        *given.keys,
+        *options.keys,
     ]
-    if given.grpo:
-        given.same_shape = True
+    if options.grpo:
+        options.same_shape = True
         Job(folder / "first", Shape(), [*keys, "steps=10"]).end(60)
         Job.program = "grpo", "post_train/rl.yml"
         keys += [*POLICY, f"load_parameters_path={folder / 'first'}"]
@@ -421,25 +421,27 @@ def main() -> int:
     if statuses := [s for s in Job(folder / "calm", Shape(), keys).end(60) if s]:
         print(f"the undisturbed run failed: {statuses}", file=sys.stderr)
         return 1
-    shapes = SHAPES[:1] if given.same_shape else SHAPES
-    if given.pipelines:
+    shapes = SHAPES[:1] if options.same_shape else SHAPES
+    if options.pipelines:
         shapes = (SHAPES[0], *(shape for shape in SHAPES if shape.stages > 1))
-    if given.adaptive:  # the noise scale is not measured in a pipeline
+    if options.adaptive:  # the noise scale is not measured in a pipeline
         shapes = tuple(shape for shape in shapes if shape.stages == 1)
-    running = object_stores.running(given.storage) if given.storage else contextlib.nullcontext()
+    running = contextlib.nullcontext()
+    if options.storage:
+        running = object_stores.running(options.storage)
     with running as storage:
-        given_of_all = folder / "storm", given.kills, given.seed
-        if given.elastic:
-            done = elastic_storm.storm(*given_of_all, keys)
+        arguments = folder / "storm", options.kills, options.seed
+        if options.elastic:
+            done = elastic_storm.storm(*arguments, keys)
         else:
-            done = storm(*given_of_all, shapes, keys, storage)
-    report = done | compare(folder / "storm", folder / "calm", given.same_shape)
+            done = storm(*arguments, shapes, keys, storage)
+    report = done | compare(folder / "storm", folder / "calm", options.same_shape)
     print(json.dumps(report, indent=2))
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=2) + "\n")
-    if not given.folder:
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    if not options.folder:
         shutil.rmtree(folder)
-    few = sum(done["ends"].values()) < given.kills
+    few = sum(done["ends"].values()) < options.kills
     if few:
         print("the run ended before all kills were made: give more steps", file=sys.stderr)
     return 1 if report["bad"] or report["faults"] or few else 0

@@ -75,17 +75,17 @@ def main() -> None:
         base = str(ROOT / "configs" / "base.yml")
         is_qwen3 = name.startswith("Qwen3 8B")
         pod.compiled_bytes = bytes_by_parts if is_qwen3 else compiled_bytes
-        found = compile_stages(load([base, *COMMON, *keys, *arguments.keys]))["stages"][0]
-        kernels = found["attention_seconds"] + found["experts_seconds"]
+        stage = compile_stages(load([base, *COMMON, *keys, *arguments.keys]))["stages"][0]
+        kernels = stage["attention_seconds"] + stage["experts_seconds"]
         ours = (
-            found["step_seconds"] - (0 if is_qwen3 else kernels),
-            found["collective_seconds"] * GIGABYTES / GIB,
-            found["memory_gib"]["peak"],
-            found["compile_seconds"],
+            stage["step_seconds"] - (0 if is_qwen3 else kernels),
+            stage["collective_seconds"] * GIGABYTES / GIB,
+            stage["memory_gib"]["peak"],
+            stage["compile_seconds"],
         )
         ratio = f"{ours[0] / maxtext[0]:.3f}"
         rows.append([name, *_cells(maxtext), *_cells(ours), ratio])
-        figures[name] = {"ours": ours, "maxtext": maxtext, "experts_s": found["experts_seconds"]}
+        figures[name] = {"ours": ours, "maxtext": maxtext, "experts_s": stage["experts_seconds"]}
         print(*rows[-1], sep="  ", flush=True)
     heads = ("step", "waits for", "memory", "compile")
     print_table(["", *(f"MaxText {head}" for head in heads), *heads, "ratio"], rows)

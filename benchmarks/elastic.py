@@ -67,7 +67,7 @@ def measure(folder: pathlib.Path, mode: str, every: float, away: float, keys: li
     for kill in range(kills):
         launch.wait_for(lambda kill=kill: time.time() >= began + kill * every, 2 * every + 60)
         launch.wait_for(launch.trainers)
-        done, said = launch.step(), len(launch.printed())
+        done, shown = launch.step(), len(launch.printed())
         struck = time.time()
         launch.kill(random_.choice(sorted(launch.trainers())))
         if mode == "whole" and away:
@@ -75,7 +75,7 @@ def measure(folder: pathlib.Path, mode: str, every: float, away: float, keys: li
             time.sleep(struck + away - time.time())
             launch = start(folder, keys)
         for name, pattern in _PARTS.items():
-            if launch.wait_for(lambda: re.search(pattern, launch.printed()[said:]), 60):  # noqa: B023
+            if launch.wait_for(lambda: re.search(pattern, launch.printed()[shown:]), 60):  # noqa: B023
                 parts[name].append(time.time() - struck)
         # A step that was done when the kill came may be written down a moment later.
         launch.wait_for(lambda: launch.step() < done or steps_since(folder, struck), 120)  # noqa: B023
@@ -92,7 +92,7 @@ def measure(folder: pathlib.Path, mode: str, every: float, away: float, keys: li
         "away": away,
         "kills": len(waits),
         "seconds_to_next_step": statistics.median(waits),
-        "of_it_until": {name: statistics.median(x) for name, x in parts.items() if x},
+        "seconds_until": {name: statistics.median(x) for name, x in parts.items() if x},
         "steps_lost": again / len(waits),
         "steps": last - first,
         "wall_seconds": end - began,
@@ -120,10 +120,10 @@ def main() -> None:
     results = ROOT / "benchmarks" / "results" / "elastic.json"
     parser.add_argument("--json", type=pathlib.Path, default=results)
     parser.add_argument("keys", nargs="*")
-    given = parser.parse_args()
-    folder = given.folder or pathlib.Path(tempfile.mkdtemp(prefix="elastic"))
+    options = parser.parse_args()
+    folder = options.folder or pathlib.Path(tempfile.mkdtemp(prefix="elastic"))
     folder.mkdir(parents=True, exist_ok=True)
-    keys = [f"jax_cache_dir={folder / 'cache'}", *given.keys]
+    keys = [f"jax_cache_dir={folder / 'cache'}", *options.keys]
     # Undisturbed, on all nodes; and each smaller number once, so that its programs are kept.
     for nodes in (1, 2, 3, 4):
         calm = ["elastic=False", f"num_nodes={nodes}", "steps=60", *keys]
@@ -132,13 +132,13 @@ def main() -> None:
     records = read_records(folder / "calm4" / "metrics.jsonl")
     step = statistics.median(r["step_seconds"] for r in records[10:])
     rows = []
-    for every, away in zip(given.every, given.away, strict=True):
-        for number, mode in enumerate(given.modes):
+    for every, away in zip(options.every, options.away, strict=True):
+        for number, mode in enumerate(options.modes):
             row = measure(folder / f"{every:g}-{number}", mode, every, away, keys)
             row["goodput"] = row["steps"] * step / row["wall_seconds"]
             rows.append(row)
             print(json.dumps(row), flush=True)
-    save(given.json, {"step_seconds": step, "rows": rows})
+    save(options.json, {"step_seconds": step, "rows": rows})
 
 
 if __name__ == "__main__":

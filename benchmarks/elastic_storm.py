@@ -34,9 +34,9 @@ class Launch:
     def __init__(self, folder: pathlib.Path, keys: list[str], program: str = "base.yml"):
         self.folder = folder
         self.log = folder.with_name(f"{folder.name}.log")
-        given = [f"base_output_directory={folder.parent}", f"run_name={folder.name}", *keys]
+        output_keys = [f"base_output_directory={folder.parent}", f"run_name={folder.name}", *keys]
         config = str(ROOT / "configs" / program)
-        line = [sys.executable, "-m", "maxramp.launch", config, "--cluster", "local", *given]
+        line = [sys.executable, "-m", "maxramp.launch", config, "--cluster", "local", *output_keys]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(line, env=environment, stdout=log, stderr=log)
@@ -49,7 +49,7 @@ class Launch:
 
     def trainers(self) -> dict[int, int]:
         """Process ids by place."""
-        found = {}
+        nodes = {}
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             try:
                 words = (path / "cmdline").read_bytes().split(b"\0")
@@ -60,15 +60,15 @@ class Launch:
             if ours and not any(word.endswith(b"bound.py") for word in words):
                 for word in variables:
                     if word.startswith(b"MAXRAMP_PROCESS_ID="):
-                        found[int(word.partition(b"=")[2])] = int(path.name)
-        return found
+                        nodes[int(word.partition(b"=")[2])] = int(path.name)
+        return nodes
 
     def records(self) -> list[bytes]:
         path = self.folder / "metrics.jsonl"
         return path.read_bytes().splitlines() if path.exists() else []
 
     def step(self) -> int:
-        """The last step that is written down."""
+        """Returns the last step that is written down."""
         lines = [line for line in self.records()[-3:] if line.endswith(b"}")]
         return max((json.loads(line)["step"] for line in lines), default=-1)
 
@@ -118,17 +118,17 @@ def storm(folder: pathlib.Path, kills: int, seed: int, keys: list[str]) -> dict:
             launch.wait_for(lambda jobs=jobs: launch.printed().count("launch   ") > jobs, 5)
             launch.wait_for(launch.trainers)
             time.sleep(6 * random_.random())
-        there = launch.trainers()
-        places = random_.sample(sorted(there), min(len(there), 1 + (when == "two")))
-        if random_.random() < 0.3 and there:
-            places[0] = 0
-        if not [launch.kill(place) for place in places] or not places:
+        trainers = launch.trainers()
+        nodes = random_.sample(sorted(trainers), min(len(trainers), 1 + (when == "two")))
+        if random_.random() < 0.3 and trainers:
+            nodes[0] = 0
+        if not [launch.kill(place) for place in nodes] or not nodes:
             continue
         done[when] += 1
         again = random_.random() < 0.25
         print(
-            f"{sum(done.values()):>4} {when:<10} of {len(there)} nodes "
-            f"{', '.join(map(str, places))} after step {launch.step()}",
+            f"{sum(done.values()):>4} {when:<10} of {len(trainers)} nodes "
+            f"{', '.join(map(str, nodes))} after step {launch.step()}",
             flush=True,
         )
     launch.wait_for(lambda: False, 600)

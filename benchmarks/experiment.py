@@ -77,9 +77,9 @@ class Experiment:
         """
         folder = self.folder / f"{arm} rate {rate:.3g} seed {seed}"
         keys = {"total_samples": self.samples, **keys}
-        found = self._result(folder, keys["total_samples"])
-        if found is None:
-            of_run = MODEL | {
+        result = self._result(folder, keys["total_samples"])
+        if result is None:
+            run_keys = MODEL | {
                 "base_output_directory": self.folder,
                 "run_name": folder.name,
                 "learning_rate": repr(rate),
@@ -88,20 +88,21 @@ class Experiment:
                 "checkpoint_period_samples": max(1, keys["total_samples"] // 2),
                 "checkpoint_period": -1,
             }
-            self._train(of_run | keys | self._keys, folder)
-            found = self._result(folder, keys["total_samples"])
-            if found is None:
+            self._train(run_keys | keys | self._keys, folder)
+            result = self._result(folder, keys["total_samples"])
+            if result is None:
                 self._stopped = True
                 sys.exit(f"error: {folder} ended without an evaluation")
         self._ended.add(folder)
         minutes = (time.monotonic() - self._began) / 60
         place = f"run {len(self._ended)} of about {self._expected}"
-        ended = f"{folder.name}: loss {found['loss']:.4f} in {found['steps']:,} steps"
+        ended = f"{folder.name}: loss {result['loss']:.4f} in {result['steps']:,} steps"
         print(f"{minutes:5.1f} min  {place}: {ended}", flush=True)
-        return found
+        return result
 
     def factor(self, a: dict[str, Any], sizes: list[int]) -> float:
-        """The largest batch that surely costs nothing over the noise scale, half way through A."""
+        """Divides the largest batch that surely costs nothing by the noise scale, halfway through
+        A."""
         folder = self.folder / a["run"]
         step = min(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
         command = [*_MODULE, "maxramp.branch", str(folder), "--at", str(step)]
@@ -128,7 +129,7 @@ class Experiment:
             sys.exit(f"error: {folder.name}: status {status}: {' '.join(last)}")
 
     def _run(self, command: list[str], out: Any, err: int) -> int:
-        """A command's status, after it ran on the next core that is free."""
+        """Runs a command on the next core that is free; returns its status."""
         core = self._cores.get()
         try:
             if self._stopped:  # a run of another thread failed, or the user stopped it
@@ -155,7 +156,7 @@ class Experiment:
 
 
 def at_once(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
-    """The function's results, in the values' order; every call has a thread."""
+    """Returns a function's results, in the values' order; every call has a thread."""
     values = list(values)
     with ThreadPoolExecutor(max(1, len(values))) as threads:
         return list(threads.map(function, values))
@@ -174,7 +175,7 @@ def _environment() -> dict[str, str]:
 def tuned(
     experiment: Experiment, rows: int, most: int, arm: str = "pilot", **keys: Any
 ) -> dict[str, Any]:
-    """The best of at most so many learning rates of a constant batch with seed 0.
+    """Finds the best of at most `most` learning rates of a constant batch with seed 0.
 
     Returns:
       Its rate, rows, loss and steps.
@@ -183,8 +184,8 @@ def tuned(
     grid = [-1, 0, 1]
 
     def constant(power: int) -> dict[str, Any]:
-        of_run = {"global_batch_size": rows, **keys}
-        return experiment.run(f"{arm} {rows}", 0, middle * 2.0**power, of_run)
+        run_keys = {"global_batch_size": rows, **keys}
+        return experiment.run(f"{arm} {rows}", 0, middle * 2.0**power, run_keys)
 
     while True:
         losses |= dict(zip(grid, at_once(constant, grid), strict=True))
@@ -195,7 +196,7 @@ def tuned(
 
 
 def paired(runs: list[dict], others: list[dict]) -> dict[str, Any]:
-    """Mean difference of the losses by seed, and its 90% t-interval."""
+    """Returns the mean difference of the losses by seed, and its 90% t-interval."""
     apart = np.array([a["loss"] - b["loss"] for a, b in zip(runs, others, strict=False)])
     mean, n = float(apart.mean()), len(apart)
     if n < 2:
@@ -205,7 +206,7 @@ def paired(runs: list[dict], others: list[dict]) -> dict[str, Any]:
 
 
 def print_figures(figures: dict[str, Any]) -> None:
-    """The losses of arms, how far pairs of them are apart, and which claims hold."""
+    """Prints the losses of arms, how far pairs of them are apart, and which claims hold."""
     for name, runs in figures["arms"].items():
         losses = ", ".join(f"{run['loss']:.4f}" for run in runs)
         print(f"{name:3} {runs[0]['steps']:>6,} steps  {losses}")

@@ -67,19 +67,19 @@ MIXTURE = {
 
 
 def flops_of(keys: dict[str, Any]) -> float:
-    """FLOPs of a token in training."""
+    """Counts the FLOPs of a token in training."""
     model = Config.from_values({**base(), **MODEL, "dataset_type": "text", **keys}).model
     return training_flops_per_token(model, ROW)
 
 
 def dense_width() -> int:
-    """The least width of a dense MLP that has no fewer FLOPs than the mixture."""
+    """Returns the least width of a dense MLP that has no fewer FLOPs than the mixture."""
     most, widths = flops_of(MIXTURE), itertools.count(MODEL["base_mlp_dim"])
     return next(width for width in widths if flops_of({"base_mlp_dim": width}) >= most)
 
 
 def loads(folder: pathlib.Path) -> dict[str, float]:
-    """Of the loads of a step's experts, means over the last tenth of the samples."""
+    """Averages the loads of a step's experts over the last tenth of the samples."""
     records = read_records(folder / "metrics.jsonl")
     records = [record for record in records if "expert_load_max" in record]
     if not records:
@@ -96,12 +96,12 @@ def experiment_of(experiment: Experiment, seeds: int) -> dict[str, Any]:
     arms: dict[str, list[dict[str, Any]]] = {}
 
     def train(*runs: tuple[str, int, float, dict[str, Any]]) -> list[dict[str, Any]]:
-        found = at_once(lambda run: experiment.run(*run), runs)
-        return [run | loads(experiment.folder / run["run"]) for run in found]
+        results = at_once(lambda run: experiment.run(*run), runs)
+        return [run | loads(experiment.folder / run["run"]) for run in results]
 
     def tune(arm: str, keys: dict[str, Any]) -> list[dict[str, Any]]:
-        found = train(*((f"pilot {arm}", 0, rate, keys | constant) for rate in RATES))
-        return [run | {"rate": rate} for run, rate in zip(found, RATES, strict=True)]
+        results = train(*((f"pilot {arm}", 0, rate, keys | constant) for rate in RATES))
+        return [run | {"rate": rate} for run, rate in zip(results, RATES, strict=True)]
 
     pilot = {"D": tune("D", dense), "M": tune("M", MIXTURE)}
     rates = {name: min(runs, key=lambda run: run["loss"])["rate"] for name, runs in pilot.items()}
@@ -140,7 +140,7 @@ def experiment_of(experiment: Experiment, seeds: int) -> dict[str, Any]:
 
 
 def claims(arms: dict, apart: dict, fewer: dict) -> dict[str, bool]:
-    """Whether each holds."""
+    """Returns whether each claim holds."""
 
     def below(pair: str) -> bool:
         return apart[pair]["high"] is not None and apart[pair]["high"] < 0
@@ -169,15 +169,15 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=5, help="of D, DF, M and MF (5)")
     options.add_argument("--folder", type=pathlib.Path, default=ROOT / "output" / "experts")
     options.add_argument("keys", nargs="*", help="key=value of every run")
-    given = options.parse_intermixed_args()
-    samples = (parse_count(given.tokens) or 0) // ROW // (16 * B0) * 16 * B0
-    if not samples or given.seeds < 1:
+    arguments = options.parse_intermixed_args()
+    samples = (parse_count(arguments.tokens) or 0) // ROW // (16 * B0) * 16 * B0
+    if not samples or arguments.seeds < 1:
         sys.exit("error: too few --tokens or --seeds")
-    expected = 2 * len(RATES) + 4 * given.seeds + 2 * min(FEW_SEEDS, given.seeds)
-    experiment = Experiment(given.folder.absolute(), samples, given.keys, expected)
-    figures = experiment_of(experiment, given.seeds)
+    expected = 2 * len(RATES) + 4 * arguments.seeds + 2 * min(FEW_SEEDS, arguments.seeds)
+    experiment = Experiment(arguments.folder.absolute(), samples, arguments.keys, expected)
+    figures = experiment_of(experiment, arguments.seeds)
     print_figures(figures)
-    save(given.json, figures)
+    save(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
-    made = argparse.ArgumentParser(
+    """Makes the options that every benchmark has."""
+    options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--json", default=str(RESULTS / f"{name}.json"), help="the figures go there")
-    return made
+    options.add_argument("--json", default=str(RESULTS / f"{name}.json"), help="file for figures")
+    return options
 
 
 def save(path: str, figures: Any, devices: Sequence[str] = ()) -> None:

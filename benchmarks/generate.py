@@ -41,7 +41,7 @@ SHOWN = 4  # of the new tokens, by the whole prefix: each takes as long as the o
 
 
 def products(model, x_BD, steps):
-    """A step's products, `steps` times; each takes what the one before it made."""
+    """Computes a step's products `steps` times, each from the result of the one before."""
 
     einsum = functools.partial(jnp.einsum, out_sharding=REPLICATED)
 
@@ -105,8 +105,8 @@ def measure(keys):
 
 
 def main():
-    given = figures.parser("generate", __doc__).parse_args()
-    found = {}
+    options = figures.parser("generate", __doc__).parse_args()
+    report = {}
     for name, keys in MODELS.items():
         seconds, weights = measure(keys)
         median = {way: statistics.median(values) for way, values in seconds.items()}
@@ -121,7 +121,7 @@ def main():
                 seconds["cached"], seconds["first"], seconds["products"], strict=True
             )
         )
-        found[name] = {
+        report[name] = {
             "weights": weights,
             "tokens_per_second": BATCH * NEW / median["cached"],
             "times_as_fast_as_the_whole_prefix": median["forward"]
@@ -132,11 +132,11 @@ def main():
         }
         print(
             f"{name}: {weights / 1e6:.2f}M weights, batch {BATCH}, {PROMPT} + {NEW} tokens: "
-            f"{found[name]['tokens_per_second']:,.0f} tokens/s, "
-            f"{found[name]['times_as_fast_as_the_whole_prefix']:.1f} times the speed of the whole "
+            f"{report[name]['tokens_per_second']:,.0f} tokens/s, "
+            f"{report[name]['times_as_fast_as_the_whole_prefix']:.1f} times the speed of the whole "
             f"prefix; a step {1e3 * step:.3f} ms, {ratio:.2f} times its products"
         )
-    figures.save(given.json, found)
+    figures.save(options.json, report)
 
 
 if __name__ == "__main__":

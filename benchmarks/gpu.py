@@ -77,7 +77,7 @@ config = resolve(load(["configs/base.yml", *keys]), 1, 1, 1)
 random = np.random.default_rng(0)
 q, k, v = (jnp.asarray(random.normal(size=(2, 1024, n, 64)), jnp.bfloat16) for n in (8, 2, 2))
 segments = jnp.asarray(np.cumsum(random.random((2, 1024)) < 0.005, axis=1), jnp.int32)
-found = {}
+deviations = {}
 with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
     q, k, v = (jax.device_put(x, X_BTHh) for x in (q, k, v))
     segments = jax.device_put(segments, ROWS_BT)
@@ -88,10 +88,10 @@ with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
                 return (out * jnp.sin(jnp.arange(out.size).reshape(out.shape))).sum(), out
             return jax.jit(jax.grad(f, argnums=(0, 1, 2), has_aux=True))(q, k, v)
         pairs = zip(jax.tree.leaves(run("cudnn_flash")), jax.tree.leaves(run("dot_product")))
-        found["largest deviation over the largest value" + name] = max(
+        deviations["largest deviation over the largest value" + name] = max(
             float(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).max()
                   / jnp.abs(b.astype(jnp.float32)).max()) for a, b in pairs)
-print(json.dumps(found))
+print(json.dumps(deviations))
 """
 TIMES = """
 import jax, jax.numpy as jnp, json, numpy as np, statistics, time
@@ -108,7 +108,7 @@ def milliseconds(f, *arrays):
         rounds.append((time.perf_counter() - began) * 100)
     return statistics.median(rounds)
 
-found = []
+lines = []
 for tokens, rows, document in ((4096, 4, 512), (8192, 2, 512), (8192, 2, 4096), (32768, 1, 2048)):
     q, k, v = (
         jnp.asarray(random.normal(size=(rows, tokens, heads, 128)), jnp.bfloat16)
@@ -132,9 +132,9 @@ for tokens, rows, document in ((4096, 4, 512), (8192, 2, 512), (8192, 2, 4096), 
         line[name] = milliseconds(attend, q, k, v)
         gradient = jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum(), argnums=(0, 1, 2))
         line[name + " and gradient"] = milliseconds(gradient, q, k, v)
-    found.append(line)
+    lines.append(line)
     print(line, flush=True)
-print(json.dumps(found))
+print(json.dumps(lines))
 """
 TRAIN = """
 import json, sys, jax
@@ -146,7 +146,7 @@ print(json.dumps({"status": status, "peak_gib": stats.get("peak_bytes_in_use", 0
 
 
 def ramp_keys(model: str, keys: list[str]) -> list[str]:
-    """A run through four batch sizes, each for a quarter of the ramp's samples, then the last."""
+    """Returns keys of four batch sizes, each for a quarter of the ramp's samples, then the last."""
     last, first = MODELS[model]
     return [
         f"run_name={model}",
@@ -169,12 +169,12 @@ def stages(model: str, keys: list[str], peak: float) -> tuple[list[dict[str, flo
     ended = json.loads(printed.splitlines()[-1])
     if ended["status"]:
         sys.exit(f"error: the run of {model} ended with {ended['status']}")
-    found = []
+    results = []
     for index in sorted({record["stage"] for record in records}):
         steps = [record for record in records if record["stage"] == index]
         tflops = statistics.median(record["tflops_per_device"] for record in steps[2:])
         seconds = statistics.median(record["step_seconds"] for record in steps[2:])
-        found.append(
+        results.append(
             {
                 "global_batch_size": steps[0]["global_batch_size"],
                 "tflops_per_device": tflops,
@@ -184,11 +184,11 @@ def stages(model: str, keys: list[str], peak: float) -> tuple[list[dict[str, flo
                 "compile_seconds": steps[0]["compile_seconds"],
             }
         )
-    return found, ended["peak_gib"]
+    return results, ended["peak_gib"]
 
 
 def preflight(model: str, keys: list[str], kind: str) -> list[dict]:
-    """What maxramp.compile says of the same stages for one such GPU, without using it."""
+    """Compiles the same stages for one such GPU, without using it."""
     with tempfile.TemporaryDirectory() as folder:
         line = [BASE, *ramp_keys(model, keys), f"compile_topology={kind}:1x1", "--json"]
         command = [sys.executable, "-m", "maxramp.compile", *line]
@@ -202,7 +202,7 @@ def preflight(model: str, keys: list[str], kind: str) -> list[dict]:
 
 
 def killed_ramp(folder: str, keys: list[str]) -> dict[str, float]:
-    """A ramp that is killed halfway and started again, beside one that is not."""
+    """Compares a ramp that is killed halfway and started again with one that is not."""
 
     def start(name: str) -> tuple[subprocess.Popen, pathlib.Path]:
         line = [BASE, *KILLED, *keys, f"run_name={name}", f"base_output_directory={folder}"]
@@ -226,18 +226,18 @@ def killed_ramp(folder: str, keys: list[str]) -> dict[str, float]:
     again, _ = start("killed")
     if again.wait():
         sys.exit(f"error: the ramp that was started again ended with {again.returncode}")
-    expected, found = steps(alone_path), steps(path)
-    if [r["step"] for r in found] != [r["step"] for r in expected]:
+    expected, records = steps(alone_path), steps(path)
+    if [r["step"] for r in records] != [r["step"] for r in expected]:
         sys.exit("error: the steps of the ramp that was started again are not 0, 1, 2, ...")
     return {
-        "steps": len(found),
+        "steps": len(records),
         "killed_after_step": before,
         "steps_on_other_rows": sum(
             a["batch_fingerprint"] != b["batch_fingerprint"]
-            for a, b in zip(expected, found, strict=True)
+            for a, b in zip(expected, records, strict=True)
         ),
         "largest_difference_of_losses": max(
-            abs(a["loss"] - b["loss"]) for a, b in zip(expected, found, strict=True)
+            abs(a["loss"] - b["loss"]) for a, b in zip(expected, records, strict=True)
         ),
     }
 
@@ -278,11 +278,11 @@ def main() -> None:
     print(printed, flush=True)
     save(arguments.json, figures, [device])
     for model in MODELS:
-        found, used = stages(model, arguments.keys, peak)
+        stage_figures, used = stages(model, arguments.keys, peak)
         foreseen = max(s["memory_gib"]["peak"] for s in preflight(model, arguments.keys, kind))
         memory = {"peak_gib": used, "preflight_gib": foreseen, "ratio": used / foreseen}
-        figures["models"][model] = {"stages": found, "memory": memory}
-        for s in found:
+        figures["models"][model] = {"stages": stage_figures, "memory": memory}
+        for s in stage_figures:
             print(
                 f"{model}  batch {s['global_batch_size']:>3}  {s['tflops_per_device']:6.1f} "
                 f"TFLOP/s  MFU {s['mfu']:.3f}  first step {s['first_over_median']:.2f} x"

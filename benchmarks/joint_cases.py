@@ -32,7 +32,7 @@ class Choice:
 
 _DATA = yaml.safe_load(pathlib.Path(__file__).with_name("joints.yml").read_text())
 FEATURES: dict[str, dict[str, Choice]] = {
-    feature: {name: Choice(**given) for name, given in choices.items()}
+    feature: {name: Choice(**fields) for name, fields in choices.items()}
     for feature, choices in _DATA["features"].items()
 }
 
@@ -120,13 +120,13 @@ class Case:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The case of a command line."""
-        found = json.loads(text)
-        found |= {"shapes": tuple(Shape(**shape) for shape in found["shapes"])}
-        return cls(**found | {"moments": tuple(found["moments"])})
+        """Reads the case of a command line."""
+        values = json.loads(text)
+        values |= {"shapes": tuple(Shape(**shape) for shape in values["shapes"])}
+        return cls(**values | {"moments": tuple(values["moments"])})
 
     def to_json(self) -> str:
-        """For a command line."""
+        """Returns the case for a command line."""
         default = dataclasses.asdict(Shape())
         shapes = [
             {k: v for k, v in dataclasses.asdict(shape).items() if v != default[k]}
@@ -150,14 +150,14 @@ class Case:
     @property
     def batches(self) -> list[int]:
         """Of every step, by the thresholds: a step takes the last that is not above its samples."""
-        found, consumed = [], 0
+        batches, consumed = [], 0
         for _ in range(self.steps):
-            found.append([rows for first, rows in self.thresholds if first <= consumed][-1])
-            consumed += found[-1]
-        return found
+            batches.append([rows for first, rows in self.thresholds if first <= consumed][-1])
+            consumed += batches[-1]
+        return batches
 
     def has(self, feature: str) -> str:
-        """The choice of a feature; the first of them where it is left out."""
+        """Returns the choice of a feature; its first one if the case leaves it out."""
         return self.features.get(feature, next(iter(FEATURES[feature])))
 
     @property
@@ -165,7 +165,8 @@ class Case:
         """Whether the choices, the ramp and the shapes go together."""
         names = {f"{feature}={name}" for feature, name in self.features.items()}
         drawn = names | {f"ramp={self.ramp}"} | self.features.keys()
-        drawn |= {f"{f}={next(iter(of))}" for f, of in FEATURES.items() if f not in self.features}
+        left_out = FEATURES.keys() - self.features.keys()
+        drawn |= {f"{feature}={next(iter(FEATURES[feature]))}" for feature in left_out}
         fit = all(c.needs in (drawn | {""}) and not drawn & {*c.without} for c in self.choices)
         fit = fit and all(self.ramp in writable(self, shape) for shape in self.shapes)
         fit = fit and (self.ramp != "noise" or not any(choice.phase for choice in self.choices))
@@ -174,7 +175,7 @@ class Case:
 
 
 def _refused(case: Case, shape: Shape) -> bool:
-    """What a shape does not take."""
+    """Returns whether a shape cannot run a case."""
     lora, noise = case.has("start") == "lora_dropout", case.has("step") == "noise"
     least = shape.ranks * (2 // shape.stages * shape.stages if shape.stages > 1 else 1)
     mesh = case.has("phases") in ("mesh", "expert_mesh", "context_mesh")
@@ -201,7 +202,7 @@ def _refused(case: Case, shape: Shape) -> bool:
 
 
 def _even(thresholds: Thresholds) -> tuple[int, int] | None:
-    """(increment, samples of each step of the ramp), of a ramp whose steps are alike."""
+    """Returns (increment, samples of each step) of a ramp whose steps are alike, else None."""
     pairs = list(itertools.pairwise(thresholds))
     rises = {(b[1] - a[1], b[0] - a[0]) for a, b in pairs}
     (rise,) = rises if len(rises) == 1 else [(0, 0)]
@@ -209,29 +210,29 @@ def _even(thresholds: Thresholds) -> tuple[int, int] | None:
 
 
 def writable(case: Case, shape: Shape) -> list[str]:
-    """The notations that can write a case's ramp."""
+    """Returns the notations that can write a case's ramp."""
     if case.ramp in POLICIES:
         return [case.ramp]
-    found, even = ["megatron", "tokens", "phases"], _even(case.thresholds)
+    notations, even = ["megatron", "tokens", "phases"], _even(case.thresholds)
     if len(case.thresholds) == 1:
-        found.append("constant")
+        notations.append("constant")
     if even:
-        found.append("nemo")
+        notations.append("nemo")
         devices, passes = shape.processes * shape.devices, _passes(case, shape)
         whole = all(even[1] % rows == 0 for _, rows in case.thresholds)
         whole = whole and all(rows % (shape.ranks * passes) == 0 for _, rows in case.thresholds)
         if whole and devices and shape.stages == 1 and case.has("phases") != "micro":
-            found.append("maxtext")
-    return found
+            notations.append("maxtext")
+    return notations
 
 
 def _passes(case: Case, shape: Shape) -> int:
-    """Of the accumulation under MaxText's notation."""
+    """Returns the passes of a step under MaxText's notation."""
     return max(1, min(rows for _, rows in case.thresholds) // (shape.ranks * shape.micro))
 
 
 def ramp_keys(case: Case, shape: Shape, notation: str, row: int) -> dict[str, Any]:
-    """The thresholds of a case in a notation; `row`: tokens of a sample."""
+    """Writes the thresholds of a case in a notation; `row`: tokens of a sample."""
     pairs, micro = case.thresholds, {"micro_batch_size": shape.micro}
     (_, first), (_, last) = pairs[0], pairs[-1]
     per_pass = shape.processes * shape.devices * _passes(case, shape)
@@ -242,8 +243,8 @@ def ramp_keys(case: Case, shape: Shape, notation: str, row: int) -> dict[str, An
         case "megatron" | "tokens":
             unit = row if notation == "tokens" else 1
             shown = " ".join(f"{sample * unit}:{rows}" for sample, rows in pairs)
-            of = "tokens" if notation == "tokens" else "samples"
-            return micro | {"step_batch_size_schedule": shown, "step_batch_size_unit": of}
+            unit = "tokens" if notation == "tokens" else "samples"
+            return micro | {"step_batch_size_schedule": shown, "step_batch_size_unit": unit}
         case "nemo":
             ramp = [first, even[0], even[1] * (len(pairs) - 1)]
             return micro | {"rampup_batch_size": ramp, "global_batch_size": last}
@@ -265,7 +266,7 @@ def ramp_keys(case: Case, shape: Shape, notation: str, row: int) -> dict[str, An
 
 
 def keys_of(case: Case, shape: Shape, notation: str = "") -> dict[str, str]:
-    """All keys of a case, {world} in them."""
+    """Returns all keys of a case, with {world} in them."""
     keys: dict[str, Any] = dict(COMMON)
     for choice in case.choices:
         keys |= choice.keys
@@ -304,7 +305,7 @@ _SHAPES = st.sampled_from([*SHAPES[:11], *SHAPES])  # several processes cost mor
 
 @st.composite
 def ramps(draw) -> tuple[str, Thresholds]:
-    """A notation, and the thresholds that it writes."""
+    """Draws a notation, and the thresholds that it writes."""
     notation = draw(st.sampled_from(RAMPS))
     first = draw(st.sampled_from([4, 8]))
     if notation == "constant":
@@ -315,31 +316,31 @@ def ramps(draw) -> tuple[str, Thresholds]:
         share = draw(st.sampled_from([12, 16, 20]))
         share = math.lcm(*sizes) if notation == "maxtext" else share
         return notation, [[i * share, size] for i, size in enumerate(sizes)]
-    found, sample = [[0, first]], 0
+    thresholds, sample = [[0, first]], 0
     for _ in range(draw(_RISES)):
         sample += draw(st.integers(5, 30))
-        size = draw(st.sampled_from([n for n in (4, 8, 12, 16) if n != found[-1][1]]))
-        found.append([sample, size])
-    return notation, found
+        size = draw(st.sampled_from([n for n in (4, 8, 12, 16) if n != thresholds[-1][1]]))
+        thresholds.append([sample, size])
+    return notation, thresholds
 
 
 @st.composite
 def moments(draw) -> str:
-    """When a start is struck: at a step, or at a change of its folder, and by which signal."""
+    """Draws when a start is killed: at a step or a change of its folder, and by which signal."""
     if draw(st.booleans()):
         return f"{draw(st.sampled_from(['KILL', 'TERM']))} step {draw(st.integers(1, 11))}"
     return f"KILL file {draw(st.integers(1, 120))}"
 
 
 def _with(case: Case, choices: Mapping[str, str]) -> Case:
-    """A case with other choices; those that leave a feature out are not kept."""
+    """Returns a case with other choices, without those that leave a feature out."""
     drawn = {f: name for f, name in choices.items() if name != next(iter(FEATURES[f]))}
     return dataclasses.replace(case, features=case.features | drawn)
 
 
 @st.composite
 def cases(draw) -> Case:
-    """Valid cases."""
+    """Draws a valid case."""
     notation, thresholds = draw(ramps())
     shape = draw(_SHAPES)
     steps = draw(st.integers(6, 12)) * (3 if notation == "noise" else 1)
@@ -350,7 +351,7 @@ def cases(draw) -> Case:
     pairs = itertools.product(FEATURES["data"], FEATURES["start"])
     fit = [(d, s) for d, s in pairs if _with(case, {"data": d, "start": s}).is_valid]
     data = draw(st.sampled_from(sorted({data for data, _ in fit})))
-    start = draw(st.sampled_from([start for of, start in fit if of == data]))
+    start = draw(st.sampled_from([start for kind, start in fit if kind == data]))
     case = _with(case, {"data": data, "start": start})
     for feature in draw(st.permutations([f for f in FEATURES if f not in ("data", "start")])):
         default, *others = FEATURES[feature]
@@ -376,13 +377,13 @@ def cases(draw) -> Case:
 
 
 def draw_cases(first: int, count: int, checks: Sequence[str] = ()) -> list[Case]:
-    """So many different cases of a seed, which begin with those of a smaller count; of these checks
-    alone, if any are named. Features meet in all of them.
+    """Draws `count` different cases, with the seeds from `first` on; only those with these checks,
+    if any are named. A larger count begins with the cases of a smaller one.
 
     Ten at a time: hypothesis makes later ones of a session from parts of earlier ones, and so
     repeats a few choices. What fails it cannot make simpler, as a case takes half a minute.
     """
-    found: dict[str, Case] = {}
+    drawn: dict[str, Case] = {}
     rules = settings(
         max_examples=10,
         deadline=None,
@@ -393,17 +394,17 @@ def draw_cases(first: int, count: int, checks: Sequence[str] = ()) -> list[Case]
 
     def collect(case: Case) -> None:
         if len(case.features) > 1 and case.check in (checks or (case.check,)):
-            found.setdefault(case.to_json(), case)
+            drawn.setdefault(case.to_json(), case)
 
     for session in itertools.count(1000 * first):
         seed(session)(rules(given(case=cases())(collect)))()
-        if len(found) >= count:
-            return list(found.values())[:count]
+        if len(drawn) >= count:
+            return list(drawn.values())[:count]
     raise AssertionError
 
 
 def fitting_checks(case: Case) -> Iterator[str]:
-    """What can be checked of a case."""
+    """Yields the checks that fit a case."""
     yield from ("killed", "killed", "wrong")
     if case.has("data") != "passes":
         yield "schedule"

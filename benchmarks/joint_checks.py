@@ -41,24 +41,24 @@ _OF_SHAPE = re.compile("per_device|devices|nodes|accumulation|noise|eval_batch")
 
 
 def as_planned(runs: Runs, name: str, shape: Shape) -> None:
-    """A run takes the steps of its thresholds and of its plan."""
+    """Checks that a run takes the steps of its thresholds and of its plan."""
     case, records = runs.case, steps_of(runs.folder / name)
     if [r["step"] for r in records] != list(range(len(records))):
         raise Failed("steps are missing or twice", str([r["step"] for r in records]))
-    found = [r["global_batch_size"] for r in records]
+    batches = [r["global_batch_size"] for r in records]
     planned = json.loads((runs.folder / name / "plan.json").read_text())["stages"]
     if case.ramp not in POLICIES:
-        wanted = case.batches
+        expected = case.batches
         if case.has("data") == "passes":
-            wanted = dataclasses.replace(case, steps=len(found)).batches
-        if found != wanted:
-            raise Failed("batches are not those of the thresholds", f"{found}\n{wanted}")
+            expected = dataclasses.replace(case, steps=len(batches)).batches
+        if batches != expected:
+            raise Failed("batches are not those of the thresholds", f"{batches}\n{expected}")
     for stage in planned:
         own = [r for r in records if r["stage"] == stage["index"]]
-        of_plan = {"global_batch_size": stage["global_batch_size"]}
-        of_plan |= {"gradient_accumulation_steps": stage["gradient_accumulation_steps"]}
+        planned_keys = {"global_batch_size": stage["global_batch_size"]}
+        planned_keys |= {"gradient_accumulation_steps": stage["gradient_accumulation_steps"]}
         for record in own:
-            if any(record.get(key) != value for key, value in of_plan.items()):
+            if any(record.get(key) != value for key, value in planned_keys.items()):
                 raise Failed("a step is not that of plan.json", f"{stage}\n{record}")
         if own and own[0]["step"] != stage["first_step"]:
             raise Failed("a stage begins elsewhere than in plan.json", f"{stage}\n{own[0]}")
@@ -67,21 +67,19 @@ def as_planned(runs: Runs, name: str, shape: Shape) -> None:
     nodes = [f"num_nodes={shape.processes}", f"devices_per_node={shape.devices}"]
     nodes += ["node_schedule=fixed"]
     if case.has("data") == "passes":
-        nodes += [f"total_samples={sum(found)}"]
+        nodes += [f"total_samples={sum(batches)}"]
     before = runs.planned(*runs.arguments(name, shape), *nodes)
     trained = [r["stage"] for r in records]
     kept = ("index", "first_step", "first_sample", "global_batch_size")
-    for stage, of_run in zip(before["stages"], planned, strict=False):
-        if {k: stage[k] for k in kept} != {k: of_run[k] for k in kept} and stage[
-            "index"
-        ] in trained:
-            raise Failed("plan --json is not plan.json", f"{stage}\n{of_run}")
+    for stage, shown in zip(before["stages"], planned, strict=False):
+        if {k: stage[k] for k in kept} != {k: shown[k] for k in kept} and stage["index"] in trained:
+            raise Failed("plan --json is not plan.json", f"{stage}\n{shown}")
     if before.get("total_steps", len(records)) != len(records):
         raise Failed("the plan has other steps", f"{before['total_steps']}\n{len(records)}")
 
 
 def frozen_stay(runs: Runs, name: str) -> None:
-    """From the first checkpoint to the last, what does not train keeps every bit."""
+    """Checks that frozen weights keep every bit from the first checkpoint to the last."""
     path = runs.folder / name / "checkpoints"
     config = load([str(runs.folder / name / "config.yml")], runs.program)
     with jax.set_mesh(mesh.line()):
@@ -107,12 +105,12 @@ def frozen_stay(runs: Runs, name: str) -> None:
 
 
 def same(runs: Runs, one: str, other: str, exact: bool, near: float = 2e-3) -> None:
-    """Two runs are the same: to the last bit, or but for how their sums were made."""
+    """Checks that two runs are the same, to the last bit or up to the order of sums."""
     folders = [runs.folder / name for name in (one, other)]
     left, right = map(records_of, folders)
-    places = [[(r["step"], "loss" in r) for r in found] for found in (left, right)]
-    if places[0] != places[1]:
-        raise Failed("other steps or evaluations", f"{places[0]}\n{places[1]}")
+    steps = [[(r["step"], "loss" in r) for r in records] for records in (left, right)]
+    if steps[0] != steps[1]:
+        raise Failed("other steps or evaluations", f"{steps[0]}\n{steps[1]}")
     for a, b in zip(left, right, strict=True):
         names = [n for n in a.keys() | b.keys() if not _TIMES.search(n)]
         for name in sorted(names):
@@ -143,12 +141,12 @@ def _equal(a: Any, b: Any, near: float) -> bool:
 
 
 def same_checkpoints(runs: Runs, one: str, other: str, last_alone: bool) -> None:
-    """Both have kept the same checkpoints, and the same best one."""
-    found = [folder_lib.steps_in(runs.folder / name / "checkpoints") for name in (one, other)]
+    """Checks that both have kept the same checkpoints, and the same best one."""
+    kept = [folder_lib.steps_in(runs.folder / name / "checkpoints") for name in (one, other)]
     if last_alone or {one, other} & runs.left_out_saves:
-        found = [steps[-1:] for steps in found]
-    if found[0] != found[1]:
-        raise Failed("other checkpoints are kept", f"{one} {found[0]}, {other} {found[1]}")
+        kept = [steps[-1:] for steps in kept]
+    if kept[0] != kept[1]:
+        raise Failed("other checkpoints are kept", f"{one} {kept[0]}, {other} {kept[1]}")
     best = [runs.folder / name / "checkpoints" / "best" for name in (one, other)]
     texts = [
         path.read_text()
@@ -163,7 +161,7 @@ def same_checkpoints(runs: Runs, one: str, other: str, last_alone: bool) -> None
 
 
 def same_exports(runs: Runs, one: str, other: str, exact: bool) -> None:
-    """Both were handed over in the same files, with the same tensors."""
+    """Checks that both were exported in the same files, with the same tensors."""
     folders = [runs.folder / name / "exported" for name in (one, other)]
     names = [sorted(str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()) for f in folders]
     if names[0] != names[1]:
@@ -203,7 +201,7 @@ def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def check_killed(runs: Runs) -> None:
-    """Struck, and continued on other devices, a run is the uninterrupted one."""
+    """Checks that a run that is killed and continued on other devices is the uninterrupted one."""
     first, *later = runs.case.shapes
     name = "struck"
     starts = zip(runs.case.shapes, runs.case.moments, strict=False)
@@ -227,20 +225,20 @@ def _harm_records(folder: pathlib.Path, how: str) -> None:
             path.write_bytes(data + b'{"step": 3, "ti')
         elif how == "ahead":
             time = re.compile(rb'(?<="time": )[\d.]+')
-            path.write_bytes(time.sub(lambda found: b"%.6f" % (float(found[0]) + 3600), data))
+            path.write_bytes(time.sub(lambda match: b"%.6f" % (float(match[0]) + 3600), data))
 
 
 def _check_report(folder: pathlib.Path) -> None:
-    """The shares of a run's wall time add up, and its steps are those of its records."""
-    found = wall_time(folder, None)
-    if abs(sum(found["seconds"].values()) - found["wall_seconds"]) > 1e-3:
-        raise Failed("the report does not add up", json.dumps(found))
-    if found["warnings"] or found["steps"] != len(steps_of(folder)):
-        raise Failed("the report counts other steps", json.dumps(found))
+    """Checks that a report's shares add up, and that its steps are those of the records."""
+    report = wall_time(folder, None)
+    if abs(sum(report["seconds"].values()) - report["wall_seconds"]) > 1e-3:
+        raise Failed("the report does not add up", json.dumps(report))
+    if report["warnings"] or report["steps"] != len(steps_of(folder)):
+        raise Failed("the report counts other steps", json.dumps(report))
 
 
 def check_moved(runs: Runs) -> None:
-    """On other devices, in other passes, a run is the same."""
+    """Checks that a run on other devices, in other passes, is the same."""
     runs.train("moved", runs.case.shapes[1])
     same(runs, "whole", "moved", exact=False)
     same_checkpoints(runs, "whole", "moved", last_alone=False)
@@ -248,7 +246,7 @@ def check_moved(runs: Runs) -> None:
 
 
 def check_notation(runs: Runs) -> None:
-    """The same ramp in another notation is the same run."""
+    """Checks that the same ramp in another notation is the same run."""
     case, shape = runs.case, runs.case.shapes[0]
     names, others = writable(case, shape), {}
     notation = names[(names.index(case.ramp) + 1) % len(names)]
@@ -272,8 +270,8 @@ def check_notation(runs: Runs) -> None:
 
 
 def check_branch(runs: Runs) -> None:
-    """A branch at the run's own batch reproduces the run: its rows, and where the rate stays the
-    same, its losses."""
+    """Checks that a branch at the run's own batch reproduces the run: its rows, and its losses if
+    the rate stays the same."""
     records, whole = steps_of(runs.folder / "whole"), runs.folder / "whole"
     steps = [s for s in folder_lib.steps_in(whole / "checkpoints") if 0 < s < len(records)]
     if not steps:
@@ -291,12 +289,12 @@ def check_branch(runs: Runs) -> None:
             done.stderr + "".join(pathlib.Path(p).read_text()[-3000:] for p in log),
         )
     (folder,) = (whole / "branches").glob(f"*/{rows}")
-    found = steps_of(folder)
+    branch = steps_of(folder)
     rates, sames = (
         [a["learning_rate"] for a in own[:2]],
         [a["global_batch_size"] == rows for a in own[:2]],
     )
-    for index, (a, b) in enumerate(zip(own, found[:2], strict=False)):
+    for index, (a, b) in enumerate(zip(own, branch[:2], strict=False)):
         names = [
             "batch_fingerprint",
             "consumed_samples",
@@ -304,11 +302,11 @@ def check_branch(runs: Runs) -> None:
             "target_tokens",
             "row_length",
         ]
-        if not index or (len({*rates}) == 1 and rates[0] == found[0]["learning_rate"]):
+        if not index or (len({*rates}) == 1 and rates[0] == branch[0]["learning_rate"]):
             names += ["loss", "grad_norm"]
-        for name in (
-            names if all(sames[: index + 1]) and a.get("stage") == own[0].get("stage") else ()
-        ):
+        if not all(sames[: index + 1]) or a.get("stage") != own[0].get("stage"):
+            break
+        for name in names:
             if not _equal(a[name], b[name], 1e-5):
                 raise Failed(
                     f"a branch's {name} differs",
@@ -317,7 +315,7 @@ def check_branch(runs: Runs) -> None:
 
 
 def check_suggest(runs: Runs) -> None:
-    """The config and the keys that suggest prints make the plan that it shows."""
+    """Checks that the keys that suggest prints make the plan that it shows."""
     shape = runs.case.shapes[0]
     line = [
         *runs.arguments("suggested", shape),
@@ -327,18 +325,17 @@ def check_suggest(runs: Runs) -> None:
     ]
     measured = str(runs.world.measured)
     for evidence in ("--branch", "--noise"):
-        found = json.loads(answer(suggest.main, [*line, "--json", evidence, measured]))
-        if not (batches := found["batches"]) or not found["rows"][1]["steps"]:
+        suggestion = json.loads(answer(suggest.main, [*line, "--json", evidence, measured]))
+        if not (batches := suggestion["batches"]) or not suggestion["rows"][1]["steps"]:
             continue
-        keys = [f"{k}={v}" for k, v in found["keys"].items()]
+        keys = [f"{k}={v}" for k, v in suggestion["keys"].items()]
         try:
             planned = runs.planned(*line, *keys)
         except Refused as error:
             raise Failed("suggest's keys are refused", f"{keys}\n{error}") from None
-        if planned["total_steps"] != found["rows"][1]["steps"]:
-            text = (
-                f"{keys}: {planned['total_steps']} steps planned, {found['rows'][1]['steps']} shown"
-            )
+        if planned["total_steps"] != suggestion["rows"][1]["steps"]:
+            shown = suggestion["rows"][1]["steps"]
+            text = f"{keys}: {planned['total_steps']} steps planned, {shown} shown"
             raise Failed("suggest's keys make other steps", text)
         sizes = [s["global_batch_size"] for s in planned["stages"]]
         distinct = [x for i, x in enumerate(sizes) if not i or x != sizes[i - 1]]
@@ -347,39 +344,40 @@ def check_suggest(runs: Runs) -> None:
 
 
 def check_schedule(runs: Runs) -> None:
-    """On all devices and in all notations the steps take the same rows at the same rate."""
+    """Checks that steps take the same rows at the same rate on all devices, in all notations."""
     case, first = runs.case, None
     for shape in SHAPES:
         one = dataclasses.replace(case, shapes=(shape,))
         for notation in writable(case, shape) if one.is_valid else ():
-            found = _schedule(runs.arguments("planned", shape, notation), shape)
-            first = first or found
-            if found != first:
-                apart = next(pair for pair in zip(found, first, strict=False) if len({*pair}) > 1)
+            schedule = _schedule(runs.arguments("planned", shape, notation), shape)
+            first = first or schedule
+            if schedule != first:
+                pairs = zip(schedule, first, strict=False)
+                apart = next(pair for pair in pairs if pair[0] != pair[1])
                 raise Failed("another schedule", f"{notation} on {shape}: {apart}")
     if first and case.ramp not in POLICIES and [rows for _, rows, *_ in first] != case.batches:
         raise Failed("batches are not those of the thresholds", f"{first}")
 
 
 def _schedule(arguments: list[str], shape: Shape) -> list[tuple[int, int, int, float]]:
-    """First sample, rows, tokens of a row and learning rate of every step."""
+    """Returns first sample, rows, tokens of a row and learning rate of every step."""
     devices = shape.processes * shape.devices
     try:
         config = resolve(load(arguments), devices, 1, shape.processes)
         ramp = RampupBatchManager(config.batch, devices)
-        rate, found = LearningRate.from_keys(config.learning_rate, ramp), []
+        rate, schedule = LearningRate.from_keys(config.learning_rate, ramp), []
     except ConfigError as error:
         raise Refused(f"error: {error}") from None
     is_known = config.batch.rampup_policy != "noise"
     for step in range(ramp.total_steps if is_known else 0):
         stage, sample = ramp.stage_at_step(step), ramp.samples_before(step)
         rows = stage.global_batch_size
-        found.append((sample, rows, stage.spec.row_length, round(float(rate(sample, rows)), 9)))
-    return found
+        schedule.append((sample, rows, stage.spec.row_length, round(float(rate(sample, rows)), 9)))
+    return schedule
 
 
 def check_wrong(runs: Runs) -> None:
-    """What is wrong is refused, in one line before step 0."""
+    """Checks that a wrong key is refused in one line before step 0."""
     name, _, value = runs.case.wrong.partition("=")
     try:
         runs.train("wrong", runs.case.shapes[0], **{name: value})
@@ -389,7 +387,7 @@ def check_wrong(runs: Runs) -> None:
 
 
 def opens(runs: Runs, name: str) -> None:
-    """transformers opens what was exported, and finds the held-out loss that the run found."""
+    """Checks that transformers opens the export, and computes the held-out loss of the run."""
     import torch
     import transformers
 

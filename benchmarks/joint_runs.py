@@ -109,12 +109,12 @@ class World:
 
     @functools.cache  # noqa: B019
     def storage(self, scheme: str) -> object_stores.Storage:
-        """A running object storage."""
+        """Starts an object storage at its first use."""
         if lacks := object_stores.missing(scheme):
             raise Missing(lacks)
-        found = self._closing.enter_context(object_stores.running(scheme))
-        os.environ |= found.environment
-        return found
+        storage = self._closing.enter_context(object_stores.running(scheme))
+        os.environ |= storage.environment
+        return storage
 
     @functools.cached_property
     def measured(self) -> pathlib.Path:
@@ -158,8 +158,8 @@ class World:
         tokenizer = f"tokenizer_path={folder / 'released'}"
         for name, to, keys in (("docs", "prepared", []), ("chats", "prepared_chats", _CHATS)):
             line = [str(folder / f"{name}.jsonl"), "--output", str(folder / to), tokenizer, *keys]
-            made = run(*line, module="prepare")
-            assert made.returncode == 0, made.stderr
+            done = run(*line, module="prepare")
+            assert done.returncode == 0, done.stderr
         prompts = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(60)]
         write_pairs(folder / "prompts.jsonl", prompts)
         (folder / "made").touch()
@@ -185,19 +185,20 @@ class Runs:
         return "grpo" if self.case.has("data") == "grpo" else "train"
 
     def arguments(self, name: str, shape: Shape, notation: str = "", **keys: Any) -> list[str]:
-        """The command line of a run."""
+        """Returns the command line of a run."""
         scheme = self.case.has("storage")
         output = str(self.folder)
         if scheme != "disk":
             output = f"{self.world.storage(scheme).address}/{self.remote}"
-        given = keys_of(self.case, shape, notation)
-        given |= {"base_output_directory": output, "run_name": name}
-        given |= {k: str(v) for k, v in keys.items()}
-        given = {k: v.replace("{world}", str(self.world.folder)) for k, v in given.items()}
-        return [BASE, *(f"{k}={v}" for k, v in given.items()), f"jax_cache_dir={self.world.cache}"]
+        arguments = keys_of(self.case, shape, notation)
+        arguments |= {"base_output_directory": output, "run_name": name}
+        arguments |= {k: str(v) for k, v in keys.items()}
+        arguments = {k: v.replace("{world}", str(self.world.folder)) for k, v in arguments.items()}
+        arguments["jax_cache_dir"] = str(self.world.cache)
+        return [BASE, *(f"{k}={v}" for k, v in arguments.items())]
 
     def other_keys(self) -> dict[str, str]:
-        """The keys of every second start, by which it looks for what the first left elsewhere."""
+        """Returns the keys of every second start, which finds elsewhere what the first one left."""
         link = self.folder.with_name("link")
         link.unlink(missing_ok=True)
         link.symlink_to(self.folder)
@@ -256,12 +257,12 @@ class Runs:
             raise Failed("an exit status", shown)
 
     def planned(self, *arguments: str) -> dict[str, Any]:
-        """The plan of a command line."""
+        """Returns the plan of a command line."""
         return json.loads(answer(plan.main, [*arguments, "--json"]))
 
 
 def answer(main: Callable[[list[str]], int], arguments: list[str]) -> str:
-    """What a command prints that trains nothing.
+    """Returns what a command prints that trains nothing.
 
     Raises:
       Refused: in one line.
@@ -280,5 +281,5 @@ def records_of(folder: pathlib.Path) -> list[dict]:
 
 
 def steps_of(folder: pathlib.Path) -> list[dict]:
-    """The records of steps."""
+    """Reads the records of steps."""
     return [record for record in records_of(folder) if "loss" in record]

@@ -32,11 +32,11 @@ if __name__ == "__main__":  # and not in the processes that are forked from it
 
 
 def run_case(case: Case, world: World, folder: pathlib.Path) -> tuple[str, str]:
-    """What does not hold of a case: in a few words that name the fault, and all that is known.
+    """Runs a case and its checks.
 
     Returns:
-      "" and "" where all holds; "refused" and why, where the case is; "skipped" and what it needs
-      that is not installed.
+      The fault in a few words, and all that is known about it; "" and "" if all checks hold;
+      "refused" and why, if the case is; "skipped" and what it needs that is not installed.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -101,7 +101,7 @@ def make_loader(config) -> tuple[Loader, RampupBatchManager]:
 
 
 def rows_per_second(keys: tuple[str, ...], length: int, seconds: float) -> float:
-    """Rows that the loop gets, from the first batch on, as arrays on the device."""
+    """Counts the rows a second that the loop gets as arrays on the device."""
     config = resolved(
         *keys,
         f"max_target_length={length}",
@@ -123,7 +123,7 @@ def rows_per_second(keys: tuple[str, ...], length: int, seconds: float) -> float
 
 
 def stage_changes(keys: tuple[str, ...], stages: int = 12, steps: int = 12) -> dict[str, float]:
-    """Waiting for the first batch of a stage and for the others, where a step takes 30 ms."""
+    """Measures waits for the first batch of a stage and for the others, at 30 ms a step."""
     sizes = [16 * (stage + 1) for stage in range(stages)]
     firsts = itertools.accumulate([steps * size for size in sizes[:-1]], initial=0)
     schedule = " ".join(f"{first}:{size}" for first, size in zip(firsts, sizes, strict=True))
@@ -148,7 +148,7 @@ def stage_changes(keys: tuple[str, ...], stages: int = 12, steps: int = 12) -> d
 
 
 def memory(keys: tuple[str, ...], gib: float) -> dict[str, float]:
-    """How far this process grows while it may read far ahead of a loop that takes nothing."""
+    """Measures how far this process grows while it reads ahead of a loop that takes no rows."""
     config = resolved(
         *keys,
         "max_target_length=2048",
@@ -173,12 +173,12 @@ def memory(keys: tuple[str, ...], gib: float) -> dict[str, float]:
 
 
 def resident() -> float:
-    """Memory of this process in GiB."""
+    """Returns the memory of this process in GiB."""
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**30
 
 
 def step_eats() -> float:
-    """Tokens per second of the default model's step on this machine, at its largest batch."""
+    """Measures tokens per second of the default model's step, at its largest batch."""
     config = resolved()
     with jax.set_mesh(mesh_lib.make_mesh(config.mesh)):
         ramp = RampupBatchManager(config.batch, 1)

@@ -77,10 +77,10 @@ def main() -> None:
         keys = [*SIZES, f"remat_policy={remat}", f"loss_block_tokens={block}", *arguments.keys]
         command = [sys.executable, "-c", PROGRAM, str(ROOT / "configs" / "base.yml"), *keys]
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        found = json.loads(printed.stdout.splitlines()[-1])
+        sizes = json.loads(printed.stdout.splitlines()[-1])
         name = f"remat_policy={remat}, loss_block_tokens={block}"
-        figures[name] = {kind: size / 2**20 for kind, size in found.items()}
-        print(f"{name:36s} {found['compiled'] / 2**20:9.0f} {found['measured'] / 2**20:9.0f}")
+        figures[name] = {kind: size / 2**20 for kind, size in sizes.items()}
+        print(f"{name:36s} {sizes['compiled'] / 2**20:9.0f} {sizes['measured'] / 2**20:9.0f}")
     save(arguments.json, figures)
 
 

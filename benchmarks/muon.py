@@ -23,10 +23,10 @@ KEYS = (
 )
 
 
-def found(topology: str, optimizer: str, keys: list[str]) -> dict[str, Any]:
-    """The figures of one optimizer's step."""
-    of_step = (f"compile_topology={topology}", f"opt_type={optimizer}")
-    line = [str(ROOT / "configs" / "base.yml"), *KEYS, *of_step, *keys]
+def compiled_figures(topology: str, optimizer: str, keys: list[str]) -> dict[str, Any]:
+    """Compiles the step of an optimizer, and returns its figures."""
+    step_keys = (f"compile_topology={topology}", f"opt_type={optimizer}")
+    line = [str(ROOT / "configs" / "base.yml"), *KEYS, *step_keys, *keys]
     (stage,) = compile_stages(load(line))["stages"]
     return {
         "seconds": stage["step_seconds"],
@@ -41,10 +41,11 @@ def found(topology: str, optimizer: str, keys: list[str]) -> dict[str, Any]:
 def main() -> None:
     options = parser("muon", __doc__)
     options.add_argument("keys", nargs="*", help="key=value")
-    given = options.parse_intermixed_args()
+    arguments = options.parse_intermixed_args()
     rows, figures = [], {}
     for topology in ("v5p:4x4x4", "h200:8x8"):
-        adamw, muon = (found(topology, name, given.keys) for name in ("adamw", "muon"))
+        adamw = compiled_figures(topology, "adamw", arguments.keys)
+        muon = compiled_figures(topology, "muon", arguments.keys)
         figures[topology] = {"adamw": adamw, "muon": muon}
         ratio = muon["seconds"] / adamw["seconds"]
         more = {name: muon[name] - adamw[name] for name in ("waits", "receives")}
@@ -60,7 +61,7 @@ def main() -> None:
         )
     heads = ("AdamW's step", "Muon's", "waits longer for", "receives more", "peak memory of both")
     print_table(["", *heads], rows)
-    save(given.json, figures)
+    save(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def main() -> None:
         pairs = []
         for turn in range(arguments.rounds):  # each is the first of every second pair
             order = (without, with_it) if turn % 2 else (with_it, without)
-            taken = {run: seconds(run) for run in order}
-            pairs.append((taken[with_it], taken[without]))
+            times = {run: seconds(run) for run in order}
+            pairs.append((times[with_it], times[without]))
         ratio = statistics.median(a / b for a, b in pairs)
         base = statistics.median(b for _, b in pairs)
         figures[name] = {"without_seconds": base, "ratio": ratio}

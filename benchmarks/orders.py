@@ -40,7 +40,7 @@ ORDERS = (
 
 
 def in_words(number: int) -> str:
-    """Below 100; 12 and 24 are dozens."""
+    """Writes a number below 100 in words; 12 and 24 are dozens."""
     if number in (12, 24):
         return {12: "a dozen", 24: "two dozen"}[number]
     if number < 20:
@@ -50,7 +50,7 @@ def in_words(number: int) -> str:
 
 
 def make_part(random: random.Random) -> tuple[str, str]:
-    """Some goods, as an order names them and as a line does."""
+    """Draws some goods, and returns them as an order names them and as a line does."""
     number = random.choice([12, 24, *range(2, 100)])
     one, many = random.choice(GOODS).split("-")
     colour = random.choice([*COLOURS, ""])
@@ -70,10 +70,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = ROOT / "configs" / "post_train" / "orders"
     options.add_argument("--folder", type=pathlib.Path, default=default)
-    folder, chosen, made = options.parse_args().folder, random.Random(7), {}
-    while len(made) < CHATS + HELD_OUT:
-        made.update([make_order(chosen)])
-    pairs = list(made.items())
+    folder, chosen, orders = options.parse_args().folder, random.Random(7), {}
+    while len(orders) < CHATS + HELD_OUT:
+        orders.update([make_order(chosen)])
+    pairs = list(orders.items())
     chats = [
         {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
         for a, b in pairs[:CHATS]

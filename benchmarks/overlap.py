@@ -42,7 +42,7 @@ PHASES = ("rollout_seconds", "reward_seconds", "training_seconds")
 
 
 def waiting(prompts, answers, truths):
-    """A reward from far away."""
+    """Rewards answers after a wait, as a distant server does."""
     time.sleep(WAIT * len(prompts))
     return brevity(prompts, answers, truths)
 
@@ -90,9 +90,9 @@ class Steps:
 
 
 def main() -> None:
-    given = figures.parser("overlap", __doc__).parse_args()
-    here = "overlap:waiting"
-    rewards = {"rewards that wait": here, "quick rewards": "maxramp.rl.tasks:brevity"}
+    options = figures.parser("overlap", __doc__).parse_args()
+    reward = "overlap:waiting"
+    rewards = {"rewards that wait": reward, "quick rewards": "maxramp.rl.tasks:brevity"}
     report = {}
     with contextlib.ExitStack() as closing:
         runs = {
@@ -114,13 +114,13 @@ def main() -> None:
             "ratio": statistics.median(ratios),
             "largest_ratio": max(ratios),
         }
-    for name, found in report.items():
-        print(f"{name:<30}", "  ".join(f"{key} {value:.3f}" for key, value in found.items()))
+    for name, medians in report.items():
+        print(f"{name:<30}", "  ".join(f"{key} {value:.3f}" for key, value in medians.items()))
     waits = [
         report[f"rewards that wait, {parts}"]["step_seconds"] for parts in ("1 part", "4 parts")
     ]
     print(f"where rewards wait, a step in 4 parts takes {waits[1] / waits[0]:.2f} of a whole one")
-    figures.save(given.json, report)
+    figures.save(options.json, report)
 
 
 if __name__ == "__main__":

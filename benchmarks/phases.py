@@ -54,46 +54,46 @@ COMMON = ("micro_batch_size=4", "remat_policy=full")
 
 
 def target_for(name: str, tensor: int) -> CompileTarget:
-    """The compiler for a run on one mesh."""
+    """Returns the compiler for a run on one mesh."""
     config, *keys = RUNS[name][0]
     mesh = f"ici_tensor_parallelism={tensor}"
     return CompileTarget.from_config(load([str(ROOT / config), *COMMON, *keys, mesh]), print_note)
 
 
 def phases_of(target: CompileTarget) -> list[Stage]:
-    """The phases whose batches divide over a mesh."""
-    found = []
+    """Returns the phases whose batches divide over a mesh."""
+    stages = []
     for stage in target.ramp.stages:
         try:
             target.ramp.check([stage])
         except ConfigError:
             continue
-        found.append(stage)
-    return found
+        stages.append(stage)
+    return stages
 
 
 def step(target: CompileTarget, stage: Stage) -> dict[str, Any]:
-    """What a phase takes on a mesh."""
-    found, steps, chips = (
+    """Compiles the step of a phase on a mesh, and returns its figures."""
+    compiled, steps, chips = (
         target.step(stage.spec),
         target.ramp.run_steps(stage),
         len(target.machine.devices),
     )
-    taken = {
+    result = {
         "row_length": stage.spec.row_length,
         "samples": stage.spec.samples,
         "passes": stage.spec.accumulation,
-        "gib": found["memory_gib"]["peak"],
-        "fits": found["fits"],
+        "gib": compiled["memory_gib"]["peak"],
+        "fits": compiled["fits"],
     }
-    if found["fits"]:
-        seconds = {name: found[f"{name}_seconds"] for name in ("step", "collective", "compile")}
-        taken |= seconds | {"chip_hours": chips * steps * found["step_seconds"] / 3600}
-    return taken
+    if compiled["fits"]:
+        seconds = {name: compiled[f"{name}_seconds"] for name in ("step", "collective", "compile")}
+        result |= seconds | {"chip_hours": chips * steps * compiled["step_seconds"] / 3600}
+    return result
 
 
 def compare(meshes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The best mesh of each phase, the best for all, and what they take."""
+    """Finds the best mesh of each phase and the best for all, and their chip-hours."""
     hours = {
         mesh: {index: phase["chip_hours"] for index, phase in phases.items() if phase["fits"]}
         for mesh, phases in meshes.items()
@@ -104,7 +104,11 @@ def compare(meshes: dict[str, dict[str, Any]]) -> dict[str, Any]:
         for index in indices
     ]
     each = sum(hours[mesh][index] for index, mesh in zip(indices, best, strict=True))
-    one = {mesh: sum(of.values()) for mesh, of in hours.items() if len(of) == len(indices)}
+    one = {
+        mesh: sum(phase_hours.values())
+        for mesh, phase_hours in hours.items()
+        if len(phase_hours) == len(indices)
+    }
     mesh = min(one, key=one.get)
     totals = {"chip_hours": each, "one_mesh": mesh, "chip_hours_of_one": one[mesh]}
     return {"best": best} | totals | {"ratio": one[mesh] / each}
@@ -124,7 +128,7 @@ def main() -> None:
             for t in RUNS[name][1]
         }
         todo = [(mesh, stage) for mesh, target in targets.items() for stage in phases_of(target)]
-        for mesh, stage in sorted(todo, key=lambda of: -of[1].index):
+        for mesh, stage in sorted(todo, key=lambda item: -item[1].index):
             phases = run["meshes"].setdefault(mesh, {})
             if str(stage.index) not in phases:
                 phases[str(stage.index)] = step(targets[mesh], stage)
@@ -139,7 +143,7 @@ def main() -> None:
 
 
 def show(name: str, run: dict[str, Any]) -> None:
-    """The figures of a run as a table and a few lines."""
+    """Prints the figures of a run as a table and a few lines."""
     rows = [
         [index, f"{p['row_length']:,}", f"{p['samples']:,}", mesh, f"{p['gib']:.1f} GiB"]
         + ([f"{p['step']:.3g} s", f"{p['chip_hours']:,.0f}"] if p["fits"] else ["", ""])

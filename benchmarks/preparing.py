@@ -40,7 +40,7 @@ def make_texts(megabytes: float) -> list[str]:
 
 
 def encode_alone(texts: list[str], tokenizer: str, started, seconds) -> None:
-    """In a process of its own: batches of 1 MB, whose ids become arrays."""
+    """Encodes batches of 1 MB to arrays, in a process of its own."""
     from tokenizers import Tokenizer
 
     model = Tokenizer.from_file(tokenizer)
@@ -91,12 +91,12 @@ def main() -> None:
     options = parser("preparing", __doc__)
     options.add_argument("--megabytes", type=float, default=200, help="of text")
     options.add_argument("--rounds", type=int, default=3, help="of both, by turns")
-    given = options.parse_args()
+    arguments = options.parse_args()
     import pyarrow
 
     from maxramp.data.tokenizers import train_bpe
 
-    texts = make_texts(given.megabytes)
+    texts = make_texts(arguments.megabytes)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         tokenizer = folder / "tokenizer.json"
@@ -106,7 +106,7 @@ def main() -> None:
             for text in texts:
                 out.write(json.dumps({"text": text}).encode() + b"\n")
         alone, whole, processors = [], [], []
-        for turn in range(given.rounds):
+        for turn in range(arguments.rounds):
             start = processor_seconds()
             alone.append(time_alone(texts, str(tokenizer)))
             between = processor_seconds()
@@ -131,7 +131,7 @@ def main() -> None:
         f"ratio {figures['ratio']:.3f} (of the cores' time {figures['processor_ratio']:.3f}), "
         f"{figures['megabytes_per_second']:.1f} MB/s"
     )
-    save(given.json, figures)
+    save(arguments.json, figures)
 
 
 if __name__ == "__main__":

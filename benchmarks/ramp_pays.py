@@ -121,7 +121,7 @@ def experiment_of(
 
 
 def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
-    """Steps against held-out loss: a line through the tuned constants, ramps as points.
+    """Draws steps against held-out loss: a line through the tuned constants, ramps as points.
 
     All lie at A's loss with seed 0 plus their paired difference to A, with its 90% interval where
     there is more than one seed.
@@ -134,7 +134,7 @@ def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
     axes = figure.add_subplot()
     arms, base = figures["arms"], figures["arms"]["A"][0]["loss"]
     by_rows = {run["rows"]: run for run in figures["constants"]}
-    of_steps = {arms[name][0]["steps"]: name for name in "ABC"}
+    arm_of_steps = {arms[name][0]["steps"]: name for name in "ABC"}
 
     def show(name: str, label: str, color: str, marker: str) -> tuple[float, float]:
         apart = figures["against_A"].get(name, {"mean": 0.0, "low": None, "high": None})
@@ -153,7 +153,7 @@ def draw(figures: dict[str, Any], path: pathlib.Path) -> None:
     }
     points = []
     for rows, run in sorted(by_rows.items()):
-        if name := of_steps.get(run["steps"]):
+        if name := arm_of_steps.get(run["steps"]):
             points.append(show(name, words[name].format(rows), "black", "o"))
         else:
             points.append((run["steps"], run["loss"]))
@@ -187,20 +187,21 @@ def main() -> None:
     options.add_argument("--plot", type=pathlib.Path, default=ROOT / "docs" / "ramp_pays.png")
     options.add_argument("--redraw", action="store_true", help="draw the figures that are there")
     options.add_argument("keys", nargs="*", help="key=value of every run")
-    given = options.parse_intermixed_args()
-    if given.redraw:
-        return draw(json.loads(pathlib.Path(given.json).read_text())["figures"], given.plot)
-    tokens = parse_count(given.tokens)
-    constants = sorted(int(rows) for rows in given.constants.split(","))
+    arguments = options.parse_intermixed_args()
+    if arguments.redraw:
+        return draw(json.loads(pathlib.Path(arguments.json).read_text())["figures"], arguments.plot)
+    tokens = parse_count(arguments.tokens)
+    constants = sorted(int(rows) for rows in arguments.constants.split(","))
     # So that every constant of the pilot ends with the same row.
     unit = math.lcm(*constants)
     samples = (tokens or 0) // ROW // unit * unit
-    if samples < 16 * constants[-1] or given.seeds < 1 or given.most_rates < 3:
+    if samples < 16 * constants[-1] or arguments.seeds < 1 or arguments.most_rates < 3:
         sys.exit("error: too few --tokens, --seeds or --most_rates")
-    rates = min(4, given.most_rates)
-    expected = (len(constants) + 2) * rates + 3 * given.seeds + 3 * min(FEW_SEEDS, given.seeds)
-    experiment = Experiment(given.folder.absolute(), samples, given.keys, expected)
-    figures = experiment_of(experiment, constants, given.seeds, given.most_rates)
+    rates = min(4, arguments.most_rates)
+    seeds = arguments.seeds + min(FEW_SEEDS, arguments.seeds)
+    expected = (len(constants) + 2) * rates + 3 * seeds
+    experiment = Experiment(arguments.folder.absolute(), samples, arguments.keys, expected)
+    figures = experiment_of(experiment, constants, arguments.seeds, arguments.most_rates)
     for name, runs in sorted(figures["arms"].items()):
         losses = ", ".join(f"{run['loss']:.4f}" for run in runs)
         apart = figures["against_A"].get(name)
@@ -210,8 +211,8 @@ def main() -> None:
         print(f"{name}  {runs[0]['steps']:>6,} steps  {losses}{ends}")
     for claim, holds in figures["claims"].items():
         print(f"{claim}: {holds}")
-    draw(figures, given.plot)
-    save(given.json, figures)
+    draw(figures, arguments.plot)
+    save(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ def status(name, file="status", unit=1024):
         if line.startswith(name):
             return int(line.split()[1]) * unit
 
-found = released.find("load_parameters_path", sys.argv[1])
-given = [f"{name}={str(value).replace(' ', '')}" for name, value in found.keys.items()]
-loaded = load(["configs/base.yml", *given, "dataset_type=synthetic", "weight_dtype=bfloat16",
+folder = released.find("load_parameters_path", sys.argv[1])
+keys = [f"{name}={str(value).replace(' ', '')}" for name, value in folder.keys.items()]
+loaded = load(["configs/base.yml", *keys, "dataset_type=synthetic", "weight_dtype=bfloat16",
     "enable_rampup_batch_size=False", "per_device_batch_size=1", *sys.argv[2:]])
 backend.start(loaded.backend)
 config = resolve(loaded, jax.device_count(), 1, jax.process_count())
@@ -50,9 +50,9 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 start = time.perf_counter()
-rows = found.keys["vocab_size"]
+rows = folder.keys["vocab_size"]
 read_all = reading.prepare_load(
-    found.path, found.tensors, rows, model, config.model.decoder_block, print
+    folder.path, folder.tensors, rows, model, config.model.decoder_block, print
 )
 weights = read_all()
 jax.block_until_ready(jax.tree.leaves(weights))
@@ -62,9 +62,9 @@ thread.join()
 shards = sum(s.data.nbytes for x in jax.tree.leaves(weights) for s in x.addressable_shards)
 read = status("rchar:", "io", 1) - read
 start = time.perf_counter()
-parts, here = jax.process_count(), jax.process_index()
-for tensor in found.tensors.values():
-    tensor.read(*(tensor.rows * i // parts for i in (here, here + 1)))
+parts, process_id = jax.process_count(), jax.process_index()
+for tensor in folder.tensors.values():
+    tensor.read(*(tensor.rows * i // parts for i in (process_id, process_id + 1)))
 plain = time.perf_counter() - start
 print("FOUND", json.dumps({"seconds": seconds, "plain": plain, "read": read,
     "beside": peak[0] - before - shards, "shards": shards}))
@@ -73,7 +73,7 @@ end_process(0)
 
 
 def make(folder: pathlib.Path, gib: float) -> tuple[int, int]:
-    """A model of about that size; returns its bytes, and those of its largest tensor."""
+    """Writes a model of about `gib`; returns its bytes, and those of its largest tensor."""
     D, F, V, H = 1024, 4096, 32_000, 8
     layer = 2 * (4 * D * D + 3 * D * F + 2 * D)
     layers = max(1, round((gib * 2**30 - 4 * V * D) / layer))
@@ -83,10 +83,10 @@ def make(folder: pathlib.Path, gib: float) -> tuple[int, int]:
     shapes = {"model.embed_tokens.weight": (V, D), "lm_head.weight": (V, D)}
     shapes["model.norm.weight"] = (D,)
     for i in range(layers):
-        of_layer = {f"self_attn.{n}_proj": (D, D) for n in "qkvo"}
-        of_layer |= {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
-        of_layer |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
-        shapes |= {f"model.layers.{i}.{n}.weight": shape for n, shape in of_layer.items()}
+        layer_shapes = {f"self_attn.{n}_proj": (D, D) for n in "qkvo"}
+        layer_shapes |= {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
+        layer_shapes |= {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
+        shapes |= {f"model.layers.{i}.{n}.weight": shape for n, shape in layer_shapes.items()}
     sizes = {name: 2 * shape[0] * (shape[1] if shape[1:] else 1) for name, shape in shapes.items()}
     where, files, names, held = {}, 0, list(shapes), 0
     while names:
@@ -111,11 +111,11 @@ def make(folder: pathlib.Path, gib: float) -> tuple[int, int]:
 def main() -> None:
     options = parser("released", __doc__)
     options.add_argument("--gib", type=float, default=10)
-    given = options.parse_args()
+    arguments = options.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        total, largest = make(folder, given.gib)
+        total, largest = make(folder, arguments.gib)
         for count in (1, 4):
             jobs = []
             for i in range(count):
@@ -128,18 +128,18 @@ def main() -> None:
                     subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
                 )
             texts = [job.communicate()[0] for job in jobs]
-            found = [json.loads(text.split("FOUND ")[1]) for text in texts]
+            reports = [json.loads(text.split("FOUND ")[1]) for text in texts]
             row = {
                 "processes": count,
                 "gib": total / 2**30,
-                "seconds": max(f["seconds"] for f in found),
-                "plain_seconds": max(f["plain"] for f in found),
-                "read_over_files": sum(f["read"] for f in found) / total,
-                "beside_largest_tensors": max(f["beside"] for f in found) / largest,
+                "seconds": max(f["seconds"] for f in reports),
+                "plain_seconds": max(f["plain"] for f in reports),
+                "read_over_files": sum(f["read"] for f in reports) / total,
+                "beside_largest_tensors": max(f["beside"] for f in reports) / largest,
             }
             print({k: round(v, 3) for k, v in row.items()}, flush=True)
             rows.append(row)
-    save(given.json, {"reading": rows})
+    save(arguments.json, {"reading": rows})
 
 
 if __name__ == "__main__":

@@ -109,14 +109,14 @@ _MAXTEXT = {
 
 
 def _read_maxtext(path: Place) -> _Keys:
-    given = read_yaml(path)
-    if str(given.get("base_config", "base.yml")).rpartition("/")[2] != "base.yml":
+    values = read_yaml(path)
+    if str(values.get("base_config", "base.yml")).rpartition("/")[2] != "base.yml":
         raise ConfigError(
-            f"{path}: base_config={given['base_config']} is not read here; write what it says of "
+            f"{path}: base_config={values['base_config']} is not read here; write what it says of "
             f"the ramp into this file: {', '.join(_MAXTEXT)}"
         )
     keys = {
-        name: base.cast_value(f"{path}: {name}={given.get(name)}", given.get(name, default), name)
+        name: base.cast_value(f"{path}: {name}={values.get(name)}", values.get(name, default), name)
         for name, default in _MAXTEXT.items()
     }
     if keys.pop("expansion_factor_real_data") not in (-1, 1):
@@ -197,11 +197,11 @@ def _read_megatron(path: Place) -> _Keys:
 
 def _read_nemo(path: Place) -> _Keys:
     keys: _Keys = {}
-    for given, value in flatten(read_yaml(path).items()):
-        if (name := _NEMO.get(given)) and value not in (None, "", -1, False):
-            value = base.cast_value(f"{path}: {given}={value}", value, name)
+    for key, value in flatten(read_yaml(path).items()):
+        if (name := _NEMO.get(key)) and value not in (None, "", -1, False):
+            value = base.cast_value(f"{path}: {key}={value}", value, name)
             if keys.setdefault(name, value) != value:
-                raise ConfigError(f"{path}: {given}={value} and {name}={keys[name]}: keep one")
+                raise ConfigError(f"{path}: {key}={value} and {name}={keys[name]}: keep one")
     return keys
 
 
@@ -253,7 +253,7 @@ def _run_bridge(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]:
 
 
 def _constant(keys: _Keys) -> int:
-    """The batch without a ramp, or that is left of one that nothing reads."""
+    """Returns the batch without a ramp, or of a ramp that the trainer does not read."""
     if "global_batch_size" not in keys:
         raise ConfigError("holds no global_batch_size, with which it trains or where a ramp ends")
     if keys["global_batch_size"] < 1:
@@ -269,7 +269,7 @@ def _schedule_text(keys: _Keys, row: int) -> str:
 
 
 def _float_count(text: str) -> int:
-    """A number with a suffix as Megatron reads it; raises ValueError."""
+    """Reads a number with a suffix as Megatron does; raises ValueError."""
     text = text.strip().upper()
     power = {"K": 3, "M": 6, "B": 9, "T": 12}.get(text[-1:], 0)
     return int(float(text[: len(text) - bool(power)]) * 10**power)

@@ -70,7 +70,7 @@ SMALL = (
 
 
 def run(folder: str, name: str, *keys: str, storage=None) -> dict:
-    """What a run measured, and when it began; its folder may be in an object storage."""
+    """Runs a run; returns what it measured, and when it began. Its folder may be in a storage."""
     command = [
         sys.executable,
         "-c",
@@ -92,17 +92,17 @@ def run(folder: str, name: str, *keys: str, storage=None) -> dict:
 
 
 def large(folder: str, storage=None) -> dict[str, float]:
-    """Blocking time of saves, and the steps after one against the others."""
-    found = run(folder, "large", *LARGE, storage=storage)
-    saves = [step for step, _ in found["blocked"][:-1]]  # the last is waited for
-    seconds = {step: taken for step, taken, _ in found["ends"]}
+    """Measures blocking times of saves, and the steps after one against the others."""
+    report = run(folder, "large", *LARGE, storage=storage)
+    saves = [step for step, _ in report["blocked"][:-1]]  # the last is waited for
+    seconds = {step: duration for step, duration, _ in report["ends"]}
     after = [seconds[step + i] for step in saves for i in range(8) if step + i in seconds]
     others = [seconds[step + i] for step in saves for i in range(8, 24) if step + i in seconds]
     last = saves[-1] + LARGE_PERIOD  # the last is whole: it was waited for
     size = sum(
         sizes(place(f"{storage.address if storage else folder}/large/checkpoints/{last}")).values()
     )
-    blocked = [taken for _, taken in found["blocked"][:-1]]
+    blocked = [duration for _, duration in report["blocked"][:-1]]
     return {
         "megabytes": size / 1e6,
         "blocked_median": statistics.median(blocked),
@@ -123,9 +123,9 @@ def restart(folder: str, rounds: int) -> dict[str, float]:
             if times is restarts:
                 shutil.copytree(f"{folder}/small", f"{folder}/{name}")
             more = "steps=3" if times is starts else "steps=1010"
-            found = run(folder, name, *SMALL, more)
-            times.append(found["ends"][0][2] - found["began"])
-            assert found["ends"][0][0] == (0 if times is starts else 1000)
+            report = run(folder, name, *SMALL, more)
+            times.append(report["ends"][0][2] - report["began"])
+            assert report["ends"][0][0] == (0 if times is starts else 1000)
     return {"start": statistics.median(starts), "restart": statistics.median(restarts)}
 
 

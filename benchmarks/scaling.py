@@ -45,7 +45,7 @@ TOPOLOGIES = ("v5p:2x2x1", "v5p:2x2x4", "v5p:4x4x4", "v5p:8x8x8")
 
 
 def resolved(devices: int, *keys: str):
-    """A config for so many devices."""
+    """Resolves a config for `devices` devices."""
     loaded = load([str(ROOT / "configs" / "base.yml"), *keys])
     return resolve(loaded, devices, 1, 1)
 
@@ -76,13 +76,14 @@ def on_pod(topology: str) -> dict[str, float]:
     return measure(resolved(len(devices), *POD), devices)
 
 
-def show(name: str, found: dict[str, float]) -> dict[str, float]:
+def show(name: str, numbers: dict[str, float]) -> dict[str, float]:
     print(
-        f"{name:34s} lowered in {found['lower_seconds']:5.2f} s ({found['lowered_lines']:6.0f} "
-        f"lines), compiled in {found['compile_seconds']:6.2f} s ({found['compiled_lines']:6.0f})",
+        f"{name:34s} lowered in {numbers['lower_seconds']:5.2f} s ({numbers['lowered_lines']:6.0f} "
+        f"lines), compiled in {numbers['compile_seconds']:6.2f} s "
+        f"({numbers['compiled_lines']:6.0f})",
         flush=True,
     )
-    return found
+    return numbers
 
 
 def main() -> None:
@@ -100,8 +101,8 @@ def main() -> None:
         )
     for index, size in enumerate((8, 16, 32, 64)):
         ramp = ("step_batch_size_schedule=0:8 800:16 2400:32 5600:64", "steps=400")
-        found = on_cpu(*ramp, "step_batch_size_unit=samples", stage_index=index)
-        figures["stages"][size] = show(f"stage {index}, batch {size}", found)
+        numbers = on_cpu(*ramp, "step_batch_size_unit=samples", stage_index=index)
+        figures["stages"][size] = show(f"stage {index}, batch {size}", numbers)
     if importlib.util.find_spec("libtpu"):
         os.environ.update(
             TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5p-8", TPU_WORKER_HOSTNAMES="localhost"

@@ -43,7 +43,7 @@ WEIGHTS = {
 
 
 def draw(files: list[pathlib.Path], path: pathlib.Path) -> None:
-    """A panel a file, from its first batch to its end, before all others in grey; by weights."""
+    """Draws a panel for each file, from its first batch to its end, with all others in grey."""
     figure = Figure(figsize=(9.5, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(-(-len(files) // 4), 4, sharex=True, sharey=True).flat

@@ -41,7 +41,7 @@ _ADVICE = re.compile(r"snapshot ([\d.,]+) MB .* copied in (\S+) s: .* 1% at \S+=
 
 
 def train(folder: str, name: str, *keys: str) -> tuple[str, list[dict]]:
-    """What process 0 prints, and the records of the steps after the first five."""
+    """Trains; returns what process 0 prints, and the records of steps after the first five."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -30,7 +30,7 @@ WAYS = {
 
 
 def run(folder: str, way: str, name: str, keys: list[str]) -> list[dict]:
-    """The step records of one run."""
+    """Trains, and returns the records of steps."""
     command = [
         sys.executable,
         "-c",
@@ -48,14 +48,14 @@ def run(folder: str, way: str, name: str, keys: list[str]) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def stages(records: list[dict]) -> list[dict]:
-    """First step and median of every stage, and the time above the median that the first took."""
-    found = []
+def stage_figures(records: list[dict]) -> list[dict]:
+    """Measures first step and median of every stage, and the time that the first lost."""
+    stages = []
     for index in sorted({record["stage"] for record in records}):
         steps = [record for record in records if record["stage"] == index]
         median = statistics.median(record["step_seconds"] for record in steps[1:])
         first = steps[0]
-        found.append(
+        stages.append(
             {
                 "stage": index,
                 "global_batch_size": first["global_batch_size"],
@@ -65,11 +65,11 @@ def stages(records: list[dict]) -> list[dict]:
                 "seconds": sum(record["step_seconds"] for record in steps),
             }
         )
-    return found
+    return stages
 
 
 def middle(runs: list[list[dict]]) -> list[dict]:
-    """The median of every figure over the rounds."""
+    """Returns the median of every figure over the rounds."""
     return [
         {name: statistics.median(stage[name] for stage in same) for name in same[0]}
         for same in zip(*runs, strict=True)
@@ -89,15 +89,15 @@ def main() -> None:
             for cache in ("cold", "warm"):
                 for way in WAYS:
                     records = run(folder, way, f"{cache} {way}", arguments.keys)
-                    runs.setdefault((way, cache), []).append(stages(records))
+                    runs.setdefault((way, cache), []).append(stage_figures(records))
     figures = {}
     for (way, cache), rounds in runs.items():
-        found = middle(rounds)
-        lost = sum(s["lost_seconds"] for s in found[1:])
-        total = sum(s["seconds"] for s in found)
-        figures[f"{way}, {cache} cache"] = {"stages": found, "lost": lost, "total": total}
+        stages = middle(rounds)
+        lost = sum(s["lost_seconds"] for s in stages[1:])
+        total = sum(s["seconds"] for s in stages)
+        figures[f"{way}, {cache} cache"] = {"stages": stages, "lost": lost, "total": total}
         print(f"compiled {way}, {cache} cache")
-        for s in found:
+        for s in stages:
             print(
                 f"  stage {s['stage']:.0f}  batch {s['global_batch_size']:>4.0f}  first step "
                 f"{s['first_over_median']:6.2f} x the median, waited {s['compile_seconds']:.2f} s "

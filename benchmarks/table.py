@@ -18,15 +18,15 @@ def step(figures: dict) -> list[tuple[str, str]]:
 
 def stage_switch(figures: dict) -> list[tuple[str, str]]:
     rows = []
-    for name, found in figures.items():
-        later = found["stages"][1:]
+    for name, entry in figures.items():
+        later = entry["stages"][1:]
         ratios = ", ".join(f"{s['first_over_median']:.2f}" for s in later)
         waits = ", ".join(f"{s['compile_seconds']:.2f}" for s in later)
         rows.append(
             (
                 f"`stage_switch`: compiled {name}: first step of stages 1, 2, 3 / median",
-                f"{ratios}; waited {waits} s for programs; lost {found['lost']:.2f} s of "
-                f"{found['total']:.0f} s",
+                f"{ratios}; waited {waits} s for programs; lost {entry['lost']:.2f} s of "
+                f"{entry['total']:.0f} s",
             )
         )
     return rows
@@ -107,16 +107,16 @@ def compile(figures: dict) -> list[tuple[str, str]]:
     return [
         (
             f"`compile`: {name}",
-            f"{found['ours'][0] / found['maxtext'][0]:.2f}, "
-            f"{found['ours'][2]:.1f} ({found['maxtext'][2]:.1f})",
+            f"{entry['ours'][0] / entry['maxtext'][0]:.2f}, "
+            f"{entry['ours'][2]:.1f} ({entry['maxtext'][2]:.1f})",
         )
-        for name, found in figures["configurations"].items()
+        for name, entry in figures["configurations"].items()
         if not name.startswith(_OF_EXPERTS)
     ]
 
 
 def noise_scale(figures: dict) -> list[tuple[str, str]]:
-    ratios = ", ".join(f"{found['ratio']:.3f} ({name})" for name, found in figures.items())
+    ratios = ", ".join(f"{entry['ratio']:.3f} ({name})" for name, entry in figures.items())
     return [("`noise_scale`: a step that estimates it / one that does not", ratios)]
 
 
@@ -124,10 +124,10 @@ def gpu(figures: dict) -> list[tuple[str, str]]:
     rows = [
         (
             f"`gpu`: MFU by batch, {model}, rows of 4,096 tokens; memory / the preflight's",
-            ", ".join(f"{s['global_batch_size']}: {s['mfu']:.3f}" for s in found["stages"])
-            + f"; {found['memory']['ratio']:.2f}",
+            ", ".join(f"{s['global_batch_size']}: {s['mfu']:.3f}" for s in entry["stages"])
+            + f"; {entry['memory']['ratio']:.2f}",
         )
-        for model, found in figures["models"].items()
+        for model, entry in figures["models"].items()
     ]
     for line in figures["attention of packed rows, ms"]:
         ours = line["packed and gradient"]

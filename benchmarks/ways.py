@@ -97,15 +97,15 @@ class Walk:
             self.threads[thread].append(function)
 
     def files(self) -> int:
-        """How many are entered."""
+        """Counts the files that are entered."""
         return len({file for file, _ in self.seen})
 
     def stays(self) -> int:
-        """How often a thread enters a file."""
+        """Counts how often a thread enters a file."""
         return sum(map(len, self._entered()))
 
     def returns(self) -> int:
-        """How often a thread enters a file again."""
+        """Counts how often a thread enters a file again."""
         return sum(len(files) - len(set(files)) for files in self._entered())
 
     def _entered(self) -> Iterator[list[str]]:
@@ -162,7 +162,7 @@ class Follower:
 
 
 def _is_expression(frame: Any) -> bool:
-    """Whether a call looks like none: of an operator, a property, a lambda."""
+    """Returns whether a call looks like an expression: an operator, a property, a lambda."""
     name, owner = frame.f_code.co_name, type(frame.f_locals.get("self"))
     return name.startswith(("<", "__")) or isinstance(
         inspect.getattr_static(owner, name, None), property | functools.cached_property
@@ -183,7 +183,7 @@ def followed(walks: dict[str, Walk]) -> Iterator[Follower]:
 
 
 def figures(show: bool) -> dict[str, dict[str, int]]:
-    """The figures of every way, by its name."""
+    """Returns the figures of every way, by its name."""
     with contextlib.ExitStack() as closing:
         folder = closing.enter_context(tempfile.TemporaryDirectory())
         texts, prepared = pathlib.Path(folder, "texts.jsonl"), f"{folder}/prepared"
@@ -197,30 +197,30 @@ def figures(show: bool) -> dict[str, dict[str, int]]:
         config = str(ROOT / "configs" / "base.yml")
         with followed({name: Walk(roots) for name, roots in ROOTS.items()}) as follower:
             assert train.main([config, *keys]) == 0
-        here = [f"base_output_directory={folder}", f"jax_cache_dir={folder}/cache"]
-        here += ["dataset_type=synthetic", "global_batch_size=8", "max_target_length=16", "steps=2"]
+        keys = [f"base_output_directory={folder}", f"jax_cache_dir={folder}/cache"]
+        keys += ["dataset_type=synthetic", "global_batch_size=8", "max_target_length=16", "steps=2"]
         first = ["run_name=first", "export_huggingface=True", *TINY]
-        assert train.main([config, *here, *first]) == 0
+        assert train.main([config, *keys, *first]) == 0
         lora = ["run_name=lora", "lora_rank=2", "model_name=hf", "eval_interval=-1"]
         lora += [f"load_parameters_path={folder}/first/exported/2", "enable_tensorboard=False"]
         weights = {name: Walk(roots, ENDS) for name, roots in FIRST_WEIGHTS.items()}
         with followed(weights):
-            assert train.main([config, *here, *lora]) == 0
+            assert train.main([config, *keys, *lora]) == 0
         chats = {name: Walk(roots) for name, roots in CHATS.items()}
         with followed(chats):
             open_chats(pathlib.Path(folder))
-    found = {}
+    ways = {}
     for name, walk in (follower.walks | chats | weights).items():
-        found[name] = {"files": walk.files(), "stays": walk.stays(), "returns": walk.returns()}
+        ways[name] = {"files": walk.files(), "stays": walk.stays(), "returns": walk.returns()}
         if show:
             for thread, way in walk.threads.items():
                 print(f"{name}, thread {thread}:")
                 print("".join(f"  {file:32}{function}\n" for file, function in way), end="")
-    found["checkpoint"]["clients"] = len(follower.clients)
-    found["row"] = {"lookups": len(follower.lookups)}
+    ways["checkpoint"]["clients"] = len(follower.clients)
+    ways["row"] = {"lookups": len(follower.lookups)}
     if show:
         print("row and clients:", *follower.lookups, *follower.clients, sep="\n  ")
-    return found
+    return ways
 
 
 def open_chats(folder: pathlib.Path) -> None:
@@ -239,11 +239,11 @@ def main() -> None:
     """Prints the figures, and writes them where they are asked for."""
     options = parser("ways", __doc__)
     options.add_argument("--functions", action="store_true", help="print every one")
-    given = options.parse_args()
-    found = figures(given.functions)
-    for name, numbers in found.items():
+    arguments = options.parse_args()
+    ways = figures(arguments.functions)
+    for name, numbers in ways.items():
         print(f"{name:12}" + ", ".join(f"{count} {what}" for what, count in numbers.items()))
-    save(given.json, found)
+    save(arguments.json, ways)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ MUON = {"opt_type": "muon", "muon_consistent_rms": 0.2, "muon_weight_decay": 0.1
 
 
 def lengthened(samples: int) -> int:
-    """How many samples L may take for the FLOPs of as many whole rows."""
+    """Returns how many samples L may take for the FLOPs of `samples` whole rows."""
     model = Config.from_values({**base(), **MODEL, "dataset_type": "text"}).model
     whole = training_flops_per_token(model, ROW)
     mean = sum(training_flops_per_token(model, tokens) for tokens in ROWS) / len(ROWS)
@@ -60,13 +60,13 @@ def lengthened(samples: int) -> int:
 
 
 def lengths(samples: int) -> dict[str, Any]:
-    """Keys of rows that lengthen."""
+    """Returns keys of rows that lengthen."""
     later = {i * samples // 4: {"row_length": ROWS[i]} for i in (1, 2)}
     return {"row_length": ROWS[0], "phases": later, "phases_unit": "samples"}
 
 
 def doubling(samples: int) -> dict[str, Any]:
-    """Keys of a batch that doubles with each quarter."""
+    """Returns keys of a batch that doubles with each quarter."""
     return {
         "step_batch_size_schedule": " ".join(f"{i * samples // 4}:{B0 * 2**i}" for i in range(4)),
         "step_batch_size_unit": "samples",
@@ -143,15 +143,15 @@ def main() -> None:
     options.add_argument("--most_rates", type=int, default=6, help="learning rates tried for Muon")
     options.add_argument("--folder", type=pathlib.Path, default=ROOT / "output" / "what_pays")
     options.add_argument("keys", nargs="*", help="key=value of every run")
-    given = options.parse_intermixed_args()
-    samples = (parse_count(given.tokens) or 0) // ROW // (16 * B0) * 16 * B0
-    if not samples or given.seeds < 1 or given.most_rates < 3:
+    arguments = options.parse_intermixed_args()
+    samples = (parse_count(arguments.tokens) or 0) // ROW // (16 * B0) * 16 * B0
+    if not samples or arguments.seeds < 1 or arguments.most_rates < 3:
         sys.exit("error: too few --tokens, --seeds or --most_rates")
-    expected = 13 * given.seeds + 2 * min(4, given.most_rates)
-    experiment = Experiment(given.folder.absolute(), samples, given.keys, expected)
-    figures = experiment_of(experiment, given.seeds, given.most_rates)
+    expected = 13 * arguments.seeds + 2 * min(4, arguments.most_rates)
+    experiment = Experiment(arguments.folder.absolute(), samples, arguments.keys, expected)
+    figures = experiment_of(experiment, arguments.seeds, arguments.most_rates)
     print_figures(figures)
-    save(given.json, figures)
+    save(arguments.json, figures)
 
 
 if __name__ == "__main__":
