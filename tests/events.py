@@ -9,7 +9,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 def read(path: pathlib.Path) -> list:
     """The events of a file, their checksums compared, up to one that a kill has torn."""
-    data, start, found = path.read_bytes(), 0, []
+    data, start, events = path.read_bytes(), 0, []
     while start + 12 <= len(data):
         length, checksum = struct.unpack_from("<QI", data, start)
         end = start + 16 + length
@@ -18,9 +18,9 @@ def read(path: pathlib.Path) -> list:
         body = data[start + 12 : end - 4]
         assert checksum == masked_crc32c(data[start : start + 8])
         assert struct.unpack_from("<I", data, end - 4)[0] == masked_crc32c(body)
-        found.append(event_pb2.Event.FromString(body))
+        events.append(event_pb2.Event.FromString(body))
         start = end
-    return found
+    return events
 
 
 def shown(folder: pathlib.Path) -> dict[str, dict[int, float]]:
@@ -38,6 +38,6 @@ def shown(folder: pathlib.Path) -> dict[str, dict[int, float]]:
                         del curve[step]
             for value in event.summary.value:
                 curve = curves.setdefault(value.tag, {})
-                there = curve.setdefault(event.step, value.simple_value)
-                assert repr(there) == repr(value.simple_value)  # NaN is the same as NaN
+                first_value = curve.setdefault(event.step, value.simple_value)
+                assert repr(first_value) == repr(value.simple_value)  # NaN is the same as NaN
     return curves

@@ -47,8 +47,8 @@ class Forked:
         self.args = list(command)
         self._files = [file or tempfile.NamedTemporaryFile() for file in (stdout, stderr)]  # noqa: SIM115
         names = [file.name for file in self._files]
-        given = (self.args[1:], dict(env), names, cwd or os.getcwd(), limits or {})
-        self._process = _CONTEXT.Process(target=_execute, args=given)
+        arguments = (self.args[1:], dict(env), names, cwd or os.getcwd(), limits or {})
+        self._process = _CONTEXT.Process(target=_execute, args=arguments)
         with _as_environment(env):  # the first one starts the server, which imports in it
             self._process.start()
 
@@ -82,9 +82,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def run_forked(command: Sequence[str], env: Mapping[str, str], timeout: float = 240, **given):
+def run_forked(command: Sequence[str], env: Mapping[str, str], timeout: float = 240, **options):
     """`subprocess.run` of a forked command; what it writes is text."""
-    process = Forked(command, env, **given)
+    process = Forked(command, env, **options)
     try:
         stdout, stderr = process.communicate(timeout)
     finally:

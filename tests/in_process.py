@@ -27,12 +27,12 @@ def run_here(
     configuration once more, before the imports that take a second.
     """
     main = importlib.import_module(f"maxramp.{module}").main
-    here = jax.devices()[:devices]
+    visible_devices = jax.devices()[:devices]
     deaf = types.SimpleNamespace(
         say=print, begin=lambda several: None, reached=lambda after_step: False, ask=lambda: None
     )
-    given = {"preemption": deaf} if module in ("train", "grpo") else {}
-    printed, said = io.StringIO(), io.StringIO()
+    options = {"preemption": deaf} if module in ("train", "grpo") else {}
+    printed, output = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in (environment or {}).items():
@@ -40,13 +40,13 @@ def run_here(
         if cwd:
             patch.chdir(cwd)
         for name in ("devices", "local_devices"):
-            patch.setattr(jax, name, lambda: here)
+            patch.setattr(jax, name, lambda: visible_devices)
         for name in ("device_count", "local_device_count"):
             patch.setattr(jax, name, lambda: devices)
         stack.enter_context(contextlib.redirect_stdout(printed))
-        stack.enter_context(contextlib.redirect_stderr(said))
+        stack.enter_context(contextlib.redirect_stderr(output))
         begin = time.process_time()
-        status = main(list(arguments), **given)
-        taken = time.process_time() - begin
-    assert cpu_seconds is None or taken < cpu_seconds
-    return subprocess.CompletedProcess(arguments, status, printed.getvalue(), said.getvalue())
+        status = main(list(arguments), **options)
+        seconds = time.process_time() - begin
+    assert cpu_seconds is None or seconds < cpu_seconds
+    return subprocess.CompletedProcess(arguments, status, printed.getvalue(), output.getvalue())

@@ -128,8 +128,8 @@ class Storage:
         if self.scheme == "s3":
             return self._ask(handler.command, handler.path, body, dict(handler.headers))
         name = query.get("name")
-        if found := re.search(r"/b/[^/]+/o/([^/?]+)$", url.path):
-            name = urllib.parse.unquote(found[1])
+        if path := re.search(r"/b/[^/]+/o/([^/?]+)$", url.path):
+            name = urllib.parse.unquote(path[1])
         expected = query.get("ifGenerationMatch")
         with self._changing if handler.command != "GET" else contextlib.nullcontext():
             if expected is not None and expected != self._generation(name):

@@ -14,17 +14,17 @@ MARKS = ("<|im_start|>", "<|im_end|>", "<|pad|>")
 
 def pairs(count: int = 6) -> list[dict]:
     """Records; answers are of several lengths."""
-    found = []
+    records = []
     for i in range(count):
         asked = [{"role": "user", "content": f"{i}?"}]
         chosen, rejected = "yes " * (1 + i % 3) + str(i), "no" * (1 + i % 2)
-        found.append(
+        records.append(
             {
                 "chosen": [*asked, {"role": "assistant", "content": chosen}],
                 "rejected": [*asked, {"role": "assistant", "content": rejected}],
             }
         )
-    return found
+    return records
 
 
 def write_tokenizer(folder: pathlib.Path) -> int:
@@ -35,9 +35,9 @@ def write_tokenizer(folder: pathlib.Path) -> int:
     for i, mark in enumerate(MARKS):
         model["added_tokens"].append({"id": size + i, "content": mark, "special": True} | flags)
     (folder / "tokenizer.json").write_text(json.dumps(model))
-    said = {"eos_token": MARKS[1], "pad_token": MARKS[2], "chat_template": TEMPLATE}
-    said |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"eos_token": MARKS[1], "pad_token": MARKS[2], "chat_template": TEMPLATE}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return size + len(MARKS)
 
 

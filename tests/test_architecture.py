@@ -59,15 +59,16 @@ def modules() -> dict[str, str]:
 
 
 def imports(source: str, names: set[str]) -> set[str]:
-    """The modules `names` that a source imports, wherever in the file it does so."""
-    found = set()
+    """Returns which of the modules `names` a source imports, wherever in the file it does so."""
+    imported = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "a relative import: write it out"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return {name.removeprefix("maxramp.") for name in found if name.startswith("maxramp.")} & names
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    own = {name for name in imported if name.startswith("maxramp.")}
+    return {name.removeprefix("maxramp.") for name in own} & names
 
 
 def violations(sources: dict[str, str]) -> list[str]:
@@ -121,8 +122,8 @@ def test_imports_go_down():
     ],
 )
 def test_the_check_can_fail(sources, expected):
-    found = violations(sources)
-    assert len(found) == 1 and found[0].startswith(expected)
+    problems = violations(sources)
+    assert len(problems) == 1 and problems[0].startswith(expected)
 
 
 def builds_specs(source: str) -> bool:
@@ -167,8 +168,8 @@ def test_packages_hold_no_code():
     """So an import of a package drags nothing in; `rampup` alone names what programs use."""
     for path in PACKAGE.rglob("__init__.py"):
         body = ast.parse(path.read_text()).body
-        found = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-        assert not found or path.parent.name == "rampup", path
+        nodes = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not nodes or path.parent.name == "rampup", path
 
 
 @pytest.mark.parametrize(
@@ -233,13 +234,13 @@ def is_no_name(name: str) -> bool:
 
 
 def test_functions_are_verbs_or_nouns():
-    found = {
+    problems = {
         f"{module}:{function.lineno} {function.name}"
         for module, source in modules().items()
         for function in functions(source)
         if is_no_name(function.name)
     }
-    assert not found
+    assert not problems
 
 
 @pytest.mark.parametrize(
@@ -256,19 +257,19 @@ def test_a_name_that_is_none_is_found(name, expected):
 
 
 def too_large(sources: dict[str, str]) -> set[str]:
-    """Files, functions and constructors over the limits."""
-    found = set()
+    """Returns the files, functions and constructors over the limits."""
+    problems = set()
     for module, source in sources.items():
         if source.count("\n") > MOST_LINES:
-            found.add(f"lines of {module}")
+            problems.add(f"lines of {module}")
         for function in functions(source):
-            lines, given = function.end_lineno - function.lineno + 1, function.args
+            lines, args = function.end_lineno - function.lineno + 1, function.args
             if lines > MOST_LINES_OF_A_FUNCTION:
-                found.add(f"lines of {module}.{function.name}")
-            count = len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1  # self
+                problems.add(f"lines of {module}.{function.name}")
+            count = len(args.posonlyargs) + len(args.args) + len(args.kwonlyargs) - 1  # self
             if function.name == "__init__" and count > MOST_PARAMETERS:
-                found.add(f"parameters of {module}")
-    return found
+                problems.add(f"parameters of {module}")
+    return problems
 
 
 def test_nothing_is_too_large():
@@ -276,6 +277,6 @@ def test_nothing_is_too_large():
 
 
 def test_what_is_too_large_is_found():
-    given = ", ".join(f"x{i}" for i in range(7))
-    source = f"class A:\n    def __init__(self, {given}):\n" + "        pass\n" * 450
+    arguments = ", ".join(f"x{i}" for i in range(7))
+    source = f"class A:\n    def __init__(self, {arguments}):\n" + "        pass\n" * 450
     assert too_large({"a": source}) == {"lines of a", "lines of a.__init__", "parameters of a"}

@@ -82,20 +82,21 @@ def write_model(folder: pathlib.Path, kind: str = "llama3.1", begins: bool = Fal
       kind: one of `small_models.CONFIGS`.
       begins: whether a begin mark stands before every text, as of Llama 3.
     """
-    made = json.loads(tokenizers.train_bpe(iter(LINES), 288))
-    size = len(made["model"]["vocab"])
+    tokenizer = json.loads(tokenizers.train_bpe(iter(LINES), 288))
+    size = len(tokenizer["model"]["vocab"])
     write_folder(folder, kind, vocab_size=size, bos_token_id=0, eos_token_id=1)
     if begins:
         one = {"Sequence": {"id": "A", "type_id": 0}}
         mark = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-        of_marks = {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}
-        made["post_processor"] = {"type": "TemplateProcessing", "special_tokens": of_marks}
-        made["post_processor"] |= {"single": [mark, one], "pair": [mark, one, one]}
-    (folder / "tokenizer.json").write_text(json.dumps(made))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    said["chat_template"] = (
+        special_tokens = {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}
+        template = {"single": [mark, one], "pair": [mark, one, one]}
+        template |= {"type": "TemplateProcessing", "special_tokens": special_tokens}
+        tokenizer["post_processor"] = template
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    config["chat_template"] = (
         "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>\\n{% endfor %}"
         "{% if add_generation_prompt %}<s>assistant: {% endif %}"
     )
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

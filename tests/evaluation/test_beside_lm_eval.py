@@ -31,11 +31,11 @@ def theirs(model, tasks, dtype="float32", longest=None, **options):
     from lm_eval.tasks import TaskManager
 
     # Without the cache of logits, which answers some requests with those of others.
-    given = f"pretrained={model},dtype={dtype},logits_cache=False"
-    given += f",max_length={longest}" if longest else ""
+    model_args = f"pretrained={model},dtype={dtype},logits_cache=False"
+    model_args += f",max_length={longest}" if longest else ""
     return simple_evaluate(
         "hf",
-        given,
+        model_args,
         NAMES,
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         device="cpu",
@@ -60,11 +60,11 @@ def ours(model, tasks, output, *more, begins=None):
     return json.loads(output.read_text())["samples"]
 
 
-def compare(found, expected, tolerance=1e-4):
+def compare(answers, expected, tolerance=1e-4):
     """Likelihoods within a tolerance, greedy flags and texts equal; returns how many requests."""
     count = 0
     for name in NAMES:
-        both = (sorted(samples[name], key=lambda x: x["doc_id"]) for samples in (found, expected))
+        both = (sorted(samples[name], key=lambda x: x["doc_id"]) for samples in (answers, expected))
         for mine, other in zip(*both, strict=True):
             assert json.loads(json.dumps(other["arguments"], default=str)) == mine["arguments"]
             for (one,), (two,) in zip(mine["resps"], other["resps"], strict=True):
@@ -93,8 +93,8 @@ def test_small_models(kind, begins, options, longest, tmp_path):
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
     ]
     line += [f"max_target_length={longest}"]
-    found = ours(model, tasks, tmp_path / "ours.json", *line, begins=begins)
-    assert compare(found, theirs(model, tasks, longest=longest, **options)) == 72
+    answers = ours(model, tasks, tmp_path / "ours.json", *line, begins=begins)
+    assert compare(answers, theirs(model, tasks, longest=longest, **options)) == 72
 
 
 @pytest.mark.long
@@ -102,8 +102,8 @@ def test_a_released_model(smollm2, tmp_path):
     """Beside float64: in float32 the other one errs more than we do, by up to 2e-3."""
     tasks = write_tasks(tmp_path / "tasks")
     line = ("max_target_length=2048", "--limit", "2")
-    found = ours(smollm2, tasks, tmp_path / "ours.json", *line)
-    assert compare(found, theirs(smollm2, tasks, "float64", limit=2), tolerance=3e-4) == 12
+    answers = ours(smollm2, tasks, tmp_path / "ours.json", *line)
+    assert compare(answers, theirs(smollm2, tasks, "float64", limit=2), tolerance=3e-4) == 12
 
 
 @pytest.mark.long

@@ -35,10 +35,10 @@ def test_a_task_of_a_folder(tmp_path, cache_dir, offline):
     assert reading == f"reading the weights of {model}"
     assert last.startswith("made_choices: ")
     assert all(text.startswith(("ready", "tasks")) for text in progress)  # on a slow machine
-    found = json.loads(output.read_text())
-    answers = found["samples"]["made_choices"]
+    report = json.loads(output.read_text())
+    answers = report["samples"]["made_choices"]
     best = [max(x["resps"], key=lambda resp: resp[0][0]) == x["resps"][0] for x in answers]
-    assert len(best) == 3 and found["results"]["made_choices"]["acc,none"] == sum(best) / 3
+    assert len(best) == 3 and report["results"]["made_choices"]["acc,none"] == sum(best) / 3
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_a_task_of_a_folder(tmp_path, cache_dir, offline):
         (("--log_samples",), "give that too"),
     ],
 )
-def test_options_that_cannot_be(options, said, capsys):
+def test_options_that_cannot_be(options, expected, capsys):
     assert evaluate.main(["model", "--tasks", "one", *options]) == 2
     line = capsys.readouterr().err
-    assert said in line and line.count("\n") == 1
+    assert expected in line and line.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_what_lm_eval_would_trip_over(tmp_path, capsys, offline):
         (tmp_path / name / "task.yaml").write_text(text)
     (tmp_path / "special").symlink_to("/dev/full")
     written = ("made_writing", tasks, "--gen_kwargs")
-    for task, folder, *more, said in (
+    for task, folder, *more, expected in (
         ("broken", tmp_path / "broken", "no task can be read: mapping values are not allowed"),
         ("unknown", tmp_path / "unknown", "unexpected keyword argument 'frobnicate'"),
         ("lost", tmp_path / "lost", "Unable to find"),
@@ -94,8 +94,8 @@ def test_what_lm_eval_would_trip_over(tmp_path, capsys, offline):
         (*written, "nosuch=3", "nosuch=3: a task or --gen_kwargs sets how the model writes"),
     ):
         options = ("--tasks", task, "--include_path", str(folder), "--limit", "2")
-        assert evaluate.main([str(model), *options, *more]) == 2, said
+        assert evaluate.main([str(model), *options, *more]) == 2, expected
         line = capsys.readouterr().err
         line = line.rpartition("\r")[2]  # behind what datasets draws as it reads a task
         line = line[line.index("error: ") :]
-        assert said in line and line.count("\n") == 1, line
+        assert expected in line and line.count("\n") == 1, line

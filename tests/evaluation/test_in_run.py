@@ -9,7 +9,7 @@ import signal
 import sys
 
 import pytest
-from conftest import BASE, TINY, environment, run
+from conftest import BASE, TINY, command, environment, run
 from forked import run_forked
 from jobs import finish, start
 from made_tasks import write_tasks
@@ -55,10 +55,10 @@ def process(doc, results):
 """
 
 
-def keys_of(**given) -> EvalKeys:
+def keys_of(**keys) -> EvalKeys:
     values = {"eval_interval": -1, "eval_samples": 8, "eval_per_device_batch_size": 0.0}
     values |= {"log_eval_batches": False, "evaluate_tasks_include_path": ""}
-    return EvalKeys(**values, **given)
+    return EvalKeys(**values, **keys)
 
 
 def test_when_tasks_are_due():
@@ -82,8 +82,8 @@ def test_when_tasks_are_due():
 def test_they_are_drawn():
     assert tag_of("task_made_acc") == "tasks/task_made_acc"
     step = {"step": 0, "loss": 1.0, "consumed_samples": 8, "global_batch_size": 8}
-    found = {"step": 0, "consumed_samples": 8, "task_made_acc": 0.5}
-    figure = figure_of([step, found], "run")
+    record = {"step": 0, "consumed_samples": 8, "task_made_acc": 0.5}
+    figure = figure_of([step, record], "run")
     assert "task_made_acc" in [axes.get_title(loc="left") for axes in figure.axes]
 
 
@@ -93,11 +93,11 @@ def line(tmp_path_factory, cache_dir):
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("in_run")
     tasks = write_tasks(folder / "tasks")
-    made = (BASE, *TINY, *KEYS, f"evaluate_tasks_include_path={tasks}")
+    keys = (BASE, *TINY, *KEYS, f"evaluate_tasks_include_path={tasks}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("HF_DATASETS_OFFLINE", "1")
-        yield *made, f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}"
+        yield *keys, f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}"
 
 
 def folder_of(line, name):
@@ -125,10 +125,10 @@ def whole(line):
 
 @pytest.mark.slow
 def test_tasks_while_it_trains(line, whole):
-    done, found = whole
-    assert [r["consumed_samples"] for r in found] == [24, 48, 72, 96, 104]
-    assert all(0 <= r["task_made_choices_acc"] <= 1 for r in found)
-    assert all(math.isfinite(r["task_made_writing_exact_match"]) for r in found)
+    done, records = whole
+    assert [r["consumed_samples"] for r in records] == [24, 48, 72, 96, 104]
+    assert all(0 <= r["task_made_choices_acc"] <= 1 for r in records)
+    assert all(math.isfinite(r["task_made_writing_exact_match"]) for r in records)
     assert "made_choices_acc" in done.stdout
 
     # Each program was compiled ahead, once for all evaluations, in the order of use.
@@ -143,8 +143,8 @@ def test_signals_while_it_evaluates(line, whole):
     """It is given up between two passes, and done again once, whatever ended the run."""
 
     def signalled(number, last):
-        command = (sys.executable, "-c", SIGNALLED, *map(str, (number, last, 0)), *line)
-        done = run_forked((*command, "run_name=signals"), environment(), timeout=600)
+        program = (sys.executable, "-c", SIGNALLED, *map(str, (number, last, 0)), *line)
+        done = run_forked((*program, "run_name=signals"), environment(), timeout=600)
         return done, evaluations(line, "signals")
 
     def saved_numbers():
@@ -153,16 +153,16 @@ def test_signals_while_it_evaluates(line, whole):
         return json.loads((last / "checkpoint.json").read_text())["evaluation"]
 
     _, expected = whole
-    done, found = signalled(signal.SIGTERM, PASSES + 3)  # in the second one, at sample 48
-    assert done.returncode == 76 and found == expected[:1], done.stderr
+    done, records = signalled(signal.SIGTERM, PASSES + 3)  # in the second one, at sample 48
+    assert done.returncode == 76 and records == expected[:1], done.stderr
     assert "stopped by a signal after step 10, saved" in done.stdout and not saved_numbers()
 
-    done, found = signalled(signal.SIGKILL, 2 * PASSES + 5)  # that one, 72, and in that of 96
-    assert done.returncode == -signal.SIGKILL and found == expected[:3], done.stderr
+    done, records = signalled(signal.SIGKILL, 2 * PASSES + 5)  # that one, 72, and in that of 96
+    assert done.returncode == -signal.SIGKILL and records == expected[:3], done.stderr
     assert saved_numbers()  # the checkpoint has them now
 
-    done, found = signalled(signal.SIGTERM, 1000)
-    assert done.returncode == 0 and found == expected and saved_numbers(), done.stderr
+    done, records = signalled(signal.SIGTERM, 1000)
+    assert done.returncode == 0 and records == expected and saved_numbers(), done.stderr
 
 
 @pytest.mark.slow
@@ -183,27 +183,27 @@ def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
     line += ("enable_tensorboard=False", f"base_output_directory={tmp_path}")
 
     def trained(name, mended, *more):
-        given = {"MENDED": mended} | environment()
-        done = run_forked((sys.executable, "-m", "maxramp.train", *line, *more, name), given, 300)
+        variables = {"MENDED": mended} | environment()
+        done = run_forked(command(*line, *more, name), variables, 300)
         records = read_records(tmp_path / name.partition("=")[2] / "metrics.jsonl")
         times = ("_seconds", "per_second", "per_device", "restarted", "time", "goodput")
         return done, [{k: v for k, v in r.items() if not k.endswith(times)} for r in records]
 
     done, whole = trained("run_name=whole", "yes")
     assert done.returncode == 0, done.stderr
-    done, found = trained("run_name=run", "")
+    done, records = trained("run_name=run", "")
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert "the tasks made_failing: division by zero (ZeroDivisionError)" in done.stderr
     steps = (tmp_path / "run" / "checkpoints").iterdir()
     last = json.loads((max(steps, key=lambda p: int(p.name)) / "checkpoint.json").read_text())
-    assert last["consumed_samples"] == failed_at == found[-1]["consumed_samples"]
+    assert last["consumed_samples"] == failed_at == records[-1]["consumed_samples"]
     assert not any(name.startswith("task_") for name in last["evaluation"])
-    done, found = trained("run_name=run", "yes")
-    assert done.returncode == 0 and found == whole, done.stderr
+    done, records = trained("run_name=run", "yes")
+    assert done.returncode == 0 and records == whole, done.stderr
 
     best = "checkpoint_best=highest task_made_failing_accuracy"
-    done, found = trained("run_name=other", "yes", best)
-    assert done.returncode == 2 and found == []
+    done, records = trained("run_name=other", "yes", best)
+    assert done.returncode == 2 and records == []
     assert "have no task_made_failing_accuracy, but eval_loss, eval_tokens, task_" in done.stderr
 
 
@@ -212,8 +212,8 @@ def test_two_processes(line, tmp_path):
     """A signal to one ends both after the same pass; where one is killed, the other ends."""
     for number, statuses in ((signal.SIGTERM, (76, 76)), (signal.SIGKILL, (77, -9))):
         keys = (*line, "run_name=two", "hang_timeout_seconds=60")
-        command = (sys.executable, "-c", SIGNALLED, *map(str, (number, 3, 1)), *keys)
-        job = start(command, 2, 1, [tmp_path] * 2)
+        program = (sys.executable, "-c", SIGNALLED, *map(str, (number, 3, 1)), *keys)
+        job = start(program, 2, 1, [tmp_path] * 2)
         (_, first, one), (_, _, two) = finish(job, 300)
         assert (one, two) == statuses, first
         if number == signal.SIGKILL:

@@ -59,14 +59,14 @@ def test_scores_are_those_of_the_logits(keys):
         logits = np.asarray(run(model, tokens), np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     likely = Scored([*rows[0].tokens[:-1], int(logits[0, 15].argmax())], 1)
-    found = scorer.score(model, [*rows, likely])
+    scored = scorer.score(model, [*rows, likely])
     for b, row in enumerate(rows):
         last = len(row.tokens) - 1
         at = range(last - row.count, last)
         expected = sum(log_p[b, i, row.tokens[i + 1]] for i in at)
-        assert found[b][0] == pytest.approx(expected, abs=1e-4)
-        assert found[b][1] == all(log_p[b, i].argmax() == row.tokens[i + 1] for i in at)
-    assert found[-1][1] and found[-1][0] == pytest.approx(log_p[0, 15].max(), abs=1e-4)
+        assert scored[b][0] == pytest.approx(expected, abs=1e-4)
+        assert scored[b][1] == all(log_p[b, i].argmax() == row.tokens[i + 1] for i in at)
+    assert scored[-1][1] and scored[-1][0] == pytest.approx(log_p[0, 15].max(), abs=1e-4)
 
 
 @pytest.mark.slow
@@ -78,8 +78,8 @@ def test_scorers_of_other_positions_share_a_compiler():
     keys = (family, "rope_max_timescale=10.0", "sliding_window_size=3")
     second, *_ = scorer_of(*keys, compiler=compiler)
     alone, *_ = scorer_of(*keys)
-    here, there, wanted = (scorer.score(model, ROWS) for scorer in (first, second, alone))
-    assert there == wanted and here != wanted
+    firsts, seconds, expected = (scorer.score(model, ROWS) for scorer in (first, second, alone))
+    assert seconds == expected and firsts != expected
 
 
 def test_an_answer_that_leaves_no_room():

@@ -39,14 +39,14 @@ def test_compilers_take_the_scores(topology, mesh):
     keys = ("ici_fsdp_parallelism=2", mesh, "dtype=bfloat16", "max_target_length=256")
     keys += ("loss_block_tokens=64", f"compile_topology={topology}")
     config = make_config(*keys, devices=4)
-    there = machine.describe_machine(config.planning)
-    config = resolve(config, len(there.devices), there.slices, 1)
-    devices = mesh_lib.make_mesh(config.mesh, there.devices)
-    options = compiler_options(devices.devices.flat[0].platform) | there.options
+    target = machine.describe_machine(config.planning)
+    config = resolve(config, len(target.devices), target.slices, 1)
+    devices = mesh_lib.make_mesh(config.mesh, target.devices)
+    options = compiler_options(devices.devices.flat[0].platform) | target.options
     with jax.set_mesh(devices):
         model = abstract_state(config.recipe, devices).model
         tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True))
         scorer = Scorer(config.recipe, model, tokenizer, BackgroundCompiler(0, print, print))
         for B, T in ((8, 48), (8, 256)):
-            lowered = scorer.trace(B, T).lower(lowering_platforms=there.platforms)
+            lowered = scorer.trace(B, T).lower(lowering_platforms=target.platforms)
             assert lowered.compile(options).memory_analysis().output_size_in_bytes > 0

@@ -91,8 +91,8 @@ def test_the_ramp_in_the_line_loads_and_is_silent(keys):
     arguments = [*LONG, *keys, *shlex.split(pasted)]
     assert lines(arguments) == []
     ramps = []
-    for given in ([*LONG, *keys], arguments):
-        config = with_nodes(load(given, "train", note=lambda line: None))
+    for line in ([*LONG, *keys], arguments):
+        config = with_nodes(load(line, "train", note=lambda line: None))
         ramps.append(PlannedRun.from_config(config, meshes_of(config)).ramp)
     old, new = ramps
     assert 0 <= new.total_samples - old.total_samples <= new.stages[-1].global_batch_size
@@ -126,15 +126,15 @@ def test_an_adaptive_ramp_measures_itself():
 
 def write_noise(folder, rows, samples, spread=0.3):
     """The records of 100 steps whose noise scale is that of some rows."""
-    rng, found = np.random.default_rng(0), []
+    rng, records = np.random.default_rng(0), []
     for step in range(100):
         one, other = 1 + spread * rng.standard_normal(2)
         size = samples // 100
-        found.append({"step": step, "loss": 1.0, "global_batch_size": size})
-        found[-1] |= {"consumed_samples": size * (step + 1), "target_tokens": 2048 * size}
-        found[-1] |= {"norms_noise_signal": other, "norms_noise_variance": 2048 * rows * one}
+        records.append({"step": step, "loss": 1.0, "global_batch_size": size})
+        records[-1] |= {"consumed_samples": size * (step + 1), "target_tokens": 2048 * size}
+        records[-1] |= {"norms_noise_signal": other, "norms_noise_variance": 2048 * rows * one}
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder
 
 

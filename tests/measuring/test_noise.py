@@ -12,18 +12,18 @@ from maxramp.measuring.noise import noise_blocks, ratio_of_means
 
 def records_of(rng, steps, signal, variance, spread, prefix=""):
     """Records of steps of 8 and then 16 rows of 128 tokens, with estimates around the truth."""
-    consumed, found = 0, []
+    consumed, records = 0, []
     for step in range(steps):
         rows = 8 if step < steps // 2 else 16
         consumed += rows
         noisy = 1 + spread * rng.standard_normal(2) / np.sqrt(rows)
-        found.append(
+        records.append(
             {"step": step, "loss": 1.0, "global_batch_size": rows, "consumed_samples": consumed}
             | {"target_tokens": 128 * rows}
             | {f"{prefix}noise_signal": signal * noisy[0]}
             | {f"{prefix}noise_variance": variance * noisy[1]}
         )
-    return found
+    return records
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0, 30.0])
@@ -92,8 +92,8 @@ def write(folder, records):
 
 def test_command(tmp_path, capsys):
     records = records_of(np.random.default_rng(0), 100, 2e-3, 4.0, 0.5)
-    of_norms = records_of(np.random.default_rng(1), 100, 1e-3, 4.0, 9.0, "norms_")
-    both = [a | b for a, b in zip(records, of_norms, strict=True)]
+    norms = records_of(np.random.default_rng(1), 100, 1e-3, 4.0, 9.0, "norms_")
+    both = [a | b for a, b in zip(records, norms, strict=True)]
     run = write(tmp_path, [*both, {"step": 99, "consumed_samples": 1200, "eval_loss": 1.0}])
     assert noise.main([run, "--blocks", "4"]) == 0
     printed = capsys.readouterr().out
@@ -107,27 +107,19 @@ def test_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, expected",
+    "arguments, record, expected",
     [
-        ((), "holds no noise scale of 8 steps.*log_gradient_noise_scale=true"),
-        (("--blocks", "0"), "--blocks 0 must be 1 or more"),
-        (("--plot", "/no/such/folder/x.png"), "holds no noise scale"),
+        ((), {"loss": 1.0}, "holds no noise scale of 8 steps.*log_gradient_noise_scale=true"),
+        (("--blocks", "0"), {"loss": 1.0}, "--blocks 0 must be 1 or more"),
+        ((), {"norms_noise_signal": None}, "or a batch above 1 row, which has none"),
+        ((), None, "holds no metrics.jsonl; give the folder of a run"),
     ],
 )
-def test_refused(tmp_path, capsys, arguments, expected):
-    run = write(tmp_path, [{"step": 0, "loss": 1.0, "consumed_samples": 8}])
-    assert noise.main([run, *arguments]) == 2
+def test_a_run_without_a_noise_scale_is_refused_in_one_line(
+    tmp_path, capsys, arguments, record, expected
+):
+    if record:
+        write(tmp_path, [{"step": 0, "consumed_samples": 1} | record])
+    assert noise.main([str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert re.search(expected, error)
-
-
-def test_a_batch_of_one_row_has_none(tmp_path, capsys):
-    run = write(tmp_path, [{"step": 0, "consumed_samples": 1, "norms_noise_signal": None}])
-    assert noise.main([run]) == 2
-    assert "or a batch above 1 row, which has none" in capsys.readouterr().err
-
-
-def test_no_run(tmp_path, capsys):
-    assert noise.main([str(tmp_path / "none")]) == 2
-    assert "holds no metrics.jsonl; give the folder of a run" in capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(expected, error)

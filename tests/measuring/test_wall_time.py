@@ -51,37 +51,37 @@ def killed(tmp_path_factory, cache_dir):
 
 
 def test_a_run_that_was_killed_and_stopped(killed):
-    found = wall_time.wall_time(killed, None)
-    adds_up(found, found["wall_seconds"])
+    result = wall_time.wall_time(killed, None)
+    adds_up(result, result["wall_seconds"])
     events = [json.loads(x) for x in (killed / "jobs.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events] == ["start", "start", "end", "start", "end"]
-    assert found["wall_seconds"] == pytest.approx(events[-1]["time"] - events[0]["time"])
-    first, second, third = found["jobs"]
-    assert [job["status"] for job in found["jobs"]] == [None, 76, 0]
-    assert [job["from"] for job in found["jobs"]] == ["new", "checkpoint", "checkpoint"]
+    assert result["wall_seconds"] == pytest.approx(events[-1]["time"] - events[0]["time"])
+    first, second, third = result["jobs"]
+    assert [job["status"] for job in result["jobs"]] == [None, 76, 0]
+    assert [job["from"] for job in result["jobs"]] == ["new", "checkpoint", "checkpoint"]
     # How far it came before the kill depends on the machine.
     assert first["steps"] == second["first_step"] and first["steps"] % 100 == 0
     dropped = (killed / "metrics.dropped.jsonl").read_text().splitlines()
     assert first["lost_steps"] == sum("step_seconds" in line for line in dropped)
     assert third["first_step"] == first["steps"] + second["steps"] == events[2]["step"]
-    assert found["steps"] == 400 and found["lost_steps"] == first["lost_steps"]
-    for job, after in itertools.zip_longest(found["jobs"], found["jobs"][1:]):
+    assert result["steps"] == 400 and result["lost_steps"] == first["lost_steps"]
+    for job, after in itertools.zip_longest(result["jobs"], result["jobs"][1:]):
         adds_up(job, (after["start"] if after else job["end"]) - job["start"])
         assert job["seconds"]["starts"] > 0
-    seconds = found["seconds"]
+    seconds = result["seconds"]
     assert seconds["lost"] > 0 < seconds["evaluations"] and seconds["saves"] > 0
-    assert seconds["other"] < 0.05 * found["wall_seconds"]
-    by_stages = sum(sum(stage["seconds"].values()) for stage in found["stages"])
+    assert seconds["other"] < 0.05 * result["wall_seconds"]
+    by_stages = sum(sum(stage["seconds"].values()) for stage in result["stages"])
     beside = seconds["waiting"] + seconds["ends"]
-    assert by_stages + beside == pytest.approx(found["wall_seconds"], abs=1.0)  # the last saves
+    assert by_stages + beside == pytest.approx(result["wall_seconds"], abs=1.0)  # the last saves
 
 
 def test_what_it_trained_and_cost(killed):
-    found = wall_time.wall_time(killed, 3.0)
-    assert [stage["steps"] for stage in found["stages"]] == [300, 100]
-    assert [stage["tokens"] for stage in found["stages"]] == [300 * 2 * 16, 100 * 4 * 16]
-    hours = sum(job["end"] - job["start"] for job in found["jobs"]) / 3600
-    assert [found["node_hours"], found["cost"] / 3] == pytest.approx([hours, hours])
+    result = wall_time.wall_time(killed, 3.0)
+    assert [stage["steps"] for stage in result["stages"]] == [300, 100]
+    assert [stage["tokens"] for stage in result["stages"]] == [300 * 2 * 16, 100 * 4 * 16]
+    hours = sum(job["end"] - job["start"] for job in result["jobs"]) / 3600
+    assert [result["node_hours"], result["cost"] / 3] == pytest.approx([hours, hours])
 
 
 def test_goodput_in_the_metrics_is_that_of_the_report(killed):
@@ -90,17 +90,17 @@ def test_goodput_in_the_metrics_is_that_of_the_report(killed):
     assert all(0 <= r["goodput"] <= 1 for r in records)
     assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(records))
     assert all(r["nodes"] == 1 for r in records if "loss" in r)
-    found = wall_time.wall_time(killed, None)
-    wall = records[-1]["time"] - found["first_start"]
-    assert records[-1]["goodput"] == pytest.approx(found["seconds"]["steps"] / wall, rel=0.01)
+    result = wall_time.wall_time(killed, None)
+    wall = records[-1]["time"] - result["first_start"]
+    assert records[-1]["goodput"] == pytest.approx(result["seconds"]["steps"] / wall, rel=0.01)
 
 
 def test_a_run_in_a_storage(killed, storage):
-    there = place(f"{storage.address}/run")
+    remote = place(f"{storage.address}/run")
     for path in killed.glob("*.jsonl"):
-        (there / path.name).write_bytes(path.read_bytes())
-    here = wall_time.wall_time(killed, None)
-    assert wall_time.wall_time(there, None) == here | {"run": str(there)}
+        (remote / path.name).write_bytes(path.read_bytes())
+    local = wall_time.wall_time(killed, None)
+    assert wall_time.wall_time(remote, None) == local | {"run": str(remote)}
 
 
 def test_any_history_adds_up(tmp_path):
@@ -128,9 +128,9 @@ def test_any_history_adds_up(tmp_path):
         for name, lines in (("jobs", events), ("metrics", kept), ("metrics.dropped", dropped)):
             text = "".join(json.dumps(line) + "\n" for line in lines)
             (tmp_path / f"{name}.jsonl").write_text(text + '{"step": 7, "ti')
-        found = wall_time.wall_time(place(tmp_path), 1.5)
-        adds_up(found, found["wall_seconds"])
-        assert found["cost"] == pytest.approx(6 * found["node_hours"])
+        result = wall_time.wall_time(place(tmp_path), 1.5)
+        adds_up(result, result["wall_seconds"])
+        assert result["cost"] == pytest.approx(6 * result["node_hours"])
 
 
 def write_run(folder, events, kept, dropped=()):
@@ -157,9 +157,9 @@ STARTS = [start_of(1000.0), start_of(1100.0, 50)]
 def test_a_job_that_has_not_trained_yet_owns_no_step(tmp_path):
     """The records of the job before it, which it has not dropped yet, are that one's."""
     for starts in (STARTS, [*STARTS[:1], start_of(1090.0, 60), *STARTS[1:]]):
-        found = wall_time.wall_time(write_run(tmp_path, starts, FIRST), None)
-        adds_up(found, found["wall_seconds"])
-        assert [job["steps"] for job in found["jobs"]][-1] == 0 and found["steps"] == 70
+        result = wall_time.wall_time(write_run(tmp_path, starts, FIRST), None)
+        adds_up(result, result["wall_seconds"])
+        assert [job["steps"] for job in result["jobs"]][-1] == 0 and result["steps"] == 70
 
 
 def test_a_step_is_lost_where_it_was_trained_first(tmp_path):
@@ -190,10 +190,10 @@ def test_a_step_is_lost_where_it_was_trained_first(tmp_path):
     ],
 )
 def test_lines_that_are_no_events_are_left_out_and_counted(tmp_path, events, records, warning):
-    found = wall_time.wall_time(write_run(tmp_path, events, records), None)
-    adds_up(found, found["wall_seconds"])
-    assert [job["steps"] for job in found["jobs"]][-1] == found["steps"] == 50
-    assert len(found["warnings"]) == bool(warning) and warning in "".join(found["warnings"])
+    result = wall_time.wall_time(write_run(tmp_path, events, records), None)
+    adds_up(result, result["wall_seconds"])
+    assert [job["steps"] for job in result["jobs"]][-1] == result["steps"] == 50
+    assert len(result["warnings"]) == bool(warning) and warning in "".join(result["warnings"])
 
 
 # Times around those of a run, and what JSON and a careless hand may put where a number belongs.
@@ -226,18 +226,18 @@ def test_whatever_the_files_hold_the_shares_add_up_or_a_line_says_why(events, ke
     with tempfile.TemporaryDirectory() as folder:
         run = write_run(pathlib.Path(folder), events, kept, dropped)
         try:
-            found = wall_time.wall_time(run, 2.0)
+            result = wall_time.wall_time(run, 2.0)
         except ConfigError as error:
             assert "jobs.jsonl: no line is the start of a job" in str(error)
             return
-    adds_up(found, found["wall_seconds"])
-    for job in found["jobs"]:
+    adds_up(result, result["wall_seconds"])
+    for job in result["jobs"]:
         assert job["end"] >= job["start"]
-    assert sum(stage["steps"] for stage in found["stages"]) == found["steps"]
+    assert sum(stage["steps"] for stage in result["stages"]) == result["steps"]
     with contextlib.redirect_stdout(io.StringIO()):
-        report.print_runs([found])
-        report.print_parts(found["stages"], report._STAGE)
-        report.print_parts(found["jobs"], report._JOB)
+        report.print_runs([result])
+        report.print_parts(result["stages"], report._STAGE)
+        report.print_parts(result["jobs"], report._JOB)
 
 
 def test_the_command(killed, tmp_path, capsys):
