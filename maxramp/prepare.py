@@ -38,13 +38,15 @@ from typing import Any
 from maxramp.commandline import Parser, command, count, print_note
 from maxramp.config.load import load
 from maxramp.config.resolve import data_values
-from maxramp.data import preparation, shards, tokenizers
-from maxramp.data.cached import progress
+from maxramp.data import preparation, tokenizers
+from maxramp.data.cached import describe_reading, progress
 from maxramp.data.chats.chats import ChatEncoder
+from maxramp.data.corpus import hash_of
 from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
-from maxramp.data.inputs import escape_path, find_files, open_files
 from maxramp.data.keys import MARK_KEYS, ChatKeys, DataKeys
+from maxramp.data.mixtures import escape_path, find_files, open_files
+from maxramp.data.shards import LIST, Preparation
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import place, storage
@@ -76,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--train_bpe", type=int, metavar="SIZE", help="train a byte-level BPE of SIZE ids first")
     text = "write its tokenizer.json to DIR and nothing else, for several sets (tokenizer_path=)"
     add("--tokenizer_only", action="store_true", help=text)
-    text = "processes (one per core)"
-    add("--workers", type=int, metavar="N", default=os.cpu_count(), help=text)
+    text = "processes (one per core; for less than 32 MB none)"
+    add("--workers", type=int, metavar="N", help=text)
     text = "megabytes of input per shard (128)"
     add("--shard_megabytes", type=float, metavar="N", default=128, help=text)
     text = "leave out up to N records that cannot be read (0)"
@@ -154,7 +156,7 @@ def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
     both = given.tokenizer_only and given.deduplicate
     refuse([(both, "--deduplicate with --tokenizer_only: no documents are written; leave it out")])
     above_zero = (
-        ("workers", given.workers, "above 0"),
+        ("workers", 1 if given.workers is None else given.workers, "above 0"),
         ("shard_megabytes", given.shard_megabytes * 1e6, "above 0"),
         ("max_bad_records", given.max_bad_records + 1, "0 or more"),
     )
@@ -187,11 +189,8 @@ def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
         if kind == "prepared":
             raise ConfigError(f"INPUT: {name} is a prepared set; train on it as it is")
         opened = open_files(keys, kind, paths)
-        if kind == "megatron":
-            if keys.reads_chats:
-                raise ConfigError(f"INPUT: {name} holds tokens, and {keys.reads_chats} reads chats")
-            for file in opened:
-                file.check()
+        if kind == "megatron" and keys.reads_chats:
+            raise ConfigError(f"INPUT: {name} holds tokens, and {keys.reads_chats} reads chats")
         files += opened
     if len({file.tokens for file in files}) > 1:
         raise ConfigError("INPUT: Megatron's files hold tokens and the others text; prepare each")
@@ -220,53 +219,72 @@ def _open_tokenizer(
 
 
 def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
+    """Makes the set, or says that it is there."""
     start = time.perf_counter()
     output = pathlib.Path(given.output).expanduser()
     files = _open_inputs(names, keys)
     tokenizer = _open_tokenizer(given.train_bpe, keys, files)
-    trained = shards.bpe_name(given.train_bpe, files) if given.train_bpe else ""
-    how = tokenizer.hash if tokenizer else f"{trained} {keys.mark_keys}"
+    bpe = _bpe_name(given.train_bpe, files)
     encoder = ChatEncoder(tokenizer, keys) if keys.reads_chats else None
-    how += f" {encoder.made_by}" if encoder else ""
     refuse([(encoder and given.deduplicate, "--deduplicate compares documents, not chats")])
-    with shards.sole_writer(output, label := f"--output {given.output}") as folder:
-        size = max(1, int(given.shard_megabytes * 1e6))
-        planned = shards.plan(files, how, size, given.deduplicate)
-        if prepared.is_prepared(str(output)):
-            manifest = prepared.read_manifest(str(output))
-            lacks = manifest.get("bad_records", 0)
-            if manifest["source"] != shards.source_of(planned):
-                raise ConfigError(
-                    f"--output {given.output} holds a set of other inputs, or read in another way; "
-                    "give another folder, or remove it"
-                )
-            if lacks > given.max_bad_records:
-                raise ConfigError(
-                    f"--output {given.output} is prepared already and leaves out "
-                    f"{count(lacks, 'bad record')}, which --max_bad_records {lacks} allows"
-                )
-            _say(f"{output} is prepared already")
+    work = Preparation(
+        output,
+        label=f"--output {given.output}",
+        name="the inputs",
+        files=files,
+        how=describe_reading(tokenizer.hash if tokenizer else f"{bpe} {keys.mark_keys}", encoder),
+        tokenizer=tokenizer,
+        encoder=encoder,
+        deduplicate=given.deduplicate,
+        allowed=given.max_bad_records,
+        shard_size=max(1, int(given.shard_megabytes * 1e6)),
+        workers=given.workers,
+    )
+    with work.locked():
+        if work.is_prepared:
+            manifest = _check_prepared(work)
         else:
-            if trained:
-                bpe = folder / f"{trained}.json"
-                _train_bpe(given, bpe, files)
-                tokenizer = tokenizers.load("huggingface", str(bpe), **keys.mark_keys)
+            if bpe:
+                file = work.work / f"{bpe}.json"
+                _train_bpe(given, file, files)
+                tokenizer = tokenizers.load("huggingface", str(file), **keys.mark_keys)
+                work = dataclasses.replace(work, tokenizer=tokenizer)
             if tokenizer:
                 _say(f"tokenizer  {tokenizer.describe()}")
-            how = given.deduplicate, planned, encoder, given.workers, given.max_bad_records
-            how = *how, "the inputs", label
-            work = shards.Preparation(folder, tokenizer, *how)
-            there, size = len(work.finished_shards()), sum(shard.size for shard in planned)
-            earlier = f", {there} of them made by an earlier start" if there else ""
+            done = len(work.finished_shards())
+            earlier = f", {done} of them made by an earlier start" if done else ""
             _say(
-                f"input      {count(len(files), 'file')}, {size / 1e6:,.1f} MB, in "
-                f"{count(len(planned), 'shard')}{earlier}"
+                f"input      {count(len(files), 'file')}, {work.size / 1e6:,.1f} MB, in "
+                f"{count(len(work.shards), 'shard')}{earlier}"
             )
-            with progress(size) as show:
+            with progress(work.size) as show:
                 manifest = preparation.make(work, show)
     seconds = time.perf_counter() - start
-    _say(f"done       {prepared.contents(manifest)} in {seconds:.1f}s (hash {manifest['hash']})")
+    _say(f"done       {prepared.describe(manifest)} in {seconds:.1f}s (hash {manifest['hash']})")
     _say_what_follows(manifest, output, keys)
+
+
+def _check_prepared(work: Preparation) -> dict[str, Any]:
+    manifest = prepared.read_manifest(str(work.folder))
+    left_out = manifest.get("bad_records", 0)
+    if manifest["source"] != work.source:
+        raise ConfigError(
+            f"{work.label} holds a set of other inputs, or read in another way; give another "
+            "folder, or remove it"
+        )
+    if left_out > work.allowed:
+        raise ConfigError(
+            f"{work.label} is prepared already and leaves out {count(left_out, 'bad record')}, "
+            f"which --max_bad_records {left_out} allows"
+        )
+    _say(f"{work.folder} is prepared already")
+    return manifest
+
+
+def _bpe_name(size: int | None, files: Sequence[RecordFile]) -> str:
+    """Returns a name by size and names of inputs, as one that was repaired keeps the tokenizer."""
+    names = [(os.path.basename(file.data_path), file.column) for file in files]
+    return f"bpe-{hash_of((size, names))}" if size else ""
 
 
 def _train_bpe(given: argparse.Namespace, file: pathlib.Path, inputs: list[RecordFile]) -> None:
@@ -286,12 +304,12 @@ def _train_bpe(given: argparse.Namespace, file: pathlib.Path, inputs: list[Recor
 
 def _say_what_follows(manifest: dict[str, Any], output: pathlib.Path, keys: DataKeys) -> None:
     for kind, what, see in (
-        ("bad_records", "bad record", f", listed in {output / preparation.LIST}"),
+        ("bad_records", "bad record", f", listed in {output / LIST}"),
         ("duplicates", "document", " that an earlier one equals"),
     ):
         if left_out := manifest.get(kind, 0):
             _say(f"left out   {count(left_out, what)}{see}")
-    for line in prepared.left_out(manifest):
+    for line in prepared.describe_left_out(manifest):
         _say(f"left out   {line}")
     entry = shlex.quote(escape_path("--output", str(output)))
     name = shlex.quote(output.resolve().name)

@@ -40,9 +40,11 @@ from seconds import (  # noqa: F401
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
+from maxramp.data import opening
 from maxramp.data.batch import Batch, stack
+from maxramp.data.cached import prepare
+from maxramp.data.mixtures import find_mixtures
 from maxramp.data.rows import Row
-from maxramp.data.sources import find_mixtures
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.stage import text_fields
 
@@ -158,8 +160,8 @@ def open_sources(keys):
     """The sources that the keys name, prepared in this process where they have to be."""
     mixtures = find_mixtures(keys)
     for cached in mixtures.cached_sets:
-        cached.prepare(lambda: None)
-    return mixtures.open()
+        prepare(cached, lambda: None)
+    return opening.open_sources(keys, mixtures)
 
 
 def make_mesh(config):

@@ -30,7 +30,7 @@ class Batch:
     tokens: _Array  # int32 ids; PADDING (-1) is not a token
     targets: _Array  # int32, the id that each token predicts; PADDING where that is nothing
     segments: _Array | None = None  # int32, each token's document in its row; None: rows are texts
-    hashes: _Array | None = None  # uint32 [..., 2], of each row at its place in the step
+    hashes: _Array | None = None  # uint32 [..., 2], of each row by its number in the step
     weights: _Array | None = None  # float32, what multiplies a target's term; None = 1
     shares: _Array | None = None  # float32, what a target adds to the divisor of terms; None = 1
     sampled_log_probs: _Array | None = None  # float32, of the target when it was sampled
@@ -48,44 +48,46 @@ class Batch:
 def abstract_batch(
     fields: Sequence[Field], leading: tuple[int, ...], sharding: NamedSharding
 ) -> Batch:
+    """Returns the shapes of a batch whose arrays begin with `leading` axes."""
     make = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     return Batch(**{name: make((*leading, *suffix), dtype) for name, dtype, suffix in fields})
 
 
 def stack(
-    rows: Sequence[Row], fields: Sequence[Field], places: Sequence[int] | None = None
+    rows: Sequence[Row], fields: Sequence[Field], numbers: Sequence[int] | None = None
 ) -> Batch:
-    """The batch [N, ...] of rows at their `places` in the step (None: from 0 on). A token that
-    begins a document is not a target of the document before it.
+    """Makes the batch [N, ...] of rows with their `numbers` in the step (None: from 0 on). A token
+    that begins a document is not a target of the document before it.
     """
     tokens_NS, segments_NT = np.stack([row.tokens for row in rows]), None
     N, S = tokens_NS.shape
     begins = (n * S + row.begins for n, row in enumerate(rows) if row.begins is not None)
-    at = np.concatenate([_NOWHERE, *begins])  # where documents begin, in all rows
+    starts = np.concatenate([_NOWHERE, *begins])  # of documents, in all rows
     marked = tokens_NS.ravel()
-    marked[at] += _START
-    hashes_N2 = hash_rows(tokens_NS, tuple(places or range(N)))
-    marked[at] -= _START
+    marked[starts] += _START
+    hashes_N2 = hash_rows(tokens_NS, tuple(numbers or range(N)))
+    marked[starts] -= _START
     targets_NS = tokens_NS.copy()
-    targets_NS.ravel()[at] = PADDING
+    targets_NS.ravel()[starts] = PADDING
     for targets_S, row in zip(targets_NS, rows, strict=True):
         if row.is_target is not None:
             targets_S[~row.is_target] = PADDING
     if any(field.name == "segments" for field in fields):
-        numbers = np.arange(len(at) + 1, dtype=np.int32)
-        segments_NS = np.repeat(numbers, np.diff(at, prepend=0, append=N * S)).reshape(N, S)
+        segments = np.arange(len(starts) + 1, dtype=np.int32)
+        lengths = np.diff(starts, prepend=0, append=N * S)
+        segments_NS = np.repeat(segments, lengths).reshape(N, S)
         segments_NT = segments_NS[:, :-1] - segments_NS[:, :1]
     batch = Batch(tokens_NS[:, :-1], targets_NS[:, 1:], segments_NT, hashes_N2)
     if all(field.name != "reference_log_probs" for field in fields):
         return batch
     none_2 = np.zeros(2, np.float32)  # of padding
-    found = (row.reference_log_probs for row in rows)
-    references_N2 = np.stack([none_2 if x is None else x for x in found])
+    known = (row.reference_log_probs for row in rows)
+    references_N2 = np.stack([none_2 if x is None else x for x in known])
     return dataclasses.replace(batch, reference_log_probs=references_N2)
 
 
-def hash_rows(tokens_NS: np.ndarray, places: tuple[int, ...]) -> np.ndarray:
-    """Each row's part of the step's fingerprint: uint32 [N, 2], high and low word.
+def hash_rows(tokens_NS: np.ndarray, numbers: tuple[int, ...]) -> np.ndarray:
+    """Returns each row's part of the step's fingerprint: uint32 [N, 2], high and low word.
 
     The fingerprint is an order-sensitive 64-bit hash. Token t at position i of the step's rows,
     read in order, adds mix(mix(i + c) ^ t) to each word, modulo 2^32; mix is the finalizer of
@@ -93,7 +95,7 @@ def hash_rows(tokens_NS: np.ndarray, places: tuple[int, ...]) -> np.ndarray:
     devices nor on micro batches. Where documents are apart, 2^30 is added to the first id of each.
     """
     N, S = tokens_NS.shape
-    mixed_N2S, hashes_N2 = _mixed_positions(places, S), np.empty((N, 2), np.uint32)
+    mixed_N2S, hashes_N2 = _mixed_positions(numbers, S), np.empty((N, 2), np.uint32)
     size = max(1, _BLOCK // S)
     scratch = np.empty((2, min(size, N), 2, S), np.uint32)
     for first in range(0, N, size):
@@ -106,15 +108,15 @@ def hash_rows(tokens_NS: np.ndarray, places: tuple[int, ...]) -> np.ndarray:
 
 
 @functools.lru_cache(2)  # all steps of a stage ask for the same; those of two are read at once
-def _mixed_positions(places: tuple[int, ...], length: int) -> np.ndarray:
+def _mixed_positions(numbers: tuple[int, ...], length: int) -> np.ndarray:
     constants_21 = np.array([0x9E3779B9, 0x7F4A7C15], np.uint32)[:, None]
-    positions_NS = np.array(places)[:, None] * length + np.arange(length)
+    positions_NS = np.array(numbers)[:, None] * length + np.arange(length)
     mixed_N2S = positions_NS.astype(np.uint32)[:, None] + constants_21
     return _mix(mixed_N2S, np.empty_like(mixed_N2S))
 
 
 def _mix(x: np.ndarray, shifted: np.ndarray) -> np.ndarray:
-    """The finalizer of MurmurHash3, in place."""
+    """Applies the finalizer of MurmurHash3, in place."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x ^= np.right_shift(x, np.uint32(shift), out=shifted)
         x *= np.uint32(factor)

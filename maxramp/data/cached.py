@@ -1,97 +1,79 @@
-"""Files of text, chats or token ids as the prepared set that training reads: made once, and found
-again by what it is made of.
+"""Sets that stand for files of text, chats or token ids in a mixture: prepared once, and recognized
+by what they are made of.
 """
 
-import concurrent.futures
 import contextlib
-import dataclasses
-import functools
-import os
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
 
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
-
-from maxramp.data import preparation, shards
+from maxramp.data import preparation
 from maxramp.data.chats.chats import ChatEncoder
 from maxramp.data.corpus import hash_of
 from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
+from maxramp.data.shards import Preparation
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 
-_SHARD = 128_000_000  # bytes of input
-# Of input, below which workers would take longer to start than to work.
-_SMALL = 32_000_000
+
+def plan_cached(
+    name: str,
+    cache: str,
+    files: Sequence[RecordFile],
+    tokenizer: Tokenizer | None,
+    encoder: ChatEncoder | None = None,
+) -> Preparation:
+    """Returns the set for files, in a folder of data_cache_dir (`cache`) that is named by a hash of
+    the files' stamps and of how they are read.
+    """
+    first, *others = files
+    stamps = [first.stamp]  # of the hub there is one, whose download Ctrl-C can end here
+    # Thousands of files on slow storage: in threads.
+    with ThreadPool(16) as pool:
+        stamps += pool.map(lambda file: file.stamp, others)
+    how = describe_reading(tokenizer.hash if tokenizer else "", encoder)
+    folder = place(cache) / hash_of((prepared.VERSION, how, stamps))
+    label = f"data_cache_dir={cache}"
+    return Preparation(folder, label, name, files, how, tokenizer, encoder)
 
 
-@dataclasses.dataclass(frozen=True)
-class CachedSet:
-    """The set that stands for an entry of a mixture."""
+def describe_reading(tokenizer: str, encoder: ChatEncoder | None) -> str:
+    """Returns what decides, besides the files, the tokens of a set."""
+    return f"{tokenizer} {encoder.made_by if encoder else ''}"
 
-    name: str  # the entry
-    cache: str  # data_cache_dir
-    files: Sequence[RecordFile]
-    tokenizer: Tokenizer | None  # None where the files hold token ids
-    encoder: ChatEncoder | None  # of chats
 
-    @functools.cached_property
-    def folder(self) -> pathlib.Path:
-        """Named by a hash of the files' stamps, and of how they are read."""
-        first, *others = self.files
-        stamps = [first.stamp]  # of the hub there is one, whose download Ctrl-C can end here
-        # Thousands of files on slow storage: in threads.
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            stamps += pool.map(lambda file: file.stamp, others)
-        made_of = prepared.VERSION, self._how, stamps
-        return place(self.cache) / hash_of(made_of)
+def prepare(work: Preparation, beat: Callable[[], None]) -> None:
+    """Makes a set, or waits for another process that does; `beat` is called meanwhile."""
+    for file in work.files:
+        if file.is_empty:
+            raise ConfigError(f"{file.path}: holds no records; leave it out")
+    done = ()
 
-    @property
-    def _how(self) -> str:
-        tokenizer = self.tokenizer.hash if self.tokenizer else ""
-        return f"{tokenizer} {self.encoder.made_by if self.encoder else ''}"
+    def show(*counts: int) -> None:
+        nonlocal done
+        if counts != done:  # what hangs is not kept alive
+            done = counts
+            beat()
+        show_progress(*counts)
 
-    @property
-    def is_prepared(self) -> bool:
-        return prepared.is_prepared(str(self.folder))
-
-    def prepare(self, beat: Callable[[], None]) -> None:
-        """Makes the set, or waits for another process that does; `beat` is called meanwhile."""
-        for file in self.files:
-            if file.is_empty:
-                raise ConfigError(f"{file.path}: holds no records; leave it out")
-        label = f"data_cache_dir={self.cache}"
-        with shards.sole_writer(self.folder, label, beat) as work:
-            if self.is_prepared:
-                return
-            planned = shards.plan(self.files, self._how, _SHARD, False)
-            size = sum(shard.size for shard in planned)
-            workers = 0 if size < _SMALL else os.cpu_count()
-            given = self.tokenizer, False, planned, self.encoder, workers, 0, self.name, label
-            with contextlib.ExitStack() as closing:
-                show = lambda *counts: None  # noqa: E731
-                if workers:
-                    print(f"data     {self.name}: preparing {size / 1e6:,.0f} MB, once", flush=True)
-                    show = closing.enter_context(progress(size))
-
-                done = ()
-
-                def tell(*counts: int) -> None:
-                    nonlocal done
-                    if counts != done:  # what hangs is not kept alive
-                        done = counts
-                        beat()
-                    show(*counts)
-
-                preparation.make(shards.Preparation(work, *given), tell)
+    with work.locked(beat), contextlib.ExitStack() as closing:
+        if work.is_prepared:
+            return
+        show_progress = lambda *counts: None  # noqa: E731
+        if work.processes:
+            print(f"data     {work.name}: preparing {work.size / 1e6:,.0f} MB, once", flush=True)
+            show_progress = closing.enter_context(progress(work.size))
+        preparation.make(work, show)
 
 
 @contextlib.contextmanager
 def progress(size: int) -> Iterator[preparation.Show]:
     """Shows documents, tokens and bytes: a bar on a terminal, elsewhere a line at every tenth."""
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn  # most starts show none
+
     start, tenths = time.perf_counter(), 0
     columns = (BarColumn(30), "{task.description}", TimeRemainingColumn())
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:

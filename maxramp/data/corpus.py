@@ -23,6 +23,7 @@ class Part:
 
 
 def hash_of(value: Any) -> str:
+    """Returns a hash of what `repr` shows of a value."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
@@ -52,21 +53,22 @@ class Corpus:
     later: Sequence[tuple[int, Sequence[float]]] = ()
 
     @property
-    def summary(self) -> list[Any]:
-        """Of what is just opened, as JSON: what a process that reads nothing needs."""
-        parts = [
-            [dataclasses.astuple(dataclasses.replace(x, items=len(x.items))) for x in parts]
-            for parts in (self.train, self.held_out)
-        ]
-        return [*parts, self.description, self.packed]
+    def summary(self) -> dict[str, Any]:
+        """What a process that reads nothing needs, as JSON: numbers stand for the items."""
+        counted = {
+            name: [dataclasses.replace(part, items=len(part.items)) for part in parts]
+            for name, parts in (("train", self.train), ("held_out", self.held_out))
+        }
+        return dataclasses.asdict(dataclasses.replace(self, **counted))
 
     @classmethod
-    def from_summary(cls, summary: list[Any]) -> "Corpus":
-        """Ranges stand for the items."""
-        *parts, description, packed = summary
-        known = ([Part(*x) for x in of] for of in parts)
-        parts = [[dataclasses.replace(x, items=range(x.items)) for x in of] for of in known]
-        return cls(*parts, description, packed)
+    def from_summary(cls, summary: Mapping[str, Any]) -> "Corpus":
+        """Returns a corpus in which ranges stand for the items."""
+        parts = {
+            name: [Part(**{**part, "items": range(part["items"])}) for part in summary[name]]
+            for name in ("train", "held_out")
+        }
+        return cls(**{**summary, **parts})
 
     @property
     def hash(self) -> str:
@@ -81,8 +83,8 @@ class Corpus:
         parts = [part for part in train if part[1]]
         parts += [[f"held out {x.name}".strip(), x.weight, x.hash] for x in self.held_out]
         hashed = [part[1:] for part in parts], [part.name for part in self.held_out]
-        mixtures = [
-            [first, [[x[0], weight, x[2]] for x, weight in zip(train, of, strict=True) if weight]]
-            for first, of in self.later
-        ]
+        mixtures = []
+        for first, weights in self.later:
+            weighted = zip(train, weights, strict=True)
+            mixtures.append([first, [[x[0], weight, x[2]] for x, weight in weighted if weight]])
         return DataIdentity(hash_of(hashed), parts, mixtures, evaluations)

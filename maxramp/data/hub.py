@@ -15,14 +15,14 @@ _FILE = re.compile(r".*\.(json|model|tiktoken)", re.IGNORECASE)
 
 
 def is_name(path: str) -> bool:
-    """Whether a path is not on this machine and has the form organization/model."""
+    """Returns whether a path is not on this machine and has the form organization/model."""
     return bool(_NAME.fullmatch(path)) and not (_FILE.fullmatch(path) or os.path.lexists(path))
 
 
 @functools.cache
 def fetch(key: str, name: str, file: str, beside: str = "") -> str:
-    """The path of a model's file, in the cache or else from the hub. `beside` is the path of
-    another one: then it is of the same commit, and "" where that has none.
+    """Returns the path of a model's file, in the cache or else from the hub. `beside` is the path
+    of another one: then it is of the same commit, and "" where that has none.
     """
     revision = os.path.basename(os.path.dirname(beside)) if beside else None
 
@@ -39,6 +39,7 @@ def fetch(key: str, name: str, file: str, beside: str = "") -> str:
 
 @functools.cache
 def fetch_model(key: str, name: str) -> str:
+    """Returns the folder of a model, from the hub or its cache."""
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
     def ask(hub: Any) -> str:
@@ -49,7 +50,7 @@ def fetch_model(key: str, name: str) -> str:
 
 
 def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> str:
-    """What the cache or else the hub answers; `wanted` are the arguments of `hf download`."""
+    """Returns what the cache or else the hub answers; `wanted` are arguments of `hf download`."""
     name, _, file = wanted.partition(" ")
     what = f"{key}={name}: no such file or folder here; a model of that name on Hugging Face"
     hub = optional("huggingface_hub", "huggingface_hub", what, "hub")
@@ -82,9 +83,9 @@ class HubSet(RecordFile):
     """The rows of a split of a data set; a record is what its column holds."""
 
     def __init__(self, hf_path: str, name: str, split: str, column: str, tokens: bool):
-        """`hf_path` is a name or a folder; `name` its configuration, "" for its only one."""
+        """Takes a name or a folder, and its configuration (`name`), "" for its only one."""
         super().__init__(f"{hf_path}:{name}:{split}", column, tokens)
-        self._given = hf_path, name, split
+        self._source = hf_path, name, split
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +105,7 @@ class HubSet(RecordFile):
 
     @functools.cached_property
     def _table(self) -> Any:
-        path, name, split = self._given
+        path, name, split = self._source
         allow_many_files()  # a table of Arrow files stays open
         library = optional("datasets", "datasets", f"hf_path={path}", "hub")
         try:
@@ -122,4 +123,4 @@ class HubSet(RecordFile):
         return table.select_columns([self.column])
 
     def __reduce__(self):
-        return HubSet, (*self._given, self.column, self.tokens)
+        return HubSet, (*self._source, self.column, self.tokens)

@@ -12,12 +12,13 @@ from rich.text import Text
 from maxramp.commandline import count
 from maxramp.data import tokenizers
 from maxramp.data.batch import Batch, stack
+from maxramp.data.cached import prepare
 from maxramp.data.chats.messages import PAIR
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
+from maxramp.data.mixtures import find_mixtures
 from maxramp.data.rows import PADDING, Chain, Document, StreamRows
-from maxramp.data.sources import find_mixtures
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.objectives.pairs import PAIRS
 from maxramp.objectives.table import find_objective
@@ -33,7 +34,8 @@ _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
 
 def inspect(folder: str, keys: DataKeys) -> None:
-    manifest, files = prepared.open_set(folder)
+    """Prints what a set holds, some of its documents, and rows as the model sees them."""
+    _, manifest, files, _ = prepared.open_set(folder)
     used, tokenizer = manifest["tokenizer"], None
     if used:
         path = os.path.join(folder, used["file"]) if used["file"] else ""
@@ -41,11 +43,11 @@ def inspect(folder: str, keys: DataKeys) -> None:
     print(f"set        {folder} (hash {manifest['hash']})")
     print(f"tokenizer  {tokenizer.describe() if tokenizer else 'none: the inputs held tokens'}")
     print(
-        f"holds      {prepared.contents(manifest)} "
+        f"holds      {prepared.describe(manifest)} "
         f"({manifest['dtype']}, largest id {manifest['max_token']}) in {count(len(files), 'shard')}"
     )
     documents, length, console = Chain(files), keys.max_target_length, Console(highlight=False)
-    for line in prepared.left_out(manifest):
+    for line in prepared.describe_left_out(manifest):
         print(f"left out   {line}")
     if "chats" in manifest:
         is_pair = find_objective(manifest["chats"]["made_by"]) is PAIRS
@@ -70,13 +72,13 @@ def inspect(folder: str, keys: DataKeys) -> None:
 
 
 def inspect_chats(files: str, keys: DataKeys) -> None:
-    """The same of chats, or pairs, that a run would prepare; `files` has the form of
+    """Prints the same of chats, or pairs, that a run would prepare; `files` has the form of
     `grain_train_files`.
     """
     whole = {"grain_train_files": files, "grain_eval_files": "", "eval_sets": {}}
     no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
     for cached in find_mixtures(dataclasses.replace(keys, **whole, **no_model)).cached_sets:
-        cached.prepare(lambda: None)
+        prepare(cached, lambda: None)
         inspect(str(cached.folder), keys)
 
 

@@ -5,7 +5,8 @@ error in one ends all with the same line, before anything is trained.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -13,21 +14,24 @@ import numpy as np
 
 from maxramp.commandline import count
 from maxramp.data import packing
-from maxramp.data.cached import CachedSet
+from maxramp.data.cached import prepare
 from maxramp.data.corpus import Corpus, Part, hash_of
-from maxramp.data.inputs import parse_mixture
+from maxramp.data.files.megatron import MegatronFile, TokenStream
 from maxramp.data.keys import DataKeys
-from maxramp.data.rows import LEFT_OUT
-from maxramp.data.sources import find_mixtures
+from maxramp.data.mixtures import NAMES, Entry, Mixtures, find_mixtures
+from maxramp.data.rows import LEFT_OUT, Chain, Documents, StreamRows, SyntheticRows, WholeRows
+from maxramp.data.texts import open_text
 from maxramp.errors import ConfigError
-from maxramp.keys.section import refuse
 from maxramp.processes.agreement import all_gather_json, raise_everywhere, run_on
 
-Beat = Callable[[], None]
+_SAMPLED = 64  # rows of Megatron's files that are read at the start, for their hash
 
 
 def open_rows(
-    data: DataKeys, reads: bool, beat: Beat = lambda: None, later: Sequence[tuple[int, str]] = ()
+    data: DataKeys,
+    reads: bool,
+    beat: Callable[[], None] = lambda: None,
+    later: Sequence[tuple[int, str]] = (),
 ) -> Corpus:
     """Opens the rows that the keys name; called by all processes of the job.
 
@@ -39,95 +43,223 @@ def open_rows(
       later: (first row, grain_train_files) of the phases that change the mixture. A part is the
         same in all mixtures that name it.
     """
-    values = [value for _, value in later]
-    mixtures = raise_everywhere(lambda: find_mixtures(data, values) if reads else None)
-    _prepare(mixtures.cached_sets if reads else [], beat)
-    weights = [(row, dict(parse_mixture("grain_train_files", value))) for row, value in later]
-    opened = raise_everywhere(lambda: _open(data, mixtures.open(), weights) if reads else None)
-    known = all_gather_json(opened.summary if opened else None)
-    for process, summary in enumerate(known):
-        if summary not in (None, known[0]):
-            raise ConfigError(
-                f"process {process} sees other data than process 0 (hash {hash_of(summary)}, not "
-                f"{hash_of(known[0])}); give all processes the same files"
-            )
-    rows = opened or Corpus.from_summary(known[0])
-    by_part = [(row, [of.get(part.name, 0.0) for part in rows.train]) for row, of in weights]
-    return dataclasses.replace(rows, later=by_part)
-
-
-def _prepare(cached: Sequence[CachedSet], beat: Beat) -> None:
-    """Makes the sets that are not there. The first process begins, as the others may see what it
-    writes; then each makes what it still lacks, where machines share no disk.
-    """
+    mixtures = raise_everywhere(lambda: find_mixtures(data, later) if reads else Mixtures())
+    # The first process begins, as the others may see what it writes; then each prepares what it
+    # still lacks, where machines share no disk.
     for is_first in (True, False):
         is_turn = (jax.process_index() == 0) is is_first
-        missing = [one for one in cached if is_turn and not one.is_prepared]
+        missing = [one for one in mixtures.cached_sets if is_turn and not one.is_prepared]
         lacking = [process for process, n in enumerate(all_gather_json(len(missing))) if n]
-        run_on(lacking, lambda missing=missing: [one.prepare(beat) for one in missing], beat)
+        run_on(lacking, lambda missing=missing: [prepare(one, beat) for one in missing], beat)
+    rows = raise_everywhere(lambda: _open(data, mixtures) if reads else None)
+    summaries = all_gather_json(rows.summary if rows else None)
+    for process, summary in enumerate(summaries):
+        if summary not in (None, summaries[0]):
+            raise ConfigError(
+                f"process {process} sees other data than process 0 (hash {hash_of(summary)}, not "
+                f"{hash_of(summaries[0])}); give all processes the same files"
+            )
+    return rows or Corpus.from_summary(summaries[0])
 
 
-def _open(
-    data: DataKeys, sources: Corpus, weights: Sequence[tuple[int, dict[str, float]]]
-) -> Corpus:
+def _open(data: DataKeys, mixtures: Mixtures) -> Corpus:
+    sources = open_sources(data, mixtures)
     rows = sources if sources.train[0].noun == "rows" else _lay_out(data, sources)
-    description = f"{_describe(sources, weights)}{rows.description}"
-    return dataclasses.replace(rows, description=description)
+    description = f"{_describe(sources)}{rows.description}"
+    return dataclasses.replace(rows, later=sources.later, description=description)
 
 
-def _describe(sources: Corpus, mixtures: Sequence[tuple[int, dict[str, float]]]) -> str:
-    first = [(part.name, part.weight) for part in sources.train if part.weight]
-    changes = "".join(f"; from row {row} on {_shares(of.items())}" for row, of in mixtures)
+def _describe(sources: Corpus) -> str:
+    names = [part.name for part in sources.train]
+    shares = _describe_shares(names, [part.weight for part in sources.train])
+    for row, weights in sources.later:
+        shares += f"; from row {row} on {_describe_shares(names, weights)}"
     parts = sources.train, sources.held_out
-    train, held_out = (sum(len(part.items) for part in of) for of in parts)
+    train, held_out = (sum(len(part.items) for part in group) for group in parts)
     names = ", ".join(part.name for part in sources.held_out)
     return (
-        f"{_shares(first)}{changes}: {train} {sources.train[0].noun} to train on and {held_out} "
+        f"{shares}: {train} {sources.train[0].noun} to train on and {held_out} "
         f"held out{f' in {names}' if names else ''}"
     )
 
 
-def _shares(weights: Iterable[tuple[str, float]]) -> str:
-    weights = list(weights)
-    total = sum(weight for _, weight in weights)
-    shown = [f"{name} {weight / total:.3g}" for name, weight in weights]
-    return ", ".join(shown) if len(shown) > 1 else weights[0][0]
+def _describe_shares(names: Sequence[str], weights: Sequence[float]) -> str:
+    total = sum(weights)
+    named = [(name, weight) for name, weight in zip(names, weights, strict=True) if weight]
+    shares = [f"{name} {weight / total:.3g}" for name, weight in named]
+    return ", ".join(shares) if len(shares) > 1 else named[0][0]
+
+
+def open_sources(keys: DataKeys, mixtures: Mixtures) -> Corpus:
+    """Opens entries whose sets are prepared; documents are still to be laid out."""
+    if keys.dataset_type == "text":
+        return open_text(keys, mixtures.cached_sets[0])
+    if keys.dataset_type == "synthetic":
+        return _open_synthetic(keys)
+    length = keys.max_target_length
+    parts = [_open_part(keys, entry) for entry in mixtures.train]
+    held_out = []
+    for name, entries in mixtures.evaluated.items():
+        chosen = [_open_part(keys, entry) for entry in entries]
+        digest = hash_of([length, [part.hash for part in chosen]])
+        held_out.append(_hold_out(name, chosen, length, digest))
+    packed = any(map(_is_separate, parts))
+    if not held_out:  # the end of every part of the first mixture
+        ends = []
+        for i, part in enumerate(parts):
+            if part.weight:
+                cut = len(part.items) - round(len(part.items) * keys.eval_fraction)
+                ends.append(dataclasses.replace(part, items=part.items[cut:]))
+                parts[i] = dataclasses.replace(part, items=part.items[:cut])
+        held_out = [_hold_out("", ends, length)]
+    _check_counts(keys, parts, held_out)
+    parts = [dataclasses.replace(x, hash=hash_of([length, len(x.items), x.hash])) for x in parts]
+    tokenizers = [one.manifest["tokenizer"] for entry in mixtures.entries for one in entry.sets]
+    tokenizers += [cached.tokenizer for cached in mixtures.cached_sets]
+    note = ""
+    if keys.tokenizer_path and not any(tokenizers):
+        note = f"; tokenizer_path={keys.tokenizer_path} is not used, the files hold tokens"
+    return Corpus(parts, held_out, note, packed, mixtures.later)
+
+
+def _hold_out(name: str, parts: Sequence[Part], length: int, digest: str = "") -> Part:
+    rows = [[part.hash, len(part.items), _is_separate(part)] for part in parts]
+    items = Chain([part.items for part in parts])
+    return Part(name, 1.0, items, digest, parts[0].noun, repr([length, rows]))
+
+
+def _is_separate(part: Part) -> bool:
+    return getattr(part.items, "separate", False)
+
+
+def _open_synthetic(keys: DataKeys) -> Corpus:
+    seed, sizes = keys.data_shuffle_seed, (keys.vocab_size, keys.max_target_length)
+    train = SyntheticRows(2**31 - 1, *sizes, 2 * seed)
+    held_out = SyntheticRows(1024, *sizes, 2 * seed + 1)
+    note = "; random tokens"
+    if keys.tokenizer_path:
+        note += f"; tokenizer_path={keys.tokenizer_path} is not used"
+    digest = f"{seed}, {sizes}"
+    evaluated = Part("", 1.0, held_out, rows_id=digest)
+    return Corpus([Part("synthetic", 1.0, train, digest)], [evaluated], note)
+
+
+def _open_part(keys: DataKeys, entry: Entry) -> Part:
+    length, sets, files = keys.max_target_length, entry.sets, entry.files
+    if entry.cached:
+        sets = [entry.cached.open()]
+    if sets:
+        files = [shard for one in sets for shard in one.shards]
+        digest = "+".join(one.digest for one in sets)
+    if entry.cached:
+        _check_ids(keys, entry.name, sets[0].manifest["max_token"], files)
+    if entry.noun != "rows":
+        items = Documents(files, length, keys.long_chats == "cut")
+        if keys.reads_chats:
+            digest += f" {sets[0].manifest['chats']['made_by']['template']} {keys.long_chats}"
+    elif entry.cached:
+        _check_lengths(entry.name, files, length)
+        items = WholeRows(files)
+    else:
+        separate = keys.separate_documents and sum(map(len, files)) > 1
+        items = StreamRows(TokenStream(files), length, keys.vocab_size, separate)
+    if not len(items):
+        raise ConfigError(
+            f"{entry.name} has not one row of max_target_length + 1 = {length + 1} tokens; give "
+            "more data or shorter rows"
+        )
+    digest = digest if sets else _hash_files(files, items)
+    return Part(entry.name, entry.weight, items, digest, entry.noun)
+
+
+def _hash_files(files: Sequence[MegatronFile], rows: StreamRows) -> str:
+    """Hashes the sizes, where documents begin, and evenly spaced rows: all would take hours."""
+    text = f"{len(rows)} {sum(file.num_bytes for file in files)}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8)
+    for file in files:
+        digest.update(file.index)
+    for index in np.unique(np.linspace(0, len(rows) - 1, _SAMPLED).astype(np.int64)):
+        tokens = rows[int(index)].tokens
+        digest.update(f"{len(tokens)} ".encode() + tokens.tobytes())
+    return digest.hexdigest()
+
+
+def _check_lengths(name: str, files: Sequence[MegatronFile], length: int) -> None:
+    lengths = np.concatenate([file.lengths() for file in files])
+    for record in np.flatnonzero(lengths != length + 1)[:1]:
+        raise ConfigError(
+            f"{name}: record {record} has {lengths[record]} tokens, but a row takes "
+            f"max_target_length + 1 = {length + 1}; use max_target_length={lengths[record] - 1}, "
+            "or prepare the files with maxramp.prepare, which takes any length"
+        )
+
+
+def _check_ids(keys: DataKeys, name: str, largest: int, files: Sequence[MegatronFile]) -> None:
+    if largest < keys.vocab_size:
+        return
+    documents = Chain(files)
+    record = next(i for i in range(len(documents)) if largest in documents[i])
+    raise ConfigError(
+        f"{name}: record {record} has token id {largest}, which is not below "
+        f"vocab_size={keys.vocab_size}; use the vocab_size of its tokenizer"
+    )
+
+
+def _check_counts(keys: DataKeys, train: Sequence[Part], held_out: Sequence[Part]) -> None:
+    for part in train:
+        if not len(part.items):
+            raise ConfigError(
+                f"{NAMES[keys.dataset_type][0]}: {part.name} has no {part.noun} left to train on; "
+                "give more data, or a smaller eval_fraction"
+            )
+    if keys.eval_interval > 0 and not any(len(part.items) for part in held_out):
+        most = max(len(part.items) for part in train if part.weight)
+        digits = len(str(most - 1))
+        least = -(-(10**digits) // most) / 10**digits  # of which the largest part holds one out
+        larger = f", eval_fraction={least:g}" if most > 1 else ""
+        raise ConfigError(
+            f"eval_interval={keys.eval_interval}, but eval_fraction={keys.eval_fraction} of "
+            f"{sum(len(part.items) for part in train)} {train[0].noun} holds none out; give "
+            f"grain_eval_files{larger}, or eval_interval=-1"
+        )
 
 
 def _lay_out(data: DataKeys, sources: Corpus) -> Corpus:
-    length, lay_out = data.max_target_length, packing.one_per_row
+    length = data.max_target_length
     separate = data.objective.chats > 1 or (data.packing and data.separate_documents)
-    if data.packing:
-        lay_out = packing.LAYOUTS[data.grain_packing_type]
-    how = [length, separate, data.packing and data.grain_packing_type]
-    if lay_out is packing.concat_then_split:
+    name = data.packing and data.grain_packing_type
+    lay_out = packing.LAYOUTS[name or "one_per_row"]
+    if name == "concat_then_split":
         lay_out = partial(lay_out, separate=separate)
 
-    def make_rows(part: Part, counted: np.ndarray) -> Part:
-        rows = packing.PackedRows(part.items, lay_out(counted[:, 0], length), length, separate)
+    def make_rows(part: Part, counts: np.ndarray) -> Part:
+        rows = packing.PackedRows(part.items, lay_out(counts[:, 0], length), length, separate)
         digest = hash_of([part.hash, part.rows_id])
-        return Part(part.name, part.weight, rows, digest, rows_id=hash_of([digest, *how]))
+        rows_id = hash_of([digest, length, separate, name])
+        return Part(part.name, part.weight, rows, digest, rows_id=rows_id)
 
     counts = [part.items.counts() for part in sources.train]
+    train = list(map(make_rows, sources.train, counts))
     documents = np.concatenate(counts)
     left_out = _describe_left_out(documents)
-    train = list(map(make_rows, sources.train, counts))
-    nothing = f"nothing to predict: {left_out or 'no document has two tokens'}"
-    refuse((not len(part.items), f"{part.name}: {nothing}") for part in train)
-    # Also where none is evaluated: the hash of the data does not depend on that.
-    counts = [part.items.counts() for part in sources.held_out]
-    held_out = list(map(make_rows, sources.held_out, counts))
-    if data.eval_interval == -1:
-        held_out = [dataclasses.replace(part, items=()) for part in held_out]
-    else:
-        for part, counted, rows in zip(sources.held_out, counts, held_out, strict=True):
-            if not len(rows.items):
-                number = count(len(counted), part.noun.removesuffix("s"))
-                why = _describe_left_out(counted) or "none has two tokens"
-                raise ConfigError(
-                    f"{_held_out_key(data, part.name)} holds out {number}, and nothing to "
-                    f"predict: {why}; hold out others, or use eval_interval=-1"
-                )
+    for part in train:
+        if not len(part.items):
+            why = left_out or "no document has two tokens"
+            raise ConfigError(f"{part.name}: nothing to predict: {why}")
+    held_out = []
+    for part in sources.held_out:
+        counts = part.items.counts()
+        rows = make_rows(part, counts)
+        if data.eval_interval == -1:  # the hash of the data does not depend on that
+            rows = dataclasses.replace(rows, items=())
+        elif not len(rows.items):
+            number = count(len(counts), part.noun.removesuffix("s"))
+            why = _describe_left_out(counts) or "none has two tokens"
+            raise ConfigError(
+                f"{_held_out_key(data, part.name)} holds out {number}, and nothing to predict: "
+                f"{why}; hold out others, or use eval_interval=-1"
+            )
+        held_out.append(rows)
     rows = sum(len(part.items) for part in train)
     full = sum(part.items.num_tokens for part in train) / rows / (length + 1)
     layout = f", in {rows} rows, {full:.1%} full"
@@ -147,6 +279,7 @@ def _describe_left_out(counts: np.ndarray) -> str:
 def _held_out_key(data: DataKeys, name: str) -> str:
     if name:
         return f"eval_sets.{name}={data.eval_sets[name]}"
-    names = ("grain_eval_files", "hf_eval_split")
-    given = (f"{name}={value}" for name in names if (value := getattr(data, name)))
-    return next(given, f"eval_fraction={data.eval_fraction}")
+    for key in ("grain_eval_files", "hf_eval_split"):
+        if value := getattr(data, key):
+            return f"{key}={value}"
+    return f"eval_fraction={data.eval_fraction}"

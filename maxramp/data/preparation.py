@@ -22,9 +22,9 @@ import numpy as np
 from maxramp.commandline import count
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronWriter
-from maxramp.data.files.records import BadRecord, Record, RecordFile
+from maxramp.data.files.records import BadRecord, Record, RecordFile, attempt
 from maxramp.data.rows import MARKED, UNANSWERED, fit_to_row
-from maxramp.data.shards import Preparation, Shard, publish, source_of
+from maxramp.data.shards import LIST, Preparation, Shard
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files import place
 from maxramp.processes.workers import delay_signals, stay_with_parent
@@ -32,13 +32,13 @@ from maxramp.processes.workers import delay_signals, stay_with_parent
 _SIZE = 16  # bytes of a hash
 
 
-def hash_of(record: Record) -> bytes:
+def _hash_record(record: Record) -> bytes:
     data = record.encode() if isinstance(record, str) else record.tobytes()
     return hashlib.blake2b(data, digest_size=_SIZE).digest()
 
 
 def find_duplicates(paths: Sequence[pathlib.Path]) -> list[np.ndarray]:
-    """The numbers of the documents in each file of hashes that repeat an earlier one."""
+    """Returns the numbers of the documents in each file of hashes that repeat an earlier one."""
     hashes = [np.fromfile(path, f"S{_SIZE}") for path in paths]
     repeated = np.ones(sum(map(len, hashes)), bool)
     repeated[np.unique(np.concatenate(hashes), return_index=True)[1]] = False
@@ -46,7 +46,9 @@ def find_duplicates(paths: Sequence[pathlib.Path]) -> list[np.ndarray]:
     return [np.flatnonzero(part) for part in parts]
 
 
-LIST = "bad_records.jsonl"  # in the folder of a set: what was left out of it, a line each
+# What the makers count together: documents, tokens and bytes read; whether they are to leave, and
+# bad records.
+_SHOWN, _LEAVE, _BAD = slice(0, 3), 3, 4
 # A batch of documents ends at this many characters or tokens, or documents.
 _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
 _HASHED_TOGETHER = 1 << 14  # bytes of hashes after which a maker looks whether it is to leave
@@ -66,12 +68,12 @@ def make(work: Preparation, show: Show) -> dict[str, Any]:
     left_out = [np.empty(0, np.int64)] * len(work.shards)
     if work.deduplicate:
         unhashed = [(shard,) for shard in work.shards if not work.hashes_of(shard).exists()]
-        _run(work, _hash_shard, unhashed, [0] * 5, lambda *counts: None)
+        _run(work, _Maker.hash_shard, unhashed, [0] * 5, lambda *counts: None)
         left_out = find_duplicates([work.hashes_of(shard) for shard in work.shards])
-    there = sum(shard.size for shard in work.shards if shard.name in done)
+    bytes_done = sum(shard.size for shard in work.shards if shard.name in done)
     both = zip(work.shards, left_out, strict=True)
     tasks = [(shard, numbers) for shard, numbers in both if shard.name not in done]
-    _run(work, _make_shard, tasks, [0, 0, there, 0, len(bad)], show)
+    _run(work, _Maker.make_shard, tasks, [0, 0, bytes_done, 0, len(bad)], show)
     return _finish(work, sum(map(len, left_out)))
 
 
@@ -85,19 +87,17 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     shards = [{"name": shard.name, **done[shard.name]} for shard in work.shards]
     documents, tokens = (sum(shard[name] for shard in shards) for name in ("documents", "tokens"))
     if not tokens:
-        raise ConfigError(
-            f"{work.inputs}: no records with tokens, of {count(documents, 'document')}"
-        )
+        raise ConfigError(f"{work.name}: no records with tokens, of {count(documents, 'document')}")
     whole = 0
     for shard in shards:
         whole = prepared.join(whole, int(shard["hash"], 16), shard["documents"])
     files = work.tokenizer.files() if work.tokenizer else {}
     for name, data in files.items():
-        place.write_whole(work.staging_folder / name, data)
+        place.write_whole(work.folder / name, data)
     manifest = {
         "format": prepared.FORMAT,
         "version": prepared.VERSION,
-        "source": source_of(work.shards),
+        "source": work.source,
         "tokenizer": work.tokenizer
         and {
             "type": work.tokenizer.type,
@@ -115,7 +115,7 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     }
     if bad:
         lines = "".join(f"{json.dumps(one)}\n" for one in bad)
-        place.write_whole(work.staging_folder / LIST, lines.encode())
+        place.write_whole(work.folder / LIST, lines.encode())
         manifest["bad_records"] = len(bad)
     if work.encoder:
         noted = (MARKED, UNANSWERED, "targets")
@@ -126,37 +126,41 @@ def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
     if work.deduplicate:
         manifest["duplicates"] = repeated
     data = json.dumps(manifest, indent=1).encode()
-    place.write_whole(work.staging_folder / prepared.NAME, data)
-    publish(work.work)
+    place.write_whole(work.folder / prepared.NAME, data)
     return manifest
 
 
 def _run(
-    work: Preparation, task: Callable[..., None], given: list[tuple], counted: list[int], show: Show
+    work: Preparation,
+    task: Callable[..., None],
+    arguments: Sequence[tuple],
+    counted: Sequence[int],
+    show: Show,
 ) -> None:
-    """Counts documents, tokens and bytes read; whether the workers are to leave; bad records."""
-    if not work.workers:
-        _use(work, _OwnCounts(counted), os.cpu_count() or 1)
-        with _told_in_a_line(work):
-            for one in given:
-                task(*one)
-                show(*_counts[:3])
+    """Calls a method of makers with each of the arguments, in processes or in this one."""
+    if not work.processes:
+        counts = list(counted)
+        maker = _Maker(work, counts, contextlib.nullcontext(), os.cpu_count() or 1)
+        with _one_line_errors(work):
+            for values in arguments:
+                task(maker, *values)
+                show(*counts[_SHOWN])
         return
     context = multiprocessing.get_context("spawn")
-    counts = context.Array("q", counted)
-    mine = counts.get_obj()  # without the lock, which a worker may have when it is killed
-    makers = max(1, min(work.workers, len(given)))
-    start = (work, counts, max(1, work.workers // makers))
+    counts = context.RawArray("q", counted)
+    makers = max(1, min(work.processes, len(arguments)))
+    start = work, counts, context.Lock(), max(1, work.processes // makers)
     with (
-        _told_in_a_line(work),
+        _one_line_errors(work),
         concurrent.futures.ProcessPoolExecutor(makers, context, _start_worker, start) as pool,
     ):
         try:
             with delay_signals():
-                pending = {pool.submit(task, *one) for one in given}
+                pending = {pool.submit(_call, task, values) for values in arguments}
             while pending:
                 finished, pending = concurrent.futures.wait(pending, 0.2, FIRST_EXCEPTION)
-                show(*mine[:3])
+                # Without the lock, which a worker may have when it is killed.
+                show(*counts[_SHOWN])
                 for future in finished:
                     future.result()
         except concurrent.futures.process.BrokenProcessPool:
@@ -165,12 +169,12 @@ def _run(
                 "--workers); start again to go on"
             ) from None
         finally:
-            mine[3] = 1
+            counts[_LEAVE] = 1
             pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
-def _told_in_a_line(work: Preparation) -> Iterator[None]:
+def _one_line_errors(work: Preparation) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # of a file that is read it would be a ConfigError
@@ -180,118 +184,120 @@ def _told_in_a_line(work: Preparation) -> Iterator[None]:
         ) from None
 
 
-class _OwnCounts(list):
-    """Stands for the counts that processes share where one works alone."""
-
-    __enter__ = __exit__ = lambda *_: None
-
-
-def _use(*given: Any) -> None:
-    """For a maker, like all that follows down to `_read`."""
-    global _job, _counts, _threads
-    _job, _counts, _threads = given
-
-
-def _start_worker(*given: Any) -> None:
-    _use(*given)
+def _start_worker(*arguments: Any) -> None:
+    global _maker
+    _maker = _Maker(*arguments)
     stay_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a pool ends what is left of it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads are the parallelism
 
 
-def _count(documents: int, tokens: int, size: int, bad: int = 0) -> int:
-    """Tells the parent what was made, and returns all bad records so far."""
-    with _counts:
-        for index, more in enumerate((documents, tokens, size, 0, bad)):
-            _counts[index] += more
-        return _counts[4]
+def _call(task: Callable[..., None], values: tuple) -> None:
+    task(_maker, *values)
 
 
-def _make_shard(shard: Shard, left_out: np.ndarray) -> None:
-    digest, bad, noted = 0, [], collections.Counter()
-    path = str(_job.staging_folder / shard.name)
-    with contextlib.ExitStack() as closing:
-        writer, beside = closing.enter_context(MegatronWriter(path, np.dtype(_job.dtype))), None
-        if _job.encoder:
-            targets = MegatronWriter(f"{path}{prepared.TARGETS}", np.dtype("u1"))
-            beside = closing.enter_context(targets)
-        encoded = _encode_ahead(_batches(shard, left_out, bad))
-        closing.callback(encoded.close)
-        for batch, documents, value in encoded:
-            if _counts[3]:
-                return
-            writer.add(documents)
-            if beside:
-                beside.add([prepared.targets_of(chat) for chat in batch])
-                noted.update(fit_to_row(chat, math.inf, cut=False).left_out for chat in batch)
-                noted["targets"] += sum(int(x.is_target.sum()) for x in batch if not x.left_out)
-            digest = prepared.join(digest, value, len(documents))
-            _count(len(documents), sum(map(len, documents)), 0)
-        record = writer.finish()
-        if beside:
-            record["targets_index"] = beside.finish()["index"]
-            record |= {name: noted[name] for name in (MARKED, UNANSWERED, "targets")}
-    record |= {"hash": f"{digest:032x}", "source": shard.source, "bad": bad}
-    place.write_whole(_job.work / f"{shard.name}.json", json.dumps(record).encode())
+class _Maker:
+    """Makes shards, one after another."""
 
+    def __init__(self, work: Preparation, counts: Any, lock: Any, threads: int):
+        """`counts` and their `lock` belong to all makers."""
+        self._work, self._counts, self._lock, self._threads = work, counts, lock, threads
 
-def _batches(shard: Shard, left_out: np.ndarray, bad: list[dict]) -> Iterator[list[Record]]:
-    skipped, number = set(left_out.tolist()), -1
-    for file, start, stop, size in shard.pieces:
+    def make_shard(self, shard: Shard, left_out: np.ndarray) -> None:
+        """Writes the files of a shard without the documents of some numbers, then its record."""
+        work, digest, bad, noted = self._work, 0, [], collections.Counter()
+        path = str(work.folder / shard.name)
+        with contextlib.ExitStack() as closing:
+            writer = closing.enter_context(MegatronWriter(path, np.dtype(work.dtype)))
+            if work.encoder:
+                beside = MegatronWriter(f"{path}{prepared.TARGETS}", np.dtype("u1"))
+                closing.enter_context(beside)
+            encoded = self._encode_ahead(self._batches(shard, left_out, bad))
+            closing.callback(encoded.close)
+            for batch, documents, value in encoded:
+                if self._counts[_LEAVE]:
+                    return
+                writer.add(documents)
+                if work.encoder:
+                    beside.add([prepared.targets_of(chat) for chat in batch])
+                    noted.update(fit_to_row(chat, math.inf, cut=False).left_out for chat in batch)
+                    targets = (int(x.is_target.sum()) for x in batch if not x.left_out)
+                    noted["targets"] += sum(targets)
+                digest = prepared.join(digest, value, len(documents))
+                self._count(len(documents), sum(map(len, documents)), 0)
+            record = writer.finish()
+            if work.encoder:
+                record["targets_index"] = beside.finish()["index"]
+                record |= {name: noted[name] for name in (MARKED, UNANSWERED, "targets")}
+        record |= {"hash": f"{digest:032x}", "source": shard.source, "bad": bad}
+        place.write_whole(work.work / f"{shard.name}.json", json.dumps(record).encode())
+
+    def hash_shard(self, shard: Shard) -> None:
+        """Writes the hashes of a shard's documents."""
+        hashes = bytearray()
+        for file, start, stop, _ in shard.pieces:
+            for _, record in _read(file, start, stop):
+                if not isinstance(record, BadRecord):
+                    hashes += _hash_record(record)
+                if len(hashes) % _HASHED_TOGETHER == 0 and self._counts[_LEAVE]:
+                    return
+        place.write_whole(self._work.hashes_of(shard), bytes(hashes))
+
+    def _count(self, documents: int, tokens: int, size: int, bad: int = 0) -> int:
+        """Tells the parent what was made, and returns all bad records so far."""
+        with self._lock:
+            for index, more in enumerate((documents, tokens, size, 0, bad)):
+                self._counts[index] += more
+            return self._counts[_BAD]
+
+    def _batches(
+        self, shard: Shard, left_out: np.ndarray, bad: list[dict]
+    ) -> Iterator[list[Record]]:
+        encoder, allowed = self._work.encoder, self._work.allowed
+        skipped, number = set(left_out.tolist()), -1
         batch, held = [], 0
-        file = file.with_maker(_job.encoder.encode) if _job.encoder else file
-        for record in _read(file, start, stop):
-            if isinstance(record, BadRecord):
-                # A line has its byte; its number would take a count.
-                bad.append({"file": file.path, file.unit: record.place, "reason": str(record)})
-                if _count(0, 0, 0, bad=1) > _job.allowed:
-                    _refuse(f"{file.where(record.place)}: {record}", _job.allowed)
-                continue
-            number += 1
-            if number in skipped:
-                continue
-            batch.append(record)
-            held += len(record.tokens if _job.encoder else record)
-            if held >= _BATCH_SIZE or len(batch) >= _BATCH_COUNT:
-                yield batch
-                batch, held = [], 0
+        for file, start, stop, size in shard.pieces:
+            for position, record in _read(file, start, stop):
+                if encoder and not isinstance(record, BadRecord):
+                    record = attempt(encoder.encode, record)
+                if isinstance(record, BadRecord):
+                    # A line has its byte; its number would take a count.
+                    bad.append({"file": file.path, file.unit: position, "reason": str(record)})
+                    if self._count(0, 0, 0, bad=1) > allowed:
+                        _refuse(f"{file.where(position)}: {record}", allowed)
+                    continue
+                number += 1
+                if number in skipped:
+                    continue
+                batch.append(record)
+                held += len(record.tokens if encoder else record)
+                if held >= _BATCH_SIZE or len(batch) >= _BATCH_COUNT:
+                    yield batch
+                    batch, held = [], 0
+            self._count(0, 0, size)
         if batch:
             yield batch
-        _count(0, 0, size)
 
-
-def _encode(batch: list[Any]) -> tuple[list[Any], list[np.ndarray], int]:
-    if _job.encoder:
-        documents = [chat.tokens for chat in batch]
-        both = [np.concatenate([chat.tokens, prepared.targets_of(chat)]) for chat in batch]
-        return batch, documents, prepared.hash_documents(both)
-    documents = _job.tokenizer.encode(batch) if isinstance(batch[0], str) else batch
-    return batch, documents, prepared.hash_documents(documents)
-
-
-def _encode_ahead(batches: Iterator[list[Any]]) -> Iterator[tuple]:
-    waiting: collections.deque[concurrent.futures.Future] = collections.deque()
-    with concurrent.futures.ThreadPoolExecutor(_threads) as pool:
-        for batch in batches:
-            waiting.append(pool.submit(_encode, batch))
-            if len(waiting) > _AHEAD * _threads:
+    def _encode_ahead(self, batches: Iterator[list[Any]]) -> Iterator[tuple]:
+        waiting: collections.deque[concurrent.futures.Future] = collections.deque()
+        with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
+            for batch in batches:
+                waiting.append(pool.submit(self._encode, batch))
+                if len(waiting) > _AHEAD * self._threads:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+
+    def _encode(self, batch: list[Any]) -> tuple[list[Any], list[np.ndarray], int]:
+        if self._work.encoder:
+            documents = [chat.tokens for chat in batch]
+            both = [np.concatenate([chat.tokens, prepared.targets_of(chat)]) for chat in batch]
+            return batch, documents, prepared.hash_documents(both)
+        documents = self._work.tokenizer.encode(batch) if isinstance(batch[0], str) else batch
+        return batch, documents, prepared.hash_documents(documents)
 
 
-def _hash_shard(shard: Shard) -> None:
-    hashes = bytearray()
-    for file, start, stop, _ in shard.pieces:
-        for record in _read(file, start, stop):
-            if not isinstance(record, BadRecord):
-                hashes += hash_of(record)
-            if len(hashes) % _HASHED_TOGETHER == 0 and _counts[3]:
-                return
-    place.write_whole(_job.hashes_of(shard), bytes(hashes))
-
-
-def _read(file: RecordFile, start: int, stop: int) -> Iterator[Record | BadRecord]:
+def _read(file: RecordFile, start: int, stop: int) -> Iterator[tuple[int, Record | BadRecord]]:
     try:
         yield from file.read(start, stop)
     except OSError as error:
@@ -299,19 +305,21 @@ def _read(file: RecordFile, start: int, stop: int) -> Iterator[Record | BadRecor
 
 
 def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Iterator[str]:
-    """Texts from all over the inputs, about `most` bytes of them, without bad records, of which
-    there may be as many as are `allowed`.
+    """Yields texts from all over the inputs, about `most` bytes of them, without bad records, of
+    which there may be as many as are `allowed`.
     """
     bad = 0
     pieces = [(file, piece) for file in inputs for piece in file.split(1 << 24)]
     total = sum(size for _, (*_, size) in pieces)
     for file, (start, stop, size) in pieces:
         left = size * min(1.0, most / max(1, total))
-        for text in _read(file, start, stop):
-            if not isinstance(text, BadRecord):
+        for position, text in _read(file, start, stop):
+            if isinstance(text, BadRecord):
+                bad += 1
+                if bad > allowed:
+                    _refuse(f"{file.where(position)}: {text}", allowed)
+            else:
                 yield text
                 left -= len(text)
-            elif (bad := bad + 1) > allowed:
-                _refuse(f"{file.where(text.place)}: {text}", allowed)
             if left <= 0 and total > most:
                 break

@@ -9,13 +9,13 @@ import sysconfig
 import numpy as np
 
 from maxramp.commandline import count
-from maxramp.data.cached import CachedSet
+from maxramp.data.cached import plan_cached
 from maxramp.data.corpus import Corpus, Part, hash_of
-from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import UTF16, BadRecord, RecordFile, is_utf16
 from maxramp.data.keys import DataKeys
 from maxramp.data.rows import StreamRows
+from maxramp.data.shards import Preparation
 from maxramp.data.tokenizers import BEGIN, END, Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files import storage
@@ -41,7 +41,7 @@ class BytesFile(RecordFile):
         return f"text_files: {self.path}"
 
 
-def plan_text(keys: DataKeys) -> CachedSet:
+def plan_text(keys: DataKeys) -> Preparation:
     """The set of the files' bytes. The order of documents is random but the same everywhere, so
     the tail of the stream is a fair sample; of a single file it is the file's end.
     """
@@ -50,13 +50,13 @@ def plan_text(keys: DataKeys) -> CachedSet:
     if not files:
         raise ConfigError(f"text_files: all {len(named)} files are empty, {named[0][1]} for one")
     tokenizer = Tokenizer("bytes", "", True, True, True)
-    return CachedSet(title, keys.data_cache_dir, files, tokenizer, None)
+    return plan_cached(title, keys.data_cache_dir, files, tokenizer)
 
 
-def open_text(keys: DataKeys, cached: CachedSet) -> Corpus:
-    manifest, shards = prepared.open_set(str(cached.folder))
-    stream, length = TokenStream(shards), keys.max_target_length
-    total, digest = len(stream), f"{manifest['hash']}{manifest['sample']}"
+def open_text(keys: DataKeys, cached: Preparation) -> Corpus:
+    texts = cached.open()
+    stream, length = TokenStream(texts.shards), keys.max_target_length
+    total, digest = len(stream), texts.digest
     cut = total - round(total * keys.eval_fraction)
     train, held_out = (StreamRows(stream, length, span=s) for s in ((0, cut), (cut, total)))
     for rows, part, size, remedy in (

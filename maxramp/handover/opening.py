@@ -19,7 +19,7 @@ from maxramp.commandline import print_note
 from maxramp.config import load as config_files
 from maxramp.config.keys import Config
 from maxramp.config.resolve import resolve
-from maxramp.data import hub, inputs, tokenizers
+from maxramp.data import hub, mixtures, tokenizers
 from maxramp.data.chats.chats import open_template
 from maxramp.data.chats.messages import read
 from maxramp.data.chats.template import ChatTemplate
@@ -236,9 +236,9 @@ def _document_tokenizer(keys: DataKeys, another: bool) -> tuple[str, str, dict[s
         return of_keys
     source, are_tokens = f"hf_path={keys.hf_path}", not keys.tokenize_train_data
     if keys.dataset_type == "grain" and not keys.reads_chats:
-        (source, _), *_ = inputs.parse_mixture("grain_train_files", keys.grain_train_files)
+        (source, _), *_ = mixtures.parse_mixture("grain_train_files", keys.grain_train_files)
         try:
-            form, paths = inputs.find_files("grain_train_files", source, keys.grain_file_type)
+            form, paths = mixtures.find_files("grain_train_files", source, keys.grain_file_type)
         except ConfigError as error:
             if kind == "bytes":
                 raise

@@ -13,7 +13,7 @@ import pytest
 from conftest import BASE, TINY, environment, make_config
 from test_formats import TEXTS, open_file, write_file
 
-from maxramp.data.cached import CachedSet
+from maxramp.data.cached import plan_cached
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter
 from maxramp.data.opening import open_rows
@@ -95,7 +95,7 @@ def test_an_untouched_file_is_known_without_reading_it_whole(tmp_path):
     os.truncate(source, 10**10)  # takes no room on the disk
 
     def set_of(path):
-        return CachedSet("", str(tmp_path), [open_file(path)], None, None).folder
+        return plan_cached("", str(tmp_path), [open_file(path)], None).folder
 
     start, name = time.perf_counter(), set_of(source)
     assert time.perf_counter() - start < 1
@@ -179,12 +179,12 @@ def test_counts_are_those_of_every_chat(tmp_path):
 
 # Opens data as a run does, with workers and in many shards.
 OPEN = """
-import sys
+import functools, sys
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data import cached
 from maxramp.data.opening import open_rows
-cached._SMALL, cached._SHARD = 0, 2000
+cached.Preparation = functools.partial(cached.Preparation, shard_size=2000, workers=2)
 if __name__ == "__main__":
     print(open_rows(resolve(load(sys.argv[1:]), 1, 1, 1).data, True).hash, flush=True)
 """

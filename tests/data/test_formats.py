@@ -22,7 +22,7 @@ from maxramp.data import tokenizers
 from maxramp.data.corpus import Corpus
 from maxramp.data.files import formats
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
-from maxramp.data.inputs import parse_mixture
+from maxramp.data.mixtures import parse_mixture
 from maxramp.data.rows import StreamRows
 from maxramp.errors import ConfigError
 
@@ -119,7 +119,7 @@ def open_file(path, tokens: bool = False):
 
 def read(file, size=10**9) -> list:
     """All records, by pieces of a size."""
-    return [record for start, stop, _ in file.split(size) for record in file.read(start, stop)]
+    return [record for start, stop, _ in file.split(size) for _, record in file.read(start, stop)]
 
 
 KINDS = ["jsonl", "gzip", "zstd", "parquet", "arrayrecord", "example"]

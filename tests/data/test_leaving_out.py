@@ -93,11 +93,11 @@ def test_bad_records_of_other_formats(tmp_path):
     array_record = write_file(tmp_path, "arrayrecord", ["a", "nu\0ll", "b"])
     for path, reason in ((parquet, "is null, not text"), (array_record, "zero byte at 2")):
         file = open_file(path)
-        first, bad, last = (
+        first, (position, bad), last = (
             r for start, stop, _ in file.split(9**9) for r in file.read(start, stop)
         )
-        assert (first, last) == ("a", "b") and isinstance(bad, BadRecord)
-        assert (bad.place, file.unit) == (1, "record") and reason in str(bad)
+        assert (first, last) == ((0, "a"), (2, "b")) and isinstance(bad, BadRecord)
+        assert (position, file.unit) == (1, "record") and reason in str(bad)
 
 
 @pytest.mark.parametrize("kind", ("jsonl", "gzip"))
@@ -145,7 +145,7 @@ def test_repeated_hashes_are_found(tmp_path):
         values = rng.integers(0, 200, size).tolist()
         numbers.append(values)
         paths.append(tmp_path / str(len(paths)))
-        paths[-1].write_bytes(b"".join(preparation.hash_of(str(v)) for v in values))
+        paths[-1].write_bytes(b"".join(preparation._hash_record(str(v)) for v in values))
         expected.append([i for i, v in enumerate(values) if v in seen or seen.add(v)])
     assert [found.tolist() for found in preparation.find_duplicates(paths)] == expected
 

@@ -38,7 +38,7 @@ def prepare(*arguments, status: int = 0) -> str:
 
 def documents(folder) -> list[list[int]]:
     """Every document of a set, in order."""
-    _, files = prepared.open_set(str(folder))
+    files = prepared.open_set(str(folder)).shards
     return [file[i].tolist() for file in files for i in range(len(file))]
 
 
@@ -92,7 +92,7 @@ def test_no_tokenizer_is_trained_on_nothing(name, text, tmp_path, capsys):
     for more in ([], ["--tokenizer_only"]):
         assert prepare_lib.main([*given, *more]) == 2
         assert "--train_bpe 300: the inputs hold no text" in capsys.readouterr().err
-        assert not list(tmp_path.glob("set/**/*.*"))
+        assert not list(tmp_path.glob("set/**/[!.]*"))
 
 
 def test_tokens_are_prepared_as_they_are(tmp_path):
@@ -192,7 +192,7 @@ def test_a_start_that_wrote_nothing_claims_nothing(tmp_path, capfd):
     given = [str(source), "--output", str(output)]
     source.write_text("[1]\n")
     assert prepare_lib.main([*given, "--train_bpe", "300"]) == 2
-    assert not list(output.iterdir())
+    assert [path.name for path in output.iterdir()] == [".lock"]
     (output / "shard-00000.bin").write_text("of another tool")
     assert prepare_lib.main(given) == 2
     assert "holds shard-00000.bin, which maxramp.prepare did not" in capfd.readouterr().err
@@ -209,26 +209,12 @@ def test_what_other_starts_left_is_removed(tmp_path):
     source.write_bytes(whole + b"\n[")
     assert prepare_lib.main([*given, "--shard_megabytes", "0.02"]) == 2
     work = output / ".preparing"
-    left = {path.name for path in (*work.iterdir(), *(work / "set").iterdir())}
+    left = {path.name for path in (*work.iterdir(), *output.iterdir())}
     assert len(left & {f"shard-{i:05d}.bin" for i in range(5)}) == 5
     assert any(name.endswith(".tmp") for name in left) and any(n[:4] == "bpe-" for n in left)
     source.write_bytes(whole)
     assert prepare_lib.main([*given, "--shard_megabytes", "1"]) == 0
     assert set(content(output)) == {"manifest.json", "shard-00000.bin", "shard-00000.idx"}
-
-
-def test_a_start_that_was_killed_while_it_published(tmp_path):
-    """Some files have moved to the set's folder, and the manifest has not: the next moves it."""
-    source, output = write_file(tmp_path, "jsonl", TEXTS), tmp_path / "set"
-    given = [str(source), "--output", str(output), COLUMN]
-    assert prepare_lib.main([*given, "--shard_megabytes", "0.004"]) == 0
-    whole = content(output)
-    made = output / ".preparing" / "set"
-    made.mkdir(parents=True)
-    for name in ("shard-00001.bin", "shard-00002.idx", "manifest.json"):
-        (output / name).rename(made / name)
-    assert prepare_lib.main([*given, "--shard_megabytes", "0.004"]) == 0
-    assert content(output) == whole
 
 
 def test_another_size_of_the_tokenizer_is_another_tokenizer(tmp_path, capfd):
@@ -294,7 +280,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr("fcntl.flock", flock)
     assert prepare_lib.main([str(source), "--output", str(tmp_path / "set"), COLUMN]) == 0
-    warning = f"warning: {tmp_path}/set/.preparing/lock: this file system has no locks"
+    warning = f"warning: {tmp_path}/set/.lock: this file system has no locks"
     assert capfd.readouterr().err.startswith(warning)
     assert len(documents(tmp_path / "set")) == len(TEXTS)
 
@@ -363,8 +349,7 @@ def test_a_bad_document_is_mended(tmp_path):
     said = prepare(*given, "--workers", 1, status=2)
     lines = whole.count(b"\n") + 2
     assert said.startswith(f"error: {bad}: line {lines}: is not JSON") and said.count("\n") == 1
-    work = tmp_path / "set" / ".preparing" / "set"
-    made = {p.name: p.stat().st_mtime_ns for p in work.glob("*.bin")}
+    made = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "set").glob("*.bin")}
     assert made and not (tmp_path / "set" / "manifest.json").exists()
     assert "not finished" in prepare("--inspect", tmp_path / "set", status=2)
     bad.write_bytes(whole)
@@ -386,7 +371,7 @@ def many(path: pathlib.Path, count: int) -> None:
 def test_killed_at_any_moment(tmp_path):
     """kill -9 of all, of the parent or of a worker, again and again: the same set in the end."""
     many(tmp_path / "in.jsonl", 60_000)
-    options = ("--shard_megabytes", "0.25")
+    options = ("--shard_megabytes", "0.25", "--workers", "2")
     prepare(tmp_path / "in.jsonl", "--output", tmp_path / "whole", *options)
     given = [tmp_path / "in.jsonl", "--output", tmp_path / "killed", *options]
     chance, kills = random.Random(0), 0
@@ -450,10 +435,10 @@ KILLED_AT_COUNTING = """
 import os, signal, sys
 from maxramp import prepare
 from maxramp.data import preparation
-def count(*more):
-    preparation._counts.get_lock().acquire()
+def count(self, *more):
+    self._lock.acquire()
     os.kill(os.getpid(), signal.SIGKILL)
-preparation._count = count
+preparation._Maker._count = count
 if __name__ == "__main__":
     sys.exit(prepare.main(sys.argv[1:]))
 """
@@ -513,7 +498,14 @@ def test_a_million_documents_in_constant_memory(tmp_path):
         start = time.perf_counter()
         done = subprocess.run(
             [sys.executable, str(tmp_path / "peak.py"), str(tmp_path / "in.jsonl")]
-            + ["--output", str(tmp_path / f"set{count}"), "--shard_megabytes", "4"],
+            + [
+                "--output",
+                str(tmp_path / f"set{count}"),
+                "--shard_megabytes",
+                "4",
+                "--workers",
+                "2",
+            ],
             env=environment(),
             capture_output=True,
             text=True,

@@ -92,7 +92,7 @@ def test_rows_are_those_of_the_lines(folder):
     for more in ((), ("long_chats=cut", "packing=False")):
         given = (LEAVE, "eval_fraction=0.2", *more)
         assert_same_rows(opened(folder, "chats.jsonl", *given), opened(folder, "set", *given))
-    _, shards = prepared.open_set(str(folder / "set"))
+    shards = prepared.open_set(str(folder / "set")).shards
     documents = [shard[i] for shard in shards for i in range(len(shard))]
     targets = sum(int(d.is_target.sum()) for d in documents if not d.left_out)
     assert manifest["chats"]["targets"] == targets

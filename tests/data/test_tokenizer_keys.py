@@ -62,7 +62,7 @@ def test_a_set_keeps_how_its_marks_were_made(split, f, tmp_path):
     keys = (f"tokenizer_path={f}/one", f"split_special_tokens={split}")
     given = [str(tmp_path / "a.jsonl"), COLUMN, "--workers", "1", *keys]
     assert prepare.main([*given, "--output", str(tmp_path / "set")]) == 0
-    manifest, (shard,) = prepared.open_set(str(tmp_path / "set"))
+    _, manifest, (shard,), _ = prepared.open_set(str(tmp_path / "set"))
     assert manifest["tokenizer"]["split_special_tokens"] is split
     assert np.sum(shard[0] == 1) == (1 if split else 2)
 

@@ -40,8 +40,10 @@ class ChatEncoder:
         self.made_by["template"] = self._template.hash
 
     def encode(self, record: Mapping[str, Any]) -> Document:
+        """Returns the tokens and targets of a record; a BadRecord says what is wrong with it."""
         chats = self._read(record)
-        if any([self._is_marked(chat) for chat in chats]):
+        is_marked = [self._is_marked(chat) for chat in chats]
+        if any(is_marked):
             return Document(NO_TOKENS, left_out=MARKED)
         parts = [self._encode_text(*self._render_targets(chat)) for chat in chats]
         begins = itertools.accumulate((len(ids) for ids, _ in parts[:-1]), initial=0)
@@ -53,7 +55,8 @@ class ChatEncoder:
 
     def _is_marked(self, chat: Chat) -> bool:
         for text in chat.texts():
-            if mark := self._template.mark_in(text):
+            mark = self._template.mark_in(text)
+            if mark:
                 if self._keys.chats_with_marks == "leave_out":
                     return True
                 raise BadRecord(
@@ -82,6 +85,7 @@ class ChatEncoder:
 
 
 def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
+    """Opens the template that the keys name, or else the tokenizer's own."""
     source, path = tokenizer.chat_template, keys.chat_template
     if path:
         source = storage.read_bytes(path).decode(errors="replace")
@@ -96,7 +100,7 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
 
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """Which tokens, with `offsets` [n, 2] in a text, have a character in a span: bool [n]."""
+    """Returns which tokens, with `offsets` [n, 2] in a text, have a character in spans: bool [n]."""
     begins, ends = offsets.T
     starts, stops = np.array([*spans, (0, -1)]).T
     which = np.searchsorted(starts[:-1], ends) - 1  # the last that begins before the token's end

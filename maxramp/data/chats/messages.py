@@ -40,6 +40,7 @@ class Chat:
     trained: list[bool]  # of each answer, whether it may be trained on
 
     def texts(self) -> Iterator[str]:
+        """Yields every text in it, names of fields too."""
         return _texts([self.messages, self.tools])
 
     def check_answers(self) -> None:
@@ -55,14 +56,16 @@ class Chat:
 
 
 def read(record: Mapping[str, Any]) -> Chat:
+    """Reads a chat in any of the forms."""
     record = {name: value for name, value in record.items() if value is not None}
     messages = [_message(message) for message in _messages(record)]
     if not messages:
         raise BadRecord("has no message; leave it out")
     trained = []
     for message in messages:
-        says = [_is_trained(name, message.pop(name)) for name in _TRAINED if name in message]
-        trained += [all(says)] * (message["role"] == ANSWERS)
+        flags = [_is_trained(name, message.pop(name)) for name in _TRAINED if name in message]
+        if message["role"] == ANSWERS:
+            trained.append(all(flags))
     tools = record.get("tools") or None
     if isinstance(tools, str):
         try:
@@ -72,20 +75,21 @@ def read(record: Mapping[str, Any]) -> Chat:
     if tools is not None and not isinstance(tools, list):
         raise BadRecord(f"tools is not a list but {describe(tools)}")
     chat = Chat(messages, tools, trained)
-    if found := next(filter(None, map(_NO_CHARACTER.search, chat.texts())), None):
-        raise BadRecord(f"a message holds {found[0]!a}, which is not a character; mend it")
+    for text in chat.texts():
+        if match := _NO_CHARACTER.search(text):
+            raise BadRecord(f"a message holds {match[0]!a}, which is not a character; mend it")
     return chat
 
 
 def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
-    """The chosen chat and the rejected one, which differ in the last message alone. Texts, and
-    messages that begin with an answer, continue `prompt`; other messages are whole chats.
+    """Reads the chosen chat and the rejected one, which differ in the last message alone. Texts,
+    and messages that begin with an answer, continue `prompt`; other messages are whole chats.
     """
-    there = {name: value for name, value in record.items() if value is not None}
-    if not all(name in there for name in PAIR):
-        found = ", ".join(list(there)[:8]) or "nothing"
-        raise BadRecord(f"is not a pair: it has {found}, and pairs have chosen and rejected")
-    chosen, rejected = (_read_answer(there, name) for name in PAIR)
+    record = {name: value for name, value in record.items() if value is not None}
+    if not all(name in record for name in PAIR):
+        names = _list_names(record)
+        raise BadRecord(f"is not a pair: it has {names}, and pairs have chosen and rejected")
+    chosen, rejected = (_read_answer(record, name) for name in PAIR)
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise BadRecord(
             "chosen and rejected differ before their last messages; a pair is two answers to one "
@@ -95,17 +99,18 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
 
 
 def _read_answer(record: Mapping[str, Any], name: str) -> Chat:
-    said = record[name]
-    if isinstance(said, str):
-        said = [{"role": ANSWERS, "content": said}]
-    said = [_from_sharegpt(message) for message in _check_list(name, said)]
+    messages = record[name]
+    if isinstance(messages, str):
+        messages = [{"role": ANSWERS, "content": messages}]
+    messages = [_from_sharegpt(message) for message in _check_list(name, messages)]
     prompt = record.get("prompt")
-    if said and isinstance(said[0], dict) and said[0].get("role") == ANSWERS:
+    if messages and isinstance(messages[0], dict) and messages[0].get("role") == ANSWERS:
         if not prompt:
             raise BadRecord(f"{name} answers nothing; give the prompt, or the messages before it")
-        said = [*_prompt_messages(record, prompt), *said]
-    chat = read({"messages": said, "tools": record.get("tools")})
-    if (role := chat.messages[-1]["role"]) != ANSWERS:
+        messages = [*_prompt_messages(record, prompt), *messages]
+    chat = read({"messages": messages, "tools": record.get("tools")})
+    role = chat.messages[-1]["role"]
+    if role != ANSWERS:
         raise BadRecord(f"{name} ends with a message of the role {role}, and not with an answer")
     return chat
 
@@ -114,8 +119,8 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
     if "messages" in record:
         return _check_list("messages", record["messages"])
     if "conversations" in record:
-        said = _check_list("conversations", record["conversations"])
-        return [*_system(record), *map(_from_sharegpt, said)]
+        messages = _check_list("conversations", record["conversations"])
+        return [*_system(record), *map(_from_sharegpt, messages)]
     if "prompt" in record and "completion" in record:
         completion = record["completion"]
         if isinstance(completion, str):
@@ -128,10 +133,14 @@ def _messages(record: Mapping[str, Any]) -> list[Any]:
                 raise BadRecord(f"{name} is not text but {describe(part)}")
         answer = {"role": ANSWERS, "content": record["output"]}
         return [*_prompt_messages(record, "\n\n".join(parts.values())), answer]
-    there = ", ".join(list(record)[:8]) or "nothing"
+    names = _list_names(record)
     pairs = f"; {PAIRS.asked_by} reads pairs" if record.keys() >= set(PAIR) else ""
     text = "; use_sft=false trains on text" if "text" in record else ""
-    raise BadRecord(f"is not a chat: it has {there}, and chats have {_FORMS}{pairs}{text}")
+    raise BadRecord(f"is not a chat: it has {names}, and chats have {_FORMS}{pairs}{text}")
+
+
+def _list_names(record: Mapping[str, Any]) -> str:
+    return ", ".join(list(record)[:8]) or "nothing"
 
 
 def _prompt_messages(record: Mapping[str, Any], prompt: Any) -> list[Any]:
@@ -169,7 +178,9 @@ def _from_sharegpt(message: Any) -> Any:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """As transformers gives it to a template: no nulls, and its thought under every name in use."""
+    """Returns a message as transformers gives it to a template: without nulls, and with its thought
+    under every name in use.
+    """
     if not isinstance(message, dict):
         raise BadRecord(f"a message is not an object but {describe(message)}")
     message = {name: value for name, value in message.items() if value is not None}
@@ -196,16 +207,17 @@ def _is_text(block: Any) -> bool:
 
 
 def _call(call: Any) -> dict[str, Any]:
-    of = call.get("function", call) if isinstance(call, dict) else call
-    if not isinstance(of, dict):
-        raise BadRecord(f"a tool call is not an object but {describe(of)}")
-    if not isinstance(of.get("arguments"), str):
+    function = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(function, dict):
+        raise BadRecord(f"a tool call is not an object but {describe(function)}")
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
-        of = of | {"arguments": json.loads(of["arguments"])}  # OpenAI's; templates take an object
+        arguments = json.loads(function["arguments"])  # OpenAI's; templates take an object
     except ValueError as error:
         raise BadRecord(f"a tool call's arguments are not JSON ({error})") from None
-    return call | {"function": of} if "function" in call else of
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
 
 
 def _texts(value: Any) -> Iterator[str]:

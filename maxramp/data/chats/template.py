@@ -38,8 +38,12 @@ class ChatTemplate:
         date: datetime.date,
         switches: Mapping[str, Any],
     ):
-        """`named` are some of the `marks` by name, such as eos_token; `switches` other variables,
-        such as enable_thinking. No message may hold a mark.
+        """Compiles a template.
+
+        Args:
+          marks: texts that no message may hold.
+          named: some of them by name, such as eos_token.
+          switches: other variables, such as enable_thinking.
         """
         self._made_of = source, marks, named, date, switches
         self._named, self._date, self._switches = dict(named), date, dict(switches)
@@ -57,21 +61,24 @@ class ChatTemplate:
         return type(self), self._made_of  # what Jinja compiles cannot travel to another process
 
     def mark_in(self, text: str) -> str:
-        found = self._marks.search(text)
-        return found[0] if found else ""
+        """Returns the first mark in a text, or ""."""
+        match = self._marks.search(text)
+        return match[0] if match else ""
 
     def render(self, chat: Chat, count: int | None = None, ask: bool = False) -> str:
-        """The text of the first `count` messages, or of all; `ask` adds what asks for an answer."""
+        """Returns the text of the first `count` messages, or of all; `ask` adds what asks for an
+        answer.
+        """
         return self._render(chat, count, ask).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, chat: Chat) -> tuple[str, list[Span]]:
-        """The text of a chat, and where each answer lies in it, end mark included."""
+        """Returns the text of a chat, and where each answer lies in it, end mark included."""
         wanted = sum(message["role"] == ANSWERS for message in chat.messages)
         text, spans = self._render(chat, None, False), []
         if self._has_blocks:
-            found = enumerate(re.finditer(f"{_BEGIN}.*?{_END}", text, re.DOTALL))
+            matches = enumerate(re.finditer(f"{_BEGIN}.*?{_END}", text, re.DOTALL))
             # As they will be without the two characters around each.
-            spans = [(match.start() - 2 * i, match.end() - 2 * i - 2) for i, match in found]
+            spans = [(match.start() - 2 * i, match.end() - 2 * i - 2) for i, match in matches]
             text = text.replace(_BEGIN, "").replace(_END, "")
         elif wanted:
             mark = self._end_mark(chat)
@@ -85,9 +92,9 @@ class ChatTemplate:
         return text, spans
 
     def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
-        """Answers behind what asks for one, or behind its longest beginning that is there as often
-        as answers are, and not before them: some templates add a thought that old answers have
-        lost. No message can imitate it, as it begins with a mark.
+        """Returns answers behind what asks for one, or behind its longest beginning that is there
+        as often as answers are, and not before them: some templates add a thought that old answers
+        have lost. No message can imitate it, as it begins with a mark.
         """
         first = _first_answer(chat)
         count = first or 1  # many templates look at the first message
@@ -100,13 +107,13 @@ class ChatTemplate:
         ends = {match.end() for match in self._marks.finditer(header)}
         ends |= {i + 1 for i, character in enumerate(header) if character == "\n"} | {len(header)}
         for end in sorted(ends, reverse=True):
-            found = [match.start() for match in re.finditer(re.escape(header[:end]), text)]
-            if len(found) == wanted and not (first and header[:end] in before):
+            headers = [match.start() for match in re.finditer(re.escape(header[:end]), text)]
+            if len(headers) == wanted and not (first and header[:end] in before):
                 break
         else:
             return []
         spans = []
-        for at in found:
+        for at in headers:
             begin = at + (len(header) if text.startswith(header, at) else end)
             spans.append((begin, _end(text, begin, mark)))
         # With another end mark than expected an answer would go on into the next turn.
@@ -114,7 +121,7 @@ class ChatTemplate:
         return spans if apart else []
 
     def _find_by_prefixes(self, chat: Chat, text: str, mark: str) -> list[Span]:
-        """Answers of a template whose text only grows with every message."""
+        """Returns answers of a template whose text only grows with every message."""
         spans = []
         for i, message in enumerate(chat.messages):
             if message["role"] != ANSWERS:
@@ -126,18 +133,18 @@ class ChatTemplate:
         return spans
 
     def _end_mark(self, chat: Chat) -> str:
-        """The last of the marks right behind a placeholder for the first answer."""
+        """Returns the last of the marks right behind a placeholder for the first answer."""
         before = chat.messages[: _first_answer(chat)]
-        said = [*before, {"role": ANSWERS, "content": _ANSWER}]
-        text = self._render(dataclasses.replace(chat, messages=said), None, False)
-        found = re.search(f"(?:{self._marks.pattern})+", text[text.rfind(_ANSWER) :])
-        return self._marks.findall(found[0])[-1] if found else ""
+        messages = [*before, {"role": ANSWERS, "content": _ANSWER}]
+        text = self._render(dataclasses.replace(chat, messages=messages), None, False)
+        match = re.search(f"(?:{self._marks.pattern})+", text[text.rfind(_ANSWER) :])
+        return self._marks.findall(match[0])[-1] if match else ""
 
     def _render(self, chat: Chat, count: int | None, ask: bool) -> str:
-        given = {"messages": chat.messages[:count], "tools": chat.tools, "documents": None}
+        chat_values = {"messages": chat.messages[:count], "tools": chat.tools, "documents": None}
         try:
             return self._template.render(
-                **{**self._named, **self._switches}, **given, add_generation_prompt=ask
+                **{**self._named, **self._switches}, **chat_values, add_generation_prompt=ask
             )
         except Exception as error:  # a template is a program
             raise BadRecord(f"the chat template refuses it ({one_line(error)})") from None
@@ -164,8 +171,8 @@ class ChatTemplate:
             raise TemplateError(message)
 
         def tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-            given = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-            return json.dumps(x, ensure_ascii=ensure_ascii, **given)
+            layout = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+            return json.dumps(x, ensure_ascii=ensure_ascii, **layout)
 
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]

@@ -102,7 +102,7 @@ message_type { name: "Example" field { name: "it" number: 1 type_name: "Features
 
 @functools.cache
 def _example_message() -> type:
-    """tf.train.Example, its texts and integers only, without TensorFlow."""
+    """Builds tf.train.Example, its texts and integers only, without TensorFlow."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()
@@ -110,7 +110,7 @@ def _example_message() -> type:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("maxramp.Example"))
 
 
-_LINES = "JSON lines have an object on each line; jq -c '.[]' FILE makes them of an array"
+_HINT = "JSON lines have an object on each line; jq -c '.[]' FILE makes them of an array"
 LONGEST_LINE = 1 << 30  # bytes of JSON; no document is longer, and it takes memory several times
 
 SUFFIXES = {
@@ -127,6 +127,7 @@ SUFFIXES = {
 
 
 def detect(path: str) -> str:
+    """Returns the format that a file's name tells."""
     for name, suffixes in SUFFIXES.items():
         if path.lower().endswith(suffixes):
             return name
@@ -155,26 +156,30 @@ class JsonLines(RecordFile):
         step = total if self._compression else size
         return [(a, min(a + step, total), min(step, total - a)) for a in range(0, total, step or 1)]
 
-    def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Record | BadRecord]]:
         with self._reading() as file:
             position = start
             if start:  # a line that begins before `start` belongs to the piece before
                 file.seek(start - 1)
                 position += len(self._line(file)) - 1
-            while (self._compression or position < stop) and (line := self._line(file)):
+            while self._compression or position < stop:
+                line = self._line(file)
+                if not line:
+                    break
                 if not line.isspace():
-                    yield records.attempt(position, self._parse, line)
+                    yield position, records.attempt(self._parse, line)
                 position += len(line)
 
     @property
     def is_empty(self) -> bool:
         return not self.num_bytes
 
-    def where(self, place: int) -> str:
+    def where(self, position: int) -> str:
         count = 1
         with self._reading() as file:
-            while place > 0 and (block := file.read(min(place, 1 << 20))):
-                count, place = count + block.count(b"\n"), place - len(block)
+            while position > 0:
+                block = file.read(min(position, 1 << 20))
+                count, position = count + block.count(b"\n"), position - len(block)
         return f"{self.path}: line {count}"
 
     @functools.cached_property
@@ -219,10 +224,10 @@ class JsonLines(RecordFile):
         except (ValueError, RecursionError) as error:
             what = getattr(error, "msg", None) or str(error)
             is_part = line.strip() == b"{" or line.lstrip().startswith(b"[")
-            hint = _LINES if is_part else "cut off?"
+            hint = _HINT if is_part else "cut off?"
             raise BadRecord(f"is not JSON ({what}); {hint}") from None
         if not isinstance(record, dict):
-            hint = f"; {_LINES}" if isinstance(record, list) else ""
+            hint = f"; {_HINT}" if isinstance(record, list) else ""
             raise BadRecord(f"is not a JSON object but {records.describe(record)}{hint}")
         if self.column == WHOLE:
             return self._validate(record)
@@ -243,24 +248,22 @@ class ParquetFile(RecordFile):
                 start, held = index + 1, 0
         return pieces
 
-    def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Record | BadRecord]]:
         index = int(self._starts[start])
         with self._open(self._metadata) as file:
-            batches = file.iter_batches(1024, list(range(start, stop)), self._columns)
-            while batch := self._call_arrow(lambda: next(batches, None)):
-                for scalar in self._select_column(batch):
-                    yield records.attempt(index, self._value, scalar)
+            columns = None if self.column == WHOLE else [self.column]
+            batches = file.iter_batches(1024, list(range(start, stop)), columns)
+            while True:
+                batch = self._call_arrow(lambda: next(batches, None))
+                if batch is None:
+                    return
+                scalars = batch.to_struct_array() if self.column == WHOLE else batch.column(0)
+                for scalar in scalars:
+                    yield index, records.attempt(self._value, scalar)
                     index += 1
 
     def __len__(self) -> int:
         return int(self._starts[-1])
-
-    @property
-    def _columns(self) -> list[str] | None:
-        return None if self.column == WHOLE else [self.column]
-
-    def _select_column(self, table: Any) -> Any:
-        return table.to_struct_array() if self.column == WHOLE else table.column(0)
 
     def _value(self, scalar: Any) -> Record:
         try:

@@ -36,7 +36,7 @@ class MegatronFile(RecordFile):
     """A pair of files; a record is a document, and all of them are one stream of tokens."""
 
     def __init__(self, path: str, column: str = "", tokens: bool = True):
-        """`path` is that of both files, with or without .bin or .idx; the rest is not used."""
+        """Takes the path of both files, with or without .bin or .idx; the rest is not used."""
         super().__init__(path.removesuffix(".bin").removesuffix(".idx"), column, True)
         self.data_path = f"{self.path}.bin"
 
@@ -53,7 +53,7 @@ class MegatronFile(RecordFile):
         return self._header[0]
 
     def tokens_between(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, int32."""
+        """Returns tokens [start, stop) of the stream, int32."""
         tokens = self.raw_tokens(start, stop)
         if self.dtype.kind == "i" and tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
             position = int(np.argmax((tokens < 0) | (tokens >= 2**31)))
@@ -64,22 +64,23 @@ class MegatronFile(RecordFile):
         return tokens.astype(np.int32)
 
     def raw_tokens(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The same or, without a `stop`, all from `start` on, in the file's dtype."""
+        """Returns the same or, without a `stop`, all from `start` on, in the file's dtype."""
         size, stop = self.dtype.itemsize, self.num_tokens if stop is None else stop
         return self._data[start * size : stop * size].view(self.dtype)
 
     def where_token(self, position: int) -> str:
+        """Returns file, document and token of a position in the stream, for errors."""
         sequence = bisect.bisect_right(self._pointers, position * self.dtype.itemsize) - 1
         document = bisect.bisect_right(self._borders, sequence) - 1
         return f"{self.path}.bin: document {document}, token {position}"
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents begin in tokens [start, stop): int64, ascending; an empty one where the
-        next does. The index is read on access (by bisect: numpy would copy what is not aligned), so
-        a row costs the same among a billion documents.
+        """Returns where documents begin in tokens [start, stop): int64, ascending; an empty one
+        where the next does. The index is read on access (by bisect: numpy would copy what is not
+        aligned), so a row costs the same among a billion documents.
         """
         size = self.dtype.itemsize
-        first, last = (bisect.bisect_left(self._pointers, at * size) for at in (start, stop))
+        first, last = (bisect.bisect_left(self._pointers, n * size) for n in (start, stop))
         begin, end = (bisect.bisect_left(self._borders, sequence) for sequence in (first, last))
         return self._pointers[self._borders[begin:end]] // size
 
@@ -92,12 +93,12 @@ class MegatronFile(RecordFile):
     _record = __getitem__
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every document: int64."""
+        """Returns the number of tokens of every document: int64."""
         starts = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
         return np.diff(starts[self._borders])
 
     def counts(self, length: int, cut: bool) -> np.ndarray:
-        """As `Documents.counts`: every token of a text but the first is a target."""
+        """Counts as `Documents.counts`; every token of a text but the first is a target."""
         lengths = self.lengths()
         return np.stack([lengths, lengths - 1, 0 * lengths], 1).astype(np.int32)
 
@@ -109,7 +110,7 @@ class MegatronFile(RecordFile):
         return f"{self.path}.bin: document {index}"
 
     def check(self) -> None:
-        """Sequences fill the .bin in order, documents take them all."""
+        """Checks that sequences fill the .bin in order, and documents take them all."""
         _, n, _ = self._header
         lengths = self._field(0, n, "<i4")
         end, itemsize, total = 0, self.dtype.itemsize, storage.size_of(self.data_path)
@@ -198,7 +199,7 @@ class TokenStream:
         return self._starts[-1]
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[MegatronFile, int, int, int]]:
-        """By file: the file, its tokens [first, last), where it begins."""
+        """Yields each file in reach, with its tokens [first, last) and where it begins."""
         index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
             offset, end = self._starts[index], min(stop, self._starts[index + 1])
@@ -212,11 +213,12 @@ class TokenStream:
         return np.concatenate([file.tokens_between(a, b) for file, a, b, _ in parts])
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Returns where documents begin in tokens [start, stop), as `MegatronFile` does."""
         parts = self._parts(start, stop)
-        return np.concatenate([at + file.document_starts(a, b) for file, a, b, at in parts])
+        return np.concatenate([first + file.document_starts(a, b) for file, a, b, first in parts])
 
     def sample(self) -> str:
-        """A hash of evenly spaced tokens."""
+        """Returns a hash of evenly spaced tokens."""
         digest, last = hashlib.blake2b(digest_size=8), max(0, len(self) - _SPAN)
         for start in np.linspace(0, last, _SPANS, dtype=np.int64).tolist() if len(self) else ():
             digest.update(self[start : start + _SPAN].tobytes())
@@ -241,6 +243,7 @@ class MegatronWriter(contextlib.AbstractContextManager):
         self._data.close()
 
     def add(self, documents: Sequence[np.ndarray]) -> None:
+        """Writes documents behind the others."""
         tokens = np.concatenate(documents)
         if len(tokens):
             self.max_token = max(self.max_token, int(tokens.max()))
@@ -249,6 +252,7 @@ class MegatronWriter(contextlib.AbstractContextManager):
         self.num_tokens += len(tokens)
 
     def finish(self) -> dict[str, Any]:
+        """Gives the files their names; returns the counts, and a hash of the index."""
         sizes = np.asarray(self._sizes, "<i4")
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
         borders = np.arange(len(sizes) + 1, dtype="<i8")

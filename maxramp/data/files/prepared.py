@@ -17,7 +17,7 @@ import hashlib
 import json
 import posixpath
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class ChatShard:
         return Document(tokens, (what & _TARGET).astype(bool), begins=(0, *begins))
 
     def counts(self, length: int, cut: bool) -> np.ndarray:
-        """What `rows.fit_to_row` makes of every chat, as in `Documents.counts`."""
+        """Counts, as `Documents.counts`, what `rows.fit_to_row` makes of every chat."""
         lengths, what = self.tokens.lengths(), self._targets.raw_tokens()
         starts = np.cumsum(lengths) - lengths
         is_target, is_text = what & _TARGET, np.zeros(len(what) + 1, bool)
@@ -77,7 +77,7 @@ class ChatShard:
 
 
 def _sum_parts(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The sums of values from each start up to the next; 0 where that is the same."""
+    """Sums values from each start up to the next; 0 where that is the same."""
     sums, ends = np.zeros(len(starts), np.int64), np.append(starts[1:], len(values))
     if (filled := ends > starts).any():
         sums[filled] = np.add.reduceat(values, starts[filled], dtype=np.int32)
@@ -85,7 +85,7 @@ def _sum_parts(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def targets_of(document: Document) -> np.ndarray:
-    """What is kept of a chat beside its tokens: int32 [tokens]."""
+    """Returns what is kept of a chat beside its tokens: int32 [tokens]."""
     if document.left_out:
         return np.empty(0, np.int32)
     what = document.is_target.astype(np.int32) * _TARGET
@@ -94,11 +94,12 @@ def targets_of(document: Document) -> np.ndarray:
 
 
 def is_prepared(folder: str) -> bool:
+    """Returns whether a folder is a prepared set."""
     return storage.exists(posixpath.join(folder, NAME))
 
 
 def hash_documents(documents: Sequence[np.ndarray]) -> int:
-    """A hash of documents of token ids, in order, to be joined with that of others (`join`).
+    """Hashes documents of token ids, in order; `join` joins the hash with that of others.
 
     With b(d) a 127-bit hash of the tokens of one document, the hash of d_1 ... d_n is the sum of
     b(d_i) x^(n - i) modulo a prime. For a sequence u followed by v it is h(u) x^len(v) + h(v) (Karp
@@ -114,11 +115,12 @@ def hash_documents(documents: Sequence[np.ndarray]) -> int:
 
 
 def join(first: int, second: int, count: int) -> int:
-    """The hash of documents and `count` others after them, by their hashes."""
+    """Returns the hash of documents and `count` others after them, by their hashes."""
     return (first * pow(_POINT, count, _PRIME) + second) % _PRIME
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
+    """Reads what a set holds."""
     path = posixpath.join(folder, NAME)
     if not storage.exists(path):
         raise ConfigError(f"{folder}: is not a prepared set (it has no {NAME}), or is not finished")
@@ -135,30 +137,39 @@ def read_manifest(folder: str) -> dict[str, Any]:
     return manifest
 
 
-def contents(manifest: dict[str, Any]) -> str:
-    documents, tokens = manifest["documents"], manifest["tokens"]
-    if not (chats := manifest.get("chats")):
+def describe(manifest: dict[str, Any]) -> str:
+    """Returns documents, tokens and targets of a set, for a person."""
+    documents, tokens, chats = manifest["documents"], manifest["tokens"], manifest.get("chats")
+    if not chats:
         return f"{documents:,} documents, {tokens:,} tokens"
     noun = find_objective(chats["made_by"]).noun
     share = chats["targets"] / tokens
     return f"{documents:,} {noun}, {tokens:,} tokens, {share:.1%} of them targets"
 
 
-def left_out(manifest: dict[str, Any]) -> list[str]:
+def describe_left_out(manifest: dict[str, Any]) -> list[str]:
+    """Returns how many chats are left out, a line for each reason."""
     counts = manifest.get("chats", {}).get("left_out", {})
     return [f"{count} {why}" for why, count in counts.items() if count]
 
 
 def vocab_size_for(manifest: dict[str, Any]) -> int:
-    """The vocab_size to train on a set with: a multiple of 64."""
+    """Returns the vocab_size to train on a set with: a multiple of 64."""
     tokenizer = manifest["tokenizer"]
     return -(-(tokenizer["vocab_size"] if tokenizer else manifest["max_token"] + 1) // 64) * 64
 
 
-def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[ChatShard]]:
-    """The manifest and the files, in order. Indexes are read whole, and of tokens evenly spaced
-    ones: the manifest gets their hash as `sample`.
-    """
+class PreparedSet(NamedTuple):
+    """An open set."""
+
+    folder: str
+    manifest: dict[str, Any]
+    shards: list[MegatronFile] | list[ChatShard]
+    digest: str  # of all that was prepared, and of tokens that are in the files now
+
+
+def open_set(folder: str) -> PreparedSet:
+    """Opens a set: reads indexes whole, and evenly spaced tokens."""
     manifest = read_manifest(folder)
 
     def open_shard(shard: dict[str, Any]) -> MegatronFile | ChatShard:
@@ -171,24 +182,25 @@ def open_set(folder: str) -> tuple[dict[str, Any], list[MegatronFile] | list[Cha
     def open_file(shard: dict[str, Any], name: str, dtype: str, index: str) -> MegatronFile:
         path, wanted_dtype = posixpath.join(folder, name), np.dtype(dtype).newbyteorder("<")
         file = MegatronFile(path)
-        there = file.dtype, len(file), storage.size_of(file.data_path)
+        contents = file.dtype, len(file), storage.size_of(file.data_path)
         wanted = wanted_dtype, shard["documents"], shard["tokens"] * wanted_dtype.itemsize
-        if there != wanted:
+        if contents != wanted:
             says = "{1} documents of {0} in {2} bytes".format
             raise ConfigError(
-                f"{path}.bin and .idx hold {says(*there)}, but {NAME} says {says(*wanted)}: torn; "
-                "prepare the set again"
+                f"{path}.bin and .idx hold {says(*contents)}, but {NAME} says {says(*wanted)}: "
+                "torn; prepare the set again"
             )
-        if (found := hashlib.blake2b(file.index, digest_size=8).hexdigest()) != index:
+        digest = hashlib.blake2b(file.index, digest_size=8).hexdigest()
+        if digest != index:
             raise ConfigError(
-                f"{path}.idx is not the one that was prepared (hash {found}, {NAME} says {index}); "
-                "prepare the set again"
+                f"{path}.idx is not the one that was prepared (hash {digest}, {NAME} says {index});"
+                " prepare the set again"
             )
         return file
 
     # Thousands of files on slow storage: in threads.
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        files = list(pool.map(open_shard, manifest["shards"]))
+        shards = list(pool.map(open_shard, manifest["shards"]))
     # Tokens may have been exchanged since the set was prepared.
-    stream = TokenStream([file.tokens if "chats" in manifest else file for file in files])
-    return manifest | {"sample": stream.sample()}, files
+    stream = TokenStream([x.tokens if isinstance(x, ChatShard) else x for x in shards])
+    return PreparedSet(folder, manifest, shards, f"{manifest['hash']}{stream.sample()}")

@@ -1,49 +1,46 @@
 """What every file of records can do: be read in order, by pieces.
 
-Record: text (str), or with `tokens` the int32 ids of a document; of the column WHOLE all of the
-record's columns by name.
-Piece: (start, stop, bytes) of a file in units of its own (bytes, row groups, records); the pieces
-of a file cover it once.
+Glossary
+  record    text (str), or with `tokens` the int32 ids of a document; with the column WHOLE all of
+            the record's columns by name
+  piece     (start, stop, bytes) of a file in units of its own (bytes, row groups, records); the
+            pieces of a file cover it once
+  position  of a record in its file: its number, or in JSON lines its first byte
 """
 
-import copy
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from maxramp.files import storage
 
 Record = str | np.ndarray | dict[str, Any]
-WHOLE = ""  # the column that stands for all of a record's
+WHOLE = ""  # stands for all columns of a record
 Piece = tuple[int, int, int]
 
 
 class BadRecord(Exception):
-    """What is wrong with a record; callers add the file and the record's place."""
-
-    def __init__(self, reason: str, place: int = -1):
-        super().__init__(reason)
-        self.place = place  # in the file, in its `unit`
+    """What is wrong with a record; callers add the file and the record's position."""
 
 
 class RecordFile:
     """The records of one file. Handles are opened when first needed and stay in their process."""
 
-    unit = "record"  # what a place in the file counts
+    unit = "record"  # what a position in the file counts
 
     def __init__(self, path: str, column: str, tokens: bool):
-        """`path` may be one of fsspec's; `column` is the field of the document, or WHOLE."""
+        """Names a file; nothing is read yet.
+
+        Args:
+          path: on a disk, or an address for fsspec.
+          column: the field that holds the document, or WHOLE.
+          tokens: whether documents are token ids.
+        """
         self.path, self.column, self.tokens = path, column, tokens
         self.data_path = path
-        self._make: Callable[[Any], Any] = lambda record: record
-
-    def with_maker(self, make: Callable[[Any], Any]) -> Self:
-        other = copy.copy(self)
-        other._make = make
-        return other
 
     @property
     def num_bytes(self) -> int:
@@ -60,14 +57,15 @@ class RecordFile:
         return not len(self)
 
     def split(self, size: int) -> list[Piece]:
+        """Returns pieces of about `size` bytes."""
         count, total = len(self), self.num_bytes
         step = max(1, count * size // max(1, total))
         ranges = [(first, min(first + step, count)) for first in range(0, count, step)]
         return [(first, last, total * (last - first) // count) for first, last in ranges]
 
-    def read(self, start: int, stop: int) -> Iterator[Record | BadRecord]:
-        """In order; in the place of a wrong record, a BadRecord."""
-        return (attempt(index, self._record, index) for index in range(start, stop))
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, Record | BadRecord]]:
+        """Yields the position and the record, or what is wrong with it, in order."""
+        return ((index, attempt(self._record, index)) for index in range(start, stop))
 
     def __len__(self) -> int:
         raise NotImplementedError  # of a file whose pieces are records
@@ -75,8 +73,9 @@ class RecordFile:
     def _record(self, index: int) -> Record:
         raise NotImplementedError
 
-    def where(self, place: int) -> str:
-        return f"{self.path}: record {place}"
+    def where(self, position: int) -> str:
+        """Returns file and record, for errors."""
+        return f"{self.path}: record {position}"
 
     def __reduce__(self):
         return type(self), (self.path, self.column, self.tokens)
@@ -85,7 +84,7 @@ class RecordFile:
         if self.column == WHOLE:
             if not isinstance(value, dict):
                 raise BadRecord(f"is not a record of several columns but {describe(value)}")
-            return self._make(value)
+            return value
         if self.tokens:
             try:
                 ids = np.asarray(value)
@@ -126,8 +125,8 @@ class RecordFile:
             ) from None
         return value
 
-    def _missing(self, there: Iterable[str]) -> "BadRecord":
-        names = list(there)
+    def _missing(self, columns: Iterable[str]) -> "BadRecord":
+        names = list(columns)
         listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
         return BadRecord(
             f"has no {self.column}, but {listed or 'nothing'}; name another column in "
@@ -135,21 +134,23 @@ class RecordFile:
         )
 
 
-def attempt(place: int, parse: Callable[..., Record], *given: Any) -> Record | BadRecord:
+def attempt(parse: Callable[[Any], Any], source: Any) -> Any:
+    """Returns what `parse` makes of a source, or the BadRecord that it raises."""
     try:
-        return parse(*given)
+        return parse(source)
     except BadRecord as bad:
-        return BadRecord(str(bad), place)  # without the frames, which hold the record
+        return BadRecord(str(bad))  # without the frames, which hold the record
 
 
 def without_nulls(value: Any) -> Any:
-    """A table's record without the nulls that its columns fill in where it has no value."""
+    """Removes the nulls that a table's columns fill in where a record has no value."""
     if isinstance(value, dict):
         return {name: without_nulls(x) for name, x in value.items() if x is not None}
     return [without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def describe(value: Any) -> str:
+    """Returns the type and the beginning of a value, for errors."""
     return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
@@ -157,12 +158,13 @@ UTF16 = "is UTF-16 and not UTF-8; convert the file (iconv -f UTF-16 -t UTF-8)"
 
 
 def is_utf16(data: bytes) -> bool:
-    """Whether a text begins as UTF-16: with its mark, or with a zero in every second byte."""
+    """Returns whether a text begins as UTF-16: with its mark, or a zero in every second byte."""
     begin = data[:8]
     return begin[:2] in (b"\xff\xfe", b"\xfe\xff") or 3 <= begin.count(0) <= 5
 
 
 def utf8_error(error: UnicodeDecodeError) -> BadRecord:
+    """Returns what is wrong with a record that is not UTF-8."""
     return BadRecord(
         f"is not UTF-8 text (byte {error.start} is {error.object[error.start]:#x}); convert it "
         "(a file of Latin-1: iconv -f LATIN1 -t UTF-8), or leave it out"
