@@ -94,15 +94,15 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> int:
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        given = _parser().parse_intermixed_args(arguments)
-        keys = [x for x in given.inputs if re.match(r"\w+=", x) and not storage.find(x)]
-        names = [text for text in given.inputs if text not in keys]
-        if given.inspect:
-            _inspect(given.inspect, keys)
+        options = _parser().parse_intermixed_args(arguments)
+        keys = [x for x in options.inputs if re.match(r"\w+=", x) and not storage.find(x)]
+        names = [text for text in options.inputs if text not in keys]
+        if options.inspect:
+            _inspect(options.inspect, keys)
         else:
-            _check(given, names or [text for text in keys if text.startswith("hf_path=")])
-            work = _write_tokenizer if given.tokenizer_only else prepare
-            work(given, names, _load_keys(keys, "preparing", KEYS))
+            _check(options, names or [text for text in keys if text.startswith("hf_path=")])
+            work = _write_tokenizer if options.tokenizer_only else prepare
+            work(options, names, _load_keys(keys, "preparing", KEYS))
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr)
         return EXIT_FAILED
@@ -134,49 +134,49 @@ def _inspect(named: str, arguments: list[str]) -> None:
     (inspect_chats if keys.reads_chats and not is_set else inspect)(named, keys)
 
 
-def _write_tokenizer(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
-    file = pathlib.Path(given.output).expanduser() / "tokenizer.json"
-    if file.exists() or prepared.is_prepared(given.output):
-        raise ConfigError(f"--output {given.output} has a tokenizer already; give another folder")
+def _write_tokenizer(options: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
+    file = pathlib.Path(options.output).expanduser() / "tokenizer.json"
+    if file.exists() or prepared.is_prepared(options.output):
+        raise ConfigError(f"--output {options.output} has a tokenizer already; give another folder")
     inputs = _open_inputs(names, keys)
-    _open_tokenizer(given.train_bpe, keys, inputs)
-    _train_bpe(given, file, inputs)
-    found = tokenizers.load("huggingface", str(file), **keys.mark_keys).vocab_size
-    if found < given.train_bpe:
-        print_note(f"{found} ids in place of {given.train_bpe}: the texts have no more pairs")
+    _open_tokenizer(options.train_bpe, keys, inputs)
+    _train_bpe(options, file, inputs)
+    size = tokenizers.load("huggingface", str(file), **keys.mark_keys).vocab_size
+    if size < options.train_bpe:
+        print_note(f"{size} ids in place of {options.train_bpe}: the texts have no more pairs")
     _say(f"wrote      {file}; prepare with tokenizer_path={shlex.quote(str(file))}")
 
 
-def _check(given: argparse.Namespace, names: Sequence[str]) -> None:
-    needed = (("INPUT", names), ("--output DIR", given.output))
+def _check(options: argparse.Namespace, names: Sequence[str]) -> None:
+    needed = (("INPUT", names), ("--output DIR", options.output))
     usage = "given: python -m maxramp.prepare INPUT... --output DIR"
     refuse((not value, f"no {flag} {usage}") for flag, value in needed)
-    alone = given.tokenizer_only and not given.train_bpe
+    alone = options.tokenizer_only and not options.train_bpe
     refuse([(alone, "--tokenizer_only trains a tokenizer: give --train_bpe SIZE too")])
-    both = given.tokenizer_only and given.deduplicate
+    both = options.tokenizer_only and options.deduplicate
     refuse([(both, "--deduplicate with --tokenizer_only: no documents are written; leave it out")])
     above_zero = (
-        ("workers", 1 if given.workers is None else given.workers, "above 0"),
-        ("shard_megabytes", given.shard_megabytes * 1e6, "above 0"),
-        ("max_bad_records", given.max_bad_records + 1, "0 or more"),
+        ("workers", 1 if options.workers is None else options.workers, "above 0"),
+        ("shard_megabytes", options.shard_megabytes * 1e6, "above 0"),
+        ("max_bad_records", options.max_bad_records + 1, "0 or more"),
     )
     refuse(
-        (not 0 < value < math.inf, f"--{flag} {getattr(given, flag)} must be {least} and finite")
+        (not 0 < value < math.inf, f"--{flag} {getattr(options, flag)} must be {least} and finite")
         for flag, value, least in above_zero
     )
-    if is_address(given.output):
-        raise ConfigError(f"--output {given.output} must be a local folder; copy it afterwards")
-    escape_path("--output", given.output)
+    if is_address(options.output):
+        raise ConfigError(f"--output {options.output} must be a local folder; copy it afterwards")
+    escape_path("--output", options.output)
 
 
-def _load_keys(arguments: list[str], doing: str, taken: Sequence[str]) -> DataKeys:
+def _load_keys(arguments: list[str], doing: str, known: Sequence[str]) -> DataKeys:
     from_hub = any(argument.startswith("hf_path=") for argument in arguments)
     source = ["dataset_type=hf"] if from_hub else ["dataset_type=grain", "grain_train_files=INPUT"]
     # Which chats have, and pairs; nothing is packed here.
     source += ["grain_packing_type=best_fit", "packing=False"]
     config = load([str(CONFIGS / "base.yml"), *source, *arguments], "prepare")
-    listed = f"{doing} takes only {', '.join(taken)}"
-    refuse((text.partition("=")[0] not in taken, f"{text}: {listed}") for text in arguments)
+    listed = f"{doing} takes only {', '.join(known)}"
+    refuse((text.partition("=")[0] not in known, f"{text}: {listed}") for text in arguments)
     keys = config.replace(**data_values(config)).data
     no_marks = {"add_bos": False, "add_eos": False}  # chats have their template's
     return dataclasses.replace(keys, **no_marks) if keys.reads_chats else keys
@@ -200,7 +200,7 @@ def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
 def _open_tokenizer(
     bpe_size: int | None, keys: DataKeys, inputs: Sequence[RecordFile]
 ) -> Tokenizer | None:
-    """None where one is to be trained, or the inputs hold tokens."""
+    """Opens the tokenizer; None where one is to be trained, or the inputs hold tokens."""
     kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
     tokens, flag = inputs[0].tokens, f"--train_bpe {bpe_size}"
     named = flag if training else f"tokenizer_path={path}" if path else ""
@@ -218,35 +218,35 @@ def _open_tokenizer(
     return None if tokens or training else tokenizers.load(kind, path, **keys.mark_keys)
 
 
-def prepare(given: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
+def prepare(options: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
     """Makes the set, or says that it is there."""
     start = time.perf_counter()
-    output = pathlib.Path(given.output).expanduser()
+    output = pathlib.Path(options.output).expanduser()
     files = _open_inputs(names, keys)
-    tokenizer = _open_tokenizer(given.train_bpe, keys, files)
-    bpe = _bpe_name(given.train_bpe, files)
+    tokenizer = _open_tokenizer(options.train_bpe, keys, files)
+    bpe = _bpe_name(options.train_bpe, files)
     encoder = ChatEncoder(tokenizer, keys) if keys.reads_chats else None
-    refuse([(encoder and given.deduplicate, "--deduplicate compares documents, not chats")])
+    refuse([(encoder and options.deduplicate, "--deduplicate compares documents, not chats")])
     work = Preparation(
         output,
-        label=f"--output {given.output}",
+        label=f"--output {options.output}",
         name="the inputs",
         files=files,
         how=describe_reading(tokenizer.hash if tokenizer else f"{bpe} {keys.mark_keys}", encoder),
         tokenizer=tokenizer,
         encoder=encoder,
-        deduplicate=given.deduplicate,
-        allowed=given.max_bad_records,
-        shard_size=max(1, int(given.shard_megabytes * 1e6)),
-        workers=given.workers,
+        deduplicate=options.deduplicate,
+        allowed=options.max_bad_records,
+        shard_size=max(1, int(options.shard_megabytes * 1e6)),
+        workers=options.workers,
     )
-    with work.locked():
+    with work.lock():
         if work.is_prepared:
             manifest = _check_prepared(work)
         else:
             if bpe:
                 file = work.work / f"{bpe}.json"
-                _train_bpe(given, file, files)
+                _train_bpe(options, file, files)
                 tokenizer = tokenizers.load("huggingface", str(file), **keys.mark_keys)
                 work = dataclasses.replace(work, tokenizer=tokenizer)
             if tokenizer:
@@ -287,16 +287,18 @@ def _bpe_name(size: int | None, files: Sequence[RecordFile]) -> str:
     return f"bpe-{hash_of((size, names))}" if size else ""
 
 
-def _train_bpe(given: argparse.Namespace, file: pathlib.Path, inputs: list[RecordFile]) -> None:
+def _train_bpe(options: argparse.Namespace, file: pathlib.Path, inputs: list[RecordFile]) -> None:
     """Unless an earlier start did; without bad records."""
     if file.exists():
         _say(f"tokenizer  {file} is there from an earlier start")
         return
     start = time.perf_counter()
-    texts = preparation.sample_texts(inputs, _BPE_BYTES, given.max_bad_records)
+    texts = preparation.sample_texts(inputs, _BPE_BYTES, options.max_bad_records)
     if not (first := next(filter(None, texts), "")):
-        raise ConfigError(f"--train_bpe {given.train_bpe}: the inputs hold no text to train it on")
-    trained = tokenizers.train_bpe(itertools.chain([first], texts), given.train_bpe)
+        raise ConfigError(
+            f"--train_bpe {options.train_bpe}: the inputs hold no text to train it on"
+        )
+    trained = tokenizers.train_bpe(itertools.chain([first], texts), options.train_bpe)
     file.parent.mkdir(parents=True, exist_ok=True)
     place.write_whole(file, trained)
     _say(f"tokenizer  trained in {time.perf_counter() - start:.1f}s")

@@ -59,7 +59,7 @@ def prepare(work: Preparation, beat: Callable[[], None]) -> None:
             beat()
         show_progress(*counts)
 
-    with work.locked(beat), contextlib.ExitStack() as closing:
+    with work.lock(beat), contextlib.ExitStack() as closing:
         if work.is_prepared:
             return
         show_progress = lambda *counts: None  # noqa: E731

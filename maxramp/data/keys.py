@@ -148,19 +148,21 @@ class EvalKeys(Keys):
     evaluate_tasks_include_path: str
 
     def tasks_are_due(self, before: int, consumed: int, is_last: bool) -> bool:
-        """Whether the step over samples [before, consumed) reaches a multiple, or is the last."""
+        """Returns whether the step over samples [before, consumed) reaches a multiple of the
+        interval, or is the last.
+        """
         interval = self.evaluate_tasks_interval
         reached = interval > 0 and consumed // interval > before // interval
         return bool(self.evaluate_tasks) and (reached or is_last)
 
     def due(self, step: int, before: int, consumed: int, total_steps: int) -> list[str]:
-        """What to evaluate after `step` steps, the last over samples [before, consumed)."""
+        """Returns what to evaluate after `step` steps, the last over samples [before, consumed)."""
         interval, is_last = self.eval_interval, step == total_steps
         held_out = interval > 0 and (step % interval == 0 or is_last)
         tasks = self.tasks_are_due(before, consumed, is_last)
         return [HELD_OUT] * held_out + [TASKS] * tasks
 
     def rows(self, num_devices: int) -> int:
-        """Rows of an evaluation batch on all devices; 0 = the run never evaluates."""
+        """Returns the rows of an evaluation batch on all devices; 0 = the run never evaluates."""
         evaluates = self.eval_interval > 0
         return int(exact(self.eval_per_device_batch_size) * num_devices) if evaluates else 0

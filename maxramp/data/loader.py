@@ -53,13 +53,15 @@ class Loader:
         stages = ramp.stages_between(step, ramp.total_steps) or ramp.stages[:1]
         largest = max(stages, key=lambda stage: stage.global_batch_size)
         read = functools.partial(read_step, self._rows, ramp, self.expansion.share)
-        what = "the batch of step", read, range(step, ramp.total_steps), self._reading
-        self._batches = self.expansion.read_ahead(*what, largest.spec)
+        steps = range(step, ramp.total_steps)
+        self._batches = self.expansion.read_ahead(
+            "the batch of step", read, steps, self._reading, largest.spec
+        )
         self._ramp, self._next_step = ramp, step
         self._placed = self._place_next()
 
     def cuts(self, stages: Sequence[Stage]) -> Iterator[str]:
-        """A line for every row length into which stages cut their samples: what is lost there."""
+        """Yields a line for every row length that stages cut samples into: what is lost there."""
         lengths: dict[int, Stage] = {}
         for stage in stages:
             lengths.setdefault(stage.spec.row_length, stage)
@@ -76,8 +78,8 @@ class Loader:
             )
 
     def batch(self, step: int, ramp: RampupBatchManager | None = None) -> tuple[Batch, float]:
-        """The rows of `step` and the seconds waited for them; ask for steps in order. A `ramp` that
-        is not that of the steps before begins with this step.
+        """Returns the rows of `step` and the seconds waited for them; ask for steps in order. A
+        `ramp` that is not that of the steps before begins with this step.
         """
         start = time.perf_counter()
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
@@ -99,7 +101,7 @@ class Loader:
         return self.expansion.place(next(self._batches), abstract)
 
     def eval_batches(self, stage: Stage, keys: EvalKeys, held_out: str = "") -> Iterator[Batch]:
-        """As from `batch` with A = 1: all of a held-out set once, or the first eval_samples."""
+        """Yields a held-out set once, or its first eval_samples, as batches with A = 1."""
         rows, most = self.held_out[held_out], keys.eval_samples
         spec = stage.spec.single_pass(keys.rows(self.expansion.mesh.size))
         return read_all(rows, spec, self.expansion, self._reading, most)
@@ -116,60 +118,63 @@ class Loader:
 def read_all(
     rows: Sequence[Row], spec: StageSpec, expansion: Expansion, reading: ReadingKeys, most: int = -1
 ) -> Iterator[Batch]:
-    """All rows or the first `most` in batches on the devices, the last filled up with padding."""
+    """Yields all rows or the first `most` in batches, the last filled up with padding."""
     count = len(rows) if most == -1 else min(most, len(rows))
     padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))
 
     def read(index: int) -> Batch:
-        def row(place: int) -> Row:
-            number = index * spec.rows + place
+        def row(number: int) -> Row:
+            number += index * spec.rows
             return rows[number] if number < count else padding
 
         return expansion.share.read(row, spec)
 
     numbers, abstract = range(-(-count // spec.rows)), expansion.abstract_batch(spec)
-    here = dataclasses.replace(reading, grain_worker_count=0)
-    ahead = expansion.read_ahead("evaluation batch", read, numbers, here, spec)
+    in_threads = dataclasses.replace(reading, grain_worker_count=0)
+    ahead = expansion.read_ahead("evaluation batch", read, numbers, in_threads, spec)
     with contextlib.closing(ahead):
         for local in ahead:
             yield expansion.place(local, abstract)
 
 
 def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
-    """Documents (one text is one), those cut into rows of `length`, and rows without a target."""
+    """Counts documents (one text is one), those that are cut, and rows without a target, where the
+    rows are cut into rows of `length`.
+    """
     tokens = len(rows[0].tokens) - 1
     batch = stack(rows, text_fields(tokens, separate=True))
     segments_NT = np.where(batch.tokens == PADDING, PADDING, batch.segments)
     before, behind = segments_NT[:, length - 1 : -1 : length], segments_NT[:, length::length]
-    documents = [{*of_row} - {PADDING} for of_row in segments_NT]
+    documents = [{*segments} - {PADDING} for segments in segments_NT]
     cut = [{*b[(b == a) & (b != PADDING)]} for b, a in zip(before, behind, strict=True)]
     has_target = (batch.targets.reshape(len(rows), -1, length) != PADDING).any(-1)
     return sum(map(len, documents)), sum(map(len, cut)), int((~has_target).sum())
 
 
 def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatchManager) -> None:
-    keys, there, needed, beyond = ramp.keys, len(rows), ramp.total_samples, 0
+    """Refuses a run that needs more rows than there are; the error says what would do."""
+    keys, available, needed, beyond = ramp.keys, len(rows), ramp.total_samples, 0
     if keys.rampup_policy == "noise":  # the last step begins before the run's end, with any rung
         beyond = keys.rampup_ladder[-1] - 1
         needed = max(needed, keys.samples_of_run + beyond)
-    if needed <= there:
+    if needed <= available:
         return
     once, _ = rows.length(1)
     part = rows.length(num_epoch)[1]
     epochs = bisect.bisect_left(range(needed), needed, num_epoch, key=lambda n: rows.length(n)[0])
-    has = f"{once} x num_epoch={num_epoch} = {there}"
-    has = f"{there} with num_epoch={num_epoch}" if corpus.later else has
+    has = f"{once} x num_epoch={num_epoch} = {available}"
+    has = f"{available} with num_epoch={num_epoch}" if corpus.later else has
     length, why = ramp.shown_length, ""
     name = length.partition("=")[0]
     if name == "steps":
-        most = ramp.step_at_sample(there)
+        most = ramp.step_at_sample(available)
     elif keys.rampup_policy == "noise":
-        most = there - beyond
+        most = available - beyond
         why = f" ({beyond} more, as the last step may be one of {beyond + 1})" if beyond else ""
     else:
-        most = ramp.samples_before(ramp.step_at_sample(there))
+        most = ramp.samples_before(ramp.step_at_sample(available))
     most = f"{name}={ramp.tokens(most) if name == 'total_tokens' else most}"
-    most = f", or at most {most}" if there > beyond else ""
+    most = f", or at most {most}" if available > beyond else ""
     raise ConfigError(
         f"{length} takes {needed} rows{why}, but the data has {has}"
         + (f", after which {part} is used up" if len(corpus.train) > 1 else "")

@@ -33,47 +33,50 @@ _LONGEST_PERIOD = 100_000
 class Interleaving:
     """Which part item n of a mixture comes from, and which item of that part it is.
 
-    Of the first n items, for every n, each part has its exact share to within one item: a place
-    goes to the part that would fall behind first, of those that it does not put ahead of their
-    share (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). The choices
-    repeat after a period, the smallest number of items that the shares divide.
+    Among the first n items, for every n, each part has its exact share to within one item: an item
+    comes from the part that would fall behind first, among those that it does not put ahead of
+    their share (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). The
+    choices repeat after a period, the smallest number of items that the shares divide.
     """
 
     def __init__(self, weights: Sequence[float]):
-        """`weights` count as the decimals they are written as; where their period would exceed
+        """Takes weights as the decimals they are written as; where their period would exceed
         100,000 items, shares are rounded to that fraction.
         """
         self._shares = _whole_shares(weights)
         period = sum(self._shares)
-        self._picks, self._places = [], [[] for _ in weights]
+        self._picks = []  # the part of each item of a period
+        self._items = [[] for _ in weights]  # the items of each part in a period
         for n in range(period):
             behind = (
-                (Fraction(len(places) + 1, share), part)
-                for part, (places, share) in enumerate(zip(self._places, self._shares, strict=True))
-                if len(places) * period < share * (n + 1)
+                (Fraction(len(items) + 1, share), part)
+                for part, (items, share) in enumerate(zip(self._items, self._shares, strict=True))
+                if len(items) * period < share * (n + 1)
             )
             part = min(behind)[1]
             self._picks.append(part)
-            self._places[part].append(n)
+            self._items[part].append(n)
 
     def locate(self, item: int) -> tuple[int, int]:
-        period, place = divmod(item, len(self._picks))
-        part = self._picks[place]
-        return part, period * self._shares[part] + bisect.bisect_left(self._places[part], place)
+        """Returns the part that an item comes from, and which item of that part it is."""
+        period, rest = divmod(item, len(self._picks))
+        part = self._picks[rest]
+        return part, period * self._shares[part] + bisect.bisect_left(self._items[part], rest)
 
     def count(self, items: int) -> list[int]:
+        """Counts the items of each part among the first ones."""
         periods, rest = divmod(items, len(self._picks))
         return [
-            periods * share + bisect.bisect_left(places, rest)
-            for share, places in zip(self._shares, self._places, strict=True)
+            periods * share + bisect.bisect_left(part_items, rest)
+            for share, part_items in zip(self._shares, self._items, strict=True)
         ]
 
     def length(self, available: Sequence[int]) -> tuple[int, int]:
-        """Items until a part with this many is used up, and which part that is."""
+        """Returns the items until a part with this many is used up, and which part that is."""
         ends = []
         for part, (count, share) in enumerate(zip(available, self._shares, strict=True)):
             periods, rest = divmod(count, share)
-            ends.append((periods * len(self._picks) + self._places[part][rest], part))
+            ends.append((periods * len(self._picks) + self._items[part][rest], part))
         return min(ends)
 
 
@@ -89,7 +92,7 @@ def _whole_shares(weights: Sequence[float]) -> list[int]:
 
 @functools.cache
 def _seed_of_shuffle(seed: int, part: int, epoch: int) -> int:
-    """A seed of its own, of 32 bits, for every shuffle of every run."""
+    """Returns a seed of its own, of 32 bits, for every shuffle of every run."""
 
     def digest(*numbers: int) -> int:
         return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest())
@@ -117,8 +120,11 @@ class RunRows:
         seed: int | None,
         later: Sequence[tuple[int, Sequence[float]]] = (),
     ):
-        """`parts` have `name`, `weight` and `items`. Without a seed the order is the data's.
-        `later` are other weights, each from a row on; 0 = no rows there.
+        """Puts parts, with `name`, `weight` and `items`, in the order of the run.
+
+        Args:
+          seed: None = the data's own order.
+          later: (first row, weight of each part) of other mixtures; 0 = no rows in it.
         """
         self._parts, self._seed = parts, seed
         self._stretches: list[_Stretch] = []
@@ -129,13 +135,13 @@ class RunRows:
                 counts = last.mixture.count(first - last.first)
                 for part, count in zip(last.parts, counts, strict=True):
                     used[part] += count
-            there = [number for number, weight in enumerate(weights) if weight]
-            mixture = Interleaving([weights[number] for number in there])
-            self._stretches.append(_Stretch(first, there, mixture, used))
+            mixed = [number for number, weight in enumerate(weights) if weight]
+            mixture = Interleaving([weights[number] for number in mixed])
+            self._stretches.append(_Stretch(first, mixed, mixture, used))
         self._length, _ = self.length(num_epoch)
 
     def length(self, num_epoch: int) -> tuple[int, str]:
-        """Rows until a part was used `num_epoch` times, and the name of that part."""
+        """Returns the rows until a part was used `num_epoch` times, and the name of that part."""
         ends = [stretch.first for stretch in self._stretches[1:]] + [math.inf]
         for stretch, end in zip(self._stretches, ends, strict=True):
             left = [len(self._parts[p].items) * num_epoch - stretch.used[p] for p in stretch.parts]
@@ -150,38 +156,39 @@ class RunRows:
     def __getitem__(self, row: int) -> Row:
         first = operator.attrgetter("first")
         stretch = self._stretches[bisect.bisect_right(self._stretches, row, key=first) - 1]
-        there, index = stretch.mixture.locate(row - stretch.first)
-        part = stretch.parts[there]
-        index, items = index + stretch.used[part], self._parts[part].items
-        epoch, place = divmod(index, len(items))
+        number, index = stretch.mixture.locate(row - stretch.first)
+        part = stretch.parts[number]
+        items = self._parts[part].items
+        epoch, index = divmod(index + stretch.used[part], len(items))
         if self._seed is not None:
             seed = _seed_of_shuffle(self._seed, part, epoch)
-            place = index_shuffle(place, max_index=len(items) - 1, seed=seed, rounds=4)
-        return items[place]
+            index = index_shuffle(index, max_index=len(items) - 1, seed=seed, rounds=4)
+        return items[index]
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
     """The rows of every micro batch that a process reads, and how it lays them out."""
 
-    # In the mesh, of the devices whose rows this process reads: int [factor, devices]. Its own
-    # receive the first, and pass on the others.
-    places: np.ndarray
+    # Positions in the mesh of the devices whose rows this process reads: int [factor, devices].
+    # Its own receive the first, and pass on the others.
+    positions: np.ndarray
 
     def _groups(self, spec: StageSpec) -> tuple[np.ndarray, np.ndarray]:
-        """The groups whose rows are read, ascending, and which of them each place holds."""
-        return np.unique(self.places // spec.mesh.model_parallel_size, return_inverse=True)
+        """Returns the groups whose rows are read, ascending, and which of them a position holds."""
+        return np.unique(self.positions // spec.mesh.model_parallel_size, return_inverse=True)
 
     def rows(self, spec: StageSpec) -> list[int]:
+        """Returns the numbers in a micro batch of the rows that are read."""
         size = spec.rows // spec.mesh.ranks
         return [row for g in self._groups(spec)[0] for row in range(g * size, (g + 1) * size)]
 
     def read(self, row: Callable[[int], Row], spec: StageSpec) -> Batch:
-        """This process's part of a batch: [A, R, ...], or with a factor above 1 [factor, A, devices
-        x rows of a group, ...]. `row` gives a row by its place in the batch.
+        """Reads this process's part of a batch: [A, R, ...], or with a factor above 1 [factor, A,
+        devices x rows of a group, ...]. `row` gives a row by its number in the batch.
         """
         A, B = spec.accumulation, spec.rows
-        places = [a * B + place for a in range(A) for place in self.rows(spec)]
+        numbers = [a * B + number for a in range(A) for number in self.rows(spec)]
         groups, slots = self._groups(spec)
 
         def lay_out(x_N: np.ndarray) -> np.ndarray:
@@ -192,10 +199,10 @@ class Share:
             chosen = np.moveaxis(x_AgR[:, slots], 1, 0)  # [factor, A, devices, ...]
             return chosen.reshape(len(slots), A, -1, *suffix)
 
-        return jax.tree.map(lay_out, stack([row(place) for place in places], spec.fields, places))
+        return jax.tree.map(lay_out, stack([row(n) for n in numbers], spec.fields, numbers))
 
 
 def read_step(rows: Sequence[Row], ramp: RampupBatchManager, share: Share, step: int) -> Batch:
-    """What this process reads for a step."""
+    """Reads this process's part of a step's batch."""
     spec, first = ramp.stage_at_step(step).spec, ramp.samples_before(step)
-    return share.read(lambda place: rows[first + place], spec)
+    return share.read(lambda number: rows[first + number], spec)

@@ -20,7 +20,7 @@ class RowLayout:
     """Which pieces make which rows: pieces first[i] .. first[i + 1] - 1 make row i, in order."""
 
     def __init__(self, document: np.ndarray, start: np.ndarray, size: np.ndarray, row: np.ndarray):
-        """Of every piece its document, its start in that and its size, in tokens, and its row."""
+        """Takes every piece's document, its start and size in that, in tokens, and its row."""
         order = np.argsort(row, kind="stable")
         rows = int(row.max()) + 1 if len(row) else 0
         self.first = np.searchsorted(row[order], np.arange(rows + 1))
@@ -58,8 +58,8 @@ class PackedRows:
 
 
 def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -> RowLayout:
-    """The documents one after another, cut into rows of T = `length`; padding only at the end.
-    Unless `separate`, rows are one text, and each begins with the last token of the row before.
+    """Lays documents one after another and cuts them into rows of T = `length`; padding only at the
+    end. Unless `separate`, rows are one text: each begins with the last token of the row before.
     """
     document, lengths = _select_predicting(lengths)
     end = np.cumsum(lengths)
@@ -77,7 +77,7 @@ def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -
 
 
 def one_per_row(lengths: np.ndarray, length: int) -> RowLayout:
-    """Every document in a row of its own, a longer one in several."""
+    """Lays every document into a row of its own, a longer one into several."""
     document, start, size = _cut(lengths, length)
     return RowLayout(document, start, size, np.arange(len(document)))
 
@@ -107,8 +107,8 @@ def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
         rooms |= 1 << room - wanted
     first_piece = np.full(rows, len(document))
     np.minimum.at(first_piece, row, np.arange(len(document)))
-    place = np.argsort(np.argsort(first_piece))
-    return RowLayout(document, start, size, place[row])
+    rank = np.argsort(np.argsort(first_piece))
+    return RowLayout(document, start, size, rank[row])
 
 
 def _select_predicting(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +117,7 @@ def _select_predicting(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cut(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Document, start and size of pieces of at most length + 1 tokens."""
+    """Returns document, start and size of pieces of at most length + 1 tokens."""
     document, lengths = _select_predicting(lengths)
     which, piece = _repeat(-(-(lengths - 1) // length))
     start = piece * length
@@ -125,7 +125,9 @@ def _cut(lengths: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _repeat(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """counts [2, 1] -> ([0, 0, 1], [0, 1, 0]): every index as often, and the numbers of each."""
+    """Returns every index as often as its count, and the numbers of each: for counts [2, 1]
+    [0, 0, 1] and [0, 1, 0].
+    """
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
 

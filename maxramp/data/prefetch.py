@@ -19,9 +19,12 @@ class ReadAhead(Iterator[Any]):
     """The elements of some numbers, in order, read ahead; close it."""
 
     def __init__(self, what: str, read: Read, numbers: range, reading: ReadingKeys, size: int):
-        """`what` an element is, for a person; `size` are the bytes of the largest. Reads
-        grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead, whichever is less,
-        in processes, which take seconds to start, or with grain_worker_count=0 in threads.
+        """Reads grain_prefetch_buffer_size elements or grain_prefetch_buffer_gib ahead, whichever
+        is less, in processes, which take seconds to start, or with grain_worker_count=0 in threads.
+
+        Args:
+          what: an element is, for a person.
+          size: bytes of the largest element.
         """
         workers = reading.grain_worker_count
         self._what, self._next, self._shared = what, numbers.start, workers > 0
@@ -42,7 +45,9 @@ class ReadAhead(Iterator[Any]):
         self._iterator.start_prefetch()
 
     def __next__(self) -> Any:
-        """A TrainingError says that an element cannot be read, for instance as a worker died."""
+        """Returns the next element; a TrainingError says why it cannot be read, for instance as a
+        worker died.
+        """
         try:
             element = next(self._iterator)
         except (StopIteration, MemoryError):

@@ -200,7 +200,7 @@ class _Maker:
     """Makes shards, one after another."""
 
     def __init__(self, work: Preparation, counts: Any, lock: Any, threads: int):
-        """`counts` and their `lock` belong to all makers."""
+        """Takes `counts` and their `lock`, which all makers share."""
         self._work, self._counts, self._lock, self._threads = work, counts, lock, threads
 
     def make_shard(self, shard: Shard, left_out: np.ndarray) -> None:

@@ -2,9 +2,8 @@
 
 Glossary
   factor f  processes p with p % f == 0 read, each for itself and the f - 1 processes after it
-  place     of a device in the mesh, counted over all its axes in order
-  slot j    of a reading process's device: the rows of the device at the same position in
-            process p + j
+  position  of a device in the mesh, counted over all its axes in order
+  slot j    of a reading process's device: the rows of the corresponding device of process p + j
 
 The step takes f slots and moves slot j to its process by one permutation, so the interconnect
 carries exactly the rows that devices without a reader need. Factor 1 adds nothing to the step;
@@ -33,7 +32,7 @@ from maxramp.parallel.sharding import BATCH_ABT, SLOTS_fANT
 from maxramp.stage import StageSpec
 
 
-def _process_of_place(mesh: Mesh) -> list[int]:
+def _process_indices(mesh: Mesh) -> list[int]:
     return [device.process_index for device in mesh.devices.flat]
 
 
@@ -46,51 +45,53 @@ class Expansion:
         do.
         """
         self.mesh = mesh
-        process_of_place = _process_of_place(mesh)
-        places: dict[int, list[int]] = {}
-        for place, process in enumerate(process_of_place):
-            places.setdefault(process, []).append(place)
+        process_indices = _process_indices(mesh)
+        positions: dict[int, list[int]] = {}  # of each process's devices
+        for position, process in enumerate(process_indices):
+            positions.setdefault(process, []).append(position)
         factor = max(1, int(expansion_factor_real_data))
-        processes = len(places)
+        key, processes = f"expansion_factor_real_data={factor}", len(positions)
         possible = [str(n) for n in range(1, processes + 1) if processes % n == 0]
-        sizes, given = sorted({*map(len, places.values())}), f"expansion_factor_real_data={factor}"
+        sizes = sorted({*map(len, positions.values())})
         if processes % factor:
             raise ConfigError(
-                f"{given}: one of that many processes reads for the others, but this job has "
+                f"{key}: one of that many processes reads for the others, but this job has "
                 f"{processes}; use {' or '.join(possible)}"
             )
         if factor > 1 and len(sizes) > 1:
             raise ConfigError(
-                f"{given}: the processes of this job have {sizes} devices, and rows go from device "
+                f"{key}: the processes of this job have {sizes} devices, and rows go from device "
                 "to device; use 1, or processes of equal size"
             )
         self.factor = factor
-        readers = [p for p in sorted(places) if p % factor == 0]
+        readers = [p for p in sorted(positions) if p % factor == 0]
         self._moves = [
-            [(a, b) for p in readers for a, b in zip(places[p], places[p + j], strict=True)]
+            [(a, b) for p in readers for a, b in zip(positions[p], positions[p + j], strict=True)]
             for j in range(1, factor)
         ]
-        self._slot_of_place = [process % factor for process in process_of_place]
+        self._slots = [process % factor for process in process_indices]  # by position
         process = jax.process_index()
         self.reads = process in readers
         served = range(process, process + factor) if self.reads else ()
-        self.share = Share(np.array([places[p] for p in served], int))
-        self._nothing = functools.cache(self._make_nothing)
+        self.share = Share(np.array([positions[p] for p in served], int))
+        self._zeros = functools.cache(self._make_zeros)
 
     def mesh_of(self, spec: StageSpec) -> Mesh:
+        """Returns the mesh of a stage."""
         return reshape_mesh(self.mesh, spec.mesh)
 
     def abstract_batch(self, spec: StageSpec) -> Batch:
-        leading, lies = (spec.accumulation, spec.rows), BATCH_ABT
+        """Returns the shapes of a batch as `place` puts it on the devices."""
+        leading, partition = (spec.accumulation, spec.rows), BATCH_ABT
         if self.factor > 1:
             rows = spec.rows * spec.mesh.model_parallel_size
-            leading, lies = (self.factor, spec.accumulation, rows), SLOTS_fANT
-        return abstract_batch(spec.fields, leading, NamedSharding(self.mesh_of(spec), lies))
+            leading, partition = (self.factor, spec.accumulation, rows), SLOTS_fANT
+        return abstract_batch(spec.fields, leading, NamedSharding(self.mesh_of(spec), partition))
 
     def read_ahead(
         self, what: str, read: Read, numbers: range, reading: ReadingKeys, largest: StageSpec
     ) -> Iterator[Batch | None]:
-        """What `place` takes; `largest` is the largest batch."""
+        """Returns what `place` takes, read ahead; `largest` is the stage of the largest batch."""
         if not self.reads:
             return (None for _ in numbers)
         abstract = jax.tree.leaves(self.abstract_batch(largest))
@@ -98,13 +99,13 @@ class Expansion:
         return ReadAhead(what, read, numbers, reading, size)
 
     def place(self, local: Batch | None, batch: Batch) -> Batch:
-        """`local` is None where this process does not read."""
+        """Puts a batch on the devices; `local` is None where this process does not read."""
         if local is None:
-            return jax.tree.map(self._nothing, batch)
+            return jax.tree.map(self._zeros, batch)
         make = jax.make_array_from_process_local_data
         return jax.tree.map(lambda x, part: make(x.sharding, part, x.shape), batch, local)
 
-    def _make_nothing(self, x: jax.ShapeDtypeStruct) -> jax.Array:
+    def _make_zeros(self, x: jax.ShapeDtypeStruct) -> jax.Array:
         shape = x.sharding.shard_shape(x.shape)
         return jax.make_array_from_callback(
             x.shape, x.sharding, lambda index: np.zeros(shape, x.dtype)
@@ -120,7 +121,7 @@ class Expansion:
             arrived = [slots_fANT[0], *moved]
             # A choice that the compiler leaves alone. A sum with zeros, or a select, it would put
             # into the loops that read the rows, and a loss's sum, compiled so, has other last bits.
-            slot = jnp.array(self._slot_of_place)[jax.lax.axis_index(AXES)]
+            slot = jnp.array(self._slots)[jax.lax.axis_index(AXES)]
             return jax.lax.switch(slot, [lambda j=j: arrived[j] for j in range(self.factor)])
 
         # The devices of a group get equal rows, which the compiler cannot know.

@@ -73,8 +73,13 @@ class StreamRows(Items):
         separate: bool = False,
         span: tuple[int, int] | None = None,
     ):
-        """`tokens` is an array, or a TokenStream, whose rows may be `separate` (say where documents
-        begin); without a `vocab_size` ids are not checked. `span` are those that count, if not all.
+        """Cuts tokens into rows.
+
+        Args:
+          tokens: an array, or a TokenStream.
+          vocab_size: bound of the ids; None = they are not checked.
+          separate: whether rows say where documents begin; of a TokenStream.
+          span: the tokens that count, if not all.
         """
         self._first, stop = span or (0, len(tokens))
         super().__init__(max(0, (stop - self._first - 1) // length))
@@ -116,7 +121,7 @@ class Chain(Items):
         return self._parts[which][number - int(self._starts[which])]
 
     def counts(self) -> np.ndarray:
-        """int32 [documents, 3]: tokens, targets among them, and number in LEFT_OUT."""
+        """Returns int32 [documents, 3]: tokens, targets among them, and number in LEFT_OUT."""
         counts = np.concatenate([self._counts_of(part) for part in self._parts])
         return counts[self._numbers.start : self._numbers.stop]
 
@@ -146,6 +151,7 @@ class Documents(Chain):
 
 
 def fit_to_row(document: Document, length: float, cut: bool) -> Document:
+    """Returns a chat or pair as rows of `length` take it: whole, cut, or left out."""
     tokens, is_target, left_out, begins = document
     if left_out:
         return document

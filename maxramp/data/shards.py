@@ -140,7 +140,7 @@ class Preparation:
         (self.folder / LIST).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def locked(self, wait: Callable[[], None] | None = None) -> Iterator[None]:
+    def lock(self, wait: Callable[[], None] | None = None) -> Iterator[None]:
         """Locks the folder against other preparations.
 
         Args:

@@ -37,13 +37,13 @@ class BytesFile(RecordFile):
             )
         return np.concatenate([[BEGIN], np.frombuffer(data, np.uint8), [END]], dtype=np.int32)
 
-    def where(self, place: int) -> str:
+    def where(self, position: int) -> str:
         return f"text_files: {self.path}"
 
 
 def plan_text(keys: DataKeys) -> Preparation:
-    """The set of the files' bytes. The order of documents is random but the same everywhere, so
-    the tail of the stream is a fair sample; of a single file it is the file's end.
+    """Returns the set of the files' bytes. The order of documents is random but the same
+    everywhere, so the tail of the stream is a fair sample; of a single file it is the file's end.
     """
     named, title = _find_files(keys.text_files)
     files = [BytesFile(str(path), "", True) for _, path in named if path.stat().st_size]
@@ -54,6 +54,7 @@ def plan_text(keys: DataKeys) -> Preparation:
 
 
 def open_text(keys: DataKeys, cached: Preparation) -> Corpus:
+    """Opens the prepared files as one stream, whose end is held out."""
     texts = cached.open()
     stream, length = TokenStream(texts.shards), keys.max_target_length
     total, digest = len(stream), texts.digest
@@ -75,7 +76,7 @@ def open_text(keys: DataKeys, cached: Preparation) -> Corpus:
 
 
 def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
-    """(name, path) of every file, in the corpus's order, and what to call them."""
+    """Returns (name, path) of every file, in the corpus's order, and what to call them."""
     if not pattern:
         title, paths = "sources of the Python standard library", []
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])

@@ -99,7 +99,7 @@ def _open_huggingface(file: str, split: bool) -> Model:
 
 @functools.cache
 def _fetch_template(name: str, file: str) -> None:
-    """A chat template beside a tokenizer's file, if the hub can be asked: few models have one."""
+    """Fetches a chat template beside a tokenizer's file, if the hub has one: few models do."""
     with contextlib.suppress(ConfigError):
         hub.fetch("tokenizer_path", name, _TEMPLATE, beside=file)
 
@@ -162,12 +162,12 @@ class Tokenizer:
     split_special_tokens: bool
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, int32, with its marks."""
+        """Returns the ids of each text, int32, with its marks."""
         (begin, end), encoded = self._marks, self.model.encode(list(texts))
         return [np.concatenate([begin, np.asarray(ids, np.int32), end]) for ids in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids [n] of a text that names its marks, and the characters [n, 2] of each."""
+        """Returns the ids [n] of a text that names its marks, and the characters [n, 2] of each."""
         ids, offsets = self.model.encode_with_offsets(text)
         return np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
 
@@ -187,6 +187,7 @@ class Tokenizer:
         return hashlib.blake2b(data + marks, digest_size=8).hexdigest()
 
     def describe(self) -> str:
+        """Returns type, file, size and marks, for a person."""
         marks = [name for name, value in self.mark_keys.items() if value]
         return (
             f"{self.type}{f' {self.file}' if self.file else ''}: {self.vocab_size:,} ids"
@@ -205,7 +206,7 @@ class Tokenizer:
         return os.path.join(path, "tokenizer.json") if is_folder else path
 
     def files(self) -> dict[str, bytes]:
-        """Its copy in a prepared set, its own file first."""
+        """Returns the files of its copy in a prepared set, its own first."""
         name = TYPES[self.type][1]
         files = {name: storage.read_bytes(self.file)} if name else {}
         if self.type == "huggingface" and storage.exists(marks := _marks_file(self.file)):
@@ -229,19 +230,20 @@ class Tokenizer:
         """
         if self.type != "huggingface":
             return ""
-        found = self._config.get("chat_template") or ""
+        template = self._config.get("chat_template") or ""
         beside = os.path.join(os.path.dirname(self.file), _TEMPLATE)
-        if not found and hub.is_name(path := os.path.expanduser(self.path)):
+        path = os.path.expanduser(self.path)
+        if not template and hub.is_name(path):
             _fetch_template(path, self.file)
         if storage.exists(beside):
             return storage.read_bytes(beside).decode(errors="replace")
-        if isinstance(found, list):  # several, by their names
-            named = {one["name"]: one["template"] for one in found}
-            found, of_tools = named.get("default", ""), named.get("tool_use", "")
-            if found and of_tools:
-                a, b = (text.removesuffix("\n") for text in (of_tools, found))  # as Jinja does
-                found = f"{{% if tools +%}}{a}{{%+ else +%}}{b}{{%+ endif %}}"
-        return found
+        if isinstance(template, list):  # several, by their names
+            named = {one["name"]: one["template"] for one in template}
+            template, with_tools = named.get("default", ""), named.get("tool_use", "")
+            if template and with_tools:
+                a, b = (text.removesuffix("\n") for text in (with_tools, template))  # as Jinja does
+                template = f"{{% if tools +%}}{a}{{%+ else +%}}{b}{{%+ endif %}}"
+        return template
 
     @property
     def _config(self) -> dict[str, Any]:
@@ -278,7 +280,7 @@ class Tokenizer:
 def load(
     tokenizer_type: str, path: str, add_bos: bool, add_eos: bool, split_special_tokens: bool = True
 ) -> Tokenizer:
-    """A tokenizer that is known to work."""
+    """Opens a tokenizer that is known to work."""
     tokenizer = Tokenizer(tokenizer_type, path, add_bos, add_eos, split_special_tokens)
     if not split_special_tokens and tokenizer_type not in ("huggingface", "tiktoken"):
         raise ConfigError(
@@ -290,7 +292,9 @@ def load(
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> bytes:
-    """tokenizer.json of a byte-level BPE of `vocab_size` (258 or more) ids, <s> and </s> first."""
+    """Trains a byte-level BPE of `vocab_size` (258 or more) ids, <s> and </s> first; returns its
+    tokenizer.json.
+    """
     library = optional("tokenizers", "tokenizers", "--train_bpe")
     model = library.Tokenizer(library.models.BPE())
     model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -9,6 +9,7 @@ from maxramp.objectives.text import TEXT
 
 
 def refuse_tokenizer(config: Any, reader: str) -> Relations:
+    """Refuses a tokenizer that has no chat template."""
     kind = config.data.type_of_tokenizer
     yield (
         kind != "huggingface",

@@ -51,6 +51,7 @@ def measured_noise(config: Any) -> str:
 
 
 def refuse_cuts(config: Any, reader: str) -> Relations:
+    """Refuses samples that are cut into rows."""
     yield (
         config.batch.row_length != -1,
         f"row_length={config.batch.row_length} cuts samples into rows, and {reader} reads each "
@@ -59,6 +60,7 @@ def refuse_cuts(config: Any, reader: str) -> Relations:
 
 
 def refuse_in_phases(config: Any, reader: str, names: Iterable[str]) -> Relations:
+    """Refuses keys that must be the same in all phases."""
     for name in names:
         phases = [f"{phase}.{name}" for phase in config.batch.changing(name)]
         yield (phases, f"{''.join(phases[:1])}: {reader} takes one for the whole run; leave it out")

@@ -23,7 +23,7 @@ class PreferenceKeys(Keys):
 
 
 def _fields(tokens: int, separate: bool = True) -> tuple[Field, ...]:
-    """Of T tokens for both chats of a pair, which are two segments."""
+    """Lists the arrays for T tokens of both chats of a pair, which are two segments."""
     return *text_fields(tokens, separate=True), Field("reference_log_probs", "float32", (2,))
 
 

@@ -28,7 +28,7 @@ class PolicyKeys(Keys):
 
 
 def _fields(tokens: int, separate: bool = False) -> tuple[Field, ...]:
-    """Of T tokens of a prompt and its answer."""
+    """Lists the arrays for T tokens of a prompt and its answer."""
     ids, numbers = ("tokens", "targets"), ("weights", "shares", "sampled_log_probs")
     dtypes = {**dict.fromkeys(ids, "int32"), **dict.fromkeys(numbers, "float32")}
     return tuple(Field(name, dtype, (tokens,)) for name, dtype in dtypes.items())

@@ -16,7 +16,9 @@ class NextTokenKeys(Keys):
 
 
 def sum_names(keys: NextTokenKeys) -> tuple[str, ...]:
-    return ("loss", "tokens", *("token_accuracy", "entropy")[: 2 * keys.log_token_statistics])
+    """Returns the names of the sums that a step shows."""
+    names = ("loss", "tokens")
+    return (*names, "token_accuracy", "entropy") if keys.log_token_statistics else names
 
 
 TEXT = Objective("rows", text_fields, NextTokenKeys, sum_names)

@@ -215,8 +215,7 @@ def test_megatron_files_are_honoured(dtype, modes, tmp_path):
         assert [file[i].tolist() for i in range(len(file))] == whole
         assert file.lengths().tolist() == list(map(len, whole))
         for size in (1, 10, 10**6):
-            pieces = file.split(size)
-            assert [d.tolist() for a, b, _ in pieces for d in file.read(a, b)] == whole
+            assert [document.tolist() for document in read(file, size)] == whole
         copy = pickle.loads(pickle.dumps(file))
         for a in range(len(stream)):
             for b in range(a, len(stream) + 1):

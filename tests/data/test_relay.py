@@ -26,7 +26,7 @@ def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
     config = make_config(*keys, "enable_rampup_batch_size=False")
     mesh = make_mesh(config)
     processes = [place * PROCESSES // mesh.size for place in range(mesh.size)]
-    monkeypatch.setattr(relay, "_process_of_place", lambda mesh: processes)
+    monkeypatch.setattr(relay, "_process_indices", lambda mesh: processes)
     objective = next_token_prediction(config.recipe.loss, config.model)
     tokens = config.model.max_target_length
     spec = RampupBatchManager(config.batch).stages[0].spec

@@ -100,7 +100,7 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
 
 
 def _overlap(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
-    """Returns which tokens, with `offsets` [n, 2] in a text, have a character in spans: bool [n]."""
+    """Returns which tokens, by their `offsets` [n, 2], have a character in a span: bool [n]."""
     begins, ends = offsets.T
     starts, stops = np.array([*spans, (0, -1)]).T
     which = np.searchsorted(starts[:-1], ends) - 1  # the last that begins before the token's end

@@ -77,7 +77,7 @@ class ChatShard:
 
 
 def _sum_parts(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Sums values from each start up to the next; 0 where that is the same."""
+    """Returns the sums of values from each start up to the next; 0 where that is the same."""
     sums, ends = np.zeros(len(starts), np.int64), np.append(starts[1:], len(values))
     if (filled := ends > starts).any():
         sums[filled] = np.add.reduceat(values, starts[filled], dtype=np.int32)

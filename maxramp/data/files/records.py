@@ -32,7 +32,7 @@ class RecordFile:
     unit = "record"  # what a position in the file counts
 
     def __init__(self, path: str, column: str, tokens: bool):
-        """Names a file; nothing is read yet.
+        """Takes what names a file's records; nothing is read yet.
 
         Args:
           path: on a disk, or an address for fsspec.
