@@ -1,12 +1,11 @@
 """The check of a run's batches: silent for runs that went well, one line with a ramp for others."""
 
-import json
 import shlex
 import subprocess
 
-import numpy as np
 import pytest
 from conftest import BASE, ROOT, TINY, command, environment
+from noise_records import write_noise
 
 from maxramp import plan, suggest
 from maxramp.config.load import load
@@ -124,31 +123,17 @@ def test_an_adaptive_ramp_measures_itself():
     assert lines([*LONG, *ramp]) == []
 
 
-def write_noise(folder, rows, samples, spread=0.3):
-    """The records of 100 steps whose noise scale is that of some rows."""
-    rng, records = np.random.default_rng(0), []
-    for step in range(100):
-        one, other = 1 + spread * rng.standard_normal(2)
-        size = samples // 100
-        records.append({"step": step, "loss": 1.0, "global_batch_size": size})
-        records[-1] |= {"consumed_samples": size * (step + 1), "target_tokens": 2048 * size}
-        records[-1] |= {"norms_noise_signal": other, "norms_noise_variance": 2048 * rows * one}
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return folder
-
-
 def test_the_noise_scale_halves_what_is_far_above(tmp_path):
     """11.8M tokens are 2.9 times the laws' largest: far above only if the noise scale, too, is less
     than a tenth of that, for sure and where it was measured."""
     run = [*LONG, "global_batch_size=5760"]
     assert lines(run) == []
-    (line,) = lines(run, write_noise(tmp_path / "small", 300, 100_000))
+    (line,) = lines(run, write_noise(tmp_path / "small", [300] * 100, 1000, 2048, 0.3))
     assert "of 11.8M tokens (noise scale at most " in line and "as many tokens in smaller" in line
-    assert lines(run, write_noise(tmp_path / "large", 2000, 100_000)) == []
-    assert lines(run, write_noise(tmp_path / "unsure", 300, 100_000, spread=30.0)) == []
+    assert lines(run, write_noise(tmp_path / "large", [2000] * 100, 1000, 2048, 0.3)) == []
+    assert lines(run, write_noise(tmp_path / "unsure", [300] * 100, 1000, 2048, 30.0)) == []
     later = [*LONG, "step_batch_size_schedule=0:256 1B:5760"]
-    assert lines(later, write_noise(tmp_path / "before", 300, 100_000)) == []
+    assert lines(later, write_noise(tmp_path / "before", [300] * 100, 1000, 2048, 0.3)) == []
 
 
 def test_steps_that_are_done_are_not_judged():

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 from conftest import BASE
+from noise_records import write_noise
 
 from maxramp import suggest
 from maxramp.config.load import load
@@ -42,27 +43,27 @@ def test_a_size_is_taken_where_it_is_allowed_and_kept():
     assert fit_ramp([Measurement(5, 10, 10)], [50, 100]) == [(0, 50)]
 
 
-def test_branches_hold_up_to_the_next():
-    measured = branch_measurements([result(4000, 32, 16), result(1000, 16, None)])
-    assert [(p.first, p.last, p.batch) for p in measured] == [
-        (128_000, 512_000, 16 * 128),  # no interval: the size itself
-        (512_000, 640_000, 16 * 128),
-    ]
-
-
-def test_of_several_windows_from_one_step_the_least_counts():
-    results = [result(1000, 32, 32), result(1000, 16, 16) | {"samples": 2000}, result(0, 8, 8)]
+@pytest.mark.parametrize(
+    "results, expected",
+    [
+        # Without an interval the size itself counts.
+        ([result(4000, 32, 16), result(1000, 16, None)], [(1000, 4000, 16), (4000, 5000, 16)]),
+        # Of several windows from one step the smallest size counts.
+        (
+            [result(1000, 32, 32), result(1000, 16, 16) | {"samples": 2000}, result(0, 8, 8)],
+            [(0, 1000, 8), (1000, 3000, 16)],
+        ),
+        # What costs something later is not allowed before.
+        (
+            [result(0, 64, 64), result(1000, 8, 8), result(2000, 32, 32)],
+            [(0, 1000, 8), (1000, 2000, 8), (2000, 3000, 32)],
+        ),
+    ],
+)
+def test_branches_hold_up_to_the_next(results, expected):
     for order in (results, results[::-1]):
         measured = branch_measurements(order)
-        assert [(p.first, p.last, p.batch) for p in measured] == [
-            (0, 128_000, 8 * 128),
-            (128_000, 384_000, 16 * 128),
-        ]
-
-
-def test_what_costs_later_is_not_taken_before():
-    measured = branch_measurements([result(0, 64, 64), result(1000, 8, 8), result(2000, 32, 32)])
-    assert [place.batch for place in measured] == [8 * 128, 8 * 128, 32 * 128]
+        assert [tuple(number / 128 for number in one) for one in measured] == expected
 
 
 def test_limits_that_branches_set(tmp_path, capsys):
@@ -213,9 +214,13 @@ def test_no_ramp(tmp_path, capsys):
     assert suggestion["batches"] == [[0, 8]] and "less than 5%" in printed
 
 
+# The noise scale of steps of 8 rows, over 20,000 samples.
+RISING = [4.0] * 1250 + [8.0] * 1250
+
+
 def test_the_noise_scale_gives_the_shape_and_branches_the_height(tmp_path, capsys):
     """A noise scale that grows from 4 to 8 rows; the batch may be four times that."""
-    write_noise(tmp_path)
+    write_noise(tmp_path, RISING, 8, 128)
     run = write_branches(tmp_path, result(0, 32, 16, noise=3.99))
     suggestion, _ = suggested(capsys, "--noise", run, "--branch", run)
     (first, low), (place, high) = suggestion["batches"]
@@ -228,33 +233,11 @@ def test_the_noise_scale_gives_the_shape_and_branches_the_height(tmp_path, capsy
 
 def test_devices_divide_what_is_suggested(tmp_path, capsys):
     """8 devices hold 4 ranks: the noise scale's lower end would allow 1, 2 and 3 rows."""
-    write_noise(tmp_path)
+    write_noise(tmp_path, RISING, 8, 128)
     mesh = ["devices_per_node=8", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"]
     suggestion, printed = suggested(capsys, "--noise", str(tmp_path), *mesh)
     assert suggestion["batches"] == [[0, 4]] and suggestion["rows"][1]["steps"] == 5000
     assert "the smallest batch that this run may take has 512" in printed
-
-
-def write_noise(folder):
-    """Metrics of a run of 20,000 samples whose noise scale grows from 4 to 8 rows."""
-    records, consumed = [], 0
-    for step in range(2500):
-        consumed += 8
-        scale = 4.0 if consumed < 10_000 else 8.0
-        records.append(
-            {
-                "step": step,
-                "loss": 1.0,
-                "global_batch_size": 8,
-                "consumed_samples": consumed,
-                "consumed_tokens": 128 * consumed,
-                "target_tokens": 128 * 8,
-                "norms_noise_signal": 1.0 + 0.01 * (-1) ** step,
-                "norms_noise_variance": 128 * scale,
-            }
-        )
-    text = "".join(json.dumps(r) + "\n" for r in records)
-    (folder / "metrics.jsonl").write_text(text)
 
 
 def test_nothing_measured(tmp_path, capsys):
