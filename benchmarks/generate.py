@@ -22,7 +22,7 @@ import numpy as np
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.generation.generator import Generator, Writing
+from maxramp.generation.generator import GenerationConfig, Generator
 from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.parallel import mesh as mesh_lib
@@ -68,7 +68,7 @@ def measure(keys):
     config = resolve(load([BASE, *constant, f"max_target_length={length}", *keys]), 1, 1, 1)
     jax.set_mesh(mesh_lib.make_mesh(config.mesh))
     model = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
-    generator = Generator(config.model, model, Writing(NEW, Sampling(temperature=0)))
+    generator = Generator(config.model, model, GenerationConfig(NEW, Sampling(temperature=0)))
     weights = generator.prepare(model)
     layers = generator._structure.unflatten(weights)
     random = np.random.default_rng(0)

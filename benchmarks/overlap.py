@@ -31,7 +31,7 @@ from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Sums
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.tasks import brevity
-from maxramp.rl.trainer import PolicyTrainer, Scorer, writing
+from maxramp.rl.trainer import PolicyTrainer, Scorer, generation_config
 from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, initial_state
@@ -67,7 +67,7 @@ class Steps:
                 config,
                 LearningRate.from_keys(config.learning_rate, self._ramp),
                 state,
-                writing(config, tokenizer),
+                generation_config(config, tokenizer),
                 compiler,
                 {},
             )

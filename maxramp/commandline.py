@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import maxramp
 from maxramp.errors import ConfigError, report
 from maxramp.keys.base import CONFIGS
-from maxramp.keys.megatron import meant_by
+from maxramp.keys.megatron import suggest_argument
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             words = [word for word in words.split(" ") if word.startswith("-")]
             shown = ", ".join(f'"{word}"' for word in words)
             message = f"{shown}: no such option; a key is given as key=value, without dashes"
-            if meant := list(filter(None, (meant_by(word, self._words) for word in words))):
+            if meant := list(filter(None, (suggest_argument(word, self._words) for word in words))):
                 message += f": did you mean {shell_quote(meant)}?"
         message += " (--help lists the options, --help-keys the keys of key=value)"
         raise ConfigError(message)

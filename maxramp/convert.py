@@ -25,7 +25,7 @@ from maxramp.huggingface import gguf, writing
 from maxramp.huggingface.folder import TOKENIZER
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_parameters
-from maxramp.model.families.table import is_of_experts
+from maxramp.model.families.table import has_experts
 from maxramp.processes import backend
 from maxramp.processes.ending import run
 
@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> int:
     writing.check_free(options.to)
     opened = None if options.run.endswith(".gguf") else open_model(options.run, options.keys)
     keys = opened and opened.config.model
-    has_experts = keys and is_of_experts(keys.decoder_block)
-    if options.fuse_experts and (not has_experts or (keys.lora_rank and not options.merge)):
+    is_sparse = keys and has_experts(keys.decoder_block)
+    if options.fuse_experts and (not is_sparse or (keys.lora_rank and not options.merge)):
         raise ConfigError(f"--fuse_experts: {options.run} has no experts to write; leave it out")
     if not opened:
         gguf.unpack(options.run, options.to, options.dtype or "float32")

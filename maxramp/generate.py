@@ -23,7 +23,7 @@ import jax
 from maxramp.commandline import Parser, command, count, print_progress
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
-from maxramp.generation.generator import Generator, Writing
+from maxramp.generation.generator import Answer, GenerationConfig, Generator
 from maxramp.generation.sampling import Sampling
 from maxramp.generation.text import AnswerText
 from maxramp.handover.opening import ChatText, PromptTokenizer, open_model
@@ -32,68 +32,81 @@ from maxramp.processes import backend
 from maxramp.processes.ending import run
 from maxramp.rl.prompts import FilePrompts
 
-_SELDOM = 16  # tokens
+_STOP_INTERVAL = 16  # tokens between looks for stop texts, if nobody watches
 
 
 @command
 def main(arguments: list[str]) -> int:
-    given = _parse(arguments)
-    trained = open_model(given.run, given.keys)
+    options = _parse(arguments)
+    trained = open_model(options.run, options.keys)
     tokenizer = trained.tokenizer()
-    asked = [*map(_text, given.prompt)]
-    if given.chat:
-        asked = [_user_chat(text, tokenizer) for text in asked]
-    if given.prompt_file:
-        asked += FilePrompts(given.prompt_file, None, tokenizer=tokenizer).texts
-    texts = [prompt for prompt in asked for _ in range(given.samples)]
+    texts = [*map(_replace_bad_bytes, options.prompt)]
+    if options.chat:
+        texts = [_user_chat(text, tokenizer) for text in texts]
+    if options.prompt_file:
+        texts += FilePrompts(options.prompt_file, None, tokenizer=tokenizer).texts
+    texts = [prompt for prompt in texts for _ in range(options.samples)]
     prompts = tokenizer.encode(texts)
     vocab_size, decode = tokenizer.tokenizer.vocab_size, tokenizer.tokenizer.decode
-    sampling = Sampling(given.temperature, given.top_k, given.top_p, vocab_size)
-    writing = Writing(given.max_new_tokens, sampling, given.seed, tuple(tokenizer.ends))
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, vocab_size)
+    config = GenerationConfig(options.max_new_tokens, sampling, options.seed, tuple(tokenizer.ends))
     backend.start(trained.config.backend)
     model = trained.load(print_progress)
-    options = compiler_options(jax.default_backend())
-    generator = Generator(trained.config.model, model, writing, options)
+    compiler = compiler_options(jax.default_backend())
+    generator = Generator(trained.config.model, model, config, compiler)
     weights = generator.prepare(model)
     del model
 
-    stops = [*map(_text, given.stop)]
+    stops = [*map(_replace_bad_bytes, options.stop)]
     written = [AnswerText(decode, prompt, stops) for prompt in prompts]
     heads = [f"--- {n} of {len(texts)}\n" * (len(texts) > 1) for n in range(1, len(texts) + 1)]
-    waiting = [(head + text, of) for head, text, of in zip(heads, texts, written, strict=True)]
-    # Answers that nobody watches come at once, or often enough to notice the texts that end them.
-    at_once = _SELDOM if stops else trained.config.model.max_target_length
-    every = at_once if given.json else 1
+    unprinted = [
+        (head + text, answer) for head, text, answer in zip(heads, texts, written, strict=True)
+    ]
+    every = 1
+    if options.json:  # all at once, or often enough to notice stop texts
+        every = _STOP_INTERVAL if stops else trained.config.model.max_target_length
     start, first = time.perf_counter(), None
     for answers in generator.stream(weights, prompts, every=every):
-        first = first or (time.perf_counter(), sum(len(answer.tokens) for answer in answers))
+        first = first or (time.perf_counter(), _count_tokens(answers))
         for text, answer in zip(written, answers, strict=True):
             text.read(answer)
-        if jax.process_index() == 0 and not given.json:
-            _show(waiting)
+        if jax.process_index() == 0 and not options.json:
+            _print_new(unprinted)
         if all(text.done for text in written):
             break
-    end, tokens = time.perf_counter(), sum(text.tokens for text in written)
+    seconds = time.perf_counter() - start
     if jax.process_index():
         return 0
-    if given.json:
-        for prompt, text, answer in zip(texts, written, answers, strict=True):
-            line = {
-                "prompt": prompt,
-                "answer": text.new(),
-                "truncated": answer.truncated and not text.stopped,
-                "tokens": answer.tokens[: text.tokens].tolist(),
-                "log_probs": [float(f"{x:.6g}") for x in answer.log_probs[: text.tokens]],
-            }
-            print(json.dumps(line))
-    compiled, at_first = first
-    after = sum(len(answer.tokens) for answer in answers) - at_first
-    how = ", compiling included"
-    if after:  # what nobody watches comes at once
-        how = f"; the first after {compiled - start:.1f} s, with the compile, then "
-        how += f"{after / (end - compiled):,.1f} tokens/s"
-    print(f"{count(tokens, 'token')} in {end - start:.1f} s{how}", file=sys.stderr)
+    if options.json:
+        _print_json(texts, written, answers)
+    first_seconds, first_tokens = first[0] - start, first[1]
+    later_tokens = _count_tokens(answers) - first_tokens
+    speed = ", compiling included"
+    if later_tokens:  # not if all came at once
+        speed = f"; the first after {first_seconds:.1f} s, with the compile, then "
+        speed += f"{later_tokens / (seconds - first_seconds):,.1f} tokens/s"
+    tokens = sum(text.tokens for text in written)
+    print(f"{count(tokens, 'token')} in {seconds:.1f} s{speed}", file=sys.stderr)
     return 0
+
+
+def _count_tokens(answers: Sequence[Answer]) -> int:
+    return sum(len(answer.tokens) for answer in answers)
+
+
+def _print_json(
+    prompts: Sequence[str], texts: Sequence[AnswerText], answers: Sequence[Answer]
+) -> None:
+    for prompt, text, answer in zip(prompts, texts, answers, strict=True):
+        line = {
+            "prompt": prompt,
+            "answer": text.new(),
+            "truncated": answer.truncated and not text.stopped,
+            "tokens": answer.tokens[: text.tokens].tolist(),
+            "log_probs": [float(f"{x:.6g}") for x in answer.log_probs[: text.tokens]],
+        }
+        print(json.dumps(line))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -117,22 +130,22 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--stop", **texts, help="end an answer at this text; may be given several times")
     add("--json", action="store_true", help="print one JSON object per answer")
     add("keys", nargs="*", metavar="key=value")
-    given = parser.parse_intermixed_args(arguments)
-    if not (given.prompt or given.prompt_file):
+    options = parser.parse_intermixed_args(arguments)
+    if not (options.prompt or options.prompt_file):
         raise ConfigError("no prompt is given; use --prompt TEXT, or --prompt_file FILE")
-    if "" in given.stop:
+    if "" in options.stop:
         raise ConfigError("--stop '' would end every answer before its first token; give a text")
     for name in ("samples", "max_new_tokens"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise ConfigError(f"--{name} {getattr(given, name)} must be 1 or more")
-    if not 0 <= given.seed < 2**32:
-        raise ConfigError(f"--seed {given.seed} must be 0 or more and below 2^32 = {2**32}")
-    Sampling(given.temperature, given.top_k, given.top_p).check()
-    return given
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)} must be 1 or more")
+    if not 0 <= options.seed < 2**32:
+        raise ConfigError(f"--seed {options.seed} must be 0 or more and below 2^32 = {2**32}")
+    Sampling(options.temperature, options.top_k, options.top_p).check()
+    return options
 
 
-def _text(argument: str) -> str:
-    """An argument of the command line, in which bytes that are not UTF-8 are replaced."""
+def _replace_bad_bytes(argument: str) -> str:
+    """Replaces bytes of a command line's argument that are not UTF-8."""
     return argument.encode(errors="surrogateescape").decode(errors="replace")
 
 
@@ -143,16 +156,16 @@ def _user_chat(text: str, tokenizer: PromptTokenizer) -> ChatText:
         raise ConfigError(f"--prompt {text}: {bad}") from None
 
 
-def _show(waiting: list[tuple[str, AnswerText]]) -> None:
-    """Prints the answers so far behind their headings, one after the other, and removes from the
-    list what was printed."""
-    while waiting:
-        before, text = waiting[0]
-        print(before + text.new(), end="\n" * text.done, flush=True)
+def _print_new(unprinted: list[tuple[str, AnswerText]]) -> None:
+    """Prints the new text of the first unfinished answer and of those before it, each after its
+    heading, and removes finished ones from the list."""
+    while unprinted:
+        heading, text = unprinted[0]
+        print(heading + text.new(), end="\n" * text.done, flush=True)
         if not text.done:
-            waiting[0] = "", text
+            unprinted[0] = "", text
             return
-        del waiting[0]
+        del unprinted[0]
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from maxramp.processes.ending import Preemption, run
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, open_prompts
 from maxramp.rl.rewards import Rewards, sources
-from maxramp.rl.trainer import PolicyTrainer, Scorer, writing
+from maxramp.rl.trainer import PolicyTrainer, Scorer, generation_config
 from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
@@ -156,7 +156,7 @@ def _trainer(
     )
     job.closing.callback(compiler.close)
     rate = LearningRate.from_keys(config.learning_rate, schedule.ramp)
-    how = writing(config, tokenizer)
+    how = generation_config(config, tokenizer)
     programs = PolicyPrograms(config, rate, abstract, how, compiler, options)
     for stage in schedule.stages:
         programs.announce(stage)

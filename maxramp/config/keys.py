@@ -82,7 +82,7 @@ class Config:
     def check(self) -> None:
         for name in PATHS:
             expand_path(name, self.values[name])
-        refuse(relations.broken(self))
+        refuse(relations.all_relations(self))
         notations.check(self.batch)
         for phase in self.batch.phase_list[1:]:
             with phase.name_errors():

@@ -21,7 +21,7 @@ from maxramp.keys.base import CONFIGS
 from maxramp.keys.choices import find_unmade
 from maxramp.keys.section import is_object_storage
 from maxramp.keys.yamlfile import dump, parse, read_yaml
-from maxramp.model.families.table import is_of_experts
+from maxramp.model.families.table import has_experts
 from maxramp.objectives.table import find_objective
 from maxramp.rampup import phases
 from maxramp.rampup.keys import MAXTEXT_RAMP, RAMP_CHOICES
@@ -196,7 +196,7 @@ def _read_folder(files: Sequence[Source], command_line: Source) -> Source:
             f"sizes from; give a model's folder, of a run {newest or f'the one that {write} makes'}"
         )
     sizes, block = folder.keys, values.get("decoder_block", "")
-    if is_of_experts(block) and not is_of_experts(sizes["decoder_block"]):
+    if has_experts(block) and not has_experts(sizes["decoder_block"]):
         del sizes["decoder_block"]  # every expert begins as the folder's MLP
     for name, size in sizes.items():
         value = values.get(name, size)

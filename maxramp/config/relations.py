@@ -249,7 +249,7 @@ def _check_together(config: Any) -> Relations:
     )
 
 
-def broken(config: Any) -> Relations:
+def all_relations(config: Any) -> Relations:
     yield from _check_batch(config.batch)
     yield from _check_mesh(config.mesh)
     yield from _check_model(config.model)

@@ -12,7 +12,7 @@ from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import can_make
 from maxramp.keys.numbers import exact, nearest_multiples, show
-from maxramp.keys.section import is_address
+from maxramp.keys.section import Relations, is_address, refuse
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys, key_copies
 from maxramp.parallel.axes import NAME_IN_KEYS, ROW_AXES
@@ -36,7 +36,7 @@ def resolve(
     config = config.replace(
         run_name=config.run.run_name or config.run.model_name,
         expansion_factor_real_data=1.0 if factor == -1 else factor,
-        mu_dtype=_dtype_of_means(config),
+        mu_dtype=_mu_dtype(config),
         **data_values(config),
         **_scaling(config),
         **_nodes(config.batch, num_devices, num_processes),
@@ -86,7 +86,7 @@ def data_values(config: Config) -> dict[str, str]:
     }
 
 
-def _dtype_of_means(config: Config) -> str:
+def _mu_dtype(config: Config) -> str:
     optimizer = config.optimizer
     if optimizer.mu_dtype or "adamw" not in optimizer_names(optimizer.opt_type).values():
         return optimizer.mu_dtype
@@ -119,30 +119,12 @@ def _pipeline(config: Config) -> dict[str, int]:
     batch, model = config.batch, config.model
     stages, layers = batch.pipeline_stages, model.base_num_decoder_layers
     per_stage, repeats = model.num_layers_per_pipeline_stage, model.num_pipeline_repeats
-    if stages > 1 and model.lora_rank and model.lora_dropout:
-        raise ConfigError(
-            f"lora_dropout={model.lora_dropout:g} drops by row, and the {stages} stages of a "
-            "pipeline work on other rows at once; use lora_dropout=0, or no pipeline"
-        )
-    if stages > 1 and model.first_num_dense_layers:
-        raise ConfigError(
-            f"first_num_dense_layers={model.first_num_dense_layers}: the {stages} stages of a "
-            f"pipeline ({batch.command_line('stage')}) hold layers of one kind; use 0, or no "
-            "pipeline"
-        )
-    if stages > 1 and config.optimizer.log_gradient_noise_scale:
-        reader = "log_gradient_noise_scale=True"
-        if config.batch.rampup_policy == "noise":
-            reader = "rampup_policy=noise measures the noise scale, which"
-        raise ConfigError(
-            f"{reader} takes gradients by rows, which a pipeline ({batch.command_line('stage')}) "
-            "cuts into micro batches; leave one of them out"
-        )
-    if stages == 1:  # MaxText's defaults for pipelines may stand in a configuration without one
+    if stages == 1:  # a configuration may hold MaxText's defaults for pipelines
         per_stage, repeats = layers, 1
     elif repeats == -1:
         repeats = 1 if per_stage == -1 else layers // (stages * per_stage)
     if stages > 1:
+        refuse(_check_pipeline(config))
         _check_equal_parts(model, stages * repeats, batch.command_line("stage"))
     if per_stage == -1:
         per_stage = layers // (stages * repeats)
@@ -159,6 +141,29 @@ def _pipeline(config: Config) -> dict[str, int]:
         "num_layers_per_pipeline_stage": per_stage,
         "num_pipeline_repeats": repeats,
     }
+
+
+def _check_pipeline(config: Config) -> Relations:
+    batch, model = config.batch, config.model
+    stages, axis = batch.pipeline_stages, batch.command_line("stage")
+    yield (
+        model.lora_rank and model.lora_dropout,
+        f"lora_dropout={model.lora_dropout:g} drops by row, and the {stages} stages of a pipeline "
+        "work on other rows at once; use lora_dropout=0, or no pipeline",
+    )
+    yield (
+        model.first_num_dense_layers,
+        f"first_num_dense_layers={model.first_num_dense_layers}: the {stages} stages of a pipeline "
+        f"({axis}) hold layers of one kind; use 0, or no pipeline",
+    )
+    reader = "log_gradient_noise_scale=True"
+    if batch.rampup_policy == "noise":
+        reader = "rampup_policy=noise measures the noise scale, which"
+    yield (
+        config.optimizer.log_gradient_noise_scale,
+        f"{reader} takes gradients by rows, which a pipeline ({axis}) cuts into micro batches; "
+        "leave one of them out",
+    )
 
 
 def _check_equal_parts(model: ModelKeys, parts: int, stages: str) -> None:

@@ -25,7 +25,7 @@ from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError, Stopped, TrainingError, install
 from maxramp.evaluation.scorer import Scored
 from maxramp.evaluation.server import DryRun, EvalOptions, EvalServer
-from maxramp.generation.generator import Writing
+from maxramp.generation.generator import GenerationConfig
 from maxramp.generation.sampling import Sampling
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.run.metrics import TASK
@@ -232,13 +232,13 @@ class Model(TemplateLM):
         for numbers in groups.values():
             options = _check_generation(requests[numbers[0]].args[1])
             kwargs = normalize_gen_kwargs(options, _MOST_TOKENS)
-            most_tokens, until = kwargs.pop("max_gen_toks"), kwargs.pop("until")
+            max_new_tokens, until = kwargs.pop("max_gen_toks"), kwargs.pop("until")
             until = handle_stop_sequences(until, self._tokenizer.decode([self.eot_token_id]))
             prompts = [
                 self.tok_encode(requests[n].args[0]) or [self.prefix_token_id] for n in numbers
             ]
-            writing = Writing(most_tokens, self._sampling(kwargs), _SEED)
-            texts = self._server.write(prompts, writing, until)
+            generation = GenerationConfig(max_new_tokens, self._sampling(kwargs), _SEED)
+            texts = self._server.write(prompts, generation, until)
             for number, text in zip(numbers, texts, strict=True):
                 answers[number] = text
         return answers

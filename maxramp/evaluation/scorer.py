@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.data.rows import PADDING
 from maxramp.errors import ConfigError, NotFiniteError
-from maxramp.generation.generator import NO_NUMBERS, Answer, Generator, Writing, rounded_up
+from maxramp.generation.generator import NOT_FINITE, Answer, GenerationConfig, Generator, rounded_up
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.axes import ROW_AXES, TOKEN_AXES
@@ -73,7 +73,7 @@ class Scorer:
         self._compiler, self._batch_size, self._beat = compiler, batch_size, beat
         self._options = compiler_options(self._mesh.devices.flat[0].platform)
         self._score = Jitted(self._mesh, self._scores, compiler_options=self._options or None)
-        self._generators: dict[Writing, Generator] = {}
+        self._generators: dict[GenerationConfig, Generator] = {}
         self._written: dict[tuple, list[Hashable]] = {}  # programs by the shape of their rows
         shape = self._mesh.shape
         self._ranks = math.prod(shape[axis] for axis in ROW_AXES)
@@ -100,7 +100,7 @@ class Scorer:
                 last = np.s_[b, end - rows[number].count : end]
                 total = float(log_p_BT[last].sum(dtype=np.float64))
                 if math.isnan(total):
-                    raise NotFiniteError(NO_NUMBERS)
+                    raise NotFiniteError(NOT_FINITE)
                 scored[number] = total, bool(is_first_BT[last].all())
             done += len(numbers)
             self._beat(f"tasks    {done:,} of {len(rows):,} rows have their likelihoods")
@@ -120,7 +120,7 @@ class Scorer:
         self,
         model: Decoder,
         prompts: Sequence[Sequence[int]],
-        writing: Writing,
+        generation: GenerationConfig,
         until: Sequence[str],
     ) -> list[str]:
         """Returns the text that the model writes behind each prompt (token ids), up to any of the
@@ -128,10 +128,10 @@ class Scorer:
         lose their beginning.
         """
         lengths = [len(prompt) for prompt in prompts]
-        passes = self.expect_answers(lengths, writing)
-        room = self.keys.max_target_length - writing.most_tokens
+        passes = self.expect_answers(lengths, generation)
+        room = self.keys.max_target_length - generation.max_new_tokens
         prompts = [np.asarray(prompt[-room:], np.int32) for prompt in prompts]
-        generator = self._generator(writing)
+        generator = self._generator(generation)
         weights, texts, done = None, [""] * len(prompts), 0
         for programs, numbers in passes:
             for program in programs:
@@ -161,23 +161,23 @@ class Scorer:
         return passes
 
     def expect_answers(
-        self, lengths: Sequence[int], writing: Writing
+        self, lengths: Sequence[int], generation: GenerationConfig
     ) -> list[tuple[list[Hashable], list[int]]]:
         """Has the programs compiled that answer prompts of these lengths; returns the keys of each
         pass's programs, and the numbers of its prompts.
         """
-        most_tokens = writing.most_tokens
-        room = self.keys.max_target_length - most_tokens
+        max_new_tokens = generation.max_new_tokens
+        room = self.keys.max_target_length - max_new_tokens
         if room < 1:
             raise ConfigError(
-                f"max_gen_toks={most_tokens} of a task leaves no room for a prompt in rows of "
+                f"max_gen_toks={max_new_tokens} of a task leaves no room for a prompt in rows of "
                 f"max_target_length={self.keys.max_target_length}; raise that, or have the task "
                 "ask for less (of maxramp.evaluate, --gen_kwargs max_gen_toks=N)"
             )
         lengths = [min(length, room) for length in lengths]
-        generator, passes = self._generator(writing), []
+        generator, passes = self._generator(generation), []
         # An answer's rows are longer than its prompt: passes by prompts alone would be too large.
-        for _, numbers in self._passes([length + most_tokens for length in lengths]):
+        for _, numbers in self._passes([length + max_new_tokens for length in lengths]):
             longest = max(lengths[n] for n in numbers)
             passes.append((self._expect_writing(generator, len(numbers), longest), numbers))
         return passes
@@ -185,18 +185,18 @@ class Scorer:
     def _expect_writing(self, generator: Generator, count: int, longest: int) -> list[Hashable]:
         """Announces the programs that answer `count` prompts; returns their keys."""
         B, P, S = shape = generator.shape(count, longest)
-        if (generator.writing, shape) not in self._written:
+        if (generator.config, shape) not in self._written:
             programs = generator.trace_programs(self._abstract, count, longest)
             keys = []
             for name, trace in programs.items():
-                key = name, self, generator.writing
+                key = name, self, generator.config
                 if name != "preparing weights":
                     key = *key, shape
                     name = f"{name}, {B} rows of {P} tokens and up to {S - P} more"
                 self._announce(key, name, trace)
                 keys.append(key)
-            self._written[generator.writing, shape] = keys
-        return self._written[generator.writing, shape]
+            self._written[generator.config, shape] = keys
+        return self._written[generator.config, shape]
 
     def trace(self, B: int, T: int) -> jax.stages.Traced:
         sharding = NamedSharding(self._mesh, ROWS_BT)
@@ -216,12 +216,12 @@ class Scorer:
     def _key(self, B: int, T: int) -> Hashable:
         return "score", self, B, T  # another scorer's positions or windows may differ, on this mesh
 
-    def _generator(self, writing: Writing) -> Generator:
-        writing = dataclasses.replace(writing, stops=self._ends)
-        if writing not in self._generators:
-            generator = Generator(self.keys, self._abstract, writing, self._options)
-            self._generators[writing] = generator
-        return self._generators[writing]
+    def _generator(self, generation: GenerationConfig) -> Generator:
+        generation = dataclasses.replace(generation, stop_ids=self._ends)
+        if generation not in self._generators:
+            generator = Generator(self.keys, self._abstract, generation, self._options)
+            self._generators[generation] = generator
+        return self._generators[generation]
 
     def _arrays(self, B: int, T: int, rows: Sequence[Scored]) -> tuple[jax.Array, jax.Array]:
         tokens_BT = np.full((B, T), PADDING, np.int32)

@@ -14,7 +14,7 @@ import jax
 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.evaluation.scorer import Scored, Scorer
-from maxramp.generation.generator import Writing
+from maxramp.generation.generator import GenerationConfig
 from maxramp.generation.sampling import Sampling
 from maxramp.model.decoder import Decoder
 from maxramp.processes.agreement import broadcast_json, run_on_first
@@ -50,10 +50,10 @@ class EvalServer:
         return self._request("score", [[row.tokens, row.count] for row in rows])
 
     def write(
-        self, prompts: Sequence[Sequence[int]], writing: Writing, until: Sequence[str]
+        self, prompts: Sequence[Sequence[int]], generation: GenerationConfig, until: Sequence[str]
     ) -> list[str]:
         return self._request(
-            "write", [[*map(list, prompts)], dataclasses.asdict(writing), [*until]]
+            "write", [[*map(list, prompts)], dataclasses.asdict(generation), [*until]]
         )
 
     def run(self, lead: Callable[[], Any]) -> Any:
@@ -87,8 +87,8 @@ class EvalServer:
     def _compute(self, kind: str, contents: list[Any]) -> Any:
         if kind == "score":
             return self.scorer.score(self.model, [Scored(*row) for row in contents])
-        prompts, writing, until = contents
-        return self.scorer.write(self.model, prompts, _writing(writing), until)
+        prompts, generation, until = contents
+        return self.scorer.write(self.model, prompts, _generation_config(generation), until)
 
 
 class DryRun:
@@ -105,22 +105,22 @@ class DryRun:
         return [(-1.0, False)] * len(rows)
 
     def write(
-        self, prompts: Sequence[Sequence[int]], writing: Writing, until: Sequence[str]
+        self, prompts: Sequence[Sequence[int]], generation: GenerationConfig, until: Sequence[str]
     ) -> list[str]:
         lengths = [len(prompt) for prompt in prompts]
-        self.requests.append(["write", lengths, dataclasses.asdict(writing)])
+        self.requests.append(["write", lengths, dataclasses.asdict(generation)])
         return [""] * len(prompts)
 
 
 def compile_ahead(scorer: Scorer, requests: Sequence[Sequence[Any]]) -> None:
     """Has the programs compiled that requests will need, on every process."""
-    for kind, lengths, *writing in requests:
+    for kind, lengths, *generation in requests:
         if kind == "score":
             scorer.expect_scores(lengths)
         else:
-            scorer.expect_answers(lengths, *map(_writing, writing))
+            scorer.expect_answers(lengths, *map(_generation_config, generation))
 
 
-def _writing(fields: Mapping[str, Any]) -> Writing:
+def _generation_config(fields: Mapping[str, Any]) -> GenerationConfig:
     """Returns what `dataclasses.asdict` took apart."""
-    return Writing(**{**fields, "sampling": Sampling(**fields["sampling"])})
+    return GenerationConfig(**{**fields, "sampling": Sampling(**fields["sampling"])})

@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits.
+"""Samples the next token from the logits.
 
 Shapes: B rows, V vocabulary.
 """
@@ -12,19 +12,19 @@ import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
 
-_COLDEST = 1e-3  # a temperature by which logits can be divided
+_COLDEST = 1e-3  # the lowest temperature that can divide logits
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """From which tokens to draw the next one, and how evenly."""
+    """How the next token is drawn."""
 
-    temperature: float = 1.0  # divides the logits; 0 takes the likeliest token
-    top_k: int = 0  # draw from this many of the likeliest; 0 = from all
-    # Of these, from the likeliest that together have this probability (nucleus sampling, Holtzman
-    # et al., arXiv 1904.09751).
+    temperature: float = 1.0  # divides the logits; 0 is greedy
+    top_k: int = 0  # draw from the k likeliest tokens; 0 = from all
+    # and of these from the likeliest that together have this probability (nucleus sampling,
+    # Holtzman et al., arXiv 1904.09751)
     top_p: float = 1.0
-    vocab_size: int = 0  # draw only ids below it: those behind a tokenizer's are not text; 0 = all
+    vocab_size: int = 0  # draw only ids below it, which the tokenizer knows; 0 = all
 
     def check(self) -> None:
         is_temperature = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
@@ -40,11 +40,11 @@ class Sampling:
 def sample(
     logits_BV: jax.Array, sampling: Sampling, draws_B2: jax.Array, positions_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The next token of every row, int32, and its log-probability under softmax(logits /
-    temperature), float32, whatever top_k, top_p and vocab_size leave out (for temperature 0 under
-    softmax(logits)). What is drawn is a function of draws_B2 (uint32: seed and sample) and
-    positions_B (int32, where the token will stand) alone: not of the row that a sample lies in, nor
-    of the rows beside it.
+    """Returns the next token of every row, int32, and its log-probability, float32.
+
+    The log-probability is under softmax(logits / temperature), whatever top_k, top_p and vocab_size
+    leave out; for temperature 0 under softmax(logits). Draws depend only on draws_B2 (uint32: seed
+    and number of the sample) and positions_B (int32, of the new token), not on other rows.
     """
     logits_BV = logits_BV / (sampling.temperature or 1.0)
     kept_BV = _mask_unlikely(logits_BV, sampling)
@@ -57,14 +57,14 @@ def sample(
 
 
 def _gumbel(draw_2: jax.Array, position: jax.Array, size: int) -> jax.Array:
-    """Noise whose addition to logits makes their argmax a draw from their softmax."""
+    """Returns noise: the argmax of logits + noise is a draw from their softmax."""
     seed, sample = draw_2
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample), position)
     return jax.random.gumbel(key, (size,))
 
 
 def _mask_unlikely(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    """The logits of the tokens that may be drawn, and -inf for the others."""
+    """Returns the logits with -inf for tokens that must not be drawn."""
     V = logits_BV.shape[1]
     if 0 < sampling.vocab_size < V:
         logits_BV = jnp.where(jnp.arange(V) < sampling.vocab_size, logits_BV, -jnp.inf)

@@ -21,7 +21,7 @@ from maxramp.huggingface.folder import ModelFolder
 from maxramp.keys.section import refuse
 from maxramp.model.adapters import attach_adapters, has_adapters, stored_part, without_adapters
 from maxramp.model.decoder import Decoder
-from maxramp.model.families.table import is_of_experts, unify_keys
+from maxramp.model.families.table import has_experts, unify_keys
 from maxramp.model.fingerprint import fingerprint_of_weights
 from maxramp.model.keys import MODEL_KEYS
 from maxramp.model.order import order_by_layer
@@ -65,7 +65,7 @@ class ReleasedWeights(Weights):
         """Refuses keys that contradict config.json."""
         folder, adapter, values = self.origin, self.origin.adapter, unify_keys(values)
         there, family = folder.keys, values["decoder_block"]
-        is_dense = is_of_experts(family) and not is_of_experts(there["decoder_block"])
+        is_dense = has_experts(family) and not has_experts(there["decoder_block"])
         refuse(
             (
                 values[name] != there[name] and not (grows and values[name] > there[name]),

@@ -1,7 +1,7 @@
-"""The base of the configuration's sections: one field a key, with its bound beside it.
+"""The base class of the configuration's sections: a field for each key, with its bound.
 
-A section is a frozen dataclass, declared in the room that reads it; `config.keys` puts all of them
-together. Every field has its line, its default and its reason in configs/base.yml, and none here.
+A section is a frozen dataclass in the folder that reads it; `config.keys` joins them all. The
+default and the meaning of a key stand only in configs/base.yml.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from maxramp.errors import ConfigError
 def limit(
     holds: Callable[[Any], bool], text: str, refused: Mapping[str, str] = types.MappingProxyType({})
 ) -> Any:
-    """What a value has to be, and how an error says so after "KEY=VALUE"; KEY in it is the key."""
+    """Makes a field with a bound; an error is "KEY=VALUE" and `text`, in which KEY is the key."""
     return dataclasses.field(metadata={"holds": holds, "text": text, "refused": refused})
 
 
 def one_of(*choices: str, **refused: str) -> Any:
-    """For others that users know, `refused` says why not."""
+    """Makes a field with these values; `refused` explains others that users may know."""
     listed = ", ".join(choice or '""' for choice in choices)
     return limit(lambda value: value in choices, f"is not one of {listed}", refused)
 
@@ -36,16 +36,16 @@ def some_of(*choices: str, fewest: int = 0) -> Any:
 
 
 def minimum(bound: int) -> Any:
-    """A number from `bound` up, or unset where the key may be."""
+    """Makes a field for numbers from `bound` up, or unset if the key may be."""
     return limit(lambda value: value is None or value >= bound, f"must be {bound} or more")
 
 
 def positive_or_open(meaning: str = "see --help-keys") -> Any:
-    """A number from 1 up, or -1, which leaves it open."""
+    """Makes a field for numbers from 1 up, or -1, which leaves it open."""
     return limit(lambda value: value >= 1 or value == -1, f"must be 1 or more, or -1 ({meaning})")
 
 
-# Numbers within bounds: each makes the field of a key.
+# Each makes a field for numbers within bounds.
 above_zero = functools.partial(limit, lambda value: value is None or value > 0, "must be above 0")
 above_zero_or_open = functools.partial(
     limit, lambda value: value > 0 or value == -1, "must be above 0, or -1 (see --help-keys)"
@@ -72,19 +72,19 @@ path_or_storage = functools.partial(
 
 
 def is_object_storage(path: str) -> bool:
-    """Whether runs can be kept there. To a storage . and .. are names like any other, and some of
-    its clients resolve them: so none.
+    """Tells whether an address can hold runs. It must not contain . or .., which are plain names to
+    a storage but not to all of its clients.
     """
     return re.match(r"(gs|s3)://[^/]", path) is not None and not {".", ".."} & {*path.split("/")}
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is a storage's address: gs://bucket, or gs:/bucket as pathlib has it."""
+    """Tells whether a path is a storage's address: gs://bucket, or pathlib's gs:/bucket."""
     return re.match(r"\w[\w.+-]+:/", path) is not None
 
 
 def form(pattern: str, text: str) -> Any:
-    """A text of this form, or a list of such texts; each may be empty."""
+    """Makes a field for a text of this form, or a list of such texts; each may be empty."""
 
     def holds(value: Any) -> bool:
         texts = [value] if isinstance(value, str) else value
@@ -93,7 +93,7 @@ def form(pattern: str, text: str) -> Any:
     return limit(holds, text)
 
 
-# A mapping of names, which come into the names of metrics, to texts.
+# Makes a field for a mapping of names, which become parts of metrics' names, to texts.
 named_texts = functools.partial(
     limit,
     lambda value: all(
@@ -109,7 +109,7 @@ def uint32(least: int = 0) -> Any:
     return limit(lambda value: least <= value < 2**32, text)
 
 
-# Whether a relation between keys is broken, and what the error says.
+# Whether a relation between keys is broken, and the error.
 Relations = Iterator[tuple[Any, str]]
 
 
@@ -128,11 +128,10 @@ class Keys:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        of_section = {field: values[field.name] for field in dataclasses.fields(cls)}
-        refuse(
-            (True, f"{field.name}={value} {text.replace('KEY', field.name)}")
-            for field, value in of_section.items()
-            if (bound := field.metadata) and not bound["holds"](value)
-            for text in [bound["refused"].get(str(value), bound["text"])]
-        )
-        return cls(**{field.name: value for field, value in of_section.items()})
+        """Makes the section of the values of all keys; refuses those out of bounds."""
+        fields = dataclasses.fields(cls)
+        for name, bound in ((field.name, field.metadata) for field in fields):
+            if bound and not bound["holds"](values[name]):
+                text = bound["refused"].get(str(values[name]), bound["text"])
+                raise ConfigError(f"{name}={values[name]} {text.replace('KEY', name)}")
+        return cls(**{field.name: values[field.name] for field in fields})

@@ -1,4 +1,4 @@
-"""Safe YAML with the numbers of YAML 1.2, and what is wrong with a file in one line."""
+"""Safe YAML with the numbers of YAML 1.2, and errors in one line."""
 
 import difflib
 import pathlib
@@ -40,18 +40,18 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | floa
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
-    found = {}
+    mapping = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         if type(key) in (int, float) and isinstance(value_node, yaml.MappingNode):
             key = key_node.value  # the threshold of a phase, as written
         wrong = "" if isinstance(key, str) else f"key {key!r} is not a name"
-        if not wrong and key in found:
+        if not wrong and key in mapping:
             wrong = f'the key "{key}" stands twice; keep one'
         if wrong:
             raise yaml.constructor.ConstructorError(problem=wrong, problem_mark=key_node.start_mark)
-        found[key] = loader.construct_object(value_node, deep=True)
-    return found
+        mapping[key] = loader.construct_object(value_node, deep=True)
+    return mapping
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
@@ -70,7 +70,7 @@ def dump(values: dict[str, Any]) -> str:
 
 
 def parse(text: str) -> Any:
-    """Raises yaml.YAMLError whatever is wrong with the text."""
+    """Parses YAML; raises yaml.YAMLError whatever is wrong with the text."""
     try:
         return yaml.load(text, _Loader)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -83,8 +83,8 @@ def read_yaml(path: pathlib.Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        there = [other.name for other in path.parent.glob("*.yml")]
-        near = difflib.get_close_matches(path.name, there, 1)
+        files = [other.name for other in path.parent.glob("*.yml")]
+        near = difflib.get_close_matches(path.name, files, 1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"{path}: no such config file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:

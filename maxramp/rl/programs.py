@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.config.keys import Config
 from maxramp.data.batch import Batch, abstract_batch
-from maxramp.generation.generator import Generator, Writing
+from maxramp.generation.generator import GenerationConfig, Generator
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import join_parts
@@ -58,7 +58,7 @@ class PolicyPrograms:
         config: Config,
         learning_rate: LearningRate,
         state: TrainState,
-        writing: Writing,
+        generation: GenerationConfig,
         compiler: BackgroundCompiler,
         options: Mapping[str, Any],
     ):
@@ -67,7 +67,7 @@ class PolicyPrograms:
         self._mesh = mesh_of(state)
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
         self.policy, self._state, self._compiler = policy, state, compiler
-        self.generator = Generator(recipe.model, state.model, writing, options)
+        self.generator = Generator(recipe.model, state.model, generation, options)
         self.raise_failure = compiler.raise_failure
         self._announced: dict[StageSpec, dict[tuple, Callable[[], jax.stages.Traced]]] = {}
         dtype, minimized = recipe.model.dtype, loss_of(recipe)

@@ -28,7 +28,7 @@ from maxramp.config.keys import Config
 from maxramp.data.batch import Batch
 from maxramp.data.rows import PADDING
 from maxramp.errors import StepError, TrainingError
-from maxramp.generation.generator import Answer, Generator, Writing
+from maxramp.generation.generator import Answer, GenerationConfig, Generator
 from maxramp.generation.sampling import Sampling
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.job.start import JobContext
@@ -45,16 +45,16 @@ from maxramp.training.policy import advantages, shares
 from maxramp.training.state import TrainState
 
 
-def writing(config: Config, tokenizer: PromptTokenizer) -> Writing:
-    """How answers are written, with the same programs whatever the prompts' lengths."""
+def generation_config(config: Config, tokenizer: PromptTokenizer) -> GenerationConfig:
+    """Returns how answers are written: with the same programs whatever the prompts' lengths."""
     keys = config.rollout
     temperature = config.policy.decode_sampling_temperature
-    return Writing(
+    return GenerationConfig(
         keys.max_completion_length,
         Sampling(temperature, vocab_size=tokenizer.tokenizer.vocab_size),
         keys.rollout_seed,
         tuple(tokenizer.ends),
-        room=config.model.max_target_length - keys.max_completion_length,
+        max_prompt_tokens=config.model.max_target_length - keys.max_completion_length,
     )
 
 

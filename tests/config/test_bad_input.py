@@ -38,20 +38,15 @@ FILES = {
     "list.yml": "- steps: 3\n- log_period: 3\n",
     "word.yml": "steps\n",
     "duplicate.yml": "steps: 3\nlog_period: 3\nsteps: 4\n",
-    "unknown.yml": "stepz: 3\n",
     "type.yml": "steps: three\n",
     "number_name.yml": "run_name: 007\n",
     "number_key.yml": "3: steps\n",
     "documents.yml": "steps: 3\n---\nsteps: 4\n",
-    "object.yml": "run_name: !!python/object/apply:os.system [ls]\n",
-    "tagged.yml": "steps: !!int three\n",
     "latin.yml": b"run_name: caf\xe9\n",
     "binary.yml": b"\x00\x01\x02",
     "far_base.yml": "base_config: nowhere/far.yml\n",
     "base_number.yml": "base_config: 3\n",
     "base_folder.yml": "base_config: empty_folder\n",
-    "circle.yml": "base_config: circle2.yml\n",
-    "circle2.yml": "base_config: circle.yml\n",
     "a_file": "in the way of a folder",
     "empty/a.txt": "",
     "empty/b.txt": "",
@@ -80,10 +75,10 @@ def file(name: str, *names: str) -> Case:
 
 def keys(arguments: str, *names: str, **more) -> Case:
     """PLAIN with some keys changed; without `names` the line names every one of them as written."""
-    given = arguments.split()
-    changed = {argument.partition("=")[0] for argument in given}
+    changes = arguments.split()
+    changed = {argument.partition("=")[0] for argument in changes}
     kept = [f"{key}={value}" for key, value in PLAIN.items() if key not in changed]
-    return Case([BASE, *kept, *given], names or tuple(given), **more)
+    return Case([BASE, *kept, *changes], names or tuple(changes), **more)
 
 
 def ramp(arguments: str, *names: str, **more) -> Case:
@@ -123,61 +118,35 @@ CASES = {
     "list": file("list.yml", "list.yml", "key: value"),
     "word": file("word.yml", "word.yml", "key: value"),
     "duplicate key in a file": file("duplicate.yml", "duplicate.yml:3", '"steps"', "twice"),
-    "unknown key in a file": file("unknown.yml", "unknown.yml", "stepz=3", "did you mean steps?"),
     "wrong type in a file": file("type.yml", "type.yml", "steps=three", "an integer"),
     "number as a name in a file": file(
         "number_name.yml", "number_name.yml", "run_name", "quote it"
     ),
     "key that is a number": file("number_key.yml", "number_key.yml:1", "3"),
     "two documents": file("documents.yml", "documents.yml:2", "document"),
-    "object": file("object.yml", "object.yml:1", "python/object"),
-    "tag that does not fit": file("tagged.yml", "tagged.yml", "three"),
     "not UTF-8": file("latin.yml", "latin.yml", "utf-8"),
     "not text": file("binary.yml"),
     "missing base_config": file("far_base.yml", "nowhere/far.yml", "no such config file"),
     "base_config is a number": file("base_number.yml", "base_number.yml", "base_config=3"),
     "base_config is a folder": file("base_folder.yml", "empty_folder", "irectory"),
-    "circle of base_configs": file("circle.yml", "circle.yml", "circle2.yml", "closes a circle"),
     "unknown model": keys("model_name=llama9-1t", "model_name=llama9-1t", "llama3-8b", "default"),
     # The command line.
-    "three unknown keys": keys(
-        "learning_rat=3 qqq=3 stpes=3",
-        "learning_rat=3 (did you mean learning_rate?)",
-        "qqq=3,",
-        "stpes=3 (did you mean steps?)",
-    ),
     "no equals sign": keys("steps", '"steps"', "key=value"),
     "double dash": keys("--log_period=3", '"--log_period=3"', "key=value"),
     "second config file": keys("configs/other.yml", "configs/other.yml", "key=value"),
     "unknown key": keys("learning_rat=3", "learning_rat=3", "did you mean learning_rate?"),
-    "unknown key, nothing near": keys("qqq=3", "qqq=3", "--help-keys"),
     "MaxText's keys": keys(
         "use_random_routing=True ici_sequence_parallelism=2 dcn_sequence_parallelism=4",
         "use_random_routing=True (MaxText's): not supported",
         "ici_sequence_parallelism=2, dcn_sequence_parallelism=4 (MaxText's)",
     ),
     "broken value": keys("mlp_activations=[silu"),
-    "text for int": keys("log_period=ten", "log_period=ten", "an integer", "text"),
-    "float for int": keys("log_period=1.5", "log_period=1.5", "an integer", "fraction"),
-    "list for int": keys("log_period=[1]", "log_period=[1]", "an integer", "list"),
-    "nothing for int": keys("log_period=", "log_period=", "an integer", "nothing"),
-    "none for int": keys("log_period=none", "log_period=none", "an integer"),
-    "mapping for float": keys("learning_rate={a:1}", "learning_rate=", "a number", "mapping"),
-    "bool for int": keys("log_period=true", "log_period=True", "an integer", "bool"),
-    "bool for float": keys("learning_rate=true", "learning_rate=True", "a number", "bool"),
-    "int for bool": keys("scan_layers=1", "scan_layers=1", "True or False", "an integer"),
-    "text for bool": keys("scan_layers=yes", "scan_layers=yes", "True or False", "text"),
     "yarn, no betas between": keys(
         "rope_type=yarn beta_fast=0.5", "beta_fast=0.5", "above beta_slow=1.0"
     ),
     "yarn, turns of one speed": keys(
         "rope_type=yarn rope_max_timescale=1", "rope_max_timescale=1", "more than 1"
     ),
-    "nan": keys("learning_rate=.nan", "learning_rate=nan", "a finite number"),
-    "inf": keys("adam_eps=.inf", "adam_eps=inf", "a finite number"),
-    "nan as Python writes it": keys("learning_rate=nan", "learning_rate=nan", "a number", "text"),
-    "number too large": keys("learning_rate=1e400", "learning_rate=", "a finite number"),
-    "text for list": keys("mlp_activations=gelu,linear", "mlp_activations=gelu,linear", "[a, b]"),
     # Single keys out of range.
     "seed of the weights": keys(
         "init_weights_seed=1e20", "init_weights_seed=100000000000000000000"

@@ -73,7 +73,7 @@ def test_the_table_names_keys_and_values_that_exist():
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("arguments", "line"),
     [
         (
             "opt_type=sgd adam_b1=0.8",
@@ -93,9 +93,9 @@ def test_the_table_names_keys_and_values_that_exist():
         ("phases.1M.rope_factor=4", "phases.1M: rope_factor=4.0 is read only with rope_type="),
     ],
 )
-def test_the_line(given, line):
+def test_the_error_names_the_choice(arguments, line):
     with pytest.raises(ConfigError) as error:
-        load([BASE, *given.split()])
+        load([BASE, *arguments.split()])
     assert str(error.value).startswith(line)
 
 

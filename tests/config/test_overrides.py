@@ -34,14 +34,15 @@ def refusal(*arguments, config=BASE):
 # --- A key twice ---------------------------------------------------------------------------------
 
 
-def test_the_last_of_a_key_counts():
-    assert load("log_period=3", "steps=5", "log_period=4", "log_period=7")[0] == {
-        "log_period": 7,
-        "steps": 5,
-    }
-    # What is overridden is not looked at: it may be what a wrapper script left empty.
+def test_the_last_value_of_a_key_wins():
+    values, _ = load("log_period=3", "steps=5", "log_period=4", "log_period=7")
+    assert values == {"log_period": 7, "steps": 5}
+    # An overridden value is not checked: a wrapper script may have left it empty.
     assert load("log_period=", "log_period=4")[0] == {"log_period": 4}
     assert load("model_name=nonesuch", "model_name=default")[0] == {}
+    # By whatever name.
+    assert load("steps=5", "trainer.max_steps=7")[0] == {"steps": 7}
+    assert load("steps=3", "trainer.max_steps=7", "steps=5")[0] == {"steps": 5}
 
 
 def test_what_another_trainer_asked_for_may_be_overridden(tmp_path):
@@ -52,15 +53,6 @@ def test_what_another_trainer_asked_for_may_be_overridden(tmp_path):
     assert values == {"steps": 150001} and "quantization, hf_data_files" in "".join(notes)
     assert refusal("quantization=", "quantization=int4").startswith("quantization=int4 (MaxText's)")
     assert refusal(config=tmp_path / "mine.yml").startswith(f"{tmp_path}/maxtext.yml: quantizatio")
-
-
-def test_the_last_counts_by_whatever_name():
-    for arguments, steps in (
-        (["steps=5", "trainer.max_steps=7"], 7),
-        (["trainer.max_steps=7", "steps=5"], 5),
-        (["steps=3", "trainer.max_steps=7", "steps=5"], 5),
-    ):
-        assert load(*arguments)[0] == {"steps": steps}
 
 
 def test_the_last_counts_among_alternatives():
@@ -339,8 +331,8 @@ def test_the_table_fits_the_keys():
         assert name not in BASE_VALUES and key in BASE_VALUES and peers.refusal(name, 1) is None
     for key, values in peers.VALUES.items():
         for theirs, ours in values.items():
-            *_, given = loading.read(BASE, [f"{key}={theirs}"], str)
-            assert given.values == {key: ours}
+            *_, command_line = loading.read(BASE, [f"{key}={theirs}"], str)
+            assert command_line.values == {key: ours}
 
 
 def test_the_commands_print_the_lines():
@@ -361,21 +353,21 @@ def test_every_key_that_is_a_path_expands_variables_and_refuses_unset_ones(monke
     monkeypatch.setenv("SET", "/somewhere")
     monkeypatch.delenv("NOPE", raising=False)
     named = re.compile("_(path|files?|dir|directory|image|mounts|sets)$|^chat_template$")
-    of_nodes = {"local_checkpoint_directory"}
-    assert {name for name in BASE_VALUES if named.search(name)} == {*PATHS} | of_nodes
+    per_node = {"local_checkpoint_directory"}
+    assert {name for name in BASE_VALUES if named.search(name)} == {*PATHS} | per_node
     for name in PATHS:
         is_mapping = isinstance(BASE_VALUES[name], dict)
         for variable in ("$SET", "${SET}"):
             value = f'{{all: "{variable}/x"}}' if is_mapping else f"{variable}/x"
-            given = loading.read(BASE, [f"{name}={value}"], print)[-1]
-            assert given.values[name] == ({"all": "/somewhere/x"} if is_mapping else "/somewhere/x")
+            line = loading.read(BASE, [f"{name}={value}"], print)[-1]
+            assert line.values[name] == ({"all": "/somewhere/x"} if is_mapping else "/somewhere/x")
         value = '{all: "a/${NOPE}/x"}' if is_mapping else "a/${NOPE}/x"
-        said = refusal(f"{name}={value}")
-        assert "the environment has no NOPE; set it" in said or "is read only with" in said
-        assert name in said
+        error = refusal(f"{name}={value}")
+        assert "the environment has no NOPE; set it" in error or "is read only with" in error
+        assert name in error
     mixture = "grain_train_files=$SET/a,0.7;$SET/b,0.3"
-    given = loading.read(BASE, [mixture], print)[-1]
-    assert given.values["grain_train_files"] == "/somewhere/a,0.7;/somewhere/b,0.3"
+    line = loading.read(BASE, [mixture], print)[-1]
+    assert line.values["grain_train_files"] == "/somewhere/a,0.7;/somewhere/b,0.3"
 
 
 def test_the_folder_of_snapshots_has_the_variables_of_its_node(monkeypatch, tmp_path):

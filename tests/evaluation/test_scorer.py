@@ -9,7 +9,7 @@ from maxramp.data import tokenizers
 from maxramp.errors import ConfigError
 from maxramp.evaluation.scorer import Scored, Scorer
 from maxramp.evaluation.server import DryRun, compile_ahead
-from maxramp.generation.generator import Writing
+from maxramp.generation.generator import GenerationConfig
 from maxramp.generation.sampling import Sampling
 from maxramp.handover.opening import PromptTokenizer
 from maxramp.model.decoder import Decoder
@@ -85,8 +85,8 @@ def test_scorers_of_other_positions_share_a_compiler():
 def test_an_answer_that_leaves_no_room():
     scorer, model, _ = scorer_of()
     with pytest.raises(ConfigError, match="max_gen_toks=16 .* max_target_length=16"):
-        scorer.write(model, [[1]], Writing(16, Sampling(0.0)), [])
+        scorer.write(model, [[1]], GenerationConfig(16, Sampling(0.0)), [])
     dry_run = DryRun(16, lambda: None)  # of a run, which learns of it before the first step
-    assert dry_run.write([[1]], Writing(16, Sampling(0.0)), []) == [""]
+    assert dry_run.write([[1]], GenerationConfig(16, Sampling(0.0)), []) == [""]
     with pytest.raises(ConfigError, match="max_gen_toks=16 .* max_target_length=16"):
         compile_ahead(scorer, dry_run.requests)

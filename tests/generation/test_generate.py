@@ -83,8 +83,8 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
 )
 def test_wrong_arguments_are_one_line(trained, arguments, error, capsys):
     assert generate.main([trained, "--prompt", "a", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert error in said and said.count("\n") == 1
+    line = capsys.readouterr().err
+    assert error in line and line.count("\n") == 1
 
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
@@ -93,24 +93,24 @@ def test_a_folder_that_is_no_run(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_text_that_ends_answers(trained, cache_dir, tmp_path):
-    """Before the text, wherever tokens are cut; prompts of a file are those of the command line."""
+def test_a_stop_text_ends_answers(trained, cache_dir, tmp_path):
+    """Before it, wherever tokens begin; prompts of a file are those of the command line."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
     line = [trained, "--seed", "5", "--max_new_tokens", "20", f"jax_cache_dir={cache_dir}"]
-    given = [*line, "--prompt_file", str(tmp_path / "prompts.jsonl")]
+    from_file = [*line, "--prompt_file", str(tmp_path / "prompts.jsonl")]
     free = run(*line, "--prompt", "ab", "--prompt", "cd", "--json", module="generate")
-    assert free.stdout == run(*given, "--json", module="generate").stdout != ""
+    assert free.stdout == run(*from_file, "--json", module="generate").stdout != ""
     free = [json.loads(text) for text in free.stdout.splitlines()]
     stop = free[0]["answer"][7:10]
-    done = run(*given, "--json", "--stop", stop, "--stop", "nowhere", module="generate")
+    done = run(*from_file, "--json", "--stop", stop, "--stop", "nowhere", module="generate")
     answers = [json.loads(text) for text in done.stdout.splitlines()]
     for answer, whole in zip(answers, free, strict=True):
-        text, found, _ = whole["answer"].partition(stop)
-        assert answer["answer"] == text and answer["truncated"] == (not found)
+        text, stopped, _ = whole["answer"].partition(stop)
+        assert answer["answer"] == text and answer["truncated"] == (not stopped)
         size = len(answer["tokens"])
         assert answer["tokens"] == whole["tokens"][:size] and len(answer["log_probs"]) == size
     assert len(answers[0]["tokens"]) < 20
-    done = run(*given, "--stop", stop, "--stop", "nowhere", module="generate")
+    done = run(*from_file, "--stop", stop, "--stop", "nowhere", module="generate")
     assert done.stdout == "".join(
         f"--- {i + 1} of 2\n{a['prompt']}{a['answer']}\n" for i, a in enumerate(answers)
     )
@@ -127,8 +127,8 @@ def test_a_text_that_ends_answers(trained, cache_dir, tmp_path):
         (("ENDE",), "abc END d", 9),
     ],
 )
-def test_what_is_shown_of_an_answer_is_never_taken_back(stops, text, tokens, size):
-    """What may begin such a text waits, and the tokens are those up to its last one."""
+def test_printed_text_stays_part_of_the_answer(stops, text, tokens, size):
+    """What may begin a stop text waits, and the tokens are those up to its last one."""
     data = np.frombuffer(b"abc END d", np.uint8)
     shown = AnswerText(lambda ids: bytes(map(int, ids)).decode(), data[:0], stops)
     pieces = []
@@ -173,21 +173,21 @@ def test_the_tokenizer_of_a_prepared_set(tmp_path, monkeypatch):
         open_model(str(run_folder), []).tokenizer()
 
 
-def test_marks_are_those_of_the_data_or_as_given(trained, tmp_path, monkeypatch, capsys):
-    """A set's own also where the run names its tokenizer; of text both."""
+def test_special_tokens_follow_the_data_or_the_keys(trained, tmp_path, monkeypatch, capsys):
+    """A set's own, even if the run names its tokenizer; both for text."""
     assert open_model(trained, []).tokenizer().ends == [257]
     bare = open_model(trained, ["add_bos=False", "add_eos=False"]).tokenizer()
     assert bare.ends == [] and bare.encode(["a"])[0].tolist() == [97]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('{"text": "a first text"}\n' * 50)
-    made = ["texts.jsonl", "--output", "set", "--train_bpe", "260", "add_bos=False"]
-    assert prepare.main(made) == 0
+    arguments = ["texts.jsonl", "--output", "set", "--train_bpe", "260", "add_bos=False"]
+    assert prepare.main(arguments) == 0
     (tmp_path / "kept.json").write_bytes((tmp_path / "set" / "tokenizer.json").read_bytes())
     keys = ("dataset_type=grain", "grain_train_files=set", "tokenizer_path=kept.json")
     run_folder = pathlib.Path(save_run(tmp_path / "run", *keys, "eval_interval=-1"))
 
-    def begins(*given):
-        (ids,) = open_model(str(run_folder), given).tokenizer().encode([""])
+    def begins(*keys):
+        (ids,) = open_model(str(run_folder), keys).tokenizer().encode([""])
         return ids.tolist() == [0]
 
     assert not begins() and begins("add_bos=True") and begins("tokenizer_path=kept.json")
@@ -199,16 +199,15 @@ def test_marks_are_those_of_the_data_or_as_given(trained, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     "kind", [pytest.param("megatron", marks=pytest.mark.slow), "set", "jsonl", "hf"]
 )
-def test_tokens_of_no_known_tokenizer(kind, tmp_path):
-    """One that is neither named by the run nor given is not guessed."""
+def test_a_tokenizer_is_never_guessed(kind, tmp_path):
+    """If neither the run nor the command names one."""
     path = tmp_path / "ids.jsonl"
     path.write_text('{"text": [1, 2, 3]}\n' * 50)
     keys = ["dataset_type=grain", f"grain_train_files={path}", "tokenize_train_data=False"]
     if kind in ("set", "megatron"):
-        made = [str(path), "--output", str(tmp_path / "set"), keys[2]]
-        assert prepare.main(made) == 0
-        found = tmp_path / "set" / ("shard-00000" if kind == "megatron" else "")
-        keys[1:] = [f"grain_train_files={found}"]
+        assert prepare.main([str(path), "--output", str(tmp_path / "set"), keys[2]]) == 0
+        source = tmp_path / "set" / ("shard-00000" if kind == "megatron" else "")
+        keys[1:] = [f"grain_train_files={source}"]
     if kind == "hf":
         keys[:2] = ["dataset_type=hf", "hf_path=an-org/a-set"]
     run_folder = pathlib.Path(save_run(tmp_path / "run", *keys, "eval_interval=-1"))

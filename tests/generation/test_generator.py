@@ -12,7 +12,7 @@ import pytest
 from conftest import make_config, make_mesh
 
 from maxramp.errors import ConfigError, TrainingError
-from maxramp.generation.generator import Generator, Writing, rounded_up
+from maxramp.generation.generator import GenerationConfig, Generator, rounded_up
 from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.decoder import Decoder
 from maxramp.training.state import abstract_state
@@ -24,13 +24,9 @@ KEYS += (f"max_target_length={LENGTH}",)
 MESHES = {
     "one device": (1, ()),
     "two layers on all axes": (8, ("ici_data_parallelism=2", "ici_tensor_parallelism=2")),
-    "all axes": (
-        8,
-        ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "base_num_decoder_layers=1"),
-    ),
+    "experts": (2, ("ici_expert_parallelism=2",)),
 }
-MESHES["experts"] = (2, ("ici_expert_parallelism=2",))
-MESHES["parts of rows"] = (8, ("ici_context_parallelism=2", "ici_tensor_parallelism=2"))
+MESHES["all axes"] = (8, (*MESHES["two layers on all axes"][1], "base_num_decoder_layers=1"))
 MIXTURE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
 GEMMA2 = ("decoder_block=gemma2", "sliding_window_size=4", "final_logits_soft_cap=0.5")
 GEMMA3 = ("decoder_block=gemma3", "use_qk_norm=True", "sliding_window_size=4")
@@ -51,11 +47,11 @@ class Writer:
         with jax.set_mesh(self.mesh):
             make = functools.partial(Decoder, config.model, jax.random.key(0))
             self.model = jax.jit(make, compiler_options=QUICK)()
-        self.generator = Generator(config.model, self.model, Writing(MOST, GREEDY), QUICK)
+        self.generator = Generator(config.model, self.model, GenerationConfig(MOST, GREEDY), QUICK)
         self.weights = self.generator.prepare(self.model)
 
-    def __call__(self, prompts, *writing, samples=None, **more):
-        self.generator.writing = Writing(*writing, **more)
+    def __call__(self, prompts, *generation, samples=None, **more):
+        self.generator.config = GenerationConfig(*generation, **more)
         return self.generator.answer(self.weights, prompts, samples)
 
     def logits(self, rows):
@@ -103,7 +99,7 @@ def test_greedy_is_the_argmax_of_the_forward_pass(mesh, keys):
         assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in alone]
 
 
-def test_layers_of_a_window_remember_no_more_than_it():
+def test_the_state_of_a_window_has_no_more_slots():
     written = writer("one device", *GEMMA2)
     traced = written.generator.trace_programs(written.model, len(PROMPTS), 16)
     caches = traced["reading prompts"]().out_info
@@ -119,8 +115,8 @@ def test_bfloat16_rounds_as_the_forward_pass_does():
     for prompt, answer, row, logits_TV in zip(
         PROMPTS, answers, rows, coarse.logits(rows), strict=True
     ):
-        at = np.arange(len(prompt), len(row))
-        log_probs = np.asarray(jax.nn.log_softmax(logits_TV))[at - 1, row[at]]
+        index = np.arange(len(prompt), len(row))
+        log_probs = np.asarray(jax.nn.log_softmax(logits_TV))[index - 1, row[index]]
         np.testing.assert_allclose(answer.log_probs, log_probs, atol=0.15)
 
 
@@ -137,12 +133,12 @@ def test_sampled_text_is_the_same_for_every_split(mesh, parts):
     sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95)
 
     def texts(mesh, parts, seed=3):
-        found = {}
+        texts = {}
         for part in parts:
             prompts = [PROMPTS[i] for i in part]
             answers = writer(mesh)(prompts, MOST, sampling, seed, samples=part)
-            found |= {i: a.tokens.tolist() for i, a in zip(part, answers, strict=True)}
-        return found
+            texts |= {i: a.tokens.tolist() for i, a in zip(part, answers, strict=True)}
+        return texts
 
     whole = texts("one device", [[0, 1, 2, 3, 4]])
     assert texts(mesh, parts) == whole
@@ -151,11 +147,10 @@ def test_sampled_text_is_the_same_for_every_split(mesh, parts):
     assert again[0].tokens.tolist() != again[1].tokens.tolist()
 
 
-def test_text_streams():
-    """After every few tokens what there is; together it is what comes at once."""
+def test_a_stream_yields_the_answers_so_far():
     whole = writer("one device")(PROMPTS, MOST, GREEDY)
-    of = writer("one device")
-    pieces = list(of.generator.stream(of.weights, PROMPTS, every=4))
+    one = writer("one device")
+    pieces = list(one.generator.stream(one.weights, PROMPTS, every=4))
     assert [len(answers[0].tokens) for answers in pieces] == [4, 8, 10]
     assert [answers[1].done for answers in pieces] == [False, False, True]
     for answers in pieces:
@@ -166,24 +161,24 @@ def test_text_streams():
 
 
 def test_without_a_limit_every_answer_fills_its_row():
-    """Whatever prompts stand beside it."""
+    """Whatever the other prompts are."""
     several = writer("one device")(PROMPTS, None, GREEDY)
     (alone,) = writer("one device")(PROMPTS[4:], None, GREEDY)
     assert [len(a.tokens) for a in several] == [LENGTH - len(p) for p in PROMPTS]
     assert several[4].tokens.tolist() == alone.tokens.tolist()
 
 
-def test_a_row_ends_at_a_token_that_stops_it():
-    """The others go on, and say what they say without it."""
+def test_a_row_ends_at_a_stop_id():
+    """The others continue as they do without it."""
     free = writer("one device")(PROMPTS, MOST, GREEDY)
     stops = int(free[1].tokens[4]), int(free[3].tokens[7])
     for answer, alone in zip(
-        writer("one device")(PROMPTS, MOST, GREEDY, stops=stops), free, strict=True
+        writer("one device")(PROMPTS, MOST, GREEDY, stop_ids=stops), free, strict=True
     ):
-        at = np.flatnonzero(np.isin(alone.tokens, stops))
-        end = at[0] + 1 if len(at) else MOST
+        stopped = np.flatnonzero(np.isin(alone.tokens, stops))
+        end = stopped[0] + 1 if len(stopped) else MOST
         assert answer.tokens.tolist() == alone.tokens[:end].tolist()
-        assert answer.done and answer.truncated == (not len(at))
+        assert answer.done and answer.truncated == (not len(stopped))
 
 
 def test_programs_are_shared():
@@ -191,21 +186,21 @@ def test_programs_are_shared():
     assert [rounded_up(n) for n in (1, 2, 3, 4, 5, 7, 9, 13, 25, 33)] == [
         *(1, 2, 3, 4, 6, 8, 12, 16, 32, 48)
     ]
-    of = writer("one device")
-    of(PROMPTS, MOST, GREEDY)
-    before = [
-        program.jitted._cache_size() for program in (of.generator._prefill, of.generator._decode)
-    ]
+    one = writer("one device")
+
+    def count_programs():
+        programs = one.generator._prefill, one.generator._decode
+        return [program.jitted._cache_size() for program in programs]
+
+    one(PROMPTS, MOST, GREEDY)
+    before = count_programs()
     for count, length, most in ((5, 3, 20), (6, 9, 14), (5, 16, 8)):
-        of([np.arange(length, dtype=np.int32)] * count, most, GREEDY)
-    after = [
-        program.jitted._cache_size() for program in (of.generator._prefill, of.generator._decode)
-    ]
-    assert before == after
+        one([np.arange(length, dtype=np.int32)] * count, most, GREEDY)
+    assert before == count_programs()
 
 
 @pytest.mark.parametrize(
-    "prompts, most_tokens, error",
+    "prompts, max_new_tokens, error",
     [
         ([np.array([1]), np.array([], int)], 4, "prompt 1 has no tokens"),
         ([np.arange(40)], 9, "prompt 0 of 40 tokens and an answer of up to 9 make 49, but max_"),
@@ -213,23 +208,23 @@ def test_programs_are_shared():
         ([np.array([-1])], 4, "prompt 0: its token ids"),
     ],
 )
-def test_prompts_that_cannot_be(prompts, most_tokens, error):
+def test_impossible_prompts_are_refused(prompts, max_new_tokens, error):
     with pytest.raises(ConfigError, match=error):
-        writer("one device")(prompts, most_tokens, GREEDY)
+        writer("one device")(prompts, max_new_tokens, GREEDY)
 
 
-def test_weights_that_are_no_numbers():
-    of = writer("one device")
-    broken = [jnp.full_like(w, jnp.nan) for w in of.weights]
+def test_weights_that_are_not_finite_are_an_error():
+    one = writer("one device")
+    broken = [jnp.full_like(w, jnp.nan) for w in one.weights]
     with pytest.raises(TrainingError, match="not numbers"):
-        of.generator.answer(broken, PROMPTS)
+        one.generator.answer(broken, PROMPTS)
 
 
 def test_a_pipeline_is_refused():
     config = make_config(*KEYS, "ici_pipeline_parallelism=2", devices=2)
     model = abstract_state(config.recipe, make_mesh(config)).model
     with pytest.raises(ConfigError, match="ici_pipeline"):
-        Generator(config.model, model, Writing(MOST, GREEDY))
+        Generator(config.model, model, GenerationConfig(MOST, GREEDY))
 
 
 # --- Sampling ------------------------------------------------------------------------------------
@@ -280,6 +275,6 @@ def test_draws_follow_the_distribution(sampling, left):
         (Sampling(top_p=0), "--top_p=0 must be above 0 and at most 1"),
     ],
 )
-def test_numbers_out_of_range(sampling, error):
+def test_sampling_out_of_range_is_refused(sampling, error):
     with pytest.raises(ConfigError, match=error):
         sampling.check()

@@ -99,8 +99,8 @@ def split_experts(arrays, kind):
     names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     found = {}
     for name, x in arrays.items():
-        layer, is_of_experts, matrix = name.partition("mlp.experts.")
-        if not is_of_experts:
+        layer, has_experts, matrix = name.partition("mlp.experts.")
+        if not has_experts:
             found[name.replace("mlp.gate.", f"{mlp}.gate.")] = x
             continue
         own = names[:2] if matrix == "gate_up_proj" else names[2:]

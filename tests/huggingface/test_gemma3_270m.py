@@ -10,7 +10,7 @@ from conftest import BASE, run
 from later import Later
 from opened import config_of, load, logits
 
-from maxramp.generation.generator import Generator, Writing
+from maxramp.generation.generator import GenerationConfig, Generator
 from maxramp.generation.sampling import Sampling
 from maxramp.run.metrics import read_records
 
@@ -63,7 +63,7 @@ def test_logits_and_greedy_text(file, gemma3):
     found = logits(weights, config, ids.numpy().astype(np.int32))
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected), rtol=0)
 
-    generator = Generator(config.model, weights, Writing(16, Sampling(temperature=0)))
+    generator = Generator(config.model, weights, GenerationConfig(16, Sampling(temperature=0)))
     (answer,) = generator.answer(generator.prepare(weights), [np.array(PROMPT, np.int32)])
     assert answer.tokens.tolist() == ids[0, len(PROMPT) :].tolist()
     tokens = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()

@@ -54,116 +54,77 @@ def on_mesh(function, tensor, *arrays):
         return jax.jit(function)(*(jax.device_put(x.astype(np.float32), sharding) for x in arrays))
 
 
-@pytest.mark.parametrize(
-    "kernel, T, tensor, documents",
-    [
-        ("dot_product", 24, 2, False),
-        ("dot_product", 24, 2, True),
-        ("splash_interpreted", 128, 1, False),
-        ("splash_interpreted", 128, 1, True),
-        ("splash_interpreted", 256, 2, False),
-        ("splash_interpreted", 256, 2, True),
-        ("packed_interpreted", 100, 2, True),
-    ],
-)
-def test_equals_the_definition(kernel, T, tensor, documents):
-    q, k, v, segments = inputs(T)
-    if not documents:
-        segments = np.zeros_like(segments)
-
-    def found(q, k, v):
-        return attend(q, k, v, AttentionMask(Positions(segments if documents else None)), kernel)
-
-    out = on_mesh(found, tensor, q, k, v)
-    np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
+def mask_of(segments, documents, **rule):
+    return AttentionMask(Positions(segments if documents else None), **rule)
 
 
 BITING = {"window": 50, "scale": 0.5, "cap": 2.0}
 
 
-@pytest.mark.parametrize("documents", (False, True))
-@pytest.mark.parametrize("kernel", ("dot_product", "splash_interpreted", "packed_interpreted"))
-def test_windows_scales_and_caps(kernel, documents):
-    q, k, v, segments = inputs(256)
-    if not documents:
-        segments = np.zeros_like(segments)
-
-    def found(q, k, v):
-        mask = AttentionMask(Positions(segments if documents else None), **BITING)
-        return attend(q, k, v, mask, kernel)
-
-    out = on_mesh(found, 2, q, k, v)
-    np.testing.assert_allclose(out, reference(q, k, v, segments, **BITING), atol=2e-5)
-
-
-@pytest.mark.parametrize("mask", [{}, {"window": 150}])
-def test_rows_whose_masks_do_not_fit_are_taken_in_parts(monkeypatch, mask):
-    """Gradients too, of documents; as rows of 1,048,576 tokens are on TPUs."""
-    q, k, v, segments = inputs(512)
-    towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
-    masks, taken = splash_attention._masks, []
-    monkeypatch.setattr(splash_attention, "_LARGEST_BLOCK", 128)
-    monkeypatch.setattr(splash_attention, "_MOST_STEPS", 8)
-    monkeypatch.setattr(splash_attention, "_masks", lambda *x: taken.append(len(x[1])) or masks(*x))
-
-    def run(kernel, *qkv):
-        seen = AttentionMask(Positions(segments), **mask)
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv, seen, kernel), *qkv)
-        return out, *pull(towards)
-
-    kernels = ("splash_interpreted", "dot_product")
-    found = (on_mesh(functools.partial(run, kernel), 1, q, k, v) for kernel in kernels)
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4 * np.abs(other).max())
-    assert {*taken} == {256}
-
-
-@pytest.mark.parametrize("window", [2, 30, 200])
-def test_windows_of_packed_rows_on_gpus(window):
-    """Gradients too: those of plain products, which the definition checks."""
-    q, k, v, segments = inputs(200)
-    towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
-
-    def outputs(kernel):
-        def found(q, k, v):
-            attention = functools.partial(
-                attend, mask=AttentionMask(Positions(segments), window), kernel=kernel
-            )
-            out, pull = jax.vjp(attention, q, k, v)
-            return out, *pull(jax.reshard(towards, jax.typeof(out).sharding.spec))
-
-        return on_mesh(found, 2, q, k, v)
-
-    plain = outputs("dot_product")
-    np.testing.assert_allclose(plain[0], reference(q, k, v, segments, window), atol=2e-5)
-    for a, b in zip(outputs("packed_interpreted"), plain, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
+@pytest.mark.parametrize(
+    "kernel, T, tensor, documents, rule",
+    [
+        ("dot_product", 24, 2, False, {}),
+        ("dot_product", 24, 2, True, {}),
+        ("dot_product", 256, 2, True, BITING),
+        ("splash_interpreted", 128, 1, False, {}),
+        ("splash_interpreted", 128, 1, True, {}),
+        ("splash_interpreted", 256, 2, False, BITING),
+        ("splash_interpreted", 256, 2, True, BITING),
+        ("packed_interpreted", 100, 2, True, {}),
+        ("packed_interpreted", 256, 2, False, BITING),
+        ("packed_interpreted", 256, 2, True, BITING),
+    ],
+)
+def test_equals_the_definition(kernel, T, tensor, documents, rule):
+    q, k, v, segments = inputs(T)
+    mask = mask_of(segments, documents, **rule)
+    out = on_mesh(lambda q, k, v: attend(q, k, v, mask, kernel), tensor, q, k, v)
+    seen = segments if documents else np.zeros_like(segments)
+    np.testing.assert_allclose(out, reference(q, k, v, seen, **rule), atol=2e-5)
 
 
 @pytest.mark.parametrize(
-    "kernel, T, h, documents, mask",
+    "kernel, T, h, documents, rule",
     [
         ("splash_interpreted", 128, 16, False, {}),
         ("splash_interpreted", 128, 16, True, {}),
         ("splash_interpreted", 256, 256, True, BITING | {"scale": 0.1}),
-        ("packed_interpreted", 200, 16, True, {}),
+        *(("packed_interpreted", 200, 16, True, {"window": window}) for window in (0, 2, 30)),
         ("packed_interpreted", 200, 16, False, BITING),
         ("packed_interpreted", 200, 256, True, BITING | {"scale": 0.1}),
     ],
 )
-def test_gradients_equal_those_of_plain_products(kernel, T, h, documents, mask):
+def test_outputs_and_gradients_equal_those_of_plain_products(kernel, T, h, documents, rule):
     q, k, v, segments = inputs(T, h)
+    assert_equals_plain_products(kernel, 2, q, k, v, mask_of(segments, documents, **rule))
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 150}])
+def test_rows_whose_masks_do_not_fit_are_computed_in_parts(monkeypatch, rule):
+    """As rows of 1,048,576 tokens are on TPUs."""
+    q, k, v, segments = inputs(512)
+    masks, sizes = splash_attention._masks, []
+    monkeypatch.setattr(splash_attention, "_LARGEST_BLOCK", 128)
+    monkeypatch.setattr(splash_attention, "_MOST_STEPS", 8)
+    monkeypatch.setattr(splash_attention, "_masks", lambda *x: sizes.append(len(x[1])) or masks(*x))
+    mask = mask_of(segments, True, **rule)
+    assert_equals_plain_products("splash_interpreted", 1, q, k, v, mask)
+    assert {*sizes} == {256}
+
+
+def assert_equals_plain_products(kernel, tensor, q, k, v, mask):
     towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
-    def gradients(kernel):
-        def objective(q, k, v):
-            seen = AttentionMask(Positions(segments if documents else None), **mask)
-            return (attend(q, k, v, seen, kernel) * towards).sum()
+    def run(kernel, *qkv):
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, mask, kernel), *qkv)
+        return out, *pull(jax.reshard(towards, jax.typeof(out).sharding.spec))
 
-        return on_mesh(jax.grad(objective, argnums=(0, 1, 2)), 2, q, k, v)
-
-    for a, b in zip(gradients(kernel), gradients("dot_product"), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
+    outputs = (
+        on_mesh(functools.partial(run, name), tensor, q, k, v) for name in (kernel, "dot_product")
+    )
+    for actual, expected in zip(*outputs, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
 
 
 WINDOW = ("decoder_block=mistral", "sliding_window_size=8")
@@ -185,7 +146,7 @@ WINDOW = ("decoder_block=mistral", "sliding_window_size=8")
         ("cuda", ("dtype=bfloat16", *WINDOW), "cudnn_flash"),
     ],
 )
-def test_what_is_chosen(platform, keys, chosen):
+def test_the_best_kernel_is_chosen(platform, keys, chosen):
     assert select_for(make_config(*keys).model, platform) == chosen
 
 
@@ -198,40 +159,34 @@ def test_what_is_chosen(platform, keys, chosen):
         ("tpu", ("attention=splash", "max_target_length=100"), "multiple of 128, not 100"),
     ],
 )
-def test_what_cannot_work_is_refused(platform, keys, reason):
+def test_a_kernel_that_cannot_work_is_refused(platform, keys, reason):
     with pytest.raises(ConfigError, match=f"attention=.*{reason}.*use attention=autoselected"):
         select_for(make_config(*keys).model, platform)
 
 
 @pytest.mark.parametrize("documents", (False, True))
-def test_cudnn_is_given_rows_and_heads_of_one_device(monkeypatch, documents):
+def test_cudnn_gets_rows_and_heads_of_one_device(monkeypatch, documents):
     """Its kernel runs on GPUs only; what it is asked for can be compared anywhere."""
     q, k, v, segments = inputs(24)
-    if not documents:
-        segments = np.zeros_like(segments)
-    plain = jax.nn.dot_product_attention
-    shapes = []
+    plain, shapes = jax.nn.dot_product_attention, []
 
     def without_cudnn(*arguments, implementation, **options):
         assert implementation == "cudnn"
         shapes.append([x.shape for x in arguments])
         return plain(*arguments, implementation="xla", **options)
 
-    def found(q, k, v):
-        return attend(
-            q, k, v, AttentionMask(Positions(segments if documents else None)), "cudnn_flash"
-        )
-
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
     monkeypatch.setattr(attention, "has_triton", lambda: False)
     monkeypatch.setattr(attention, "select", lambda *_: "cudnn_flash")
-    out = on_mesh(found, 2, q, k, v)
-    np.testing.assert_allclose(out, reference(q, k, v, segments), atol=2e-5)
+    mask = mask_of(segments, documents)
+    out = on_mesh(lambda q, k, v: attend(q, k, v, mask, "cudnn_flash"), 2, q, k, v)
+    seen = segments if documents else np.zeros_like(segments)
+    np.testing.assert_allclose(out, reference(q, k, v, seen), atol=2e-5)
     assert shapes == [[(1, 24, 2, 16), (1, 24, 1, 16), (1, 24, 1, 16)]]
     assert out.dtype == jnp.float32
 
 
-def test_packing_costs_only_where_its_kernel_is_not(monkeypatch):
+def test_packing_costs_only_without_its_kernel(monkeypatch):
     assert not any(map(attention.cost_of_packing, ("cudnn_flash", "splash", "dot_product")))
     monkeypatch.setattr(attention, "has_triton", lambda: False)
     assert "no Pallas for Triton" in attention.cost_of_packing("cudnn_flash")

@@ -10,7 +10,7 @@ from maxramp.model.order import order_by_layer
 from maxramp.training.state import initial_state
 
 
-def of_numpy(arrays):
+def hash_with_numpy(arrays):
     """As the docstring defines it."""
 
     def mix(x):
@@ -41,9 +41,9 @@ def test_weights_have_one_hash_on_every_mesh(keys):
     config = make_config(*keys)
     with jax.set_mesh(make_mesh(config)):
         model = order_by_layer(initial_state(config.recipe).model)
-    found = fingerprint_of_weights(model)  # with no mesh set
+    fingerprint = fingerprint_of_weights(model)  # with no mesh set
     arrays = [np.asarray(x) for x in jax.tree.leaves(model)]
-    assert found == of_numpy(arrays)
+    assert fingerprint == hash_with_numpy(arrays)
     changed = [x.copy() for x in arrays]
     changed[-1].flat[-1] += 1
-    assert fingerprint_of_weights(changed) == of_numpy(changed) != found
+    assert fingerprint_of_weights(changed) == hash_with_numpy(changed) != fingerprint

@@ -55,18 +55,18 @@ def check(run, M, sizes, dtype):
     expected = loop(*(np.asarray(a, np.float64) for a in arrays), np.array(sizes))
     # What is nobody's must reach nothing.
     x_MK, dy_MN = (a.at[count:].set(jnp.nan) for a in (x_MK, dy_MN))
-    made = (
+    actual = (
         product(x_MK, w_EKN, sizes_E)[:count],
         product(dy_MN, w_EKN, sizes_E, is_transposed=True)[:count],
         gradient(x_MK, dy_MN, sizes_E),
     )
     expected = expected[0][:count], expected[1][:count], expected[2]
-    for found, right in zip(made, expected, strict=True):
-        assert found.shape == right.shape
+    for one, right in zip(actual, expected, strict=True):
+        assert one.shape == right.shape
         tolerance = 1e-6 if dtype == "float32" else 8e-3
         largest = max(1.0, abs(right).max(initial=0))
         np.testing.assert_allclose(
-            np.asarray(found, np.float64) / largest, right / largest, atol=tolerance
+            np.asarray(one, np.float64) / largest, right / largest, atol=tolerance
         )
 
 

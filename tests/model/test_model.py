@@ -123,8 +123,7 @@ def abstract_model(config):
 def test_shape_keys_are_those_that_change_a_weight():
     """Each key of the model, changed alone; a family is a name for some of them."""
     dense, experts = load(*SMALL), load(*SMALL, *EXPERTS)
-    found = _keys_of_shapes(dense) | _keys_of_shapes(experts)
-    assert found == {*SHAPE_KEYS, "lora_rank"}
+    assert _keys_of_shapes(dense) | _keys_of_shapes(experts) == {*SHAPE_KEYS, "lora_rank"}
 
 
 def _keys_of_shapes(config):
@@ -140,25 +139,21 @@ def _keys_of_shapes(config):
     other |= {"rope_attention_factor": 1.5}
     other |= {"attn_logits_soft_cap": 5.0, "final_logits_soft_cap": 5.0}
     other |= {"lora_rank": 4, "lora_dropout": 0.5}
-    of_softmax = config.model.routed_score_func == "softmax"
-    other |= {"routed_score_func": "sigmoid" if of_softmax else "softmax"}
-    other |= {
-        "grouped_matmul": "blocks",
-        "expert_dispatch": "gather",
-        "first_num_dense_layers": 2,
-        "shared_experts": 2,
-    }
+    is_softmax = config.model.routed_score_func == "softmax"
+    other |= {"routed_score_func": "sigmoid" if is_softmax else "softmax"}
+    other |= {"grouped_matmul": "blocks", "expert_dispatch": "gather"}
+    other |= {"first_num_dense_layers": 2, "shared_experts": 2}
     other |= {"load_balance_loss_scope": "step", "capacity_factor": 2.0, "base_moe_mlp_dim": 30}
     other |= {"n_routing_groups": 2, "topk_routing_group": 1, "routed_bias_update_rate": 0.1}
     other |= {"load_balance_loss_weight": 0.1, "router_z_loss_weight": 0.1}
-    before, found = shapes(), {"decoder_block"}
+    before, keys = shapes(), {"decoder_block"}
     for field in dataclasses.fields(config.model):
         name, value = field.name, config.values[field.name]
         if name != "decoder_block":
             new = other.get(name, not value if isinstance(value, bool) else 2 * value)
             assert new != value
-            found |= {name} if shapes(**{name: new}) != before else set()
-    return found
+            keys |= {name} if shapes(**{name: new}) != before else set()
+    return keys
 
 
 @pytest.mark.parametrize("tied", (False, True))
@@ -249,7 +244,7 @@ def test_remat_recomputes_what_it_says():
 
 def test_a_kernels_result_is_kept_where_the_policy_says_so(monkeypatch):
     """Splash attention is computed once more under minimal and full, as MaxText's is."""
-    monkeypatch.setattr(attention, "select", lambda *given: "splash_interpreted")
+    monkeypatch.setattr(attention, "select", lambda *_: "splash_interpreted")
     size = ("base_num_kv_heads=6", "max_target_length=128")
 
     def kernels(policy):
@@ -311,8 +306,8 @@ def test_products_of_few_tokens(axes, x_spec, spec, y_spec, apart):
     with jax.set_mesh(mesh):
         arrays = zip((x, weight, dy), (x_spec, spec, y_spec), strict=True)
         placed = (jax.device_put(np.float32(a), NamedSharding(mesh, s)) for a, s in arrays)
-        found = jax.jit(products)(*placed)
-    for one, other in zip(found, (x @ weight, dy @ weight.T, x[:, 0].T @ dy[:, 0]), strict=True):
+        outputs = jax.jit(products)(*placed)
+    for one, other in zip(outputs, (x @ weight, dy @ weight.T, x[:, 0].T @ dy[:, 0]), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
@@ -331,8 +326,8 @@ def test_what_travels_to_look_tokens_up(T, vectors_travel, apart):
     with jax.set_mesh(mesh):
         table_VD = jax.device_put(table, NamedSharding(mesh, EMBEDDING_VD))
         tokens_BT = jax.device_put(tokens, NamedSharding(mesh, TOKENS_BT))
-        find = jax.jit(lambda table, tokens: look_up(jax.reshard(table, of_table), tokens))
-        of_table = weight_spec(EMBEDDING_VD, apart)
-        found = find.lower(table_VD, tokens_BT).compile()
-        np.testing.assert_array_equal(found(table_VD, tokens_BT), table[tokens])
-    assert ("all-to-all" in found.as_text()) == vectors_travel
+        spec = weight_spec(EMBEDDING_VD, apart)
+        find = jax.jit(lambda table, tokens: look_up(jax.reshard(table, spec), tokens))
+        program = find.lower(table_VD, tokens_BT).compile()
+        np.testing.assert_array_equal(program(table_VD, tokens_BT), table[tokens])
+    assert ("all-to-all" in program.as_text()) == vectors_travel

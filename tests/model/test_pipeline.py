@@ -1,4 +1,4 @@
-"""A pipeline makes the update that one device makes, in the turns that its arithmetic says.
+"""A pipeline makes the update that one device makes, in the ticks that its arithmetic says.
 
 Shapes: R rows of a step, S tokens of a row and the one after it.
 """
@@ -20,7 +20,7 @@ from one_step import take_step
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.model import order, pipeline
-from maxramp.model.families.table import FAMILIES, is_of_experts
+from maxramp.model.families.table import FAMILIES, has_experts
 from maxramp.model.parts import attention
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import dense, new_weight, relabel
@@ -40,9 +40,9 @@ def config_of(*arguments, devices=8):
     """Four layers, at a step as large as the gradient. Without an epsilon in its norms, a stage
     that computes on zeros makes NaN."""
     constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={ROWS // devices}")
-    given = ("base_num_decoder_layers=4", "opt_type=sgd", "gradient_clipping_threshold=0")
-    given += ("normalization_layer_epsilon=0",)
-    return make_config(*constant, *given, *arguments, devices=devices)
+    keys = ("base_num_decoder_layers=4", "opt_type=sgd", "gradient_clipping_threshold=0")
+    keys += ("normalization_layer_epsilon=0",)
+    return make_config(*constant, *keys, *arguments, devices=devices)
 
 
 def random_rows(packed, length=16):
@@ -62,7 +62,7 @@ def place(config, mesh, accumulation, packed):
 
 
 def first_state(config):
-    """Weights as they are born, with layers in the pipeline's order."""
+    """The initial weights, with layers in the pipeline's order."""
     return jax.jit(functools.partial(init_state, config.recipe))()
 
 
@@ -152,7 +152,7 @@ def test_one_update_on_any_mesh(name):
 OWN_KEYS = {
     name: (f"decoder_block={name}", *(f"{key}={value}" for key, value in own.items()))
     for name, family in FAMILIES.items()
-    if (own := dict.fromkeys(family.keys, 5) | family.fixed) and not is_of_experts(name)
+    if (own := dict.fromkeys(family.keys, 5) | family.fixed) and not has_experts(name)
 }
 OF_FAMILIES = {
     "pipeline": (
@@ -175,7 +175,7 @@ CHOSEN |= dict.fromkeys(("qwen2", *REPEAT), "none")
         if mesh == "none" or family not in REPEAT
     ],
 )
-def test_what_families_have_of_their_own(family, mesh):
+def test_one_update_for_any_family(family, mesh):
     """Biases, norms of heads and windows, with all axes, accumulation and packed rows."""
     keys = OWN_KEYS[family]
     actual = trained(*OF_FAMILIES[mesh], *keys, accumulation=2, packed=True)
@@ -199,21 +199,21 @@ def test_a_kernel(monkeypatch, kernel, length):
     small = ("base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=2")
     small += (f"max_target_length={length}",)
     one = trained("ici_fsdp_parallelism=1", *small, devices=1, packed=True)
-    monkeypatch.setattr(attention, "select", lambda *given: f"{kernel}_interpreted")
+    monkeypatch.setattr(attention, "select", lambda *_: f"{kernel}_interpreted")
     keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4")
     keys += ("remat_policy=minimal_with_context",)
     assert_same(trained(*keys, *small, devices=2, packed=True), one)
 
 
-def by_turns_of(microbatches):
+def execution_of(microbatches):
     keys = {"num_pipeline_microbatches": microbatches, "num_pipeline_repeats": 1}
     keys["remat_policy"] = "full"
     return dataclasses.replace(make_config().model, **keys, num_layers_per_pipeline_stage=1)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
-def test_every_turn_computes_on_rows(slots):
-    """A norm without epsilon makes NaN of zeros: in any turn, in the gradient of the weights."""
+def test_every_tick_computes_on_real_rows(slots):
+    """A norm without epsilon makes NaN of zeros: in any tick, in the gradient of the weights."""
     mesh = make_mesh(config_of("ici_pipeline_parallelism=4", devices=4))
     random = np.random.default_rng(0)
     weights_LDF, x_BTD = random.random((4, 2, 2)), random.random((4 * slots, 1, 2))
@@ -221,11 +221,11 @@ def test_every_turn_computes_on_rows(slots):
     def norm(x):
         return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True))
 
-    def of_stages(weights, x_BTD, segments):
+    def run_stages(weights, x_BTD, segments):
         return dense(norm(x_BTD), first(weights), X_BTD), Aux()
 
-    def by_turns(weights_LDF, x_BTD):
-        return pipeline.run(by_turns_of(4 * slots), of_stages, weights_LDF, x_BTD, None)[0]
+    def by_ticks(weights_LDF, x_BTD):
+        return pipeline.run(execution_of(4 * slots), run_stages, weights_LDF, x_BTD, None)[0]
 
     def by_layers(weights_LDF, x_BTD):
         for weight_DF in weights_LDF:
@@ -240,7 +240,7 @@ def test_every_turn_computes_on_rows(slots):
     with jax.set_mesh(mesh):
         arrays = jnp.float32(weights_LDF), jnp.float32(x_BTD)
         weights, x = map(jax.reshard, arrays, (P("stage"), X_BTD))
-        actual = gradient(by_turns, matrices(weights), x)[...]
+        actual = gradient(by_ticks, matrices(weights), x)[...]
         np.testing.assert_allclose(actual, gradient(by_layers, *arrays), rtol=1e-4, atol=1e-4)
 
 
@@ -267,7 +267,7 @@ def test_micro_batches_are_added_in_float32():
         return dense(x_BTD, first(weights), X_BTD), Aux()
 
     def total(weights_LDF, x_BTD):
-        y_BTD, _ = pipeline.run(by_turns_of(16), layer, weights_LDF, x_BTD, None)
+        y_BTD, _ = pipeline.run(execution_of(16), layer, weights_LDF, x_BTD, None)
         return y_BTD.astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh):
@@ -303,16 +303,16 @@ def program(request):
     return config, mesh, text
 
 
-def test_turns_and_what_travels(program):
-    """Forward and backward every turn moves an x down the ring and one up it, and no more."""
+def test_ticks_and_what_travels(program):
+    """Forward and backward every tick moves an x down the ring and one up it, and no more."""
     config, _, text = program
-    turns = pipeline_ticks(4, 2, config.model.num_pipeline_repeats)
-    assert f'"n":"{turns}"' in text
-    rows_of_a_turn = ROWS // 4 // 4  # micro batches, fsdp
-    x_bytes = rows_of_a_turn * 16 * 32 * 4
+    ticks = pipeline_ticks(4, 2, config.model.num_pipeline_repeats)
+    assert f'"n":"{ticks}"' in text
+    rows_of_a_tick = ROWS // 4 // 4  # micro batches, fsdp
+    x_bytes = rows_of_a_tick * 16 * 32 * 4
     moved = hlo.count(text, topology.CHIPS["v5p"]).collective_bytes["collective-permute"]
     # Of two stages one sends down the ring, unless it is circular; the ring up has one sender.
-    assert moved == 2 * turns * 2 * x_bytes
+    assert moved == 2 * ticks * 2 * x_bytes
 
 
 def test_weights_stay_on_their_stage(program):
@@ -340,21 +340,21 @@ def test_bubble(microbatches, stages, repeats, expected):
     assert pipeline_bubble(config.model, spec) == pytest.approx(expected)
 
 
-def test_what_a_pass_is_estimated_to_keep():
-    """remat_policy=none keeps between turns what minimal_with_context does, and in a turn all of
+def test_the_estimated_bytes_of_a_pass():
+    """remat_policy=none keeps between ticks what minimal_with_context does, and in a tick all of
     its layers."""
 
     def estimated(policy, *arguments, length=512):
-        given = ("num_pipeline_microbatches=4", f"remat_policy={policy}", "vocab_size=264")
-        given += ("ici_pipeline_parallelism=2", f"max_target_length={length}", *arguments)
-        config = config_of(*given, "ici_fsdp_parallelism=1", devices=2)
+        keys = ("num_pipeline_microbatches=4", f"remat_policy={policy}", "vocab_size=264")
+        keys += ("ici_pipeline_parallelism=2", f"max_target_length={length}", *arguments)
+        config = config_of(*keys, "ici_fsdp_parallelism=1", devices=2)
         spec = RampupBatchManager(config.batch, 2).stages[0].spec
         return pass_bytes(config.model, spec.resize(1, 8), 1)
 
     assert estimated("none", "num_pipeline_repeats=2") == estimated(
         "minimal_with_context", "num_pipeline_repeats=2"
     )
-    # Of 4 rows 2 are in a turn, and the arrays with the most elements are the scores.
+    # Of 4 rows 2 are in a tick, and the arrays with the most elements are the scores.
     rows, heads, T = 2, 8, 512
     more = estimated("none") - estimated("minimal")
     assert more == pytest.approx(rows * heads * T * T * (4 + 4), rel=0.2)
@@ -444,11 +444,11 @@ NEAREST = {"fixed": "16 or 32", "best": "16 or 24", "nemo": "16 or 24"}
 @pytest.mark.parametrize("schedule", NEAREST)
 def test_a_plan_names_the_nearest_sizes(schedule):
     """Four ranks a node, two rows each: multiples of 8 on one node, of 16 on two."""
-    given = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "micro_batch_size=2")
-    given += ("rampup_batch_size=[16,4,100]", "global_batch_size=32", "steps=100", "num_nodes=2")
-    given += ("devices_per_node=4", f"node_schedule={schedule}")
+    keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "micro_batch_size=2")
+    keys += ("rampup_batch_size=[16,4,100]", "global_batch_size=32", "steps=100", "num_nodes=2")
+    keys += ("devices_per_node=4", f"node_schedule={schedule}")
     with pytest.raises(ConfigError, match="stage 1 with a global batch of 20") as error:
-        make_plan(load([BASE, *TINY, *given]))
+        make_plan(load([BASE, *TINY, *keys]))
     assert NEAREST[schedule] in str(error.value)
 
 

@@ -15,7 +15,7 @@ from maxramp.parallel.compiler import compiler_options
 from maxramp.planning import machine
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
-from maxramp.rl.trainer import writing
+from maxramp.rl.trainer import generation_config
 from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import lower_step
@@ -71,7 +71,7 @@ def test_compilers_take_every_program(topology):
     options = compiler_options(mesh.devices.flat[0].platform) | there.options
     with jax.set_mesh(mesh):
         state = abstract_state(config.recipe, mesh)
-        how = writing(config, bytes_)
+        how = generation_config(config, bytes_)
         rate = LearningRate.from_keys(config.learning_rate, ramp)
         programs = PolicyPrograms(config, rate, state, how, BackgroundCompiler(0, print, print), {})
         found = programs.trace_functions(ramp.stages[0].spec)

@@ -19,7 +19,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import FilePrompts, Sums
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.trainer import PolicyTrainer, Scorer, writing
+from maxramp.rl.trainer import PolicyTrainer, Scorer, generation_config
 from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, init_state
@@ -68,7 +68,7 @@ class Run:
             config,
             LearningRate.from_keys(config.learning_rate, self.ramp),
             state,
-            writing(config, bytes_),
+            generation_config(config, bytes_),
             compiler,
             QUICK,
         )

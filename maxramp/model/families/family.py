@@ -1,9 +1,10 @@
-"""What the rest of maxramp knows of a model family. Imports no JAX."""
+"""The record of a model family: all that other rooms know of it. Imports no JAX."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
+from maxramp.keys.section import Relations
 from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.sizes import MixerSizes
 from maxramp.model.pattern import Layer, Pattern
@@ -14,7 +15,7 @@ class MlpSizes(NamedTuple):
 
     reads: Mapping[str, int]
     writes: Mapping[str, int]
-    activations: int  # what lies between the products
+    activations: int  # numbers between the products
 
     @classmethod
     def from_width(cls, width: int) -> Self:
@@ -22,7 +23,7 @@ class MlpSizes(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """What a layer computes of a token; FLOPs and memory follow from it."""
+    """The sizes of a layer for one token, from which FLOPs and memory follow."""
 
     mixer: MixerSizes
     mlp: MlpSizes
@@ -37,33 +38,34 @@ class LayerSizes(NamedTuple):
 
 
 class Released(NamedTuple):
-    """How a family's config.json differs from those of the others (`huggingface.config_json`)."""
+    """A family's config.json, as far as it differs from the others' (`huggingface.config_json`)."""
 
     model_type: str
     architecture: str  # the class of transformers that opens it
-    defaults: Mapping[str, Any]  # what transformers takes where config.json does not say
-    names: Mapping[str, str] = {}  # of keys of ours
-    other_names: Mapping[str, str] = {}  # that it may have in place of some of these
+    defaults: Mapping[str, Any]  # transformers' values for keys that config.json leaves out
+    names: Mapping[str, str] = {}  # our key -> theirs
+    other_names: Mapping[str, str] = {}  # alternative name -> theirs
     activation: str = "hidden_act"
-    # Of families whose layers that see a window have a rope_theta of their own: its key, "" = none,
-    # and its value where config.json does not say.
+    # If layers with a window have a rope_theta of their own: its key ("" = none), and its value if
+    # config.json leaves it out.
     local_rope: tuple[str, float] | None = None
-    period: int = 1  # in layer_types: the last of these layers sees all, those before it a window
+    period: int = 1  # in layer_types: the last of these layers sees all, the others a window
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """All facts of a family of models."""
 
-    pattern: Callable[[ModelKeys], Pattern]  # the layers, by the keys
-    # By kind of layer its module, made of keys and a random key: it holds the weights, computes the
-    # layer, and makes the cache that generation keeps of it. A function, as modules import JAX.
+    pattern: Callable[[ModelKeys], Pattern]
+    # Returns by kind of layer its module (`block.Block`), built from keys and a random key. It is a
+    # function because modules import JAX.
     blocks: Callable[[], Mapping[str, Callable[..., Any]]]
     sizes: Callable[[ModelKeys, Layer], LayerSizes]
-    # Of every weight by its path the tensor of a Hugging Face folder; {} is a layer's number.
+    # path of a weight -> tensor of a Hugging Face folder; {} is the layer's number
     tensors: Mapping[str, str]
     released: Released
-    keys: tuple[str, ...] = ()  # of what not all families have; the others have base.yml's values
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # such keys with one value
-    norm_offset: float = 0.0  # what norms multiply by is this + their weights
-    scales_embedding: bool = False  # by the root of the width
+    keys: tuple[str, ...] = ()  # keys that other families may not read
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys with only one value
+    check: Callable[[ModelKeys], Relations] = lambda keys: iter(())  # relations between its keys
+    norm_offset: float = 0.0  # norms multiply by this + their weights
+    scales_embedding: bool = False  # multiplies the embedding by the root of the width

@@ -11,12 +11,12 @@ from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
 from maxramp.stage import RopeKeys
 
 
-def see_before(keys: RopeKeys) -> Mixing:
+def attend_window(keys: RopeKeys) -> Mixing:
     return Mixing(Rope.from_keys(keys), keys.sliding_window_size)  # 0: no window
 
 
 def _pattern(keys: ModelKeys) -> Pattern:
-    return Pattern((Layer("dense", see_before),), keys.base_num_decoder_layers)
+    return Pattern((Layer("dense", attend_window),), keys.base_num_decoder_layers)
 
 
 def _blocks() -> Mapping[str, Callable[..., Any]]:

@@ -4,13 +4,26 @@ as MLPs (arXiv 2409.02060)."""
 import dataclasses
 import functools
 
+from maxramp.keys.section import Relations
 from maxramp.model.families import sparse
 from maxramp.model.families.family import Released
 from maxramp.model.families.qwen3 import QWEN3
+from maxramp.model.keys import ModelKeys
+
+
+def _check(keys: ModelKeys) -> Relations:
+    heads = keys.base_num_query_heads * keys.head_dim
+    yield (
+        heads != keys.base_emb_dim,
+        f"base_num_query_heads x head_dim = {heads}: decoder_block=olmoe has base_emb_dim="
+        f"{keys.base_emb_dim} numbers of all heads together; change one of them",
+    )
+    yield from sparse.check(keys)
+
 
 OLMOE = dataclasses.replace(
     QWEN3,
-    **sparse.LAYERS,
+    **sparse.LAYERS | {"check": _check},
     blocks=functools.partial(sparse.blocks, heads_together=True),
     tensors=sparse.tensors(QWEN3.tensors),
     released=Released(

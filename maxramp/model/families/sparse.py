@@ -1,11 +1,12 @@
-"""What families of experts share: their layers, keys, sizes and tensors. Imports no JAX."""
+"""Layers, keys, sizes and tensors of families of experts. Imports no JAX."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from maxramp.keys.section import Relations
 from maxramp.model.families.family import LayerSizes, MlpSizes
-from maxramp.model.families.llama import LAYER, LLAMA, see_before
+from maxramp.model.families.llama import LAYER, LLAMA, attend_window
 from maxramp.model.keys import ModelKeys
 from maxramp.model.pattern import Layer, Pattern
 
@@ -17,24 +18,25 @@ EXPERT_KEYS = (
 
 
 def pattern(keys: ModelKeys) -> Pattern:
-    """Layers of experts, behind dense ones."""
+    """Returns the pattern of dense layers, then layers of experts."""
     sums = {
         "load_balance_loss": keys.load_balance_loss_weight,
         "router_z_loss": keys.router_z_loss_weight,
         "dropped_share": keys.capacity_factor > 0,
     }
-    sums = tuple(name for name, is_there in sums.items() if is_there)
-    sparse = Layer("sparse", see_before, sums, (("expert_load", (keys.num_experts,)),))
+    sums = tuple(name for name, is_used in sums.items() if is_used)
+    sparse = Layer("sparse", attend_window, sums, (("expert_load", (keys.num_experts,)),))
     dense = keys.first_num_dense_layers
     return Pattern(
-        (sparse,), keys.base_num_decoder_layers - dense, (Layer("dense", see_before),) * dense
+        (sparse,), keys.base_num_decoder_layers - dense, (Layer("dense", attend_window),) * dense
     )
 
 
 def blocks(
     change: Callable[[ModelKeys], ModelKeys] = lambda keys: keys, **attention: Any
 ) -> Mapping[str, Callable[..., Any]]:
-    """Layers whose experts see `change(keys)`, and `attention` with these arguments."""
+    """Returns the blocks by kind; experts are built from `change(keys)`, attention with these
+    arguments."""
     from maxramp.model.block import Block
     from maxramp.model.mixers.attention import Attention
     from maxramp.model.parts.experts import Experts
@@ -45,7 +47,7 @@ def blocks(
 
 
 def sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
-    """Of a token, with the experts that it takes."""
+    """Returns the sizes for one token, with its active experts."""
     sizes = LLAMA.sizes(keys, layer)
     if layer.kind == "dense":
         return sizes
@@ -54,15 +56,50 @@ def sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
     return sizes._replace(mlp=mlp)
 
 
-# The fields of a `Family` that are the same in all.
-LAYERS = {"pattern": pattern, "sizes": sizes}
-# Keys by the names that most of these families have for them.
+def check(keys: ModelKeys) -> Relations:
+    experts, chosen = keys.num_experts, keys.num_experts_per_tok
+    groups, open_groups = keys.n_routing_groups, keys.topk_routing_group
+    yield (
+        experts < 2,
+        f"num_experts={experts}: decoder_block={keys.decoder_block} has experts; give 2 or more, "
+        "or decoder_block=llama2",
+    )
+    yield (
+        chosen > experts,
+        f"num_experts_per_tok={chosen} of num_experts={experts}: a token takes each once; give "
+        f"{experts} or fewer",
+    )
+    dense = keys.first_num_dense_layers
+    yield (
+        dense >= keys.base_num_decoder_layers,
+        f"first_num_dense_layers={dense} of base_num_decoder_layers={keys.base_num_decoder_layers} "
+        "leaves no layer of experts; give fewer",
+    )
+    size = experts // max(1, groups)
+    is_odd = min(groups, open_groups) < 1 or experts % groups or open_groups > groups
+    yield (
+        {groups, open_groups} != {-1} and (is_odd or size < 2 or open_groups * size < chosen),
+        f"n_routing_groups={groups} topk_routing_group={open_groups}: give both or neither (-1); "
+        f"groups are equal parts of the num_experts={experts}, of 2 or more, and those of a token "
+        f"hold its num_experts_per_tok={chosen}",
+    )
+    adapted = {"gate_proj", "up_proj", "down_proj"}.intersection(keys.lora_modules)
+    yield (
+        keys.lora_rank and adapted,
+        f"lora_targets={list(keys.lora_targets)}: experts have no adapters; use "
+        "lora_targets=[q_proj,k_proj,v_proj,o_proj]",
+    )
+
+
+# The fields of a `Family` that all of these share.
+LAYERS = {"pattern": pattern, "sizes": sizes, "check": check}
+# The names of keys in config.json, in most of these families.
 NAMES = {name: name for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
 
 
 def dense_tensors(dense: Mapping[str, str]) -> dict[str, str]:
-    """The tensors of a dense model as weights of one of experts, each of which is its MLP
-    (Komatsuzaki et al., arXiv 2212.05055)."""
+    """Maps a dense model's tensors to weights of experts, each a copy of its MLP (Komatsuzaki et
+    al., arXiv 2212.05055)."""
     sparse = {path.replace(".dense.", ".sparse."): tensor for path, tensor in dense.items()}
     for ours, theirs in (("gate_DF", "gate_EDF"), ("up_DF", "up_EDF"), ("out_FD", "out_EFD")):
         sparse[f"layers.sparse.mlp.{theirs}"] = sparse.pop(f"layers.sparse.mlp.{ours}")
@@ -75,16 +112,17 @@ def tensors(
     experts: str = "mlp.experts",
     names: Iterable[str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, str]:
-    """The tensors of a model whose MLPs are experts, {} a layer's and then an expert's number.
-    `dense` are those of a dense model, `names` those of an expert's gate, up and out."""
-    found = {
+    """Returns the tensors of a model of experts, in which {} is a layer's and then an expert's
+    number. `dense` are those of a dense model, `names` the matrices of an expert: gate, up and
+    out."""
+    shared = {
         path.replace(".dense.", ".sparse."): tensor
         for path, tensor in dense.items()
         if ".mlp." not in path
     }
     own = zip(("gate_EDF", "up_EDF", "out_EFD"), names, strict=True)
     return {
-        **found,
+        **shared,
         "layers.sparse.mlp.router.matrix_DE": f"{LAYER}.{router}.weight",
         **{
             f"layers.sparse.mlp.{ours}": f"{LAYER}.{experts}.{{}}.{theirs}.weight"
