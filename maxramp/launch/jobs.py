@@ -44,10 +44,8 @@ class Run:
         """
         config = config.replace(run_name=config.run.run_name or config.run.model_name)
         processes, devices = config.launch.processes_per_node, config.batch.devices_per_node
-        trainer_keys = {
-            "num_nodes": config.batch.num_nodes,
-            "devices_per_node": devices,
-        } | TRAINER_KEYS
+        trainer_keys = {"num_nodes": config.batch.num_nodes, "devices_per_node": devices}
+        trainer_keys |= TRAINER_KEYS
         refuse(
             [
                 (
@@ -65,7 +63,7 @@ class Run:
         folder = config.run.folder.absolute()
         position = None
         if dry_run and not is_near(folder):
-            print_note(f"{folder} is not looked into; the jobs are those of a run that begins")
+            print_note(f"{folder} is not read: these are the jobs of a new run")
         else:
             position = folder_lib.newest(folder / "checkpoints")[0]
         planned = PlannedRun.from_config(

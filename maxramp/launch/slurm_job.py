@@ -93,7 +93,7 @@ class SlurmCluster:
     def wait(self) -> JobEnd:
         last_look, is_told = time.monotonic(), False
         while self._srun.poll() is None and not self.is_stopped:
-            if time.time() >= self._limit - _LAST:  # SLURM is about to end all of it
+            if self._is_at_limit():
                 self._is_leaving = True
                 break
             if self._keys.elastic and time.monotonic() > last_look + _PERIOD:
@@ -179,6 +179,12 @@ class SlurmCluster:
             return datetime.datetime.fromisoformat(end).timestamp()
         except ValueError:  # it has none
             return float("inf")
+
+    def _is_at_limit(self) -> bool:
+        """Tells whether SLURM is about to end this job, whose limit may have been extended."""
+        if time.time() >= self._limit - _LAST:
+            self._limit = self._read_limit()
+        return time.time() >= self._limit - _LAST
 
     def _publish(self) -> None:
         """Tells the trainer how many nodes it could have."""

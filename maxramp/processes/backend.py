@@ -125,22 +125,22 @@ def join(timeout: float) -> None:
 
 
 def _read_variables() -> tuple[str, int, int] | None:
-    names = ("MAXRAMP_COORDINATOR", "MAXRAMP_NUM_PROCESSES", "MAXRAMP_PROCESS_ID")
-    address, count, process_id = values = [os.environ.get(name, "") for name in names]
-    if not any(values):
+    """Reads address, number of processes and process id; None if no variable is set."""
+    address = os.environ.get("MAXRAMP_COORDINATOR", "")
+    count = os.environ.get("MAXRAMP_NUM_PROCESSES", "")
+    process_id = os.environ.get("MAXRAMP_PROCESS_ID", "")
+    if not (address or count or process_id):
         return None
     for name in _PROCESS_IDS:
         process_id = process_id or os.environ.get(name, "")
     host, _, port = address.rpartition(":")
     is_address = host and port.isdigit() and 0 < int(port) < 2**16
-    if not (
-        is_address and count.isdigit() and process_id.isdigit() and int(process_id) < int(count)
-    ):
-        values = address, count, process_id
-        shown = " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+    are_numbers = count.isdigit() and process_id.isdigit() and int(process_id) < int(count)
+    if not (is_address and are_numbers):
         raise ConfigError(
-            f"{shown}: all three must be set, to host:port, the number of processes and the number "
-            "of this one, from 0 on"
+            f"MAXRAMP_COORDINATOR={address} MAXRAMP_NUM_PROCESSES={count} "
+            f"MAXRAMP_PROCESS_ID={process_id}: all three must be set, to host:port, the number of "
+            "processes and the number of this one, from 0 on"
         )
     return address, int(count), int(process_id)
 

@@ -345,8 +345,7 @@ def test_a_dry_run_asks_no_storage(capsys):
     printed = capsys.readouterr()
     assert printed.out.count("process") == 3
     assert printed.err == (
-        "note: gs://nobody/runs/default is not looked into; the jobs are those of a run that "
-        "begins\n"
+        "note: gs://nobody/runs/default is not read: these are the jobs of a new run\n"
     )
 
 
