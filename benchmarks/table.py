@@ -24,9 +24,8 @@ def stage_switch(figures: dict) -> list[tuple[str, str]]:
         waits = ", ".join(f"{s['compile_seconds']:.2f}" for s in later)
         rows.append(
             (
-                f"`stage_switch`: compiled {name}: first step of stages 1, 2, 3 / median",
-                f"{ratios}; waited {waits} s for programs; lost {entry['lost']:.2f} s of "
-                f"{entry['total']:.0f} s",
+                f"`stage_switch`: compiled {name}",
+                f"{ratios}; waited {waits} s; lost {entry['lost']:.2f} s of {entry['total']:.0f} s",
             )
         )
     return rows
@@ -129,18 +128,17 @@ def gpu(figures: dict) -> list[tuple[str, str]]:
         )
         for model, entry in figures["models"].items()
     ]
+    shapes = []
     for line in figures["attention of packed rows, ms"]:
         ours = line["packed and gradient"]
-        others = (("with a mask", "masked"), ("without documents", "whole"))
-        ratios = (
-            f"{ours / line[f'{name} and gradient']:.2f} ({words})"
-            for words, name in others
-            if name in line
-        )
-        shape = f"{line['tokens']:,} tokens, documents of {line['document']:,}"
-        rows.append(
-            (f"`gpu`: packed attention with gradient / cuDNN's, {shape}", ", ".join(ratios))
-        )
+        ratios = [
+            f"{ours / line[f'{name} and gradient']:.2f}" if name in line else "-"
+            for name in ("masked", "whole")
+        ]
+        shapes.append(f"{line['tokens']:,} by {line['document']:,}: {', '.join(ratios)}")
+    name = "`gpu`: packed attention with gradient / cuDNN's with a mask, without documents"
+    name += "; tokens by document"
+    rows.append((name, "; ".join(shapes)))
     return rows
 
 

@@ -241,20 +241,6 @@ def test_reference(reference, batch):
     np.testing.assert_allclose(rate(samples, 4), constant(samples) * (4 / batch) ** 0.5, rtol=1e-6)
 
 
-def test_documented_values():
-    """Ten steps by hand: warmup 0, 1/2, 1, then a cosine over 7 steps, again from the peak."""
-    config = settings(
-        warmup_steps_fraction=0.3,
-        learning_rate_final_fraction=0.0,
-        learning_rate_schedule_steps=10,
-        steps=12,
-    )
-    rate, ramp = rate_and_ramp(config)
-    half = 0.5 * np.sqrt(3)
-    expected = [0, 0.5, 1, 1, 0.5 + half / 2, 0.75, 0.5, 0.25, 0.5 - half / 2, 0, 0, 0]
-    np.testing.assert_allclose(rates_at_steps(rate, ramp, 12), expected, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize(
     "steps, total, reference", [(5, 20, 4), (40, 160, 4), (49, 232, 8), (51, 248, 8)]
 )

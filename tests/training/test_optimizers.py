@@ -8,25 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import batch_of, make_config, make_mesh
-from jax.sharding import NamedSharding
+from conftest import make_config, make_mesh
 from optax.contrib import MuonDimensionNumbers, muon
+from test_step import trained
 
 from maxramp.errors import ConfigError
 from maxramp.model.order import order_by_layer
 from maxramp.model.parts.weights import weights_of
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.parallel.mesh import abstract_mesh
-from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.planning.plan import estimate
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.keys import half_lives
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.optimizers import sgd
 from maxramp.training.optimizers.half_lives import STEADY, Pace
 from maxramp.training.optimizers.table import make_optimizer
 from maxramp.training.state import abstract_state, init_state
-from maxramp.training.step import make_train_step
 
 CONSTANT = ("enable_rampup_batch_size=False", "per_device_batch_size=4")
 RATE = 0.1
@@ -112,48 +109,33 @@ def check_muon(sizes, layers, *more, rms=None):
         np.testing.assert_allclose(weight, expected[name], atol=2e-5, err_msg=name)
 
 
+def muon_case(sizes, layers, *keys, rms=None, mark=pytest.mark.slow):
+    return pytest.param(sizes, layers, keys, rms, marks=mark, id=f"{sizes} {layers} {keys}")
+
+
+EXPERTS = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
+EXPERTS += ("base_moe_mlp_dim=16",)
+CIRCULAR = ("num_pipeline_repeats=2", "num_layers_per_pipeline_stage=2")
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    "sizes, layers, keys, rms",
     [
-        {"data": 2, "fsdp": 2, "tensor": 2},
-        pytest.param({"stage": 2, "fsdp": 4}, marks=pytest.mark.slow),
+        muon_case({"data": 2, "fsdp": 2, "tensor": 2}, 3, mark=()),
+        muon_case({"stage": 2, "fsdp": 4}, 4, rms=0.2),
+        muon_case({"data": 8}, 11),
+        muon_case({"fsdp": 2, "tensor": 4}, 3),
+        muon_case({"fsdp": 8}, 5, mark=pytest.mark.long),
+        muon_case({"data": 2, "tensor": 4}, 1, mark=pytest.mark.long),
+        muon_case({"data": 2, "fsdp": 4}, 11, mark=pytest.mark.long),
+        muon_case({"stage": 2, "fsdp": 2, "tensor": 2}, 8, *CIRCULAR),
+        muon_case({"fsdp": 2, "expert": 2, "tensor": 2}, 3, *EXPERTS),
     ],
-    ids=str,
 )
-def test_muon_is_that_of_optax(sizes):
-    """Layers do not divide over the devices; heads have axes of their own; some decay, some not."""
-    check_muon(sizes, 4 if "stage" in sizes else 3, rms=0.2 if "stage" in sizes else None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes, layers",
-    [
-        *(({"data": 8}, 11), ({"fsdp": 2, "tensor": 4}, 3)),
-        pytest.param({"fsdp": 8}, 5, marks=pytest.mark.long),
-        pytest.param({"data": 2, "tensor": 4}, 1, marks=pytest.mark.long),
-        pytest.param({"data": 2, "fsdp": 4}, 11, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_muon_on_every_mesh(sizes, layers):
-    check_muon(sizes, layers)
-
-
-@pytest.mark.slow
-def test_muon_in_a_circular_pipeline():
-    check_muon(
-        {"stage": 2, "fsdp": 2, "tensor": 2},
-        8,
-        "num_pipeline_repeats=2",
-        "num_layers_per_pipeline_stage=2",
-    )
-
-
-@pytest.mark.slow
-def test_muon_takes_each_expert_by_itself():
-    mixture = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
-    check_muon({"fsdp": 2, "expert": 2, "tensor": 2}, 3, *mixture, "base_moe_mlp_dim=16")
+def test_muon_is_that_of_optax_on_every_mesh(sizes, layers, keys, rms):
+    """Also where layers do not divide over the devices; heads have axes of their own, an expert is
+    a matrix, and some weights decay."""
+    check_muon(sizes, layers, *keys, rms=rms)
 
 
 def test_momentum_is_that_of_optax():
@@ -202,40 +184,16 @@ def test_half_lives_through_a_ramp():
         np.testing.assert_allclose(weight, expected, atol=2e-5, err_msg=name)
 
 
-def stepped(*keys, steps=3):
-    config = make_config(*CONSTANT, *keys)
-    mesh = make_mesh(config)
-    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
-    with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(init_state, config.recipe))()
-        step = jax.jit(make_train_step(config.recipe, rate))
-        for k in range(steps):
-            rows = np.random.default_rng(k).integers(0, 264, (2, 16, 17), dtype=np.int32)
-            batch = jax.device_put(batch_of(rows), NamedSharding(mesh, BATCH_ABT))
-            state, metrics = step(state, batch)
-    return by_name(state), {name: np.asarray(x) for name, x in metrics.items()}
-
-
-def test_a_constant_batch_is_of_the_reference():
-    """So each half-life is exactly that of its key, whatever it counts."""
+def test_a_constant_batch_is_its_own_reference():
+    """So each half-life is exactly that of its key."""
     config = make_config(*CONSTANT, "batch_size_lr_scaling=sqrt", "steps=9")
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     assert rate.pace(32) == STEADY
 
 
-@pytest.mark.slow
-def test_a_constant_batch_has_the_half_lives_of_its_keys():
-    """To the last bit, with Muon and Adam."""
-    keys = ("opt_type=muon", "muon_weight_decay=0.1", "steps=9")
-    plain, _ = stepped(*keys)
-    held, _ = stepped(*keys, f"half_lives_in_samples=[{','.join(half_lives('muon'))}]")
-    for name, x in held.items():
-        np.testing.assert_array_equal(x, plain[name], err_msg=name)
-
-
 def test_the_noise_scale_beside_muon():
     """What Adam makes of the layers' gradients is not there: none of them is Adam's."""
-    _, metrics = stepped("opt_type=muon", "log_gradient_noise_scale=True", steps=1)
+    metrics = trained("opt_type=muon", "log_gradient_noise_scale=True", accumulation=2).metrics
     kinds = {name.removesuffix("noise_signal") for name in metrics if name.endswith("noise_signal")}
     assert kinds == {"", "norms_"} and all(np.isfinite(x).all() for x in metrics.values())
 

@@ -1,6 +1,5 @@
 """What a step does with a weight follows from its role, and from whether it is trained."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
 from maxramp.model.keys import ROLES
-from maxramp.model.parts.weights import part_of, weights_of
+from maxramp.model.parts.weights import weights_of
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.keys import OPTIMIZERS, optimizer_names
 from maxramp.training.optimizers.table import make_optimizer
@@ -30,20 +29,13 @@ def by_role(model):
     return keys
 
 
-def stepped(*arguments, is_trained=lambda weight: True):
+def stepped(*arguments):
     """The states before and after a step in two passes, and the gradient's norm."""
     config = make_config(*CONSTANT, *MESH, *arguments, devices=4)
     mesh = make_mesh(config)
     step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(0.5))
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe))()
-        trained = part_of(state.model, is_trained)
-        state = dataclasses.replace(
-            state,
-            trained=trained,
-            frozen=part_of(state.model, lambda weight: not is_trained(weight)),
-            opt_state=make_optimizer(config.optimizer).init(trained),
-        )
         rows = np.random.default_rng(0).integers(0, 264, (2, 8, 17), dtype=np.int32)
         batch = jax.device_put(batch_of(rows), NamedSharding(mesh, BATCH_ABT))
         after, metrics = jax.jit(step)(state, batch)
@@ -90,12 +82,10 @@ def test_only_what_is_trained_has_a_gradient():
     """Frozen weights stay as they are and have no moments; the others move as they do beside
     trained ones, and their gradients alone are in the norm."""
 
-    def is_trained(weight):
-        return weight.role in ("scale", "head")
-
     sgd = ("opt_type=sgd", "gradient_clipping_threshold=0")
     before, together, _ = stepped(*sgd)
-    _, alone, norm = stepped(*sgd, is_trained=is_trained)
+    mask = "trainable_parameters_mask=[scale, head]"
+    _, alone, norm = stepped(*sgd, mask)
     first, together, last = map(by_role, (before.model, together.model, alone.model))
     squares = 0.0
     for (path, role), weight in last.items():
@@ -105,6 +95,6 @@ def test_only_what_is_trained_has_a_gradient():
         np.testing.assert_allclose(weight, expected[path, role], rtol=tolerance, err_msg=path)
         squares += np.square((weight - first[path, role]) / 0.5).sum()
     assert norm == pytest.approx(squares**0.5, rel=1e-4)
-    trained = part_of(before.model, is_trained)
-    adam = jax.eval_shape(make_optimizer(make_config("opt_type=adamw").optimizer).init, trained)
-    assert {weight.role for weight in weights_of(adam)} == {"scale", "head"}
+    config = make_config(*CONSTANT, "opt_type=adamw", mask, devices=4)
+    state = abstract_state(config.recipe, make_mesh(config))
+    assert {weight.role for weight in weights_of(state.opt_state)} == {"scale", "head"}
