@@ -42,7 +42,8 @@ class LearningRate:
             if spans_run and ramp.keys.samples_of_run != -1:  # whatever the batch will be
                 samples = ramp.keys.samples_in_batches_of(reference)
         by_steps = keys.learning_rate_by == "steps"
-        curve = Curve.from_keys(keys, *((steps, 1) if by_steps else (samples, reference)))
+        total, quantum = (steps, 1) if by_steps else (samples, reference)
+        curve = Curve.from_keys(keys, total, quantum)
         return cls(keys, ramp, reference, curve)
 
     def __call__(self, consumed_samples: Any, global_batch_size: int | None = None) -> Any:

@@ -101,7 +101,9 @@ def train_step(
 
         gradient, squares_by_kind = jax.grad(minimize, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
-            new, squares_by_kind = noise_scale.measure(gradient, trained, B, *before)
+            new, squares_by_kind = noise_scale.measure(
+                gradient, trained, B, optimizer, state.opt_state
+            )
         else:
             new = gradient(trained)
         return jax.tree.map(jnp.add, sums, new), squares_by_kind
@@ -112,7 +114,6 @@ def train_step(
     # Weights are cast once for all micro batches.
     trained = state.trained.cast(recipe.model.dtype, [*apart])
     frozen = state.frozen.cast(recipe.model.dtype)
-    before = optimizer, state.opt_state
     zeros = zero_sums(trained, loss.shown)
     drops = dropout_of(trained) > 0
     ids_AB3 = row_ids(state.consumed_samples, batch) if drops else None
@@ -122,8 +123,10 @@ def train_step(
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.trained
     )
-    state, metrics = update(
-        *(state, (gradients, aux), samples),
+    after, metrics = update(
+        state,
+        (gradients, aux),
+        samples,
         optimizer=optimizer,
         learning_rate=learning_rate,
         divisor=loss.divisor,
@@ -131,9 +134,15 @@ def train_step(
     read = jax.tree.map(lambda x: wait_for(x, metrics["grad_norm"]), batch)
     metrics |= {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
     if squares_by_kind:
-        copies = math.prod(apart.values())
-        metrics |= noise_scale.metrics(squares_by_kind, read, copies, gradients, *before)
-    return state, metrics
+        metrics |= noise_scale.metrics(
+            squares_by_kind,
+            read,
+            copies=math.prod(apart.values()),
+            gradients=gradients,
+            keys=optimizer,
+            opt_state=state.opt_state,
+        )
+    return after, metrics
 
 
 def _copies_apart(accumulation: int) -> dict[str, int]:
@@ -198,7 +207,7 @@ def update(
     pace = learning_rate.pace(samples) if optimizer.half_lives_in_samples else STEADY
     with jax.named_scope("optimizer"):
         updates, opt_state = make_optimizer(optimizer).update(
-            *(gradients, state.opt_state, state.trained), learning_rate=rate, pace=pace
+            gradients, state.opt_state, state.trained, learning_rate=rate, pace=pace
         )
         trained = optax.apply_updates(state.trained, updates)
         # Weight decay would move the others.
@@ -213,8 +222,13 @@ def update(
     }
     buffers = sums[1].counts
     frozen = balance.move_biases(state.frozen, buffers, optimizer)
-    after = TrainState(
-        *(consumed, trained, frozen, buffers, opt_state, state.bad_steps, state.recent)
+    after = dataclasses.replace(
+        state,
+        consumed_samples=consumed,
+        trained=trained,
+        frozen=frozen,
+        buffers=buffers,
+        opt_state=opt_state,
     )
     return skip_bad_step(optimizer, state, after, metrics, count, again)
 
