@@ -1,24 +1,18 @@
 """What a step does with a weight follows from its role, and from whether it is trained."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import batch_of, make_config, make_mesh
-from jax.sharding import NamedSharding
+from conftest import make_mesh
+from test_step import ROWS, make_config, random_rows, train
 
 from maxramp.errors import ConfigError
 from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import weights_of
-from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.keys import OPTIMIZERS, optimizer_names
 from maxramp.training.optimizers.table import make_optimizer
-from maxramp.training.state import abstract_state, init_state
-from maxramp.training.step import make_train_step
+from maxramp.training.state import abstract_state
 
-CONSTANT = ("enable_rampup_batch_size=False", "per_device_batch_size=4")
 MESH = ("ici_data_parallelism=2", "ici_fsdp_parallelism=2")
 
 
@@ -29,17 +23,11 @@ def by_role(model):
     return keys
 
 
-def stepped(*arguments):
-    """The states before and after a step in two passes, and the gradient's norm."""
-    config = make_config(*CONSTANT, *MESH, *arguments, devices=4)
-    mesh = make_mesh(config)
-    step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(0.5))
-    with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(init_state, config.recipe))()
-        rows = np.random.default_rng(0).integers(0, 264, (2, 8, 17), dtype=np.int32)
-        batch = jax.device_put(batch_of(rows), NamedSharding(mesh, BATCH_ABT))
-        after, metrics = jax.jit(step)(state, batch)
-    return state, after, float(metrics["grad_norm"])
+def stepped(*keys):
+    """The states before and after a step in two passes at rate 1/2, and the gradient's norm."""
+    rate = ("learning_rate=0.5", "learning_rate_final_fraction=1")
+    training = train(make_config(*MESH, *rate, *keys, devices=4), random_rows(1, ROWS), 2)
+    return *training.states, training.metrics["grad_norm"][0]
 
 
 def test_an_optimizer_is_a_record_and_a_module():
@@ -52,7 +40,7 @@ def test_an_optimizer_is_a_record_and_a_module():
 
 def test_every_weight_has_a_role_and_letters_of_its_axes():
     """In a stack there is one axis more, of the layers."""
-    config = make_config(*CONSTANT, devices=4)
+    config = make_config(devices=4)
     state = abstract_state(config.recipe, make_mesh(config))
     assert len(weights_of(state.model)) == len(jax.tree.leaves(state.model))
     assert {weight.role for weight in weights_of(state.model)} <= set(ROLES)
@@ -95,6 +83,6 @@ def test_only_what_is_trained_has_a_gradient():
         np.testing.assert_allclose(weight, expected[path, role], rtol=tolerance, err_msg=path)
         squares += np.square((weight - first[path, role]) / 0.5).sum()
     assert norm == pytest.approx(squares**0.5, rel=1e-4)
-    config = make_config(*CONSTANT, "opt_type=adamw", mask, devices=4)
+    config = make_config("opt_type=adamw", mask, devices=4)
     state = abstract_state(config.recipe, make_mesh(config))
     assert {weight.role for weight in weights_of(state.opt_state)} == {"scale", "head"}

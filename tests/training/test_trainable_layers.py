@@ -1,40 +1,33 @@
 """Layers that are chosen to train move as by a plain step; all else keeps its bits."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import batch_of, make_config, make_mesh
-from jax.sharding import NamedSharding
+from conftest import batch_of, make_mesh
+from test_step import make_config, train
 
 from maxramp.errors import ConfigError
 from maxramp.model.order import order_by_layer
 from maxramp.model.parts.weights import weights_of
-from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import init_state, num_trained
-from maxramp.training.step import make_train_step
 
 RATE = 0.5
 CHOSEN = [1, 2]
-FOUR = ("base_num_decoder_layers=4", "enable_rampup_batch_size=False", "per_device_batch_size=2")
+FOUR = ("base_num_decoder_layers=4", "per_device_batch_size=2")
 ROWS = np.random.default_rng(0).integers(0, 264, (1, 16, 17), dtype=np.int32)
 
 
 def stepped(*keys, steps=1, devices=8):
-    """The configuration, and on the host in layer order the weights before and after some steps,
-    and the moments after them."""
-    config = make_config(*FOUR, *keys, devices=devices)
-    mesh = make_mesh(config)
-    step = jax.jit(make_train_step(config.recipe, lambda samples, rows: jnp.float32(RATE)))
-    with jax.set_mesh(mesh):
-        state = before = jax.jit(lambda: init_state(config.recipe))()
-        batch = jax.device_put(batch_of(ROWS), NamedSharding(mesh, BATCH_ABT))
-        for _ in range(steps):
-            state, metrics = step(state, batch)
-        trees = before.model, state.model, state.opt_state
-        trees = [jax.device_get(order_by_layer(tree)) for tree in trees]
-    return config, *trees, float(metrics["grad_norm"])
+    """The configuration, and on the host in layer order the weights before and after some steps on
+    the same rows at a rate of RATE, the moments after them, and the last norm of gradients."""
+    rate = (f"learning_rate={RATE}", "learning_rate_final_fraction=1")
+    config = make_config(*FOUR, *rate, *keys, devices=devices)
+    training = train(config, np.repeat(ROWS, steps, 0))
+    before, after = training.states
+    trees = before.model, after.model, after.opt_state
+    trees = [jax.device_get(order_by_layer(tree)) for tree in trees]
+    return config, *trees, float(training.metrics["grad_norm"][-1])
 
 
 def by_path(model):
