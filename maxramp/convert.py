@@ -60,7 +60,11 @@ def main(arguments: list[str]) -> int:
     export(opened, model, options.to, options.dtype or "", options.merge, options.fuse_experts)
     if jax.process_index() == 0:
         size = sum(sizes(options.to).values())
-        what = "adapters of a model" if opened.adapted and not options.merge else "a model"
+        what = (
+            "adapters of a model"
+            if opened.weights.adapted_model and not options.merge
+            else "a model"
+        )
         print(f"wrote    {options.to}: {what} of {weights:,} weights, {size / 1e6:,.1f} MB")
         has_tokenizer = any((options.to / name).exists() for name in TOKENIZER)
         reads = shell_quote([options.to if has_tokenizer else options.run])

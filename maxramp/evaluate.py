@@ -30,7 +30,7 @@ from maxramp.errors import ConfigError
 from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.server import EvalOptions, EvalServer
 from maxramp.files.place import is_near, place, write_whole
-from maxramp.handover.opening import Opened, open_model
+from maxramp.handover.opening import ModelSource, open_model
 from maxramp.keys.yamlfile import parse as parse_value
 from maxramp.processes import backend
 from maxramp.processes.agreement import report_lost_peers, run_on_first
@@ -124,7 +124,7 @@ def _check_output(path: str) -> None:
         raise ConfigError(f"--output_path {path} cannot be written: {error.strerror}") from None
 
 
-def _run_tasks(options: argparse.Namespace, opened: Opened, watchdog: Watchdog) -> None:
+def _run_tasks(options: argparse.Namespace, opened: ModelSource, watchdog: Watchdog) -> None:
     start = time.perf_counter()
     tokenizer = opened.tokenizer()
 

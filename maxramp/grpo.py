@@ -32,7 +32,7 @@ from maxramp.handover.first_weights import (
     find_first_weights,
     key_of_first_weights,
 )
-from maxramp.handover.opening import PromptTokenizer, open_model, open_with_keys
+from maxramp.handover.opening import ModelSource, PromptTokenizer, open_model
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.keys import base
@@ -48,36 +48,36 @@ from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 
-# What weights were trained on: the documents with their tokenizer.
-_DATA = (
+# Keys of the documents that weights were trained on, and of their tokenizer.
+_DOCUMENT_KEYS = (
     *("dataset_type", "text_files", "grain_train_files", "grain_file_type", "hf_path", "hf_name"),
     *("tokenizer_type", "tokenizer_path", "tokenize_train_data", "add_bos", "add_eos"),
 )
-_SUMS = "configs/pre_train/sums.yml"  # of a model for the prompts that come from no file
+_SUMS = "configs/pre_train/sums.yml"  # trains a model for the prompts that come from no file
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
+    arguments = sys.argv[1:] if arguments is None else arguments
 
     def load_config(note: Callable[[str], None]) -> Config:
-        config = load(parse_config(__doc__, given), "grpo", note)
+        config = load(parse_config(__doc__, arguments), "grpo", note)
         check_first_weights(config)
-        return _take_keys(config, note)
+        return _inherit_keys(config, note)
 
     return start.run(load_config, _run, preemption)
 
 
-def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
-    """The configuration with the sizes that its first weights have and the tokenizer they know.
+def _inherit_keys(config: Config, note: Callable[[str], None]) -> Config:
+    """Returns the configuration with the sizes and the tokenizer of its first weights.
 
-    They are the pinned ones: their run may have trained on, with other keys.
+    These are the pinned ones: their run may have trained on, with other keys.
     """
     key = key_of_first_weights(config)
     path = config.values[key]
     try:
-        found = find_first_weights(config)
-        config = config.replace(**{name: path for name, (path, _) in found.items()})
-        there = open_model(config.values[key], []).config.values
+        weights = find_first_weights(config)
+        config = config.replace(**{name: path for name, (path, _) in weights.items()})
+        inherited = open_model(config.values[key], []).config.values
     except ConfigError as error:
         run = place(path)
         if config.rollout.prompt_file or run.exists():
@@ -88,36 +88,37 @@ def _take_keys(config: Config, note: Callable[[str], None]) -> Config:
             f"python -m maxramp.train {_SUMS} {where}"
         ) from error
     other = [
-        f"{name}={there[name]}"
+        f"{name}={inherited[name]}"
         for name, default in base.base().items()
-        if name in MODEL_KEYS and config.values[name] not in (there[name], default)
+        if name in MODEL_KEYS and config.values[name] not in (inherited[name], default)
     ]
     if other:
         note(f"{path} has {', '.join(other)}; these sizes are taken")
-    taken = {name: there[name] for name in (*MODEL_KEYS, *_DATA)}
+    keys = {name: inherited[name] for name in (*MODEL_KEYS, *_DOCUMENT_KEYS)}
     if not config.rollout.eval_prompt_file:
-        taken["eval_interval"] = -1
-    config = config.replace(**taken)
+        keys["eval_interval"] = -1
+    config = config.replace(**keys)
     config.check()
     return config
 
 
 def _run(context: start.JobContext) -> int:
     config = context.config
-    given = [f"split_special_tokens={config.rollout.split_special_tokens}"]
-    opened = agreement.raise_everywhere(lambda: open_with_keys(context.first.weights, given))
-    tokenizer = agreement.raise_everywhere(opened.tokenizer)
+    keys = [f"split_special_tokens={config.rollout.split_special_tokens}"]
+    source = agreement.raise_everywhere(lambda: ModelSource(context.first.weights, keys))
+    tokenizer = agreement.raise_everywhere(source.tokenizer)
     if not tokenizer.ends and jax.process_index() == 0:
         print_note(
-            f"{opened.path} was trained on documents without a mark at their end (add_eos=False): "
+            f"{source.path} was trained on documents without a mark at their end (add_eos=False): "
             f"no answer ends before max_completion_length={config.rollout.max_completion_length} "
             "tokens; begin with weights that were trained with add_eos=True"
         )
     prompts = agreement.raise_everywhere(
         lambda: open_prompts(config.rollout, tokenizer, config.model)
     )
-    for name, of_key in prompts.items():
-        if len(hashes := {*agreement.all_gather_json(of_key.hash)}) > 1:
+    for name, one in prompts.items():
+        hashes = {*agreement.all_gather_json(one.hash)}
+        if len(hashes) > 1:
             raise ConfigError(
                 f"{name}={config.values[name]}: {len(hashes)} different files on the processes of "
                 "the job; give all of them the same one"
@@ -132,14 +133,14 @@ def _run(context: start.JobContext) -> int:
 
 
 def _corpus(prompts: Mapping[str, Prompts]) -> Corpus:
-    """What identifies the prompts, which are not rows."""
-    own, held_out = prompts["prompt_file"], prompts.get("eval_prompt_file")
+    """Returns a corpus without rows, which identifies the prompts."""
+    train, held_out = prompts["prompt_file"], prompts.get("eval_prompt_file")
     parts = (Part("", 1.0, (), held_out.hash, rows_id=held_out.hash),) if held_out else ()
-    return Corpus((Part("prompts", 1.0, (), own.hash),), parts, own.description)
+    return Corpus((Part("prompts", 1.0, (), train.hash),), parts, train.description)
 
 
 def _evaluation(config: Config, corpus: Corpus) -> str:
-    """A hash of what the numbers of evaluations depend on but the weights."""
+    """Returns a hash of all but the weights that an evaluation's numbers depend on."""
     values = [config.values[name] for name in config.objective.in_evaluations]
     return hash_of([corpus.held_out_hash, values, sources(config.rollout.rewards)])
 

@@ -14,7 +14,7 @@ from maxramp.data.keys import EvalKeys
 from maxramp.errors import ConfigError, StepError, Stopped, TrainingError
 from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.server import DryRun, EvalOptions, EvalServer, compile_ahead
-from maxramp.handover.opening import tokenizer_of
+from maxramp.handover.opening import load_tokenizer
 from maxramp.handover.weights import find_kept
 from maxramp.job.start import Job
 from maxramp.parallel.mesh import attach_mesh, mesh_of, reshape_mesh
@@ -43,7 +43,7 @@ class RunTasks:
         keys: EvalKeys = config.evaluation
         self._keys, self._abstract = keys, abstract
         self._beat: Callable[[], None] = job.watchdog.beat
-        self._tokenizer = tokenizer_of(config.data, find_kept(job.output.folder))
+        self._tokenizer = load_tokenizer(config.data, find_kept(job.output.folder))
         self._scorers: dict[tuple[Mesh, RopeKeys], Scorer] = {}
         longest = config.model.max_target_length
 

@@ -18,7 +18,8 @@ from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files import storage
 from maxramp.files.place import Place, set_aside
-from maxramp.handover.opening import Opened, is_run, open_model
+from maxramp.handover.opening import ModelSource, open_model
+from maxramp.handover.weights import KEY, Weights, is_run
 from maxramp.huggingface import adapter, config_json, writing
 from maxramp.huggingface.folder import TOKENIZER
 from maxramp.model.adapters import (
@@ -35,40 +36,41 @@ from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_STALE = ".stale"  # of an export of a state that the run no longer has
+_STALE = ".stale"  # ends the name of an export of a state that the run no longer has
 
 
 def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], None]) -> None:
     """Exports a finished run to exported/STEP of its folder, once.
 
-    A run that saved no state, as the one it continues was finished, exports nothing. An export of
-    another state of that number is set aside. `pause` is called between two tensors, on every
-    process; `say` prints a line, on the first.
+    Exports nothing if the run saved no state, because the one that it continues was finished. An
+    export of another state with that number is set aside. `pause` is called between two tensors, on
+    every process; `say` prints a line, on the first.
     """
     pause()
-    run, mesh, base = config.run.folder, config.mesh, config.checkpoints.load_parameters_path
+    run, mesh = config.run.folder, config.mesh
     if not agreement.decide_on_first(lambda: bool(steps_in(run / "checkpoints"))):
         return
-    given = mesh.group("ici") | mesh.group("dcn")
+    keys = mesh.group("ici") | mesh.group("dcn")
     if config.model.lora_rank:  # the base may have moved since the checkpoint
-        given["load_parameters_path"] = base
-    opened = open_model(str(run), [f"{name}={value}" for name, value in given.items()])
-    to = run / "exported" / opened.path.rpartition("/")[2]
-    if agreement.decide_on_first(lambda: _is_made(to, opened)):
+        keys[KEY] = config.checkpoints.load_parameters_path
+    source = open_model(str(run), [f"{name}={value}" for name, value in keys.items()])
+    to = run / "exported" / source.path.rpartition("/")[2]
+    if agreement.decide_on_first(lambda: _is_exported(to, source.weights)):
         return
-    export(opened, opened.load(), to, "", not opened.adapted, pause=pause)
+    export(source, source.load(), to, merge=not source.weights.adapted_model, pause=pause)
     say(f"wrote {to}")
 
 
-def _is_made(to: Place, opened: Opened) -> bool:
-    """Whether an export is of this state; sets aside one that is not."""
-    if (made_of := writing.read_source(to)) is None:
+def _is_exported(to: Place, weights: Weights) -> bool:
+    """Returns whether a folder is an export of this state; sets aside one of another."""
+    exported = writing.read_source(to)
+    if exported is None:
         return False
-    if made_of.get("weights") == opened.saved:
+    if exported.get("weights") == weights.saved:
         return True
     try:
         _note(
-            f"{to} is of another state than {opened.path}, or has lost files: now "
+            f"{to} is of another state than {weights.path}, or has lost files: now "
             f"{set_aside(to, _STALE)}"
         )
     except OSError as error:
@@ -81,8 +83,45 @@ def _note(line: str) -> None:
         print_note(line)
 
 
-def _whole(model: Decoder, dtype: str) -> Decoder:
-    """The model in a dtype with its adapters merged; it takes over the base's memory."""
+def export(
+    source: ModelSource,
+    model: Decoder,
+    to: Place,
+    dtype: str = "",
+    merge: bool = False,
+    fuse_experts: bool = False,
+    pause: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes a model as a Hugging Face folder, on every process; adapters alone, in PEFT's form,
+    unless `merge`. `dtype` "" is that in which the tensors came, or weight_dtype. `pause` is called
+    between two tensors.
+    """
+    if has_adapters(model) and not merge:
+        _export_adapters(source, model, to, dtype, pause)
+        return
+    keys, original = source.config.model, source.origin.config if source.origin else {}
+    if not dtype:
+        dtype = original.get("dtype") or original.get("torch_dtype")
+        dtype = dtype if dtype in _DTYPES else keys.weight_dtype
+    if has_adapters(model):
+        model = _merge_adapters(model, dtype)
+    side_files, special_ids, num_tokens = _make_side_files(source)
+    vocab_size = keys.vocab_size
+    if source.origin:  # without rows that only the mesh asked for
+        vocab_size = min(vocab_size, max(source.origin.keys["vocab_size"], num_tokens))
+    keys = dataclasses.replace(keys, vocab_size=vocab_size)
+    values = config_json.make_config(keys, original, dtype) | special_ids
+    side_files["config.json"] = _json(values)
+    if special_ids:
+        name = "generation_config.json"
+        values = storage.parse_json(name, side_files.get(name, b"{}"))
+        side_files[name] = _json(values | special_ids)
+    form = writing.Format(keys.decoder_block, dtype, vocab_size, fuse_experts=fuse_experts)
+    writing.write(to, model, form, side_files, _describe_weights(source, model), pause)
+
+
+def _merge_adapters(model: Decoder, dtype: str) -> Decoder:
+    """Returns a model in a dtype with its adapters merged; it reuses the base's memory."""
     base = without_adapters(model)
     reusable = () if {x.dtype for x in jax.tree.leaves(base)} - {jnp.dtype(dtype)} else (0,)
     with jax.set_mesh(mesh_of(model)):
@@ -93,136 +132,114 @@ def _whole(model: Decoder, dtype: str) -> Decoder:
         return merge(base, stored_part(model))
 
 
-def export(
-    opened: Opened,
-    model: Decoder,
-    to: Place,
-    dtype: str = "",
-    merge: bool = False,
-    fuse_experts: bool = False,
-    pause: Callable[[], None] = lambda: None,
-) -> None:
-    """Writes a model as a folder of Hugging Face's, on every process; of adapters these alone, as
-    PEFT has them, unless `merge`. `dtype` "" is that in which the tensors came, or weight_dtype.
-    `pause` is called between two tensors.
-    """
-    if has_adapters(model) and not merge:
-        _export_adapters(opened, model, to, dtype, pause)
-        return
-    keys, came_in = opened.config.model, opened.origin.config if opened.origin else {}
-    came_as = came_in.get("dtype") or came_in.get("torch_dtype")
-    dtype = dtype or (came_as if came_as in _DTYPES else keys.weight_dtype)
-    model = _whole(model, dtype) if has_adapters(model) else model
-    beside, marks, known = _files_beside(opened)
-    vocab_size = keys.vocab_size
-    if opened.origin:  # without rows that only the mesh asked for
-        vocab_size = min(vocab_size, max(opened.origin.keys["vocab_size"], known))
-    keys = dataclasses.replace(keys, vocab_size=vocab_size)
-    values = config_json.make_config(keys, came_in, dtype) | marks
-    beside["config.json"] = _json(values)
-    if marks:
-        name = "generation_config.json"
-        beside[name] = _json(storage.parse_json(name, beside.get(name, b"{}")) | marks)
-    form = writing.Format(keys.decoder_block, dtype, vocab_size, fuse_experts=fuse_experts)
-    writing.write(to, model, form, beside, _source(opened, model), pause)
-
-
 def _export_adapters(
-    opened: Opened, model: Decoder, to: Place, dtype: str, pause: Callable[[], None]
+    source: ModelSource, model: Decoder, to: Place, dtype: str, pause: Callable[[], None]
 ) -> None:
-    if not opened.adapted:
-        below, why = opened.weights.base, "by whose positions and windows it no longer sees"
-        if is_run(below):
+    weights, keys = source.weights, source.config.model
+    if not weights.adapted_model:
+        why = "by whose positions and windows it no longer sees"
+        if is_run(weights.base):
             why = "a run and no folder of Hugging Face's"
         raise ConfigError(
-            f"{opened.path} adapts {below}, {why}: PEFT cannot open it; give --merge, which writes "
-            "the whole model"
+            f"{source.path} adapts {weights.base}, {why}: PEFT cannot open it; give --merge, which "
+            "writes the whole model"
         )
-    keys, (beside, *_) = opened.config.model, _files_beside(opened)
+    side_files, *_ = _make_side_files(source)
     for name in ("config.json", "generation_config.json"):
-        beside.pop(name, None)
-    layers = opened.config.optimizer.trainable_layers
-    is_larger = bool(opened.origin and opened.origin.is_larger)
-    beside[adapter.CONFIG] = adapter.make_config(keys, opened.adapted, layers, is_larger)
-    written = keys.decoder_block, dtype or "float32", keys.vocab_size, layers
-    form = writing.Format(*written, adapter.TENSORS, math.inf, in_larger=is_larger)
+        side_files.pop(name, None)
+    layers = source.config.optimizer.trainable_layers
+    is_larger = bool(source.origin and source.origin.is_larger)
+    values = adapter.make_config(keys, weights.adapted_model, layers, is_larger)
+    side_files[adapter.CONFIG] = values
+    form = writing.Format(
+        *(keys.decoder_block, dtype or "float32", keys.vocab_size, layers),
+        single_file=adapter.TENSORS,
+        file_bytes=math.inf,
+        in_larger=is_larger,
+    )
     model = stored_part(model)
-    writing.write(to, model, form, beside, _source(opened, model), pause)
+    writing.write(to, model, form, side_files, _describe_weights(source, model), pause)
 
 
-def _source(opened: Opened, model: Decoder) -> dict[str, Any]:
-    """What an export is of: a saved state by its name, or weights by their hash."""
-    return {"weights": opened.saved or fingerprint_of_weights(order_by_layer(model))}
+def _describe_weights(source: ModelSource, model: Decoder) -> dict[str, Any]:
+    """Returns what an export is made of: a saved state by its name, or weights by their hash."""
+    return {"weights": source.weights.saved or fingerprint_of_weights(order_by_layer(model))}
 
 
-def _files_beside(opened: Opened) -> tuple[dict[str, bytes], dict[str, Any], int]:
-    """What the model came with, but the tokenizer and the template of what it was trained on; the
-    marks of another tokenizer, as config.json has them; and how many tokens it has.
+def _make_side_files(source: ModelSource) -> tuple[dict[str, bytes], dict[str, Any], int]:
+    """Returns the side files that the model came with, but the tokenizer and the chat template of
+    what it was trained on; config.json's special ids of another tokenizer; and how many tokens it
+    has.
     """
-    vocab_size, beside = opened.config.model.vocab_size, {}
-    if opened.origin:
-        beside = dict(opened.origin.side_files)
-    tokenizer, marks = _tokenizer_of(opened), {}
-    files = _files_of(tokenizer) if tokenizer else {}
-    if tokenizer and files["tokenizer.json"] != beside.get("tokenizer.json"):  # not what came in
+    vocab_size = source.config.model.vocab_size
+    side_files = dict(source.origin.side_files) if source.origin else {}
+    tokenizer, special_ids = _load_tokenizer(source), {}
+    files = _tokenizer_files(tokenizer) if tokenizer else {}
+    if tokenizer and files["tokenizer.json"] != side_files.get("tokenizer.json"):
         if tokenizer.vocab_size > vocab_size:
             raise ConfigError(
-                f"tokenizer_path={opened.config.data.tokenizer_path}: has {tokenizer.vocab_size} "
+                f"tokenizer_path={source.config.data.tokenizer_path}: has {tokenizer.vocab_size} "
                 f"tokens, and the model has vocab_size={vocab_size}; give the tokenizer that it "
                 "was trained with"
             )
-        marks = {"bos_token_id": tokenizer.model.begin, "eos_token_id": tokenizer.model.end}
-        beside = {name: data for name, data in beside.items() if name not in TOKENIZER} | files
-    beside |= _template_of(opened, tokenizer)
-    return beside, marks, tokenizer.vocab_size if tokenizer else 0
+        special_ids = {"bos_token_id": tokenizer.model.begin, "eos_token_id": tokenizer.model.end}
+        side_files = {name: x for name, x in side_files.items() if name not in TOKENIZER} | files
+    side_files |= _template_file(source, tokenizer)
+    return side_files, special_ids, tokenizer.vocab_size if tokenizer else 0
 
 
-def _tokenizer_of(opened: Opened) -> Tokenizer | None:
+def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    """Returns the tokenizer of the data if transformers has such tokenizers."""
     try:
-        tokenizer = opened.tokenizer().tokenizer
+        tokenizer = source.tokenizer().tokenizer
     except ConfigError as error:
-        size = opened.config.model.vocab_size
-        if opened.origin and size > (there := opened.origin.keys["vocab_size"]):
+        vocab_size = source.config.model.vocab_size
+        released = source.origin.keys["vocab_size"] if source.origin else vocab_size
+        if vocab_size > released:
             raise ConfigError(
-                f"{error}; without it nobody knows which of vocab_size={size} rows are tokens, "
-                f"beyond the {there} that the model came with; give tokenizer_path=FILE"
+                f"{error}; without it nobody knows which of vocab_size={vocab_size} rows are "
+                f"tokens, beyond the {released} that the model came with; give tokenizer_path=FILE"
             ) from None
         _note(f"{error}; no tokenizer is written but what the model came with")
         return None
-    if tokenizer.type != "huggingface" and not opened.origin:
+    if tokenizer.type == "huggingface":
+        return tokenizer
+    if not source.origin:
         _note(
             f"tokenizer_type={tokenizer.type}: transformers has no such tokenizer, so the "
             "folder has none"
         )
-    return tokenizer if tokenizer.type == "huggingface" else None
+    return None
 
 
-def _template_of(opened: Opened, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """The template for chats, if it is not the one that the model came with: the tokenizer's own,
-    or where that has none the file that chats were trained with.
+def _template_file(source: ModelSource, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """Returns the file of the chat template, if the model came without it: the tokenizer's own, or
+    if that has none the one that chats were trained with.
     """
-    path, came_with = opened.config.data.chat_template, ""
+    path, released_template = source.config.data.chat_template, ""
     with contextlib.suppress(ConfigError):
-        if opened.origin:
-            released = tokenizers.load(*opened.origin.tokenizer, False, False)
-            tokenizer, came_with = tokenizer or released, released.chat_template
+        if source.origin:
+            released = tokenizers.load(*source.origin.tokenizer, add_bos=False, add_eos=False)
+            tokenizer, released_template = tokenizer or released, released.chat_template
     if own := tokenizer.chat_template if tokenizer else "":
         if path:
             _note(f"chat_template={path} was for training: the tokenizer's own is in the folder")
-        return {} if own == came_with else {"chat_template.jinja": own.encode()}
+        return {} if own == released_template else {"chat_template.jinja": own.encode()}
     try:
         return {"chat_template.jinja": storage.read_bytes(path)} if path else {}
     except ConfigError as error:
         raise ConfigError(
             f"chat_template={path}: {error}; put it back, or write the folder with "
-            f"maxramp.convert {opened.path} --to FOLDER chat_template=FILE (='' for none)"
+            f"maxramp.convert {source.path} --to FOLDER chat_template=FILE (='' for none)"
         ) from None
 
 
-def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
-    named = {"bos_token": tokenizer.model.begin, "eos_token": tokenizer.model.end}
-    marks = {name: tokenizer.decode([mark]) for name, mark in named.items() if mark is not None}
-    files = {"tokenizer_config.json": _json({"tokenizer_class": "PreTrainedTokenizerFast"} | marks)}
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Returns the files of a Hugging Face tokenizer, by name."""
+    ids = {"bos_token": tokenizer.model.begin, "eos_token": tokenizer.model.end}
+    special = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
+    files = {"tokenizer_config.json": _json(config)}
     if template := tokenizer.chat_template:
         files["chat_template.jinja"] = template.encode()
     return files | tokenizer.files()

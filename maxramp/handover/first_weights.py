@@ -18,7 +18,7 @@ _KEYS = "load_parameters_path", "load_full_state_path"
 
 @dataclasses.dataclass(frozen=True)
 class FirstWeights:
-    """What a run begins with; the `path` is the value of `key`, "" for new weights."""
+    """The weights that a run begins with: `path` is the value of `key`, "" for new ones."""
 
     key: str
     path: str
@@ -26,19 +26,21 @@ class FirstWeights:
 
     @functools.cached_property
     def weights(self) -> Weights | None:
-        """Opened when somebody asks first: a restart may not need them, and then they may be gone.
-        None for new ones.
-        """
+        """The weights, None for new ones; opened at the first use, as a restart may not need them
+        and then they may be gone."""
         return open_weights(self.path, self.key) if self.path else None
 
 
 def key_of_first_weights(config: Config) -> str:
-    """A run may also continue from a state, with other weights."""
-    return next((name for name in _KEYS if config.values[name]), _KEYS[0])
+    """Returns the key that names them: a run may also begin with a state and other weights."""
+    for name in _KEYS:
+        if config.values[name]:
+            return name
+    return _KEYS[0]
 
 
 def check_first_weights(config: Config) -> None:
-    """Refuses a run that needs weights to begin with where no key gives them."""
+    """Refuses a run that needs weights to begin with, and has no key that names them."""
     values, key = config.values, key_of_first_weights(config)
     needs = config.objective.needs_weights
     if not needs and config.model.lora_rank:
@@ -48,9 +50,10 @@ def check_first_weights(config: Config) -> None:
 
 
 def pin_first_weights(config: Config) -> tuple[Config, FirstWeights]:
-    """The configuration with the paths that `find_first_weights` finds on the first process."""
-    found = agreement.decide_on_first(lambda: find_first_weights(config))
-    paths, states = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+    """Returns the configuration with the paths that `find_first_weights` finds on process 0."""
+    weights = agreement.decide_on_first(lambda: find_first_weights(config))
+    paths = {name: path for name, (path, _) in weights.items()}
+    states = {name: saved for name, (_, saved) in weights.items()}
     if any(config.values[name] != path for name, path in paths.items()):
         config = config.replace(**paths)
     key = key_of_first_weights(config)
@@ -58,54 +61,56 @@ def pin_first_weights(config: Config) -> tuple[Config, FirstWeights]:
 
 
 def find_first_weights(config: Config) -> dict[str, tuple[str, str]]:
-    """The weights that a run begins with, by the keys that give them: the path of one checkpoint
-    and its `saved`, or of a Hugging Face folder and "".
+    """Finds the weights that a run begins with, by the keys that name them: the path of one
+    checkpoint and its `saved`, or of a Hugging Face folder and "".
 
-    Of another run's folder that is the newest at the first start and the same one at every restart,
-    also where that run has moved: a run's first weights do not change when the run that they are of
-    trains on. A ConfigError says that they are the run's own.
+    The folder of another run means its newest checkpoint at the first start and the same one at
+    every restart, even if that run has trained on or was moved. Raises a ConfigError if the path
+    lies in the run's own folder.
     """
     return {name: _find(name, config) for name in _KEYS if config.values[name]}
 
 
 def _find(name: str, config: Config) -> tuple[str, str]:
-    given, own = config.values[name], config.run.folder
-    path = place(given).absolute()
+    value, own = config.values[name], config.run.folder
+    path = place(value).absolute()
     position, _ = folder.newest(own / "checkpoints")
-    before = position.config[name] if position else _named_at_start(name, own)
-    began = place(before).absolute()
-    state = position.first.get(name, "") if position and before else _state_at(began)
-    names = began, began.parent / folder.BEST, *began.parents[:2]
-    if before and (position or state) and path in names:
+    before = position.config[name] if position else _path_at_start(name, own)
+    first = place(before).absolute()
+    state = position.first.get(name, "") if position and before else _state_at(first)
+    same = first, first.parent / folder.BEST, *first.parents[:2]  # its folder, its run
+    if before and (position or state) and path in same:
         return before, state
-    if name == _KEYS[0] and released.find(name, given):
-        return given, ""
+    if name == _KEYS[0] and released.find(name, value):
+        return value, ""
     if own.resolve() in (path.resolve(), *path.resolve().parents):
         remedy = f"give {before}" if before else "leave it out"
         remedy = f"to continue the run {remedy}" if position else "give weights from elsewhere"
         raise ConfigError(
-            f"{name}={given}: lies in this run's own folder, whose checkpoints come and go; "
+            f"{name}={value}: lies in this run's own folder, whose checkpoints come and go; "
             f"{remedy}, or another run_name"
         )
     try:
-        found = folder.find(path)
+        newest = folder.find(path)
     except ConfigError as error:
-        raise ConfigError(f"{name}={given}: {error}, or that of a released model") from None
-    moved = found.with_name(began.name)  # with the other run
-    if found != path and state and _state_at(moved) == state:
+        raise ConfigError(f"{name}={value}: {error}, or that of a released model") from None
+    moved = newest.with_name(first.name)  # with the other run
+    if newest != path and state and _state_at(moved) == state:
         return str(moved), state
-    return str(found), _state_at(found)
+    return str(newest), _state_at(newest)
 
 
-def _named_at_start(name: str, own: Place) -> str:
-    """The path of a run's last start, whose snapshots may be there without a checkpoint."""
-    files = (own / file for file in ("config.resolved.yml", "config.yml"))
-    config = next((file for file in files if file.is_file()), None)
-    kept = config and starts.read(own).directory is not None
-    return read_yaml(config).get(name, "") if kept else ""
+def _path_at_start(name: str, own: Place) -> str:
+    """Returns the path that a run began with, if it has snapshots and no checkpoint yet."""
+    for file in (own / "config.resolved.yml", own / "config.yml"):
+        if file.is_file():
+            has_snapshots = starts.read(own).directory is not None
+            return read_yaml(file).get(name, "") if has_snapshots else ""
+    return ""
 
 
 def _state_at(path: Place) -> str:
+    """Returns the name of the state that a checkpoint holds, "" if there is none."""
     with contextlib.suppress(ConfigError):
         return folder.read(path).saved if folder.is_committed(path) else ""
     return ""

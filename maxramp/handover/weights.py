@@ -6,50 +6,73 @@ says beside them.
 """
 
 import abc
+import contextlib
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as checkpoints
 from maxramp.checkpoints.folder import Checkpoint
+from maxramp.data import hub
+from maxramp.data.keys import DataKeys
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, place, write_whole
+from maxramp.files.place import Place, is_near, place, write_whole
 from maxramp.huggingface import folder as released
 from maxramp.huggingface import reading
 from maxramp.huggingface.folder import ModelFolder
-from maxramp.keys.section import refuse
 from maxramp.model.adapters import attach_adapters, has_adapters, stored_part, without_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.families.table import has_experts, unify_keys
 from maxramp.model.fingerprint import fingerprint_of_weights
-from maxramp.model.keys import MODEL_KEYS
+from maxramp.model.keys import MODEL_KEYS, ModelKeys
 from maxramp.model.order import order_by_layer
+from maxramp.stage import ROPE_KEYS
 
-_KEY = "load_parameters_path"
+KEY = "load_parameters_path"
+# Keys of a run that say how it was computed and not what: they take their defaults.
+_TRAINING_KEYS = (
+    *("num_pipeline_microbatches", "num_layers_per_pipeline_stage", "num_pipeline_repeats"),
+    *("attention", "eval_interval"),
+)
 Note = Callable[[str], None]
 
 
 class Weights(abc.ABC):
-    """Weights that are there, whose arrays are still to be read.
+    """Weights on a disk or in a storage, whose arrays are still to be read.
 
     Attributes:
       path: of a checkpoint, or of a Hugging Face folder.
-      origin: what a Hugging Face folder says of them: the one that it is, or the one that their
-        run began with.
+      origin: the Hugging Face folder that they are, or that their run began with.
+      base: where a run's adapters have the weights below them; "" for weights of a whole model.
+      saved: the name of a state that a run has saved (`Checkpoint.saved`), or "".
     """
 
     path: str
     origin: ModelFolder | None
+    base: str = ""
+    saved: str = ""
+
+    @property
+    @abc.abstractmethod
+    def keys(self) -> dict[str, Any]:
+        """The keys of the model and of its tokenizer."""
+
+    @property
+    @abc.abstractmethod
+    def adapted_model(self) -> str:
+        """The Hugging Face folder or name of the model that adapters adapt, or ""."""
 
     @abc.abstractmethod
     def prepare(
         self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
-        """Makes sure that they are those of an abstract model; returns what reads them, with the
-        shardings of `model`, which may raise a ConfigError too. Where `model` has adapters and
-        these weights have none, it returns none. `note` takes a line about tensors and keys that
-        nothing reads.
+        """Refuses weights that are not those of an abstract model; returns what reads them.
+
+        That gives them the shardings of `model`, and may raise a ConfigError too; adapters that
+        `model` has beyond these weights are missing in it. `note` takes a line about tensors and
+        keys that nothing reads.
         """
 
 
@@ -59,23 +82,35 @@ class ReleasedWeights(Weights):
     def __init__(self, folder: ModelFolder):
         self.path, self.origin = (folder.adapter or folder).path, folder
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        # Synthetic documents stand for those that it was trained on.
+        keys = {"dataset_type": "synthetic", **self.origin.keys}
+        keys["max_target_length"] = self.origin.longest_text
+        with contextlib.suppress(ConfigError):  # whoever needs the tokenizer learns of it
+            keys |= self.origin.data_keys
+        return keys | {"add_eos": False}
+
+    @property
+    def adapted_model(self) -> str:
+        return _full_name(self.origin.adapter.base) if self.origin.adapter else ""
+
     def prepare(
         self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
         """Refuses keys that contradict config.json."""
         folder, adapter, values = self.origin, self.origin.adapter, unify_keys(values)
-        there, family = folder.keys, values["decoder_block"]
-        is_dense = has_experts(family) and not has_experts(there["decoder_block"])
-        refuse(
-            (
-                values[name] != there[name] and not (grows and values[name] > there[name]),
-                f"{name}={values[name]}: {folder.path}/config.json makes it {there[name]}; "
-                "model_name=hf takes it from there",
-            )
-            for name in MODEL_KEYS
-            if name in there and name in values and not (is_dense and name == "decoder_block")
-            for grows in [name == "vocab_size"]
-        )
+        keys, family = folder.keys, values["decoder_block"]
+        is_dense = has_experts(family) and not has_experts(keys["decoder_block"])
+        for name in MODEL_KEYS:
+            if name not in keys or name not in values or (is_dense and name == "decoder_block"):
+                continue
+            grows = name == "vocab_size" and values[name] > keys[name]
+            if values[name] != keys[name] and not grows:
+                raise ConfigError(
+                    f"{name}={values[name]}: {folder.path}/config.json makes it {keys[name]}; "
+                    "model_name=hf takes it from there"
+                )
         if is_dense and not model.layers["sparse"].mlp.router.is_normalized:
             note(
                 f"{self.path}: with norm_topk_prob=False the weights of a token's experts add up "
@@ -84,11 +119,11 @@ class ReleasedWeights(Weights):
             )
         for line in folder.describe_unread():
             note(line)
-        rows = there["vocab_size"]
+        rows = keys["vocab_size"]
         _check_adapters(self.path, adapter.keys if adapter else {}, model, values)
         load_base = reading.prepare_load(
             *(folder.path, folder.tensors, rows, without_adapters(model), family, note),
-            dense_block=there["decoder_block"] if is_dense else "",
+            dense_block=keys["decoder_block"] if is_dense else "",
         )
         if not adapter:
             return load_base
@@ -104,59 +139,104 @@ class SavedWeights(Weights):
     """Of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, base: str = ""):
-        """`base` is where the weights below adapters are now; "" = where they were."""
-        self.checkpoint, self.base = checkpoint, base
-        self.path = str(checkpoint.path)
+        """Opens a checkpoint's weights; `base` is where those below adapters are now, "" = where
+        they were."""
+        self.checkpoint, self.saved = checkpoint, checkpoint.saved
+        self.path, self._run = str(checkpoint.path), checkpoint.path.parent.parent
+        if checkpoint.config.get("lora_rank"):
+            self.base = base or checkpoint.config[KEY]
 
     @functools.cached_property
     def origin(self) -> ModelFolder | None:
-        return find_kept(self.checkpoint.path.parent.parent)
+        return find_kept(self._run)
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return self.checkpoint.config | vars(self.checkpoint.rope_keys)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        # Of adapters, trainable_layers are those that have one.
+        names = {*ModelKeys.names(), *DataKeys.names(), "trainable_layers"}
+        values = self._values
+        return {name: values[name] for name in names.difference(_TRAINING_KEYS) if name in values}
+
+    @functools.cached_property
+    def adapted_model(self) -> str:
+        if not self.base:
+            return ""
+        copy = f"{self._run}/{released.RUN_COPY}"
+        folder = released.find_or_copy(KEY, self.base, copy)
+        # A copy says only how weights began that a run has trained since.
+        if not folder or (folder.path == copy and is_run(self.base)):
+            return ""
+        # Released adapters see what their model sees; a phase may have changed that.
+        values = self._values
+        if any(values[n] != x for n, x in folder.keys.items() if n in ROPE_KEYS):
+            return ""
+        return _full_name(folder.adapter.base if folder.adapter else self.base)
 
     def prepare(
         self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
         """Refuses a base that is not the one that adapters were trained on."""
-        there = self.checkpoint
-        _check_adapters(self.path, there.config, model, values)
-        adapts = bool(there.config.get("lora_rank"))
-        own = stored_part(model) if adapts else without_adapters(model)
-        arrays.compare(there, {"model": own}, values)
+        checkpoint = self.checkpoint
+        _check_adapters(self.path, checkpoint.config, model, values)
+        own = stored_part(model) if self.base else without_adapters(model)
+        arrays.compare(checkpoint, {"model": own}, values)
 
         def load_own() -> Decoder:
-            return arrays.load(there.path, {"model": own})["model"]
+            return arrays.load(checkpoint.path, {"model": own})["model"]
 
-        if not adapts:
+        if not self.base:
             return load_own
-        below = self.base or there.config[_KEY]
         # The keys that the run began with: a phase may have changed what its tokens see since.
-        load_base = open_weights(below).prepare(model, there.config, note)
+        load_base = open_weights(self.base).prepare(model, checkpoint.config, note)
 
         def load() -> Decoder:
             weights = without_adapters(load_base())
-            if (found := fingerprint_of_weights(order_by_layer(weights))) != there.reference:
+            fingerprint = fingerprint_of_weights(order_by_layer(weights))
+            if fingerprint != checkpoint.reference:
                 raise ConfigError(
-                    f"{below}: not the weights that {there.path} adapts (hash {found}, was "
-                    f"{there.reference}); give {_KEY}=PATH of those"
+                    f"{self.base}: not the weights that {checkpoint.path} adapts (hash "
+                    f"{fingerprint}, was {checkpoint.reference}); give {KEY}=PATH of those"
                 )
             return attach_adapters(load_own(), weights)
 
         return load
 
 
-def open_weights(path: str, key: str = _KEY) -> Weights:
-    """The weights at a path, of which no array is read: a checkpoint, a folder of them or of a run,
-    whose newest counts, a Hugging Face folder or the name of one. `key` is whose value the path is.
+def open_weights(path: str, key: str = KEY) -> Weights:
+    """Opens the weights at a path without reading an array.
+
+    The path is that of a checkpoint, of a folder of them or of a run, whose newest counts, or of a
+    Hugging Face folder, or the name of one. `key` is whose value it is.
     """
     if folder := released.find(key, path):
         return ReleasedWeights(folder)
     return SavedWeights(checkpoints.read(checkpoints.find(place(path))))
 
 
+def is_run(path: str) -> bool:
+    """Returns whether a path is a run, or a checkpoint of one."""
+    with contextlib.suppress(ConfigError):
+        return bool(checkpoints.find(place(path)))
+    return False
+
+
+def _full_name(path: str) -> str:
+    """Returns a model's name on the Hub, its address, or its folder's absolute path."""
+    if hub.is_name(path) or not is_near(place(path)):
+        return path
+    return os.path.abspath(os.path.expanduser(path))
+
+
 def _check_adapters(
-    path: str, there: Mapping[str, Any], model: Decoder, values: Mapping[str, Any]
+    path: str, keys: Mapping[str, Any], model: Decoder, values: Mapping[str, Any]
 ) -> None:
-    """Refuses adapters, of these keys, that `model` has no place for or would count otherwise."""
-    if not (rank := there.get("lora_rank")):
+    """Refuses adapters, of these keys, that `model` has not, or counts otherwise."""
+    rank = keys.get("lora_rank")
+    if not rank:
         return
     if not has_adapters(model):
         raise ConfigError(
@@ -164,21 +244,22 @@ def _check_adapters(
             f"--merge --to FOLDER), or train them on with maxramp.train and lora_rank={rank}"
         )
     for name in ("lora_rank", "lora_alpha", "use_rslora", "trainable_layers"):
-        if there[name] != values[name]:
+        if keys[name] != values[name]:
             raise ConfigError(
                 f"{name}={values[name]}: the adapters of {path} were trained with "
-                f"{name}={there[name]}; give that"
+                f"{name}={keys[name]}; give that"
             )
 
 
 def find_kept(run: Place) -> ModelFolder | None:
-    return released.find(_KEY, f"{run.absolute()}/{released.RUN_COPY}")
+    """Returns a run's copy of the released folder that it began with, if it has one."""
+    return released.find(KEY, f"{run.absolute()}/{released.RUN_COPY}")
 
 
 def keep_released(weights: Weights | None, run: Place) -> None:
-    """Keeps in a run's folder what lies beside the weights that it begins with.
+    """Copies into a run's folder the side files of the weights that it begins with.
 
-    What an earlier start kept of others is gone then. config.json is removed first and written
+    Those of other weights that an earlier start kept are removed. config.json goes first and comes
     last: without it nothing is kept.
     """
     own = run / released.RUN_COPY

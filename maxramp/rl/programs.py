@@ -42,10 +42,10 @@ class PolicyPrograms:
     """What a step computes, on the mesh of its state.
 
     Attributes:
-      policy: what is minimized.
+      policy: the keys of what is minimized.
       generator: writes the answers.
       raise_failure: as that of `BackgroundCompiler`.
-      zeros: the trained weights -> sums of nothing.
+      zeros: the trained weights -> sums before any part.
       add: sums (donated), trained and frozen weights, the state's buffers and a part of the batch
         -> their sums.
       update: the state (donated), the sums of the whole batch, its prompts, and whether they were
@@ -62,7 +62,7 @@ class PolicyPrograms:
         compiler: BackgroundCompiler,
         options: Mapping[str, Any],
     ):
-        """`state` is abstract; `options` are the compiler's (`training.programs`)."""
+        """Defines the programs for a state, which is abstract; `options` are the compiler's."""
         recipe, policy = config.recipe, config.policy
         self._mesh = mesh_of(state)
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)
@@ -78,12 +78,12 @@ class PolicyPrograms:
                 own = share_out(batch, model.pattern, recipe.model)
                 return minimized(balance.with_last_step(model, buffers), own)
 
-            found = jax.grad(loss, has_aux=True)(trained.cast(dtype))
-            return jax.tree.map(jnp.add, sums, found)
+            own_sums = jax.grad(loss, has_aux=True)(trained.cast(dtype))
+            return jax.tree.map(jnp.add, sums, own_sums)
 
         def reference(model: Decoder, batch: Batch) -> jax.Array:
-            how = policy.loss_block_tokens, policy.decode_sampling_temperature
-            return token_log_probs(model.cast(dtype), recipe.model, batch, *how)[0]
+            block, temperature = policy.loss_block_tokens, policy.decode_sampling_temperature
+            return token_log_probs(model.cast(dtype), recipe.model, batch, block, temperature)[0]
 
         self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), minimized.shown))
         self.add = jit(add, donate_argnums=0)
@@ -103,14 +103,14 @@ class PolicyPrograms:
             self._compiler.announce(key, name, self._mesh, lambda trace=trace: trace().lower())
 
     def wait(self, stage: Stage) -> float:
-        """The seconds spent waiting for a stage's programs; one of a later stage is lowered too."""
+        """Waits for a stage's programs, and lowers one of a later stage; returns the seconds."""
         part = stage.spec.resize(1, stage.spec.rows)
         waited = sum(self._compiler.get(key)[1] for key in self._announced[part])
         self._compiler.lower()
         return waited
 
     def trace_functions(self, part: StageSpec) -> dict[tuple, Callable[[], jax.stages.Traced]]:
-        """The programs for parts of a step, in the order of their use."""
+        """Returns what traces each program for parts of a step, in the order of their use."""
         state, model = self._state, self._state.model
         answers = part.rows * self.policy.num_generations
         batch = abstract_batch(part.fields, (answers,), NamedSharding(self._mesh, ROWS_BT))
@@ -118,19 +118,19 @@ class PolicyPrograms:
         def sums() -> Any:
             return self.zeros.eval_shape(state.trained)
 
-        def change(again: bool) -> Callable[[], jax.stages.Traced]:
+        def trace_update(again: bool) -> Callable[[], jax.stages.Traced]:
             return lambda: self.update.trace(state, sums(), np.uint32(1), again=again)
 
-        found = self.generator.trace_programs(model, answers)
-        found["zeroing sums"] = lambda: self.zeros.trace(state.trained)
+        traces = self.generator.trace_programs(model, answers)
+        traces["zeroing sums"] = lambda: self.zeros.trace(state.trained)
         if self.policy.grpo_beta:
-            found["the reference"] = functools.partial(self.reference.trace, model, batch)
+            traces["the reference"] = functools.partial(self.reference.trace, model, batch)
             log_probs = self.reference.eval_shape(model, batch)
             batch = dataclasses.replace(batch, reference_log_probs=log_probs)
-        found["gradients"] = lambda: self.add.trace(
+        traces["gradients"] = lambda: self.add.trace(
             sums(), state.trained, state.frozen, state.buffers, batch
         )
-        found["the update"] = change(again=False)
+        traces["the update"] = trace_update(again=False)
         if self.policy.num_iterations > 1:
-            found["later updates"] = change(again=True)
-        return {(name, None if name in _SHARED else part): trace for name, trace in found.items()}
+            traces["later updates"] = trace_update(again=True)
+        return {(name, None if name in _SHARED else part): trace for name, trace in traces.items()}

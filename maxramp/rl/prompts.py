@@ -20,7 +20,7 @@ from maxramp.rl.rewards import shorten
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt, and what the data says about its answer (None where it says nothing)."""
+    """A prompt, and what the data says about its answer (None if nothing)."""
 
     text: str
     truth: Any
@@ -32,7 +32,7 @@ class Sums:
     def __init__(self, bound: int, seed: int):
         self._bound, self._seed, self.hash = bound, seed, f"sums-{bound}-{seed}"
         self.description = f"sums of two numbers below {bound}"
-        self.texts = [f"{bound - 1}+{bound - 1}="]  # all that there are, or the longest of them
+        self.texts = [f"{bound - 1}+{bound - 1}="]  # the longest one stands for all
 
     def __getitem__(self, number: int) -> Prompt:
         a, b = np.random.default_rng([self._seed, number]).integers(0, self._bound, 2)
@@ -52,9 +52,11 @@ class FilePrompts:
         key: str = "prompt_file",
         tokenizer: PromptTokenizer | None = None,
     ):
-        """Lines are objects with "prompt", a text or the messages of a chat (also named
-        "messages"), and perhaps "answer". `seed` None leaves them as they stand in the file; `key`
-        is whose value the path is; without `tokenizer` there can be no chats.
+        """Reads lines that are objects with "prompt", a text or the messages of a chat (also named
+        "messages"), and perhaps "answer".
+
+        `seed` None keeps the order of the file; `key` is whose value the path is; chats need the
+        `tokenizer`.
         """
         try:
             data = pathlib.Path(path).expanduser().read_bytes()
@@ -74,12 +76,12 @@ class FilePrompts:
         self.texts = [prompt.text for prompt in self._prompts]
         self._seed = seed
         self._order = functools.lru_cache(2)(
-            lambda done: np.random.default_rng([seed, done]).permutation(len(self._prompts))
+            lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(self._prompts))
         )
 
     def __getitem__(self, number: int) -> Prompt:
-        done, place = divmod(number, len(self._prompts))
-        return self._prompts[place if self._seed is None else self._order(done)[place]]
+        epoch, position = divmod(number, len(self._prompts))
+        return self._prompts[position if self._seed is None else self._order(epoch)[position]]
 
 
 Prompts = Sums | FilePrompts
@@ -88,37 +90,39 @@ Prompts = Sums | FilePrompts
 def open_prompts(
     keys: RolloutKeys, tokenizer: PromptTokenizer, model: ModelKeys
 ) -> dict[str, Prompts]:
-    """The prompts of a run, and those that are held out where there are any, by their key."""
-    found: dict[str, Prompts] = {"prompt_file": Sums(keys.sums_below, keys.data_shuffle_seed)}
+    """Returns the prompts of a run, and those that are held out if there are any, by their key."""
+    opened: dict[str, Prompts] = {"prompt_file": Sums(keys.sums_below, keys.data_shuffle_seed)}
     if keys.prompt_file:
         seed = keys.data_shuffle_seed if keys.enable_data_shuffling else None
-        found["prompt_file"] = FilePrompts(keys.prompt_file, seed, tokenizer=tokenizer)
-    if name := "eval_prompt_file" * bool(keys.eval_prompt_file):
-        found[name] = FilePrompts(keys.eval_prompt_file, None, name, tokenizer)
-    most, answer = model.max_target_length, keys.max_completion_length
-    for name, prompts in found.items():
+        opened["prompt_file"] = FilePrompts(keys.prompt_file, seed, tokenizer=tokenizer)
+    if keys.eval_prompt_file:
+        key = "eval_prompt_file"
+        opened[key] = FilePrompts(keys.eval_prompt_file, None, key, tokenizer)
+    longest, answer = model.max_target_length, keys.max_completion_length
+    for name, prompts in opened.items():
         for text, tokens in zip(prompts.texts, tokenizer.encode(prompts.texts), strict=True):
             if not len(tokens):
                 raise ConfigError(
                     f"{name}={getattr(keys, name)}: {shorten(text)} has no tokens; leave it "
                     "out, or use add_bos=True"
                 )
-            if len(tokens) > most - answer:
+            if len(tokens) > longest - answer:
                 raise ConfigError(
-                    f"max_completion_length={answer} leaves a prompt {most - answer} of "
-                    f"max_target_length={most} tokens, and {shorten(text)} has {len(tokens)}; "
+                    f"max_completion_length={answer} leaves a prompt {longest - answer} of "
+                    f"max_target_length={longest} tokens, and {shorten(text)} has {len(tokens)}; "
                     "raise max_target_length, or lower max_completion_length"
                 )
-    return found
+    return opened
 
 
 def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
-    there, num_epoch = len(prompts.texts), keys.num_epoch
-    if keys.prompt_file and samples > there * num_epoch:
+    """Refuses a run of more samples than its file has in `num_epoch` passes."""
+    size, num_epoch = len(prompts.texts), keys.num_epoch
+    if keys.prompt_file and samples > size * num_epoch:
         raise ConfigError(
             f"prompt_file={keys.prompt_file}: the run takes {samples} prompts, but the file has "
-            f"{there} x num_epoch={num_epoch} = {there * num_epoch}; use "
-            f"num_epoch={-(-samples // there)}"
+            f"{size} x num_epoch={num_epoch} = {size * num_epoch}; use "
+            f"num_epoch={-(-samples // size)}"
         )
 
 

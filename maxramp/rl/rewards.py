@@ -36,20 +36,20 @@ _IMPORT_SECONDS = 60.0  # that functions may take to be imported, or as long as 
 
 
 def sources(names: Sequence[str]) -> list[bytes]:
-    """The source of the module of each function, b"" where there is none; imports nothing."""
-    found = []
+    """Returns the source of each function's module, b"" if it has none; imports nothing."""
+    contents = []
     for name in names:
         spec, path = None, ["", *sys.path]
         for part in itertools.accumulate(name.partition(":")[0].split("."), "{}.{}".format):
             spec = importlib.machinery.PathFinder.find_spec(part, path)
-            path = spec.submodule_search_locations or [] if spec else []
-        there = spec and spec.has_location
-        found.append(pathlib.Path(spec.origin).read_bytes() if there else b"")
-    return found
+            path = (spec and spec.submodule_search_locations) or []
+        has_file = spec and spec.has_location
+        contents.append(pathlib.Path(spec.origin).read_bytes() if has_file else b"")
+    return contents
 
 
 class Rewards:
-    """What reward functions give, worked out in processes of their own."""
+    """Reward functions, in worker processes."""
 
     def __init__(self, names: Sequence[str], workers: int, timeout: float):
         """Starts the workers, which import the functions (module:function, also from the current
@@ -74,28 +74,27 @@ class Rewards:
     def submit(
         self, prompts: Sequence[str], answers: Sequence[str], truths: Sequence[Any]
     ) -> concurrent.futures.Future:
-        """Has the rewards of answers worked out: a future (float64 [answers, functions], seconds).
+        """Has the rewards of answers computed; returns a future of them and of the seconds it took.
 
-        It raises TrainingError where a function fails, hangs, or returns something else than one
-        finite number for each answer.
+        They are float64 [answers, functions]. The future raises a TrainingError if a function
+        fails, hangs, or returns anything but one finite number for each answer.
         """
-        return self._asker.submit(self._work, prompts, answers, truths)
+        return self._asker.submit(self._compute, prompts, answers, truths)
 
-    def _work(self, *lists: Sequence) -> tuple[np.ndarray, float]:
+    def _compute(self, *lists: Sequence) -> tuple[np.ndarray, float]:
         start, size = time.monotonic(), -(-len(lists[0]) // len(self._workers))
-        asked, found = [], []
+        parts, rewards = [], []
         for worker, first in zip(self._workers, range(0, len(lists[0]), size), strict=False):
-            part = [list(given[first : first + size]) for given in lists]
-            worker.send(part)
-            to = f"the first to {shorten(part[0][0])}"
-            asked.append((worker, count(len(part[0]), "answer"), to))
-        for worker, answers, to in asked:
+            parts.append((worker, [list(values[first : first + size]) for values in lists]))
+            worker.send(parts[-1][1])
+        for worker, (prompts, *_) in parts:
+            answers, to = count(len(prompts), "answer"), f"the first to {shorten(prompts[0])}"
             late = (
                 f"{answers} took more than reward_timeout_seconds={self._timeout:g}, {to}; give "
                 "them more time, or a limit of their own"
             )
-            found.append(worker.receive(start + self._timeout, late, f"on {answers}, {to}"))
-        return np.concatenate(found, 1).T, time.monotonic() - start
+            rewards.append(worker.receive(start + self._timeout, late, f"on {answers}, {to}"))
+        return np.concatenate(rewards, 1).T, time.monotonic() - start
 
     def close(self) -> None:
         for worker in self._workers:
@@ -110,7 +109,7 @@ class _Worker:
         self._names = names
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self.process = context.Process(target=_live, args=(other, names, sys.path), daemon=True)
+        self.process = context.Process(target=_serve, args=(other, names, sys.path), daemon=True)
         with workers_lib.delay_signals():
             self.process.start()
         other.close()
@@ -120,13 +119,17 @@ class _Worker:
             self._pipe.send(arguments)
 
     def receive(self, limit: float, late: str, when: str) -> Any:
-        """What the process sends, up to a time; what is wrong with it if that is an error."""
+        """Returns what the process sends until `limit`, on the monotonic clock.
+
+        Raises a TrainingError if that is a text, which describes an error; if it is `late`, which
+        says so; or if the process ended `when` it was asked.
+        """
         try:
             if self._pipe.poll(max(0.0, limit - time.monotonic())):
-                found = self._pipe.recv()
-                if isinstance(found, str):
-                    raise TrainingError(found)
-                return found
+                message = self._pipe.recv()
+                if isinstance(message, str):
+                    raise TrainingError(message)
+                return message
             workers_lib.end(self.process)
         except (EOFError, OSError):
             workers_lib.end(self.process)  # what it started
@@ -136,10 +139,11 @@ class _Worker:
 
 
 @workers_lib.lead_group()
-def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
+def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
+    """Imports the functions, and answers each list of arguments with their rewards or an error."""
     console.outlive_readers()  # what functions print does not end them
     workers_lib.stay_with_parent()
-    os.register_at_fork(after_in_child=pipe.close)  # the end of this process is its end
+    os.register_at_fork(after_in_child=pipe.close)  # so that the pipe ends with this process
     # The devices are the trainer's. Its own module may have imported JAX here, which reads the
     # variable at its import.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -166,21 +170,23 @@ def _live(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
 
 
 def _call_all(functions: dict[str, Callable], *lists: list) -> list[list[float]] | str:
-    found = []
+    """Returns the rewards by each function, or one line about the first that fails."""
+    rewards = []
     for name, function in functions.items():
-        found.append(_call(function, *lists))
-        if isinstance(found[-1], str):
-            for prompt, answer, truth in zip(*lists, strict=True):  # which of them it is
-                of_one = _call(function, [prompt], [answer], [truth])
-                if isinstance(of_one, str):
+        result = _call(function, *lists)
+        if isinstance(result, str):
+            for prompt, answer, truth in zip(*lists, strict=True):  # find the answer that fails
+                error = _call(function, [prompt], [answer], [truth])
+                if isinstance(error, str):
                     to = f"to the prompt {shorten(prompt)}"
-                    return f"rewards: {name} {of_one} on the answer {shorten(answer)} {to}"
-            return f"rewards: {name} {found[-1]} on {count(len(lists[0]), 'answer')}"
-    return found
+                    return f"rewards: {name} {error} on the answer {shorten(answer)} {to}"
+            return f"rewards: {name} {result} on {count(len(lists[0]), 'answer')}"
+        rewards.append(result)
+    return rewards
 
 
 def _call(function: Callable, *lists: list) -> list[float] | str:
-    """The rewards of a function, or what is wrong."""
+    """Returns the rewards by a function, or what is wrong with them."""
     try:
         returned = function(*copy.deepcopy(lists))
         if not isinstance(returned, Iterable):

@@ -44,9 +44,13 @@ from maxramp.run.metrics import Dispatched, Record
 from maxramp.training.policy import advantages, shares
 from maxramp.training.state import TrainState
 
+# The metrics of answers beside the rewards of each function.
+_ANSWER_METRICS = ("reward", "reward_std", "answer_length", "truncated")
+_FIRST_EVAL_ANSWER = 2**31  # the number of the first answer of an evaluation
+
 
 def generation_config(config: Config, tokenizer: PromptTokenizer) -> GenerationConfig:
-    """Returns how answers are written: with the same programs whatever the prompts' lengths."""
+    """Returns how answers are written, by the same programs whatever the prompts' lengths."""
     keys = config.rollout
     temperature = config.policy.decode_sampling_temperature
     return GenerationConfig(
@@ -58,25 +62,21 @@ def generation_config(config: Config, tokenizer: PromptTokenizer) -> GenerationC
     )
 
 
-# What answers are like, beside the rewards of each function.
-_OF_ANSWERS = ("reward", "reward_std", "answer_length", "truncated")
-
-
 @dataclasses.dataclass
 class Part:
-    """Prompts and the answers to them, whose rewards are on their way until they are there."""
+    """The prompts of a part of a batch, the answers to them, and their rewards once they arrive."""
 
     prompts: list[Prompt]  # of each answer
     ids: list[np.ndarray]  # of each answer's prompt
-    answers: list[Answer]  # as they were written, prompt after prompt
+    answers: list[Answer]  # prompt after prompt
     texts: list[str]  # of the answers
-    pending: concurrent.futures.Future | None = None  # their rewards, on process 0 alone
-    rewards_RF: np.ndarray | None = None  # of each function, when they are there
-    reward_seconds: float = 0.0  # what the functions took
+    pending: concurrent.futures.Future | None = None  # the rewards, on process 0 alone
+    rewards_RF: np.ndarray | None = None  # of each function, after `Scorer.wait`
+    reward_seconds: float = 0.0  # that the functions took
 
     @classmethod
     def join(cls, parts: Sequence["Part"], count: int | None = None) -> "Part":
-        """Parts whose rewards are there as one, or the first `count` answers of them."""
+        """Joins parts that have their rewards, or the first `count` answers of them."""
         lists = (
             [x for part in parts for x in getattr(part, name)][:count]
             for name in ("prompts", "ids", "answers", "texts")
@@ -86,7 +86,7 @@ class Part:
 
 
 class Scorer:
-    """Has prompts answered, and answers rewarded elsewhere meanwhile."""
+    """Has prompts answered, and answers rewarded in other processes meanwhile."""
 
     def __init__(
         self,
@@ -95,18 +95,22 @@ class Scorer:
         tokenizer: PromptTokenizer,
         rewards: Rewards | None,
     ):
-        """`rewards` are the reward functions; None but on process 0."""
+        """Keeps what answers and rewards; `rewards` is None but on process 0."""
         self._keys, self._policy, self._generator = config.rollout, config.policy, generator
         self._tokenizer, self._rewards = tokenizer, rewards
 
     def ask(self, weights: list[jax.Array], prompts: Sequence[Prompt], first: int) -> Part:
-        """Answers to prompts, as many to each; their rewards are being worked out when this
-        returns. `weights` are from `Generator.prepare`; `first` numbers the first answer: with
-        `rollout_seed`, numbers decide what is drawn.
+        """Writes `num_generations` answers to each prompt; their rewards are still being computed
+        when this returns.
+
+        Args:
+          weights: from `Generator.prepare`.
+          first: the number of the first answer: with `rollout_seed`, numbers decide what is drawn.
         """
+        repeats = self._policy.num_generations
+        asked = [prompt for prompt in prompts for _ in range(repeats)]
         encoded = self._tokenizer.encode([prompt.text for prompt in prompts])
-        each = range(self._policy.num_generations)
-        asked, ids = ([x for x in given for _ in each] for given in (prompts, encoded))
+        ids = [x for x in encoded for _ in range(repeats)]
         samples = [(first + i) % 2**32 for i in range(len(ids))]
         answers = self._generator.answer(weights, ids, samples)
         decode = self._tokenizer.tokenizer.decode  # but for the token that stopped it
@@ -118,19 +122,24 @@ class Scorer:
         return part
 
     def wait(self, part: Part) -> None:
-        """Waits for the rewards of a part, which process 0 tells the others; a StepError if one of
-        them failed."""
-        ours = part.pending
+        """Waits for the rewards of a part, which process 0 sends to the others. Raises a StepError
+        if a function failed."""
+
+        def result() -> list | None:
+            if not part.pending:
+                return None
+            rewards_RF, seconds = part.pending.result()
+            return [rewards_RF.tolist(), seconds]
+
         try:
-            found = raise_everywhere(lambda: ours.result() if ours else (np.zeros(0), 0.0))
+            own = raise_everywhere(result)
         except TrainingError as error:
             raise StepError(str(error)) from None
-        rewards, part.reward_seconds = all_gather_json([found[0].tolist(), found[1]])[0]
+        rewards, part.reward_seconds = all_gather_json(own)[0]
         part.rewards_RF = np.array(rewards, np.float64)
 
     def batch(self, part: Part, tokens: int) -> Batch:
-        """Rows to learn from, [R, T = tokens]: a prompt, its answer, which is the targets, and
-        padding."""
+        """Returns rows to learn from, [R, T = tokens]: a prompt, its answer as targets, padding."""
         policy, shape = self._policy, (len(part.answers), tokens)
         total_PG = self._total(part).reshape(-1, policy.num_generations)
         advantages_R = advantages(total_PG, policy.grpo_normalize_advantages).ravel()
@@ -149,6 +158,7 @@ class Scorer:
         )
 
     def summary(self, part: Part) -> dict[str, float]:
+        """Returns the metrics of a part's answers."""
         total_R = self._total(part)
         numbers = (
             total_R.mean(),
@@ -156,14 +166,14 @@ class Scorer:
             np.mean([len(answer.tokens) for answer in part.answers]),
             np.mean([answer.truncated for answer in part.answers]),
         )
-        found = dict(zip(_OF_ANSWERS, numbers, strict=True))
+        metrics = dict(zip(_ANSWER_METRICS, numbers, strict=True))
         for name, mean in zip(self._keys.rewards, part.rewards_RF.mean(0), strict=True):
-            found[f"reward {name}"] = mean
-        return {name: float(value) for name, value in found.items()}
+            metrics[f"reward {name}"] = mean
+        return {name: float(value) for name, value in metrics.items()}
 
     def best_and_worst(self, part: Part) -> dict[str, Any]:
-        """The `log_answers` answers of most reward and those of least, the best first, by the name
-        of the metric."""
+        """Returns the metric "answers": the `log_answers` answers of the most reward and of the
+        least, the best first."""
         rewards, number = self._total(part), self._keys.log_answers
         if not number:
             return {}
@@ -175,12 +185,9 @@ class Scorer:
         return {"answers": shown}
 
     def _total(self, part: Part) -> np.ndarray:
-        """The weighted sum of each answer's rewards: [R]."""
+        """Returns the weighted sum of each answer's rewards: [R]."""
         weights_F = self._keys.reward_weights or [1.0] * part.rewards_RF.shape[1]
         return part.rewards_RF @ np.asarray(weights_F, np.float64)
-
-
-_HELD_OUT = 2**31  # number of the first answer of an evaluation
 
 
 class PolicyTrainer:
@@ -195,11 +202,14 @@ class PolicyTrainer:
         state: TrainState,
         reference: Decoder | None,
     ):
-        """`job` hears a beat for every part that has its answers, rewards or gradients; `prompts`
-        are from `open_prompts`; `reference` are the weights to stay near to, None where grpo_beta =
-        0.
+        """Begins at a state.
+
+        Args:
+          job: its watchdog gets a beat for every part that has its answers, rewards or gradients.
+          prompts: from `open_prompts`.
+          reference: the weights to stay near, None if grpo_beta = 0.
         """
-        self.state = state  # after the steps that were taken
+        self.state = state  # after the last step
         self._programs, self._reference, self._scorer = programs, reference, scorer
         self._prompts, self._held_out = prompts["prompt_file"], prompts.get("eval_prompt_file")
         self._beat, self._stopping = job.watchdog.beat, job.is_asked_to_stop
@@ -208,12 +218,13 @@ class PolicyTrainer:
 
     @property
     def evaluation_names(self) -> list[str]:
-        return [f"eval_{name}" for name in (*_OF_ANSWERS, "tokens")]
+        return [f"eval_{name}" for name in (*_ANSWER_METRICS, "tokens")]
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched | None:
-        """One rollout batch and the updates on it, the last of which the devices still work on. A
-        StepError where a reward function failed, a NotFiniteError where the weights are not
-        numbers.
+        """Takes one rollout batch and the updates on it; the devices still work on the last one.
+
+        Returns None if the step was given up. Raises a StepError if a reward function failed, a
+        NotFiniteError if the weights are not numbers.
         """
         phases: list[tuple[str, float]] = []  # when each began, and the one before ended
 
@@ -257,14 +268,14 @@ class PolicyTrainer:
         return Dispatched(shown, measure)
 
     def evaluate(self, stage: Stage) -> Dispatched:
-        """The rewards of answers to every held-out prompt, written in the parts of a stage; it
-        raises as `step` does."""
+        """Measures the rewards of answers to every held-out prompt, written in the parts of a
+        stage; raises as `step` does."""
         count, size = len(self._held_out.texts), stage.spec.rows
         weights = self._programs.generator.prepare(self.state.model)
         # What fills up the last part does not count.
         asked = [self._held_out[i % count] for i in range(-(-count // size) * size)]
         parts: list[Part] = []
-        for part in self._answer_parts(weights, asked, _HELD_OUT, stage):
+        for part in self._answer_parts(weights, asked, _FIRST_EVAL_ANSWER, stage):
             if part:
                 self._scorer.wait(part)
                 self._beat()
@@ -272,19 +283,19 @@ class PolicyTrainer:
 
         def measure(read: dict[str, Any], begin: float, end: float) -> Record:
             whole = Part.join(parts, count * self._policy.num_generations)
-            found = self._scorer.summary(whole)
-            found["tokens"] = sum(len(answer.tokens) for answer in whole.answers)
-            return {f"eval_{name}": value for name, value in found.items()}
+            metrics = self._scorer.summary(whole)
+            metrics["tokens"] = sum(len(answer.tokens) for answer in whole.answers)
+            return {f"eval_{name}": value for name, value in metrics.items()}
 
         return Dispatched({}, measure)
 
     def _answer_parts(
         self, weights: list[jax.Array], prompts: list[Prompt], first: int, stage: Stage
     ) -> Iterator[Part | None]:
-        """Has prompts answered in the parts of a stage.
+        """Yields None, and then the parts of a stage with their answers.
 
-        Each part comes when the next one has its answers as well, so that its rewards are worked
-        out meanwhile; first comes None. `first` is the number of the first answer.
+        A part comes when the next one has its answers too, so that its rewards are computed
+        meanwhile. `first` is the number of the first answer.
         """
         size, each = stage.spec.rows, self._policy.num_generations
         asked = (
@@ -310,7 +321,7 @@ class PolicyTrainer:
         return batch
 
     def _update(self, sums: Any, batches: list[Batch], samples: np.uint32) -> dict[str, Any]:
-        """Moves the weights num_iterations times; returns what is shown."""
+        """Moves the weights num_iterations times; returns the metrics."""
         differences = []  # of the sampler, before an update moves the weights
         for again in range(self._policy.num_iterations):
             if again:
@@ -329,7 +340,7 @@ class PolicyTrainer:
         seconds["reward"] = part.reward_seconds
         return {
             **self._scorer.summary(part),
-            **{f"{phase}_seconds": took for phase, took in seconds.items()},
+            **{f"{phase}_seconds": value for phase, value in seconds.items()},
             "overlap_seconds": seconds.total() - seconds["reward_wait"] - total,
             "rollout_tokens_per_second": written / seconds["rollout"],
             "training_tokens_per_second": tokens / seconds["training"],

@@ -118,17 +118,6 @@ CONFIGS = {
 }
 EXPERTS = {"mixtral": "num_local_experts", "dots1": "n_routed_experts"}  # how many there are
 EXPERTS |= dict.fromkeys(("qwen3_moe", "olmoe"), "num_experts")
-# What makes each of them another model than a Llama 2 with the same weights: a change of its
-# config.json that takes it away, and tensors that go with it.
-FEATURES = {
-    "llama3.1": ({"rope_scaling": None}, ()),
-    "mistral": ({"sliding_window": None}, ()),
-    "qwen2.5": ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, (".bias",)),
-    "qwen3": (
-        {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-        (".q_norm.weight", ".k_norm.weight"),
-    ),
-}
 TOKENS_BT = (np.arange(48, dtype=np.int32) * 7 % 40).reshape(2, 24) ^ np.array([[0], [3]])
 
 
@@ -137,11 +126,11 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     D, F, V = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
     H, K = config["num_attention_heads"], config["num_key_value_heads"]
     h = config.get("head_dim") or D // H
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
+    by_name: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
     kind = config["model_type"]
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        found |= {
+        by_name |= {
             f"{layer}input_layernorm.weight": (D,),
             f"{layer}self_attn.q_proj.weight": (H * h, D),
             f"{layer}self_attn.k_proj.weight": (K * h, D),
@@ -150,56 +139,56 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             f"{layer}post_attention_layernorm.weight": (D,),
         }
         if kind in EXPERTS and i >= config.get("first_k_dense_replace", 0):
-            found |= _of_experts(layer, config)
+            by_name |= _expert_shapes(layer, config)
         else:
-            found |= _of_mlp(f"{layer}mlp.", F, D)
+            by_name |= _mlp_shapes(f"{layer}mlp.", F, D)
         if kind == "qwen2":
-            found |= {
+            by_name |= {
                 f"{layer}self_attn.{n}_proj.bias": (w * h,)
                 for n, w in zip("qkv", (H, K, K), strict=True)
             }
         if kind.startswith("gemma"):
-            found |= {f"{layer}pre_feedforward_layernorm.weight": (D,)}
+            by_name |= {f"{layer}pre_feedforward_layernorm.weight": (D,)}
         if kind.startswith(("gemma", "olmo2", "olmo3")):
-            found |= {f"{layer}post_feedforward_layernorm.weight": (D,)}
+            by_name |= {f"{layer}post_feedforward_layernorm.weight": (D,)}
         if kind in ("olmo2", "olmo3"):
-            del found[f"{layer}input_layernorm.weight"]
+            del by_name[f"{layer}input_layernorm.weight"]
         if kind in ("qwen3", "qwen3_moe", "dots1", "gemma3_text"):
-            found |= {f"{layer}self_attn.{n}_norm.weight": (h,) for n in "qk"}
+            by_name |= {f"{layer}self_attn.{n}_norm.weight": (h,) for n in "qk"}
         if kind.startswith("olmo"):
-            found |= {
+            by_name |= {
                 f"{layer}self_attn.{n}_norm.weight": (w * h,) for n, w in (("q", H), ("k", K))
             }
-    found["model.norm.weight"] = (D,)
+    by_name["model.norm.weight"] = (D,)
     if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (V, D)
-    return found
+        by_name["lm_head.weight"] = (V, D)
+    return by_name
 
 
-def _of_mlp(
+def _mlp_shapes(
     prefix: str, F: int, D: int, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, tuple[int, ...]]:
     shapes = (F, D), (F, D), (D, F)
     return {f"{prefix}{name}.weight": x for name, x in zip(names, shapes, strict=True)}
 
 
-def _of_experts(layer: str, config: dict) -> dict[str, tuple[int, ...]]:
+def _expert_shapes(layer: str, config: dict) -> dict[str, tuple[int, ...]]:
     kind, D = config["model_type"], config["hidden_size"]
     E, F = config[EXPERTS[kind]], config.get("moe_intermediate_size", config["intermediate_size"])
     mlp = f"{layer}{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}."
     names = [("w1", "w3", "w2")] if kind == "mixtral" else []
-    found = {f"{mlp}gate.weight": (E, D)}
+    by_name = {f"{mlp}gate.weight": (E, D)}
     for e in range(E):
-        found |= _of_mlp(f"{mlp}experts.{e}.", F, D, *names)
+        by_name |= _mlp_shapes(f"{mlp}experts.{e}.", F, D, *names)
     if kind == "dots1":
-        found[f"{mlp}gate.e_score_correction_bias"] = (E,)
-        found |= _of_mlp(f"{mlp}shared_experts.", config["n_shared_experts"] * F, D)
-    return found
+        by_name[f"{mlp}gate.e_score_correction_bias"] = (E,)
+        by_name |= _mlp_shapes(f"{mlp}shared_experts.", config["n_shared_experts"] * F, D)
+    return by_name
 
 
 def fuse_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Tensors as transformers 5 holds them: those of all experts of a layer in two."""
-    found, of_layers = {}, {}
+    by_name, experts_by_layer = {}, {}
     for name, x in arrays.items():
         name = name.replace("block_sparse_moe", "mlp")
         for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
@@ -207,26 +196,28 @@ def fuse_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         layer, is_of_expert, rest = name.partition("mlp.experts.")
         if is_of_expert:
             expert, matrix, _ = rest.split(".")
-            of_layers.setdefault(layer, {}).setdefault(int(expert), {})[matrix] = x
+            experts_by_layer.setdefault(layer, {}).setdefault(int(expert), {})[matrix] = x
         else:
-            found[name] = x
-    for layer, experts in of_layers.items():
-        of_all = [experts[e] for e in range(len(experts))]
-        gate_up = [np.concatenate([x["gate_proj"], x["up_proj"]]) for x in of_all]
-        found[f"{layer}mlp.experts.gate_up_proj"] = np.stack(gate_up)
-        found[f"{layer}mlp.experts.down_proj"] = np.stack([x["down_proj"] for x in of_all])
-    return found
+            by_name[name] = x
+    for layer, experts in experts_by_layer.items():
+        experts_in_order = [experts[e] for e in range(len(experts))]
+        gate_up = [np.concatenate([x["gate_proj"], x["up_proj"]]) for x in experts_in_order]
+        by_name[f"{layer}mlp.experts.gate_up_proj"] = np.stack(gate_up)
+        by_name[f"{layer}mlp.experts.down_proj"] = np.stack(
+            [x["down_proj"] for x in experts_in_order]
+        )
+    return by_name
 
 
 def tensors(config: dict) -> dict[str, np.ndarray]:
     """Of a model, float32: matrices of 0.2, norms about 1 (Gemma's 0), biases of 0.5."""
-    random, found = np.random.default_rng(0), {}
+    random, by_name = np.random.default_rng(0), {}
     mean = 0 if config["model_type"].startswith("gemma") else 1
     for name, shape in shapes(config).items():
         x = random.standard_normal(shape)
         x = mean + 0.3 * x if "norm" in name else x * (0.5 if name.endswith("bias") else 0.2)
-        found[name] = x.astype(np.float32)
-    return found
+        by_name[name] = x.astype(np.float32)
+    return by_name
 
 
 _WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from conftest import batch_of, make_mesh
 from later import Later
-from opened import config_of, load, logits
-from small_models import CONFIGS, EXPERTS, FEATURES, TOKENS_BT, tensors, write_file, write_folder
+from opened import config_of, load, logits, named_arrays
+from peers import assert_near, opened, theirs
+from small_models import CONFIGS, EXPERTS, TOKENS_BT, tensors, write_file, write_folder
 
 from maxramp.huggingface import config_json, writing
-from maxramp.huggingface.names import name_tensors
 from maxramp.model.decoder import Decoder
 from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import initial_state
@@ -23,42 +23,12 @@ torch = Later("torch")
 transformers = Later("transformers")
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 1e-5  # of the range of the logits
-
-
-def opened(folder):
-    """A folder's model, as transformers opens it without a flag but the dtype."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
-
-
-def theirs(model):
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS_BT, dtype=torch.long)).logits.numpy()
-
-
-def assert_near(found, expected, tolerance=TOLERANCE):
-    np.testing.assert_allclose(
-        found, expected, atol=tolerance * (expected.max() - expected.min()), rtol=0
-    )
-
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_of_a_folder(tmp_path, name):
-    """Ours are theirs; without what makes it another model than a Llama 2, theirs are others."""
-    folder = write_folder(tmp_path / "a", name)
+def test_logits_are_those_of_transformers(tmp_path, name):
+    folder = write_folder(tmp_path, name)
     config = config_of(folder)
-    expected = theirs(opened(folder))
-    assert_near(logits(load(folder, config), config, TOKENS_BT), expected)
-    if name in FEATURES:
-        changes, gone = FEATURES[name]
-        without = write_folder(tmp_path / "b", name, **changes)
-        held = {
-            k: x for k, x in tensors(CONFIGS[name]).items() if not k.endswith(tuple(gone) or "-")
-        }
-        write_file(without / "model.safetensors", held)
-        moved = np.abs(theirs(opened(without)) - expected).max()
-        assert moved > 100 * TOLERANCE * (expected.max() - expected.min())
+    assert_near(logits(load(folder, config), config, TOKENS_BT), theirs(opened(folder)))
 
 
 def test_a_model_saved_without_a_head_beside_an_index_of_others(tmp_path):
@@ -97,17 +67,17 @@ def split_experts(arrays, kind):
     """What transformers calls by its own names, by those of a folder."""
     mlp = "block_sparse_moe" if kind == "mixtral" else "mlp"
     names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    found = {}
+    actual = {}
     for name, x in arrays.items():
-        layer, has_experts, matrix = name.partition("mlp.experts.")
-        if not has_experts:
-            found[name.replace("mlp.gate.", f"{mlp}.gate.")] = x
+        layer, is_expert, matrix = name.partition("mlp.experts.")
+        if not is_expert:
+            actual[name.replace("mlp.gate.", f"{mlp}.gate.")] = x
             continue
         own = names[:2] if matrix == "gate_up_proj" else names[2:]
         for e, x_e in enumerate(x):
             for part, x_own in zip(own, np.split(x_e, len(own)), strict=True):
-                found[f"{layer}{mlp}.experts.{e}.{part}.weight"] = x_own
-    return found
+                actual[f"{layer}{mlp}.experts.{e}.{part}.weight"] = x_own
+    return actual
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -129,13 +99,9 @@ def test_gradients(tmp_path, name):
     expected = {name: x.grad.numpy() for name, x in model.named_parameters()}
     if name in EXPERTS:
         expected = split_experts(expected, name)
-    for weight in name_tensors(gradient, config.model.decoder_block):
-        (array,) = map(np.asarray, jax.tree.leaves(weight.weight))
-        for place, tensor in weight.names.items():
-            own = array[place]
-            own = own.transpose(weight.form.order).reshape(weight.form.tensor_shape)
-            grad = expected.get(tensor, np.zeros(own.shape))  # of a bias of experts' choice: none
-            np.testing.assert_allclose(own, grad, atol=1e-4 * np.abs(grad).max(), rtol=0)
+    for tensor, own in named_arrays(gradient, config.model.decoder_block).items():
+        grad = expected.get(tensor, np.zeros(own.shape))  # a bias of experts' choice has none
+        np.testing.assert_allclose(own, grad, atol=1e-4 * np.abs(grad).max(), rtol=0)
 
 
 def test_training_beside_torch(tmp_path):
@@ -150,7 +116,7 @@ def test_training_beside_torch(tmp_path):
         follows = (rows[..., t - 1] * 3 + 1) % 40
         rows[..., t] = np.where(random.random((200, 8)) < 0.9, follows, rows[..., t - 1])
 
-    def of_torch(change):
+    def torch_results(change):
         torch.manual_seed(0)
         model = opened(folder).train()
         with torch.no_grad():
@@ -170,8 +136,8 @@ def test_training_beside_torch(tmp_path):
             losses.append(loss.item())
         return np.array(losses)
 
-    plain = of_torch(0.0)
-    spread = np.abs(of_torch(1e-7) - plain).max()
+    plain = torch_results(0.0)
+    spread = np.abs(torch_results(1e-7) - plain).max()
     ours = losses_here(folder, rows)
     assert plain[0] - plain[-1] > 1
     assert np.abs(ours - plain).max() <= 3 * spread + 1e-6, (np.abs(ours - plain).max(), spread)

@@ -15,19 +15,19 @@ STEPS = 20
 
 
 def losses(name, dtype, rows):
-    given = [BASE, f"model_name={name}", "base_num_decoder_layers=1", f"dtype={dtype}"]
-    given += ["enable_rampup_batch_size=False", "per_device_batch_size=2", "eval_interval=-1"]
-    given += ["dataset_type=synthetic", f"max_target_length={rows.shape[-1] - 1}"]
-    config = resolve(load(given), 1, 1, 1)
+    arguments = [BASE, f"model_name={name}", "base_num_decoder_layers=1", f"dtype={dtype}"]
+    arguments += ["enable_rampup_batch_size=False", "per_device_batch_size=2", "eval_interval=-1"]
+    arguments += ["dataset_type=synthetic", f"max_target_length={rows.shape[-1] - 1}"]
+    config = resolve(load(arguments), 1, 1, 1)
     step = make_train_step(config.recipe, lambda samples, batch: jnp.float32(1e-3))
-    found = []
+    results = []
     with jax.set_mesh(make_mesh(config)):
         state = initial_state(config.recipe)
         step = jax.jit(step, donate_argnums=0)
         for batch in rows:
             state, metrics = step(state, batch_of(batch[None]))
-            found.append(float(metrics["loss"]))
-    return np.array(found)
+            results.append(float(metrics["loss"]))
+    return np.array(results)
 
 
 @pytest.mark.long

@@ -64,7 +64,7 @@ MARKS = {
 def test_answers_are_those_of_the_training_template(name, kind):
     """Found in the text of a model's own template; but for the line's end behind a turn's mark and
     the header before it, which some of TRL's hold for parts of an answer."""
-    today, found = datetime.date(2026, 1, 1), []
+    today, results = datetime.date(2026, 1, 1), []
     for file in (f"{name}.jinja", f"{name}_training.jinja"):
         source = (TEMPLATES / file).read_text()
         template = ChatTemplate(source, *MARKS[name], today, {})
@@ -75,8 +75,8 @@ def test_answers_are_those_of_the_training_template(name, kind):
             # An answer to a tool has another header there, and Gemma 3 knows none.
             assert kind == "tools" and name in ("deepseekv3", "gemma3")
             return
-        found.append((text, [text[a:b] for a, b in spans]))
-    (text, ours), (other, theirs) = found
+        results.append((text, [text[a:b] for a, b in spans]))
+    (text, ours), (other, theirs) = results
     assert len(ours) == len(theirs) == sum(m["role"] == "assistant" for m in CHATS[kind])
     if text != other:  # Qwen3's for training keep what its own leaves out
         assert name == "qwen3"
@@ -146,12 +146,12 @@ def test_text_is_that_of_transformers(tmp_path):
 def test_chats_with_tools_have_a_template_of_their_own(tmp_path, end):
     """Where a tokenizer has one, with the white space of each."""
     write_tokenizer(tmp_path)
-    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     plain = "\n {% for m in messages %}{{ m.content }}{% endfor %}\n" + end
-    of_tools = "\n\t{{ tools | tojson }}\n" + plain + end
-    named = {"default": plain, "tool_use": of_tools, "rag": "x"}
-    said["chat_template"] = [{"name": n, "template": text} for n, text in named.items()]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    tools_template = "\n\t{{ tools | tojson }}\n" + plain + end
+    named = {"default": plain, "tool_use": tools_template, "rag": "x"}
+    config["chat_template"] = [{"name": n, "template": text} for n, text in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     source = tokenizers_of_ours.load("huggingface", str(tmp_path), False, False).chat_template
     template = ChatTemplate(source, _CHATML, {}, datetime.date.today(), {})
@@ -172,7 +172,7 @@ def test_nulls_and_thoughts_are_those_of_transformers():
     named = ("thinking", "reasoning", "reasoning_content")
     thoughts = [{"role": "assistant", "content": "ok", name: "So", "name": None} for name in named]
     calls = {"role": "assistant", "content": None, "tool_calls": [_NULLS]}
-    found = []
+    results = []
     for path in sorted(TEMPLATES.glob("*.jinja")):
         source = path.read_text()
         template = ChatTemplate(source, _CHATML, {}, datetime.date.today(), {})
@@ -188,8 +188,10 @@ def test_nulls_and_thoughts_are_those_of_transformers():
             except messages.BadRecord:
                 text = None
             assert text == expected, path.name
-            found.append(text or "")
-    assert sum("So" in text for text in found) > 20 and sum("null" in text for text in found) > 20
+            results.append(text or "")
+    assert (
+        sum("So" in text for text in results) > 20 and sum("null" in text for text in results) > 20
+    )
 
 
 @pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -209,9 +211,9 @@ def test_the_first_loss_is_that_of_transformers(smollm2, tmp_path, packing):
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     total, targets = 0.0, 0
     for chat in chats:
-        given = {"tokenize": True, "return_dict": False}
-        ids = tokenizer.apply_chat_template(chat, **given)
-        asked = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, **given)
+        options = {"tokenize": True, "return_dict": False}
+        ids = tokenizer.apply_chat_template(chat, **options)
+        asked = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, **options)
         labels = torch.tensor([ids])
         labels[:, : len(asked)] = -100
         labels[:, -1] = -100  # the end of the line behind <|im_end|>

@@ -23,7 +23,7 @@ VOCAB = 300
 BASE_OF = "base_model_name_or_path"
 
 
-def given(tmp_path, name, *more):
+def train_arguments(tmp_path, name, *more):
     """Of `train`, a run of 4 steps with two checkpoints."""
     return [
         *(BASE, "model_name=hf", f"load_parameters_path={tmp_path / 'model'}", *CONSTANT),
@@ -43,8 +43,8 @@ def with_tokenizer(tmp_path):
     folder = write_folder(tmp_path / "model", "qwen3", **changes)
     texts = [f"the {a} {b} fox" for a in ("quick", "slow", "lazy") for b in ("brown", "red")]
     (folder / "tokenizer.json").write_bytes(train_bpe(iter(texts * 20), VOCAB))
-    said = {"bos_token": None, "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"bos_token": None, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "texts.jsonl").write_text(
@@ -61,13 +61,13 @@ def test_a_run_goes_on_and_is_handed_over_when_the_folder_is_gone(tmp_path):
     folder = with_tokenizer(tmp_path)
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}")
     for name in "ab":
-        done = run(*given(tmp_path, name, *data))
+        done = run(*train_arguments(tmp_path, name, *data))
         assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "4")
     shutil.rmtree(folder)
-    again = run(*given(tmp_path, "b", *data))
+    again = run(*train_arguments(tmp_path, "b", *data))
     assert again.returncode == 2 and "allow_changed=[tokenizer_path]" in again.stderr
-    again = run(*given(tmp_path, "b", *data, "allow_changed=[tokenizer_path]"))
+    again = run(*train_arguments(tmp_path, "b", *data, "allow_changed=[tokenizer_path]"))
     assert again.returncode == 0, again.stderr
     losses = [
         [record["loss"] for record in read_records(tmp_path / name / "metrics.jsonl")]
@@ -75,8 +75,10 @@ def test_a_run_goes_on_and_is_handed_over_when_the_folder_is_gone(tmp_path):
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     for name in "ab":
-        made = run(str(tmp_path / name), "--to", str(tmp_path / f"{name}-out"), module="convert")
-        assert made.returncode == 0, made.stderr
+        converted = run(
+            str(tmp_path / name), "--to", str(tmp_path / f"{name}-out"), module="convert"
+        )
+        assert converted.returncode == 0, converted.stderr
     a, b = (contents(tmp_path / f"{name}-out") for name in "ab")
     assert a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
@@ -85,7 +87,9 @@ def test_a_run_goes_on_and_is_handed_over_when_the_folder_is_gone(tmp_path):
     wrote = json.loads((tmp_path / "b-out" / "config.json").read_text())
     assert wrote == CONFIGS["qwen3"] | {"vocab_size": VOCAB, "bos_token_id": None}
     prompt = ("--prompt", "the quick", "--max_new_tokens", "4", "--temperature", "0", "--json")
-    answers = [run(str(tmp_path / of), *prompt, module="generate").stdout for of in ("b", "b-out")]
+    answers = [
+        run(str(tmp_path / name), *prompt, module="generate").stdout for name in ("b", "b-out")
+    ]
     assert answers[0] == answers[1] and json.loads(answers[0])["tokens"]
 
 
@@ -100,14 +104,14 @@ def test_another_tokenizer_is_handed_over_with_its_marks(tmp_path):
     kept = {n: (tmp_path / "out" / n).read_bytes() for n in ("tokenizer.json", "config.json")}
     assert kept["tokenizer.json"] == (other / "tokenizer.json").read_bytes()
     for name in ("config.json", "generation_config.json"):
-        said = json.loads((tmp_path / "out" / name).read_bytes())
-        assert (said["bos_token_id"], said["eos_token_id"]) == (0, 1)
+        ids = json.loads((tmp_path / "out" / name).read_bytes())
+        assert (ids["bos_token_id"], ids["eos_token_id"]) == (0, 1)
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def hand_over(folder, to, *given, dtype="", **keys):
+def hand_over(folder, to, *arguments, dtype="", **keys):
     """Exports the model of a folder."""
-    opened = open_model(str(folder), given)
+    opened = open_model(str(folder), arguments)
     opened.config = opened.config.replace(**keys)
     export(opened, opened.load(), to, dtype)
 
@@ -133,9 +137,9 @@ def test_what_was_left_by_another_export_is_not_handed_over(tmp_path):
     (left / ".source.json").write_text(json.dumps(source | {"weights": "0" * 16}, sort_keys=True))
     (left / "special_tokens_map.json").write_text("{}")
     hand_over(folder, tmp_path / "again")
-    made = contents(tmp_path / "again")
-    assert all(np.array_equal(made[name], x) for name, x in expected.items())
-    names = [{path.name for path in (tmp_path / of).iterdir()} for of in ("again", "out")]
+    converted = contents(tmp_path / "again")
+    assert all(np.array_equal(converted[name], x) for name, x in expected.items())
+    names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("again", "out")]
     assert names[0] == names[1]
 
 
@@ -163,9 +167,9 @@ def test_what_cannot_be_handed_over(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "mine.txt").touch()
     (tmp_path / "link").symlink_to("nowhere")
-    for taken in (out, tmp_path / "notes", tmp_path / "link"):
+    for occupied in (out, tmp_path / "notes", tmp_path / "link"):
         with pytest.raises(ConfigError, match="is there already"):
-            hand_over(folder, taken)
+            hand_over(folder, occupied)
 
 
 def test_a_folder_whose_tokenizer_is_damaged_does_not_read_bytes(tmp_path):
@@ -174,8 +178,8 @@ def test_a_folder_whose_tokenizer_is_damaged_does_not_read_bytes(tmp_path):
         (folder / "tokenizer.json").write_text(text)
         with pytest.raises(ConfigError, match=f"tokenizer.json: {says}"):
             open_model(str(folder), []).tokenizer()
-    said = {"added_tokens_decoder": {"300": {"content": "<|new|>"}}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"added_tokens_decoder": {"300": {"content": "<|new|>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_bytes(train_bpe(iter(["fox"] * 9), 270))
     with pytest.raises(ConfigError, match=r"<\|new\|> is 300, and .* has no such token"):
         open_model(str(folder), []).tokenizer()
@@ -193,22 +197,22 @@ def test_keys_that_contradict_a_folder_without_model_name(tmp_path):
 
 def refused(tmp_path, *more):
     with pytest.raises(ConfigError) as error:
-        load(given(tmp_path, "r", *more), "train")
+        load(train_arguments(tmp_path, "r", *more), "train")
     return str(error.value)
 
 
 def test_what_a_folder_says_of_keys(tmp_path):
     with_tokenizer(tmp_path)
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}")
-    config = load(given(tmp_path, "r", *data), "train")
+    config = load(train_arguments(tmp_path, "r", *data), "train")
     assert config.model.base_emb_dim == 32 and config.model.use_qk_norm
     assert (config.data.add_bos, config.data.add_eos) == (False, True)
     assert config.data.tokenizer_path == str(tmp_path / "model" / "tokenizer.json")
-    larger = load(given(tmp_path, "r", *data, "vocab_size=320"), "train")
+    larger = load(train_arguments(tmp_path, "r", *data, "vocab_size=320"), "train")
     assert larger.model.vocab_size == 320
     (tmp_path / "model/tokenizer.json").unlink()
     assert "has neither tokenizer.json" in refused(tmp_path, *data)
-    ids = load(given(tmp_path, "r", *data, "tokenize_train_data=False"), "train")
+    ids = load(train_arguments(tmp_path, "r", *data, "tokenize_train_data=False"), "train")
     assert ids.model.base_emb_dim == 32 and not ids.data.tokenizer_path
     with_tokenizer(tmp_path)
     assert "base_emb_dim=128: " in refused(tmp_path, *data, "base_emb_dim=128")
@@ -239,13 +243,13 @@ def test_a_finished_run_is_handed_over_once(tmp_path, devices, mesh):
     """The folder that convert makes, for each end of the run; from any mesh."""
     with_tokenizer(tmp_path)
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}", "export_huggingface=true")
-    command = given(tmp_path, "r", *data, *mesh)
+    command = train_arguments(tmp_path, "r", *data, *mesh)
     done = run(*command, devices=devices)
     assert done.returncode == 0, done.stderr
     exported = tmp_path / "r" / "exported" / "4"
     assert f"wrote {exported}" in done.stdout
-    made = run(str(tmp_path / "r"), "--to", str(tmp_path / "out"), module="convert")
-    assert made.returncode == 0, made.stderr
+    converted = run(str(tmp_path / "r"), "--to", str(tmp_path / "out"), module="convert")
+    assert converted.returncode == 0, converted.stderr
     files = sorted(file.name for file in exported.iterdir())
     assert files == sorted(file.name for file in (tmp_path / "out").iterdir())
     for file in files:
@@ -266,8 +270,8 @@ def test_a_finished_run_is_handed_over_once(tmp_path, devices, mesh):
     assert trained.returncode == 0 and "6 is of another state than" in trained.stderr
     stale, now = (contents(tmp_path / "r" / "exported" / name) for name in ("6.stale", "6"))
     assert all(np.array_equal(stale[name], x) for name, x in before.items())
-    made = run(str(tmp_path / "r"), "--to", str(tmp_path / "now"), module="convert")
-    assert made.returncode == 0, made.stderr
+    converted = run(str(tmp_path / "r"), "--to", str(tmp_path / "now"), module="convert")
+    assert converted.returncode == 0, converted.stderr
     expected = contents(tmp_path / "now")
     assert all(np.array_equal(now[name], x) for name, x in expected.items())
     assert not all(np.array_equal(stale[name], x) for name, x in expected.items())
@@ -283,7 +287,7 @@ def test_what_is_kept_is_of_the_weights_that_a_run_begins_with(tmp_path):
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}", "steps=1")
     first = (f"load_parameters_path={other}", "enable_checkpointing=False")
     for more in (first, ()):
-        done = run(*given(tmp_path, "r", *data, *more))
+        done = run(*train_arguments(tmp_path, "r", *data, *more))
         assert done.returncode == 0, done.stderr
         named = other if more else folder
         kept = {path.name: path.read_bytes() for path in (tmp_path / "r/huggingface").iterdir()}
@@ -293,8 +297,8 @@ def test_what_is_kept_is_of_the_weights_that_a_run_begins_with(tmp_path):
     config = tmp_path / "r" / "config.yml"
     done = run(str(config), f"base_output_directory={tmp_path}", "run_name=next", *full)
     assert done.returncode == 0, done.stderr
-    said = json.loads((tmp_path / "next/exported/2/generation_config.json").read_bytes())
-    assert said == {"eos_token_id": 7}
+    exported = json.loads((tmp_path / "next/exported/2/generation_config.json").read_bytes())
+    assert exported == {"eos_token_id": 7}
 
 
 @pytest.mark.slow
@@ -306,8 +310,8 @@ def test_an_answer_to_a_chat_is_that_of_transformers(tmp_path):
     folder = write_folder(tmp_path, "llama2", **changes)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    said = [{"role": "user", "content": "Who?"}]
-    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    chat = [{"role": "user", "content": "Who?"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     with torch.no_grad():
         whole = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
@@ -340,9 +344,9 @@ def test_adapters_of_no_model(tmp_path):
 def test_the_template_of_a_run_is_handed_over(tmp_path):
     """Where its tokenizer has none: with the whole model, with adapters, and given to generate."""
     size = write_tokenizer(tmp_path)
-    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    template = said.pop("chat_template")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = config.pop("chat_template")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     model = write_folder(tmp_path / "model", "qwen3", vocab_size=-(-size // 8) * 8)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).rename(model / name)
@@ -353,7 +357,7 @@ def test_the_template_of_a_run_is_handed_over(tmp_path):
     keys = ("use_sft=True", "dataset_type=grain", f"grain_train_files={tmp_path / 'chats.jsonl'}")
     keys += (f"chat_template={file}", "export_huggingface=True", "packing=False")
     for name, more in (("whole", ()), ("adapters", ("lora_rank=2",))):
-        done = run(*given(tmp_path, name, *keys, *more))
+        done = run(*train_arguments(tmp_path, name, *keys, *more))
         assert done.returncode == 0, done.stderr
         exported = tmp_path / name / "exported" / "4"
         assert (exported / "chat_template.jinja").read_text() == template

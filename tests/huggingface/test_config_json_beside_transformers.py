@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from later import Later
 from opened import config_of, load, logits
+from peers import assert_near, opened, theirs
 from small_models import CONFIGS, TOKENS_BT, write_folder
 
 from maxramp.errors import ConfigError
@@ -16,15 +17,8 @@ from maxramp.huggingface import config_json
 from maxramp.huggingface import folder as released
 from maxramp.model.families.table import FAMILIES
 
-torch = Later("torch")
 transformers = Later("transformers")
 pytestmark = pytest.mark.slow
-
-
-def theirs(folder):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS_BT, dtype=torch.long)).logits.numpy()
 
 
 def ours(folder):
@@ -149,7 +143,7 @@ def test_a_key_is_read_as_transformers_does_or_refused(tmp_path, name):
             if key in COMMON and name not in ("llama2", "gemma3"):
                 continue
         logits_BTV = ours(folder) if keys != keys_before else logits_before
-        expected = theirs(folder)
+        expected = theirs(opened(folder))
         if np.abs(logits_BTV - expected).max() > 1e-5 * np.ptp(expected):
             others.append(key)
     assert others == []
@@ -203,10 +197,8 @@ def test_scalings(tmp_path, name):
             continue  # refused there
         config = {key: x for key, x in config.items() if x is not None}
         (folder / "config.json").write_text(json.dumps(config))
-        expected = theirs(folder)
-        np.testing.assert_allclose(
-            *(ours(folder), expected), atol=1e-5 * np.ptp(expected), rtol=0, err_msg=case
-        )
+        expected = theirs(opened(folder))
+        assert_near(ours(folder), expected)
         if case == "attn_factor":
             lines = []
             open_model(str(folder), ["hardware=cpu"]).load(lines.append)
@@ -215,9 +207,7 @@ def test_scalings(tmp_path, name):
         for came_in in ({}, config, config | {"rope_scaling": None}):
             written = config_json.make_config(model, came_in, "float32")
             (folder / "config.json").write_text(json.dumps(written))
-            np.testing.assert_allclose(
-                *(theirs(folder), expected), atol=1e-5 * np.ptp(expected), rtol=0, err_msg=case
-            )
+            assert_near(theirs(opened(folder)), expected)
 
 
 # --- Exports --------------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from conftest import make_mesh
 from later import Later
-from opened import config_of, load
+from opened import config_of, load, named_arrays
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 from small_models import write_folder
 
 from maxramp.data.batch import stack
 from maxramp.data.opening import open_rows
-from maxramp.huggingface.names import name_tensors
 from maxramp.parallel.sharding import ROWS_BT
 from maxramp.training.preferences import answer_log_probs, preference
 
@@ -37,21 +36,21 @@ LOSSES = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Models with a tokenizer: what the policy stays near to, and the policy."""
-    found = []
+    paths = []
     for name in ("reference", "policy"):
         folder = tmp_path_factory.mktemp(name)
         size = write_tokenizer(folder)
         write_folder(folder, "llama2", vocab_size=-(-size // 8) * 8, eos_token_id=size - 2)
-        found.append(folder)
-    policy = transformers.AutoModelForCausalLM.from_pretrained(found[1])
+        paths.append(folder)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(paths[1])
     torch.manual_seed(0)
     with torch.no_grad():
         for x in policy.parameters():
             x += 0.02 * torch.randn_like(x)
-    said = (found[1] / "config.json").read_text()
-    policy.save_pretrained(found[1])
-    (found[1] / "config.json").write_text(said)
-    return found
+    config = (paths[1] / "config.json").read_text()
+    policy.save_pretrained(paths[1])
+    (paths[1] / "config.json").write_text(config)
+    return paths
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -82,9 +81,9 @@ def test_losses_and_gradients(folders, tmp_path, name):
     trainer.model.train()
     batches = list(trainer.get_train_dataloader())
     for inputs in batches:
-        found = trainer.compute_loss(trainer.model, inputs) / len(batches)
-        found.backward()
-        loss += found.item()
+        batch_loss = trainer.compute_loss(trainer.model, inputs) / len(batches)
+        batch_loss.backward()
+        loss += batch_loss.item()
 
     file = write_pairs(tmp_path / "pairs.jsonl", PAIRS)
     config = config_of(
@@ -117,10 +116,6 @@ def test_losses_and_gradients(folders, tmp_path, name):
         value = float(shown[metric]) / len(PAIRS)
         np.testing.assert_allclose(value, np.mean(shown_there[metric]), rtol=1e-5, err_msg=metric)
     expected = dict(trainer.model.named_parameters())
-    for weight in name_tensors(gradient, config.model.decoder_block):
-        (array,) = map(np.asarray, jax.tree.leaves(weight.weight))
-        for place, tensor in weight.names.items():
-            here = array[place]
-            here = here.transpose(weight.form.order).reshape(weight.form.tensor_shape)
-            grad = expected[tensor].grad.numpy()
-            np.testing.assert_allclose(here, grad, atol=1e-5 * np.abs(grad).max(), rtol=1e-5)
+    for tensor, own in named_arrays(gradient, config.model.decoder_block).items():
+        grad = expected[tensor].grad.numpy()
+        np.testing.assert_allclose(own, grad, atol=1e-5 * np.abs(grad).max(), rtol=1e-5)

@@ -6,8 +6,8 @@ import pytest
 from conftest import make_config, make_mesh
 from later import Later
 from opened import config_of, load, logits
+from peers import TOLERANCE, assert_near, opened, theirs
 from small_models import CONFIGS, TOKENS_BT, fuse_experts, tensors, write_file, write_folder
-from test_beside_transformers import TOLERANCE, assert_near, opened, theirs
 from test_weights import assert_same_tensors, write
 
 from maxramp.huggingface.safetensors import find_tensors
@@ -37,7 +37,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize(
-    "name, feature", [(name, feature) for name, found in WITHOUT.items() for feature in found]
+    "name, feature", [(name, feature) for name, features in WITHOUT.items() for feature in features]
 )
 def test_every_feature_bites(tmp_path, name, feature):
     """Ours are theirs with and without it, and the two differ by 100 times the tolerance."""
@@ -56,9 +56,9 @@ def test_every_feature_bites(tmp_path, name, feature):
                 setattr(layer.self_attn, module, torch.nn.Identity())
         for block in model.layers.values():
             block.mixer.has_norms = False
-    found = theirs(without)
-    assert_near(logits(model, config, TOKENS_BT), found)
-    assert np.abs(found - expected).max() > 100 * TOLERANCE * (expected.max() - expected.min())
+    actual = theirs(without)
+    assert_near(logits(model, config, TOKENS_BT), actual)
+    assert np.abs(actual - expected).max() > 100 * TOLERANCE * (expected.max() - expected.min())
 
 
 @pytest.mark.parametrize("name", WITHOUT)
@@ -137,7 +137,7 @@ def test_router_and_experts_of_deepseek():
         "shared.out_FD": (peer.shared_experts.down_proj.weight, None),
     }
 
-    def of_peer(path, read):
+    def peer_gradients(path, read):
         tensor, rows = own[
             jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         ]
@@ -149,7 +149,7 @@ def test_router_and_experts_of_deepseek():
     with jax.set_mesh(make_mesh(config)):
         experts = Experts(config.model, jax.random.key(0))
         experts = jax.tree_util.tree_map_with_path(
-            lambda path, x: jax.device_put(of_peer(path, lambda x: x), x.sharding), experts
+            lambda path, x: jax.device_put(peer_gradients(path, lambda x: x), x.sharding), experts
         )
 
         def product(experts, x_BTD):
@@ -157,9 +157,9 @@ def test_router_and_experts_of_deepseek():
             return (y_BTD * dy_BTD).sum(), y_BTD
 
         gradient = jax.jit(jax.grad(product, argnums=(0, 1), has_aux=True))
-        (of_weights, of_x), found = gradient(experts, x_BTD)
-    assert_near(np.asarray(found), y_BTD.detach().numpy())
-    assert_near(np.asarray(of_x), theirs_BTD.grad.numpy(), 1e-4)
-    for path, x in jax.tree_util.tree_leaves_with_path(of_weights):
-        expected = of_peer(path, lambda x: x.grad)
+        (weight_gradients, x_gradient), actual = gradient(experts, x_BTD)
+    assert_near(np.asarray(actual), y_BTD.detach().numpy())
+    assert_near(np.asarray(x_gradient), theirs_BTD.grad.numpy(), 1e-4)
+    for path, x in jax.tree_util.tree_leaves_with_path(weight_gradients):
+        expected = peer_gradients(path, lambda x: x.grad)
         np.testing.assert_allclose(x, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)

@@ -33,38 +33,40 @@ def assert_equal(folder, other):
 def test_a_storage(storage, tmp_path):
     """What is read there, trained from there, and written there."""
     folder = write_folder(tmp_path / "in", "qwen2.5", files=3, dtype="bfloat16")
-    there = place(f"{storage.address}/{tmp_path.name}")
+    root = place(f"{storage.address}/{tmp_path.name}")
     for path in folder.iterdir():
-        (there / "in" / path.name).write_bytes(path.read_bytes())
-    made = run(str(there / "in"), "--to", str(there / "out"), module="convert")
-    assert made.returncode == 0, made.stderr
-    assert_equal(folder, there / "out")
+        (root / "in" / path.name).write_bytes(path.read_bytes())
+    done = run(str(root / "in"), "--to", str(root / "out"), module="convert")
+    assert done.returncode == 0, done.stderr
+    assert_equal(folder, root / "out")
     keys = (
-        *(BASE, "model_name=hf", f"load_parameters_path={there / 'in'}", "steps=2"),
+        *(BASE, "model_name=hf", f"load_parameters_path={root / 'in'}", "steps=2"),
         *("dataset_type=synthetic", "max_target_length=24", "export_huggingface=true"),
-        *("learning_rate=0", f"base_output_directory={there}", "eval_interval=-1"),
+        *("learning_rate=0", f"base_output_directory={root}", "eval_interval=-1"),
         *("enable_rampup_batch_size=False", "per_device_batch_size=1"),
     )
     for more in (("run_name=r",), ("run_name=adapters", "lora_rank=2")):
         trained = run(*keys, *more)
         assert trained.returncode == 0, trained.stderr
-    assert open_model(str(there / "adapters/exported/2"), []).adapted == str(there / "in")
-    assert_equal(folder, there / "r" / "exported" / "2")
-    said = json.loads((there / "r" / "huggingface" / "config.json").read_bytes())
-    assert said == json.loads((folder / "config.json").read_bytes())
-    (there / "in" / "model-00002-of-00003.safetensors").unlink()
-    torn = run(str(there / "in"), "--to", str(there / "none"), module="convert")
+    assert open_model(str(root / "adapters/exported/2"), []).weights.adapted_model == str(
+        root / "in"
+    )
+    assert_equal(folder, root / "r" / "exported" / "2")
+    config = json.loads((root / "r" / "huggingface" / "config.json").read_bytes())
+    assert config == json.loads((folder / "config.json").read_bytes())
+    (root / "in" / "model-00002-of-00003.safetensors").unlink()
+    torn = run(str(root / "in"), "--to", str(root / "none"), module="convert")
     assert torn.returncode == 2 and "model-00002-of-00003.safetensors" in torn.stderr
 
 
 def test_a_kill_leaves_no_model(storages, tmp_path):
     """Where files of an export were written, but not all of them; the same command ends it."""
     storage, folder = storages("s3"), write_folder(tmp_path / "in", "qwen2.5")
-    there = place(f"{storage.address}/{tmp_path.name}")
+    root = place(f"{storage.address}/{tmp_path.name}")
     line = command(
         *(BASE, "model_name=hf", f"load_parameters_path={folder}", "steps=2", "learning_rate=0"),
         *("dataset_type=synthetic", "max_target_length=24", "export_huggingface=true"),
-        *("run_name=r", f"base_output_directory={there}", "eval_interval=-1"),
+        *("run_name=r", f"base_output_directory={root}", "eval_interval=-1"),
         *("enable_rampup_batch_size=False", "per_device_batch_size=1"),
     )
     since, environ = len(storage.requests), environment() | storage.environment
@@ -78,7 +80,7 @@ def test_a_kill_leaves_no_model(storages, tmp_path):
         time.sleep(0.001)
     process.kill()
     process.wait()
-    exported = there / "r" / "exported" / "2"
+    exported = root / "r" / "exported" / "2"
     assert not released.is_whole(exported)
     again = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)
     assert f"wrote {exported}" in again.stdout

@@ -64,13 +64,13 @@ def test_experts_that_begin_as_a_dense_model(tmp_path, name, mesh):
     folder = write_folder(tmp_path, name)
     dense, model = on_mesh(folder, "one")
     expected = logits(model, dense, TOKENS_BT)
-    given = (*MESHES[mesh], *UPCYCLED[name], "num_experts=4", "num_experts_per_tok=2")
-    config = config_of(folder, *given, devices=8 if MESHES[mesh] else 1)
+    arguments = (*MESHES[mesh], *UPCYCLED[name], "num_experts=4", "num_experts_per_tok=2")
+    config = config_of(folder, *arguments, devices=8 if MESHES[mesh] else 1)
     model = abstract_state(config.recipe, make_mesh(config)).model
     model = open_weights(str(folder)).prepare(model, config.values)()
     rows = np.tile(TOKENS_BT, (4 // len(TOKENS_BT), 1))
-    found = logits(model, config, rows)[: len(TOKENS_BT)]
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected))
+    results = logits(model, config, rows)[: len(TOKENS_BT)]
+    np.testing.assert_allclose(results, expected, atol=1e-5 * np.ptp(expected))
     router = np.asarray(model.layers["sparse"].mlp.router.matrix_DE[...])
     assert 0.8 < router.std() * 32**0.5 < 1.2
     assert len(np.unique(router)) > 0.9 * router.size
@@ -78,8 +78,8 @@ def test_experts_that_begin_as_a_dense_model(tmp_path, name, mesh):
 
 @pytest.mark.parametrize("normalized", (True, False))
 def test_a_run_says_that_its_experts_begin_at_another_loss(tmp_path, normalized):
-    given = (f"norm_topk_prob={normalized}", "num_experts=4", "num_experts_per_tok=2")
-    config = config_of(write_folder(tmp_path, "qwen3"), "decoder_block=qwen3_moe", *given)
+    arguments = (f"norm_topk_prob={normalized}", "num_experts=4", "num_experts_per_tok=2")
+    config = config_of(write_folder(tmp_path, "qwen3"), "decoder_block=qwen3_moe", *arguments)
     model, notes = abstract_state(config.recipe, make_mesh(config)).model, []
     open_weights(str(tmp_path)).prepare(model, config.values, notes.append)
     assert ["does not begin at that of the dense model" in note for note in notes] == (

@@ -40,8 +40,8 @@ def file(tmp_path_factory):
 def gemma3(file, tmp_path_factory):
     """The folder that transformers makes of it."""
     path = tmp_path_factory.mktemp("gemma3") / "released"
-    given = {"gguf_file": file.name, "dtype": torch.float32}
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **given)
+    options = {"gguf_file": file.name, "dtype": torch.float32}
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options)
     plain = transformers.Gemma3ForCausalLM(model.config)  # it was never quantized
     plain.load_state_dict(model.state_dict())
     plain.config.quantization_config = None
@@ -60,8 +60,8 @@ def test_logits_and_greedy_text(file, gemma3):
         expected = model(ids).logits.numpy()
     config = config_of(gemma3)
     weights = load(gemma3, config)
-    found = logits(weights, config, ids.numpy().astype(np.int32))
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected), rtol=0)
+    actual = logits(weights, config, ids.numpy().astype(np.int32))
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.ptp(expected), rtol=0)
 
     generator = Generator(config.model, weights, GenerationConfig(16, Sampling(temperature=0)))
     (answer,) = generator.answer(generator.prepare(weights), [np.array(PROMPT, np.int32)])
@@ -95,5 +95,5 @@ def test_continued_training_and_out_again(gemma3, tmp_path):
     with torch.no_grad():
         expected = opened(folder)(torch.tensor([PROMPT])).logits.numpy()
     config = config_of(folder)
-    found = logits(load(folder, config), config, np.array([PROMPT], np.int32))
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected), rtol=0)
+    actual = logits(load(folder, config), config, np.array([PROMPT], np.int32))
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.ptp(expected), rtol=0)

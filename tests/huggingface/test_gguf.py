@@ -47,10 +47,10 @@ def write(path, **wrong):
     if fields["merges"]:
         writer.add_token_merges(fields["merges"])
     writer.add_bos_token_id(fields["bos"])
-    of_layer = {"attn_norm": (D,), "ffn_norm": (D,), "attn_q": (D, D), "attn_k": (D // 2, D)}
-    of_layer |= {"attn_v": (D // 2, D), "attn_output": (D, D), "ffn_gate": (F, D)}
-    of_layer |= {"ffn_up": (F, D), "ffn_down": (D, F)}
-    shapes = {f"blk.0.{name}": shape for name, shape in of_layer.items()}
+    layer_shapes = {"attn_norm": (D,), "ffn_norm": (D,), "attn_q": (D, D), "attn_k": (D // 2, D)}
+    layer_shapes |= {"attn_v": (D // 2, D), "attn_output": (D, D), "ffn_gate": (F, D)}
+    layer_shapes |= {"ffn_up": (F, D), "ffn_down": (D, F)}
+    shapes = {f"blk.0.{name}": shape for name, shape in layer_shapes.items()}
     shapes |= {"token_embd": (V, D), "output_norm": (D,)}
     shapes |= {name: value for name, value in wrong.items() if name in shapes}
     for name, shape in shapes.items():
@@ -68,8 +68,8 @@ def test_refused(case, tmp_path):
     write(tmp_path / "m.gguf", **wrong)
     with pytest.raises(ConfigError) as caught:
         unpack(str(tmp_path / "m.gguf"), tmp_path / "out", "float32")
-    said = str(caught.value)
-    assert said.startswith(f"{tmp_path}/m.gguf: ") and says in said and "\n" not in said
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/m.gguf: ") and says in message and "\n" not in message
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 

@@ -5,17 +5,18 @@ import pathlib
 
 import jax
 import numpy as np
+import peers
 import pytest
 from conftest import batch_of, make_mesh
 from later import Later
-from opened import logits
+from opened import logits, named_arrays
+from peers import assert_near, theirs
 from small_models import CONFIGS, write_folder
 
 from maxramp.errors import ConfigError
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface.adapter import TENSORS
-from maxramp.huggingface.names import name_tensors
 from maxramp.huggingface.safetensors import find_tensors
 from maxramp.model.adapters import is_adapter, merge_adapters, stored_part, without_adapters
 from maxramp.model.parts.weights import join_parts, part_of
@@ -41,26 +42,17 @@ CASES = [
 ]
 
 
-def opened_by_torch(base: pathlib.Path):
-    return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-
-
 def adapted_by_peft(base: pathlib.Path, to: pathlib.Path, **config):
     """PEFT's model with adapters, both of whose matrices are random, and a folder of them."""
     torch.manual_seed(0)
     config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **config}
     config = peft.LoraConfig(task_type="CAUSAL_LM", **config)
-    model = peft.get_peft_model(opened_by_torch(base), config)
+    model = peft.get_peft_model(peers.opened(base), config)
     for name, x in model.named_parameters():
         if "lora_" in name:
             x.data = torch.randn_like(x) * 0.2
     model.save_pretrained(to)
     return model.eval()
-
-
-def theirs(model) -> np.ndarray:
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS_BT, dtype=torch.long)).logits.numpy()
 
 
 def opened_here(path: pathlib.Path):
@@ -69,17 +61,12 @@ def opened_here(path: pathlib.Path):
     return opened, opened.load()
 
 
-def assert_near(found: np.ndarray, expected: np.ndarray) -> None:
-    tolerance = 1e-5 * (expected.max() - expected.min())
-    np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0)
-
-
 @pytest.mark.parametrize(("name", "config"), CASES)
 def test_an_adapter_that_peft_made(tmp_path, name, config):
     """Its logits as it is and merged into its base; written again, PEFT opens it."""
     base = write_folder(tmp_path / "base", name)
-    expected = theirs(adapted_by_peft(base, tmp_path / "adapter", **config))
-    plain = theirs(opened_by_torch(base))
+    expected = theirs(adapted_by_peft(base, tmp_path / "adapter", **config), TOKENS_BT)
+    plain = theirs(peers.opened(base), TOKENS_BT)
     assert np.abs(expected - plain).max() > 0.01 * np.abs(plain).max()
     opened, model = opened_here(tmp_path / "adapter")
     assert_near(logits(model, opened.config, TOKENS_BT), expected)
@@ -88,12 +75,12 @@ def test_an_adapter_that_peft_made(tmp_path, name, config):
         whole = jax.jit(lambda model: merge_adapters(model, "float32"))(model)
     assert_near(logits(whole, opened.config, TOKENS_BT), expected)
     export(opened, model, tmp_path / "again")
-    again = peft.PeftModel.from_pretrained(opened_by_torch(base), tmp_path / "again")
-    assert_near(theirs(again), expected)
-    said = json.loads((tmp_path / "again/adapter_config.json").read_text())
-    assert said["base_model_name_or_path"] == str(base)
+    again = peft.PeftModel.from_pretrained(peers.opened(base), tmp_path / "again")
+    assert_near(theirs(again, TOKENS_BT), expected)
+    written = json.loads((tmp_path / "again/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(base)
     chosen = [1, 3] if isinstance(config.get("target_modules"), str) else None
-    assert said["layers_to_transform"] == config.get("layers_to_transform", chosen)
+    assert written["layers_to_transform"] == config.get("layers_to_transform", chosen)
 
 
 def test_layers_that_are_not_adapted_alike(tmp_path):
@@ -134,15 +121,10 @@ def test_gradients(tmp_path):
     with jax.set_mesh(make_mesh(config)):
         gradient = jax.jit(jax.grad(loss))(trained)
     expected = {name.replace(".default", ""): x for name, x in peer.named_parameters()}
-    found = [
-        (tensor, np.asarray(jax.tree.leaves(weight.weight)[0])[place], weight.form)
-        for weight in name_tensors(gradient, config.model.decoder_block)
-        for place, tensor in weight.names.items()
-    ]
-    assert len(found) == sum("lora_" in name for name in expected)
-    for tensor, own, form in found:
+    arrays = named_arrays(gradient, config.model.decoder_block)
+    assert len(arrays) == sum("lora_" in name for name in expected)
+    for tensor, own in arrays.items():
         grad = expected[tensor].grad.numpy()
-        own = own.transpose(form.order).reshape(form.tensor_shape)
         np.testing.assert_allclose(own, grad, atol=1e-4 * np.abs(grad).max(), rtol=0)
 
 
@@ -167,16 +149,12 @@ def test_an_adapter_of_a_model_that_sees(tmp_path, modules):
     peer = adapted_by_peft(tmp_path / "base", tmp_path / "adapter", **config)
     rows = TOKENS_BT % 37  # no token of a picture
 
-    def logits_of(model) -> np.ndarray:
-        with torch.no_grad():
-            return model(torch.tensor(rows, dtype=torch.long)).logits.numpy()
-
     opened, lines = open_model(str(tmp_path / "adapter"), [*MESH, "hardware=cpu"]), []
     model = opened.load(lines.append)
-    assert_near(logits(model, opened.config, rows), logits_of(peer))
+    assert_near(logits(model, opened.config, rows), theirs(peer, rows))
     (line,) = (line for line in lines if line.startswith(f"{tmp_path}/adapter: "))
     assert "of no text model: base_model.model.model.vision_tower." in line
     export(opened, model, tmp_path / "again")
-    again = peft.PeftModel.from_pretrained(opened_by_torch(tmp_path / "base"), tmp_path / "again")
-    assert_near(logits_of(again.eval()), logits_of(peer))
+    again = peft.PeftModel.from_pretrained(peers.opened(tmp_path / "base"), tmp_path / "again")
+    assert_near(theirs(again.eval(), rows), theirs(peer, rows))
     assert not [name for name in find_tensors(str(tmp_path / "again"), TENSORS) if "vision" in name]

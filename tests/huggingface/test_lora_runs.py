@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 LORA = ("lora_rank=4", "lora_alpha=8", "lora_dropout=0.1")
 
 
-def given(folder, name, base, *keys):
+def train_arguments(folder, name, base, *keys):
     return (
         *(BASE, "model_name=hf", f"load_parameters_path={base}", "dataset_type=synthetic"),
         *("enable_rampup_batch_size=False", "per_device_batch_size=4", "eval_interval=-1"),
@@ -37,7 +37,7 @@ def test_a_run_of_adapters(tmp_path):
     """It goes on to the same losses, on the same base alone; its checkpoints do not hold that. What
     it hands over begins another run, or makes a whole model."""
     base = write_folder(tmp_path / "base", "llama2")
-    keys = given(tmp_path, "a", base, *LORA)
+    keys = train_arguments(tmp_path, "a", base, *LORA)
     done = run(*keys)
     assert done.returncode == 0, done.stderr
     assert "8,960 of adapters train" in done.stdout
@@ -58,13 +58,13 @@ def test_a_run_of_adapters(tmp_path):
     assert losses(tmp_path / "a") == before
 
     adapter = tmp_path / "a/exported/4"
-    done = run(*given(tmp_path, "b", adapter, "steps=2"))
+    done = run(*train_arguments(tmp_path, "b", adapter, "steps=2"))
     assert done.returncode == 0, done.stderr
     assert "8,960 of adapters train" in done.stdout
-    line = refused(*given(tmp_path, "c", adapter, "lora_alpha=3"))
+    line = refused(*train_arguments(tmp_path, "c", adapter, "lora_alpha=3"))
     assert "lora_alpha=3" in line and "adapter" in line
     write_folder(tmp_path / "base", "smollm2")  # of other widths
-    assert "adapts another model" in refused(*given(tmp_path, "c", adapter))
+    assert "adapts another model" in refused(*train_arguments(tmp_path, "c", adapter))
     write_folder(tmp_path / "base", "llama2")
     whole = ("--merge", "--to", str(tmp_path / "whole"))
     done = run(str(tmp_path / "a"), *whole, module="convert")
@@ -76,7 +76,7 @@ def test_a_run_of_adapters(tmp_path):
 def test_adapters_of_a_run_that_trains_on(tmp_path):
     """They keep the checkpoint that they began with, wherever it lies later; no other does."""
     base = write_folder(tmp_path / "base", "llama2")
-    whole = given(tmp_path, "r", base, "export_huggingface=False")
+    whole = train_arguments(tmp_path, "r", base, "export_huggingface=False")
     done = run(*whole)
     assert done.returncode == 0, done.stderr
     config, lora = str(tmp_path / "r/config.yml"), (*LORA, "export_huggingface=True")
@@ -93,11 +93,14 @@ def test_adapters_of_a_run_that_trains_on(tmp_path):
     (tmp_path / "r").rename(tmp_path / "moved")
     for step, status in ((4, 0), (6, 2)):
         moved = f"load_parameters_path={tmp_path / 'moved/checkpoints' / str(step)}"
-        made = (str(tmp_path / "l"), moved, "--merge", "--to", str(tmp_path / f"of-{step}"))
-        done = run(*made, module="convert")
+        converted = (str(tmp_path / "l"), moved, "--merge", "--to", str(tmp_path / f"of-{step}"))
+        done = run(*converted, module="convert")
         assert done.returncode == status, done.stderr
     assert "not the weights that" in done.stderr
-    names = [{p.name: p.read_bytes() for p in of.iterdir()} for of in (exported, tmp_path / "of-4")]
+    names = [
+        {p.name: p.read_bytes() for p in folder.iterdir()}
+        for folder in (exported, tmp_path / "of-4")
+    ]
     assert names[0] == names[1]
     shutil.rmtree(tmp_path / "l/exported")
     again = (str(tmp_path / "moved/config.yml"), *lora[1:], "steps=6")

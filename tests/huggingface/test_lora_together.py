@@ -29,12 +29,12 @@ def folder(tmp_path_factory):
     write_folder(folder / "base", "llama2", vocab_size=size, eos_token_id=size - 2)
     records = pairs(24)
     chats = [{"messages": record["chosen"]} for record in records]
-    for name, of_file in (("pairs", records), ("chats", chats[4:]), ("held", chats[:4])):
-        write_pairs(folder / f"{name}.jsonl", of_file)
+    for name, file_records in (("pairs", records), ("chats", chats[4:]), ("held", chats[:4])):
+        write_pairs(folder / f"{name}.jsonl", file_records)
     return folder
 
 
-def given(folder, kind, name, *keys):
+def train_arguments(folder, kind, name, *keys):
     return (
         *(str(ROOT / f"configs/post_train/{kind}.yml"), f"load_parameters_path={folder}/base"),
         *(f"base_output_directory={folder}", f"run_name={name}", "enable_tensorboard=False"),
@@ -53,7 +53,7 @@ def on_two_processes(folder, *keys):
 
 def assert_same(folder, one, other):
     """The metrics of two runs and the adapters that they hand over."""
-    of_time = (
+    measured = (
         "restarted",
         "nodes",
         "time",
@@ -68,16 +68,18 @@ def assert_same(folder, one, other):
     for a, b in zip(*records, strict=True):
         assert a.keys() - {"restarted", "save_seconds"} == b.keys() - {"save_seconds"}
         for key, x in a.items():
-            if not any(word in key for word in of_time):
+            if not any(word in key for word in measured):
                 same = b[key] if isinstance(x, str) else pytest.approx(b[key], rel=1e-4, abs=1e-6)
                 assert x == same, key
     (own,), (others,) = (list((folder / name / "exported").iterdir()) for name in (one, other))
-    found, wanted = (find_tensors(str(path), "adapter_model.safetensors") for path in (own, others))
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
+    actual, wanted = (
+        find_tensors(str(path), "adapter_model.safetensors") for path in (own, others)
+    )
+    assert actual.keys() == wanted.keys()
+    for name, tensor in actual.items():
         x, y = (np.asarray(t.read(0, t.rows)) for t in (tensor, wanted[name]))
         np.testing.assert_allclose(x, y, atol=1e-5, err_msg=name)
-    return own, found
+    return own, actual
 
 
 def test_packed_chats(folder):
@@ -87,7 +89,7 @@ def test_packed_chats(folder):
     keys += (f"grain_train_files={folder}/chats.jsonl", f"eval_sets={{held: {folder}/held.jsonl}}")
     keys += (f"phases={{0: {{global_batch_size: 2}}, 4: {{global_batch_size: 4, {ANOTHER}}}}}",)
     keys += ("eval_interval=2", "lora_alpha=8")
-    one = given(folder, "lora", "one", *keys)
+    one = train_arguments(folder, "lora", "one", *keys)
     begun = run(*one, "stop_at_stage_end=True", devices=2)
     assert begun.returncode == 75, begun.stderr
     assert "20 chats to train on and 4 held out in held, in " in begun.stdout, begun.stdout
@@ -96,8 +98,8 @@ def test_packed_chats(folder):
     refused = run(*one, "trainable_layers=[1,2]", devices=2)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "trainable_layers=[1, 3] (now [1, 2])" in refused.stderr
-    said = on_two_processes(folder, *given(folder, "lora", "two", *keys))
-    assert "of adapters train" in said
+    printed = on_two_processes(folder, *train_arguments(folder, "lora", "two", *keys))
+    assert "of adapters train" in printed
     own, tensors = assert_same(folder, "one", "two")
     assert {name.split(".")[4] for name in tensors} == {"1", "3"}
     records = read_records(folder / "one/metrics.jsonl")
@@ -120,22 +122,22 @@ def test_pairs(folder):
     process as on two."""
     keys = ("max_target_length=95", f"grain_train_files={folder}/pairs.jsonl", "eval_interval=-1")
     keys += (f"phases={{0: {{global_batch_size: 4}}, 8: {{global_batch_size: 8, {ANOTHER}}}}}",)
-    one = given(folder, "dpo", "pairs", *keys)
+    one = train_arguments(folder, "dpo", "pairs", *keys)
     done = run(*one, devices=2)
     assert done.returncode == 0, done.stderr
-    said = on_two_processes(folder, *given(folder, "dpo", "pairs_of_two", *keys))
-    assert "log-probabilities of 24 pairs" in said
+    printed = on_two_processes(folder, *train_arguments(folder, "dpo", "pairs_of_two", *keys))
+    assert "log-probabilities of 24 pairs" in printed
     own, _ = assert_same(folder, "pairs", "pairs_of_two")
     first, *_, last = read_records(folder / "pairs/metrics.jsonl")
     assert first["loss"] == pytest.approx(np.log(2), rel=1e-6)
     assert first["rewards/margins"] == 0 < last["rewards/margins"]
 
-    again = (*given(folder, "dpo", "again", *keys), f"load_parameters_path={own}")
+    again = (*train_arguments(folder, "dpo", "again", *keys), f"load_parameters_path={own}")
     done = run(*again, "learning_rate=0", "phases.8.learning_rate=0", devices=2)
     assert done.returncode == 0, done.stderr
-    of_base = reference(folder / "pairs")
+    base_reference = reference(folder / "pairs")
     for name in ("pairs_of_two", "again"):
-        np.testing.assert_allclose(reference(folder / name), of_base, rtol=1e-5)
+        np.testing.assert_allclose(reference(folder / name), base_reference, rtol=1e-5)
     first, *_ = read_records(folder / "again/metrics.jsonl")
     assert first["rewards/margins"] > 0 and first["loss"] < np.log(2)
 
@@ -150,7 +152,7 @@ def test_a_phase_changes_positions(folder):
     """What a run hands over is the whole model then, since PEFT opens the base as it was."""
     keys = ("max_target_length=95", f"grain_train_files={folder}/chats.jsonl", "num_epoch=1")
     keys += ("phases={0: {global_batch_size: 4}, 4: {rope_max_timescale: 50.0}}",)
-    done = run(*given(folder, "lora", "turned", *keys, "eval_interval=-1"), devices=2)
+    done = run(*train_arguments(folder, "lora", "turned", *keys, "eval_interval=-1"), devices=2)
     assert done.returncode == 0, done.stderr
     (own,) = (folder / "turned/exported").iterdir()
     assert json.loads((own / "config.json").read_text())["rope_theta"] == 50.0

@@ -39,8 +39,8 @@ def test_logits_and_greedy_text(smollm2):
     with torch.no_grad():
         expected = model(torch.tensor(tokens_BT, dtype=torch.long)).logits.numpy()
     config = config_of(smollm2)
-    found = logits(load(smollm2, config), config, tokens_BT)
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.ptp(expected), rtol=0)
+    actual = logits(load(smollm2, config), config, tokens_BT)
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.ptp(expected), rtol=0)
 
     prompt = tokenizer(PROMPT, return_tensors="pt")
     with torch.no_grad():
@@ -83,10 +83,10 @@ def test_continued_training_and_out_again(smollm2, tmp_path):
     model, tokenizer = opened(tmp_path / "tuned" / "exported" / "40")
     tokens_BT = tokens_of(tokenizer, TEXT).repeat(jax.device_count(), 0)
     length = tokens_BT.shape[1] - 1
-    here = open_model(str(tmp_path / "tuned"), [f"max_target_length={length}"])
-    weights, recipe = here.load(), here.config.recipe
+    source = open_model(str(tmp_path / "tuned"), [f"max_target_length={length}"])
+    weights, recipe = source.load(), source.config.recipe
     objective = next_token_prediction(recipe.loss, recipe.model)
-    with jax.set_mesh(make_mesh(here.config)):
+    with jax.set_mesh(make_mesh(source.config)):
         total, aux = jax.jit(objective)(weights, batch_of(tokens_BT))
     rows = torch.tensor(tokens_BT, dtype=torch.long)
     with torch.no_grad():
@@ -129,18 +129,18 @@ def test_tuned_on_orders(smollm2, tmp_path):
         optimized=True,
     )
     assert trained.returncode == 0, trained.stderr
-    found = []
+    right = []
     for folder in (smollm2, tmp_path / "orders/exported/35"):
         model, tokenizer = opened(folder)
         written = []
         lines = (ROOT / "configs/post_train/orders/held_out.jsonl").read_text().splitlines()
         for one in map(json.loads, lines[:8]):
             chat = [{"role": "user", "content": one["order"]}]
-            given = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-            asked = tokenizer.apply_chat_template(chat, **given)
+            options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            asked = tokenizer.apply_chat_template(chat, **options)
             with torch.no_grad():
                 (ids,) = model.generate(**asked, max_new_tokens=40, do_sample=False)
-            said = tokenizer.decode(ids[asked["input_ids"].shape[1] :], skip_special_tokens=True)
-            written.append(said == one["line"])
-        found.append(sum(written))
-    assert found[0] == 0 and found[1] >= 6, found
+            text = tokenizer.decode(ids[asked["input_ids"].shape[1] :], skip_special_tokens=True)
+            written.append(text == one["line"])
+        right.append(sum(written))
+    assert right[0] == 0 and right[1] >= 6, right

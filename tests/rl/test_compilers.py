@@ -49,13 +49,13 @@ PAIRS = (
 def test_compilers_take_the_step_of_pairs(topology):
     keys = (*PAIRS, "enable_rampup_batch_size=False", f"compile_topology={topology}")
     config = make_config(*keys, devices=4)
-    there = machine.describe_machine(config.planning)
-    config = resolve(config, len(there.devices), there.slices, 1)
+    target = machine.describe_machine(config.planning)
+    config = resolve(config, len(target.devices), target.slices, 1)
     ramp = RampupBatchManager(config.batch, 4, fields=config.data.fields)
     rate = LearningRate.from_keys(config.learning_rate, ramp)
-    mesh = mesh_lib.make_mesh(config.mesh, there.devices)
-    lowered = lower_step(config.recipe, rate, ramp.stages[0].spec, mesh, there.platforms)
-    compiled = lowered.compile(compiler_options(there.devices[0].platform) | there.options)
+    mesh = mesh_lib.make_mesh(config.mesh, target.devices)
+    lowered = lower_step(config.recipe, rate, ramp.stages[0].spec, mesh, target.platforms)
+    compiled = lowered.compile(compiler_options(target.devices[0].platform) | target.options)
     assert compiled.memory_analysis().output_size_in_bytes > 0
 
 
@@ -63,20 +63,20 @@ def test_compilers_take_the_step_of_pairs(topology):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_compilers_take_every_program(topology):
     config = make_config(*KEYS, f"compile_topology={topology}", devices=4)
-    there = machine.describe_machine(config.planning)
-    config = resolve(config, len(there.devices), there.slices, 1)
-    mesh = mesh_lib.make_mesh(config.mesh, there.devices)
+    target = machine.describe_machine(config.planning)
+    config = resolve(config, len(target.devices), target.slices, 1)
+    mesh = mesh_lib.make_mesh(config.mesh, target.devices)
     ramp = RampupBatchManager(config.batch, 4, fields=REWARDS.fields)
     bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
-    options = compiler_options(mesh.devices.flat[0].platform) | there.options
+    options = compiler_options(mesh.devices.flat[0].platform) | target.options
     with jax.set_mesh(mesh):
         state = abstract_state(config.recipe, mesh)
         how = generation_config(config, bytes_)
         rate = LearningRate.from_keys(config.learning_rate, ramp)
         programs = PolicyPrograms(config, rate, state, how, BackgroundCompiler(0, print, print), {})
-        found = programs.trace_functions(ramp.stages[0].spec)
-        for (name, _), trace in found.items():
-            lowered = trace().lower(lowering_platforms=there.platforms)
+        traces = programs.trace_functions(ramp.stages[0].spec)
+        for (name, _), trace in traces.items():
+            lowered = trace().lower(lowering_platforms=target.platforms)
             compiled = lowered.compile(options)
             assert compiled.memory_analysis().output_size_in_bytes > 0, name
-    assert len(found) == 9
+    assert len(traces) == 9

@@ -222,8 +222,8 @@ def test_a_prompt_that_leaves_no_room(tmp_path):
 def checkpoint(run, step, saved="", first=None, stages=(), **config):
     path = run / "checkpoints" / str(step)
     path.mkdir(parents=True)
-    of = dict(saved=saved, first=first or {})
-    commit(Checkpoint(path, step, step, list(stages), "", config, {}, **of))
+    fields = dict(saved=saved, first=first or {})
+    commit(Checkpoint(path, step, step, list(stages), "", config, {}, **fields))
     return path
 
 
@@ -244,18 +244,18 @@ def test_a_run_begins_with_one_checkpoint(tmp_path, key):
     newest = checkpoint(other, 300)
     settled, _ = pin_first_weights(config)
     assert settled.values[key] == str(first)
-    given = config.replace(**{key: str(newest)})
-    assert pin_first_weights(given)[0].values[key] == str(newest)
+    changed = config.replace(**{key: str(newest)})
+    assert pin_first_weights(changed)[0].values[key] == str(newest)
     shutil.rmtree(first)
     assert pin_first_weights(config)[0].values[key] == str(newest)
     checkpoint(run, 6, "e", names, **{key: str(first)})
     for place in (other, other / "checkpoints", other / "checkpoints" / "best", first):
-        given = config.replace(**{key: str(place)})
-        assert pin_first_weights(given)[0].values[key] == str(first)
+        changed = config.replace(**{key: str(place)})
+        assert pin_first_weights(changed)[0].values[key] == str(first)
     checkpoint(tmp_path / "third", 100, "c")  # of another run, under the same number
     newest = checkpoint(tmp_path / "third", 200, "d")
-    given = config.replace(**{key: str(tmp_path / "third")})
-    assert pin_first_weights(given)[0].values[key] == str(newest)
+    changed = config.replace(**{key: str(tmp_path / "third")})
+    assert pin_first_weights(changed)[0].values[key] == str(newest)
     (tmp_path / "link").symlink_to(run)
     for place in (run, run / "checkpoints" / "6", tmp_path / "link", other / ".." / "run"):
         with pytest.raises(ConfigError, match=f"{key}={place}: lies in this run's own folder"):
@@ -267,29 +267,29 @@ def test_keys_are_those_of_the_weights_it_begins_with(tmp_path):
     other, run = tmp_path / "other", tmp_path / "run"
     config = load([RL, f"load_parameters_path={other}", f"base_output_directory={run.parent}"])
     config = config.replace(run_name=run.name)
-    there = load([SUMS]).values
-    stage = {"first_step": 0, **{name: there[name] for name in ROPE_KEYS}}
-    first = checkpoint(other, 4, stages=[stage], **there)
+    values = load([SUMS]).values
+    stage = {"first_step": 0, **{name: values[name] for name in ROPE_KEYS}}
+    first = checkpoint(other, 4, stages=[stage], **values)
     checkpoint(run, 5, load_parameters_path=str(first))
     later = stage | {"rope_max_timescale": 500000}
-    checkpoint(other, 8, stages=[later], **there | {"rope_max_timescale": 500000})
-    taken = grpo._take_keys(config, len).values
-    assert taken["rope_max_timescale"] == there["rope_max_timescale"]
-    assert taken["load_parameters_path"] == str(first)
+    checkpoint(other, 8, stages=[later], **values | {"rope_max_timescale": 500000})
+    inherited = grpo._inherit_keys(config, len).values
+    assert inherited["rope_max_timescale"] == values["rope_max_timescale"]
+    assert inherited["load_parameters_path"] == str(first)
 
 
 def test_weights_that_are_missing_come_with_the_command_that_makes_them(tmp_path, capsys):
-    there = tmp_path / "a b" / "small"
-    line = refused(capsys, f"load_parameters_path={there}")
+    weights = tmp_path / "a b" / "small"
+    line = refused(capsys, f"load_parameters_path={weights}")
     assert line.endswith(
         "python -m maxramp.train configs/pre_train/sums.yml "
-        f"'base_output_directory={there.parent}' run_name=small\n"
+        f"'base_output_directory={weights.parent}' run_name=small\n"
     )
-    assert "sums.yml" not in refused(capsys, f"load_parameters_path={there}", "prompt_file=p")
+    assert "sums.yml" not in refused(capsys, f"load_parameters_path={weights}", "prompt_file=p")
     config = load([RL])
-    made = load([str(ROOT / "configs" / "pre_train" / "sums.yml")])
+    sums = load([str(ROOT / "configs" / "pre_train" / "sums.yml")])
     assert config.checkpoints.load_parameters_path == "output/sums"
-    assert (made.run.base_output_directory, made.run.run_name) == ("output", "sums")
+    assert (sums.run.base_output_directory, sums.run.run_name) == ("output", "sums")
 
 
 def test_maxtexts_names_are_taken():

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -115,9 +116,9 @@ def work(*names, workers=1, timeout=30.0):
 
 def test_each_function_of_each_answer():
     """In the order of the answers, however many processes share them."""
-    found = work("length", "right", "process", workers=2)
-    assert found[:, :2].tolist() == [[1, 1], [3, 0], [3, 0]]
-    assert len(np.unique(found[:, 2])) == 2
+    actual = work("length", "right", "process", workers=2)
+    assert actual[:, :2].tolist() == [[1, 1], [3, 0], [3, 0]]
+    assert len(np.unique(actual[:, 2])) == 2
 
 
 @pytest.mark.parametrize(
@@ -138,12 +139,27 @@ def test_each_function_of_each_answer():
         ("leaves", "of_test:leaves raised SystemExit: bye on the answer 'a' to the prompt 'p1'"),
         ("none_", "of_test:none_ returned None, which is not a list of rewards, on the answer 'a'"),
         ("large", r"of_test:large returned 1e\+300, which is not a finite float32 number"),
-        ("dies", r"ended \(exit status 3\).*the first to 'p1'"),
     ],
 )
 def test_one_that_fails_is_named_with_its_prompt(name, error):
+    namespace = {}
+    exec(FUNCTIONS, namespace)
+    functions = {f"of_test:{each}": namespace[each] for each in ("length", name)}
+    message = rewards_lib._call_all(functions, PROMPTS, ANSWERS, TRUTHS)
+    assert re.match(f"rewards: {error}", message), message
+
+
+@pytest.mark.parametrize(
+    "name, error",
+    [
+        ("fails", "raised ZeroDivisionError.*on the answer 'bad' to the prompt 'p2'"),
+        ("dies", r"ended \(exit status 3\).*the first to 'p1'"),
+        ("hangs", "reward_timeout_seconds=2, the first to 'p1'"),
+    ],
+)
+def test_a_failure_in_a_worker_ends_the_step(name, error):
     with pytest.raises(TrainingError, match=error):
-        work("length", name)
+        work("length", name, timeout=2.0 if name == "hangs" else 30.0)
 
 
 def test_one_that_computes_with_jax_has_a_cpu():
@@ -192,20 +208,15 @@ def test_the_source_of_a_module_is_found_without_importing_it(tmp_path, monkeypa
         (tmp_path / name).write_text(f"raise SystemExit  # {name}")
     monkeypatch.chdir(tmp_path)
     names = ["pkg.sub.own:f", "pkg.sub:f", "pkg.nowhere.own:f", "math:sqrt"]
-    found = [source.decode().partition("# ")[2] for source in sources(names)[:3]]
-    assert found == ["pkg/sub/own.py", "pkg/sub/__init__.py", ""]
-
-
-def test_one_that_hangs_is_ended():
-    with pytest.raises(TrainingError, match="reward_timeout_seconds=2, the first to 'p1'"):
-        work("hangs", timeout=2.0)
+    actual = [source.decode().partition("# ")[2] for source in sources(names)[:3]]
+    assert actual == ["pkg/sub/own.py", "pkg/sub/__init__.py", ""]
 
 
 @pytest.mark.parametrize("name", ["of_test:none", "no_module:f", "of_test:value", "exits:f"])
 def test_one_that_is_not_there(tmp_path, name):
     (tmp_path / "exits.py").write_text('import sys\nsys.exit("usage: exits FILE")\n')
     with pytest.raises(ConfigError, match=f"rewards: {name} cannot be imported"):
-        Rewards([name], 2, 30.0)
+        Rewards([name], 1, 30.0)
 
 
 def test_one_that_cannot_be_started(tmp_path, monkeypatch):
@@ -225,8 +236,8 @@ if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     rewards = Rewards(["of_test:loud", "of_test:ended", "of_test:starts"], 1, 30.0)
-    found = rewards.submit(["p"], ["a"], [None]).result()[0]
-    print(found[:, :2].tolist(), rewards._workers[0].process.pid, file=sys.stderr, flush=True)
+    actual = rewards.submit(["p"], ["a"], [None]).result()[0]
+    print(actual[:, :2].tolist(), rewards._workers[0].process.pid, file=sys.stderr, flush=True)
     rewards.submit(["p"] * 1000, ["a"] * 1000, [None] * 1000)
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -41,8 +41,8 @@ def test_it_is_given_up_and_repeated(tmp_path, cache_dir):
 
     def start(name, *more):
         line = dict(key.split("=", 1) for key in (*JOB[1:], *keys, f"run_name={name}", *more))
-        given = (f"{name}={value}" for name, value in line.items())
-        arguments = command(JOB[0], *given, module="grpo")
+        merged = (f"{name}={value}" for name, value in line.items())
+        arguments = command(JOB[0], *merged, module="grpo")
         return subprocess.Popen(
             arguments, env=environment(), stdout=subprocess.PIPE, text=True, cwd=tmp_path
         )

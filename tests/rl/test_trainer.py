@@ -148,9 +148,9 @@ def test_the_update_depends_on_no_cutting(rewards, micro, model, keys, devices):
     (*_, whole), change = Run(rewards, 4, *model)(steps)
     (*_, cut), other = Run(rewards, micro, *model, *keys, devices=devices)(steps)
     assert whole["sampler_difference"] < 1e-5 and whole["reward_std"] > 0
-    found = numbers(cut)
-    assert found.pop("batch_fingerprint") == whole["batch_fingerprint"]
-    for name, value in found.items():
+    results = numbers(cut)
+    assert results.pop("batch_fingerprint") == whole["batch_fingerprint"]
+    for name, value in results.items():
         assert value == pytest.approx(whole[name], rel=1e-5, abs=1e-5), name
     for one, two in zip(change, other, strict=True):
         assert np.abs(one).max() > 0
@@ -231,13 +231,13 @@ def test_an_evaluation_is_on_all_held_out_prompts_and_changes_nothing(rewards, t
     assert len(answers) == 4 and answers[0]["reward"] > record["reward"] > answers[-1]["reward"]
     assert all(a["reward"] == -abs(len(a["answer"]) - len(truth(a["prompt"]))) for a in answers)
     asking, calls = run.scorer.ask, []
-    run.scorer.ask = lambda *given: calls.append(asking(*given)) or calls[-1]
-    found = [record_of(run.trainer.evaluate(run.ramp.stages[0]), 0.0) for _ in range(2)]
-    assert found[0] == found[1] and [len(part.answers) for part in calls] == [16] * 4
+    run.scorer.ask = lambda *arguments: calls.append(asking(*arguments)) or calls[-1]
+    results = [record_of(run.trainer.evaluate(run.ramp.stages[0]), 0.0) for _ in range(2)]
+    assert results[0] == results[1] and [len(part.answers) for part in calls] == [16] * 4
     answers = [answer for part in calls[:2] for answer in part.answers][:20]
     texts = [text for part in calls[:2] for text in part.texts][:20]
-    assert found[0]["eval_tokens"] == sum(len(answer.tokens) for answer in answers)
-    assert found[0]["eval_reward"] == pytest.approx(np.mean([-abs(len(x) - 4) for x in texts]))
+    assert results[0]["eval_tokens"] == sum(len(answer.tokens) for answer in answers)
+    assert results[0]["eval_reward"] == pytest.approx(np.mean([-abs(len(x) - 4) for x in texts]))
 
 
 def truth(prompt):

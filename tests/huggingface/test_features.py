@@ -1,7 +1,6 @@
-"""Gemma 2, Gemma 3, OLMo 2 and OLMo 3: what sets them apart from a Llama."""
+"""What sets the dense families apart from a Llama: every feature moves the logits."""
 
 import functools
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,7 @@ from conftest import make_config
 from flax import nnx
 from later import Later
 from opened import config_of, load, logits
-from small_models import CONFIGS, TOKENS_BT, tensors, write_file, write_folder
+from small_models import CONFIGS, TOKENS_BT, write_folder
 
 from maxramp.huggingface import config_json
 from maxramp.model.parts import rotary
@@ -34,6 +33,10 @@ def with_offset(model, offset):
 
 def without_norms_of_heads(model):
     model.layers["dense"].mixer.has_norms = False
+
+
+def without_biases(model):
+    model.layers["dense"].mixer.has_biases = False
 
 
 def without_norms_after(model):
@@ -69,6 +72,10 @@ WITHOUT = {
     | {"norms of heads": without_norms_of_heads}
     | {"own base": {"rope_local_base_freq": 100.0}, "linear factor": {"rope_scaling": None}},
     "olmo2": _OLMO,
+    "llama3.1": {"scaled positions": {"rope_scaling": None}},
+    "mistral": {"windows": {"sliding_window": None}},
+    "qwen2.5": {"biases": without_biases},
+    "qwen3": {"norms of heads": without_norms_of_heads},
     "olmo3": _OLMO
     | {"windows": {"sliding_window": 64}, "yarn": {"rope_parameters": _FULL | _LOCAL}}
     | {"yarn in layers of a window": {"rope_parameters": {"full_attention": None}}},
@@ -86,7 +93,7 @@ def before(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name, feature", [(name, feature) for name, found in WITHOUT.items() for feature in found]
+    "name, feature", [(name, feature) for name, features in WITHOUT.items() for feature in features]
 )
 def test_every_feature_bites(tmp_path, before, name, feature):
     """Without it logits move by 100 times the tolerance."""
@@ -114,40 +121,16 @@ SCALINGS = (
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_scaled_positions_are_those_of_transformers(scaling, head_dim):
     """At position 1, their amplitude too; and config.json says them as it did."""
-    said = {**CONFIGS["qwen3"], "head_dim": head_dim, "rope_theta": 5e5, "rope_scaling": scaling}
-    theirs = transformers.AutoConfig.for_model(**said)
+    values = {**CONFIGS["qwen3"], "head_dim": head_dim, "rope_theta": 5e5, "rope_scaling": scaling}
+    theirs = transformers.AutoConfig.for_model(**values)
     inverse, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs)
-    keys = config_json.read_keys(said, "FILE")
-    given = [f"{name}={str(value).replace(' ', '')}" for name, value in keys.items()]
-    given += ["enable_rampup_batch_size=False", "dataset_type=synthetic"]
-    config = make_config(*given).model
+    keys = config_json.read_keys(values, "FILE")
+    arguments = [f"{name}={str(value).replace(' ', '')}" for name, value in keys.items()]
+    arguments += ["enable_rampup_batch_size=False", "dataset_type=synthetic"]
+    config = make_config(*arguments).model
     cos, sin = rotary.angles(Rope.from_keys(config), jnp.array([1]), head_dim)
     np.testing.assert_allclose(cos[0], np.cos(inverse.numpy()) * amplitude, atol=1e-6)
     np.testing.assert_allclose(sin[0], np.sin(inverse.numpy()) * amplitude, rtol=2e-6)
-    for came_in in (said, {}, said | {"rope_scaling": None}):  # the last one has to change
+    for came_in in (values, {}, values | {"rope_scaling": None}):  # the last one has to change
         written = config_json.make_config(config, came_in, "float32")
         assert config_json.read_keys(written, "FILE") == keys
-
-
-def test_the_text_model_of_a_gemma_that_sees(tmp_path, before):
-    """What is left out is named; what is written is the text model alone."""
-    folder = write_folder(tmp_path, "gemma3")
-    held = tensors(CONFIGS["gemma3"])
-    renamed = {f"language_model.{name}": x for name, x in held.items()}
-    vision = ("vision_tower.vision_model.post_layernorm.weight",)
-    vision += ("multi_modal_projector.mm_soft_emb_norm.weight",)
-    write_file(
-        folder / "model.safetensors", renamed | dict.fromkeys(vision, np.zeros(2, np.float32))
-    )
-    said = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
-    text = {k: x for k, x in CONFIGS["gemma3"].items() if k not in ("architectures", "head_dim")}
-    said |= {"text_config": text | {"head_dim": 16}, "vision_config": {"hidden_size": 8}}
-    (folder / "config.json").write_text(json.dumps(said))
-    config, notes = config_of(folder), []
-    found = logits(load(folder, config, notes.append), config, TOKENS_BT)
-    np.testing.assert_array_equal(found, before("gemma3"))
-    (note,) = notes
-    assert "2 tensors are left out, of no text model" in note and all(x in note for x in vision)
-    written = config_json.make_config(config.model, text, "float32")
-    assert written["model_type"] == "gemma3_text"
-    assert written["architectures"] == ["Gemma3ForCausalLM"]
