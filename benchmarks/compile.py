@@ -18,7 +18,7 @@ from figures import ROOT, parser, save
 
 from maxramp.commandline import print_table
 from maxramp.config.load import load
-from maxramp.planning import pod
+from maxramp.planning import compile_target
 from maxramp.planning.compiled import compile_stages
 from maxramp.training.device_memory import bytes_by_parts, compiled_bytes
 
@@ -74,7 +74,7 @@ def main() -> None:
     for name, (keys, maxtext) in CONFIGURATIONS.items():
         base = str(ROOT / "configs" / "base.yml")
         is_qwen3 = name.startswith("Qwen3 8B")
-        pod.compiled_bytes = bytes_by_parts if is_qwen3 else compiled_bytes
+        compile_target.compiled_bytes = bytes_by_parts if is_qwen3 else compiled_bytes
         stage = compile_stages(load([base, *COMMON, *keys, *arguments.keys]))["stages"][0]
         kernels = stage["attention_seconds"] + stage["experts_seconds"]
         ours = (
