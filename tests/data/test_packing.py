@@ -116,7 +116,7 @@ def test_a_masked_token_is_no_target():
     """Masks and documents leave what both leave; neither length nor mask is in the fingerprint."""
     mask = np.array([True, False, *[True] * 7])
     plain, masked = Row(TOKENS), Row(TOKENS, BEGINS, mask)
-    batch = stack([masked, plain], PACKED, places=(0, 1))
+    batch = stack([masked, plain], PACKED, numbers=(0, 1))
     masked_targets = [PADDING, 7, PADDING, 9, PADDING, 4, PADDING, PADDING]
     assert batch.targets.tolist() == [masked_targets, TOKENS[1:].tolist()]
     (alone,) = stack(
