@@ -65,7 +65,7 @@ def test_caps_of_logits_are_in_all_that_is_made_of_them(mesh):
         (("sliding_window_size=0",), "decoder_block=gemma3 needs sliding_window_size=4096"),
     ],
 )
-def test_what_layers_that_differ_ask_for(keys, says):
+def test_layers_that_differ_need_matching_keys(keys, says):
     family = ("decoder_block=gemma3", "use_qk_norm=True", "attn_logits_soft_cap=0")
     with pytest.raises(ConfigError, match=says):
         make_config(*TINY, *family, "ici_pipeline_parallelism=2", *keys)

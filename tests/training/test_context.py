@@ -105,7 +105,7 @@ def trained(*arguments, devices=8, accumulation=1):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 )
-def test_one_update(name):
+def test_parts_of_rows_make_the_update_of_one_device(name):
     mesh, keys, accumulation = CASES[name]
     first, last, metrics, sums = trained(*mesh, *keys, accumulation=accumulation)
     # A capacity is a row's, and so are draws of dropout: one device has the same.

@@ -218,7 +218,7 @@ def test_seesaw_keeps_rate_over_root_of_batch(seed):
 
 
 @pytest.mark.parametrize("reference, batch", [("initial", 2), ("final", 8)])
-def test_reference(reference, batch):
+def test_a_ramp_keeps_the_curve_of_its_reference_batch(reference, batch):
     """A ramp keeps the curve of the constant run at its first or at its final batch, and a step of
     that batch has the rate of that run."""
     config = settings(
@@ -258,7 +258,7 @@ def test_a_schedule_that_ended_before_the_changed_ramp(steps, total, reference):
     assert rate.curve.total == total and rate.reference == reference
 
 
-def test_long_run():
+def test_rates_hold_beyond_32_bits_of_samples():
     """Samples beyond 32 bits: a million steps of 65,536 rows, at some of its steps."""
     total, rows = 1_000_000, 65_536
     config = settings(

@@ -172,7 +172,7 @@ def test_names_are_those_of_every_family():
         (["load_in_4bit=True"], "QLoRA"),
     ],
 )
-def test_what_cannot_be(keys, line):
+def test_keys_that_adapters_refuse(keys, line):
     with pytest.raises(ConfigError, match=line):
         make_config(*keys)
 

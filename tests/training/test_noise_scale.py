@@ -112,7 +112,7 @@ MIXED = tuple(f"ici_{axis}_parallelism=2" for axis in ("data", "fsdp", "tensor")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 2])
-def test_of_the_model_by_definition(copies):
+def test_estimates_are_those_of_the_definition(copies):
     """The groups are rows, or micro batches and the copies' parts of them."""
     step = 2  # Adam's v is there
     _, metrics = trained(LOG, *MIXED) if copies > 1 else trained(LOG, devices=1)
@@ -142,7 +142,7 @@ def test_training_keeps_its_bits():
 
 
 @pytest.mark.slow
-def test_meshes_and_splits():
+def test_estimates_do_not_depend_on_the_mesh():
     """No mesh changes an estimate, but that copies of the weights are groups of their own; and no
     split one of the norms, of which the rows are the groups, and which alone is there without."""
     _, one = trained(LOG, devices=1)

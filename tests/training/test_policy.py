@@ -127,7 +127,7 @@ def test_what_layers_minimize_is_minimized(monkeypatch):
 
 
 @pytest.mark.parametrize("grpo_normalization", ["token", "sequence"])
-def test_it_is_the_formula(grpo_normalization):
+def test_the_loss_is_the_formula(grpo_normalization):
     """In float64, token by token, from the log-probabilities of the whole forward pass."""
     config = config_of(devices=1)
     mesh, batch = make_mesh(config), random_batch(grpo_normalization)

@@ -103,7 +103,7 @@ def test_the_update_does_not_depend_on(name, expected):
         np.testing.assert_allclose(ours[1][key], value, rtol=2e-5, atol=1e-6, err_msg=key)
 
 
-def test_what_is_shown(expected):
+def test_shown_numbers_follow_from_log_probabilities(expected):
     """By hand, from the log-probabilities: padding is no pair, and an evaluation says the same."""
     _, metrics, sums = expected
     assert sums["pairs"] == 7 and metrics["target_tokens"] == sums["tokens"] > 40
@@ -185,7 +185,7 @@ def losses(folder):
 
 
 @pytest.mark.slow
-def test_a_run(first):
+def test_a_run_begins_at_log_2_and_counts_pairs(first):
     """It begins at log 2 with nothing gained, its ramp counts pairs, evaluation is on pairs."""
     folder, _, done = first
     records = losses(folder / "whole")
@@ -271,7 +271,7 @@ def test_another_reference_is_refused(first):
 
 
 @pytest.mark.slow
-def test_a_file_that_is_not_of_the_run(first, tmp_path):
+def test_a_reference_of_another_run_is_made_again(first, tmp_path):
     """It is made again, before the first checkpoint and after it."""
     folder, arguments, _ = first
     head, *lines = (folder / "whole/reference.jsonl").read_bytes().splitlines(keepends=True)

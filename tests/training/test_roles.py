@@ -50,7 +50,7 @@ def test_every_weight_has_a_role_and_letters_of_its_axes():
 
 
 @pytest.mark.slow
-def test_roles_that_do_not_decay():
+def test_masked_roles_do_not_decay():
     """At a decay of 1 and a rate of 1/2 the others have lost half of themselves more."""
     decaying, adam = "adam_weight_decay=1", ("opt_type=adamw", "gradient_clipping_threshold=0")
     before, plain, _ = stepped(*adam, "adam_weight_decay=0")

@@ -109,7 +109,7 @@ def test_a_row_drops_by_its_number_in_the_run(consumed):
         assert place.tolist() == [i % k for i in range(samples * k)]
 
 
-def test_what_is_lost():
+def test_targets_lost_at_the_ends_of_rows_are_counted():
     """Documents of 6, 2 and 9 tokens, and one of 3 with padding, in rows of 4."""
     tokens = np.arange(17, dtype=np.int32)
     padded = np.where(np.arange(17) < 3, 1, PADDING).astype(np.int32)

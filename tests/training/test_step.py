@@ -140,7 +140,7 @@ def assert_same_rows(actual, expected):
     ),
     ids=("sgd-8", "adamw-4", "adamw-8"),
 )
-def test_gradient_accumulation(optimizer, accumulation):
+def test_more_passes_are_the_same_step(optimizer, accumulation):
     """The same rows in more, smaller micro batches are the same step."""
     split = trained(*optimizer, accumulation=accumulation)
     assert_same(split, trained(*optimizer))
@@ -210,7 +210,7 @@ MESHES = (
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_meshes(sizes):
+def test_any_mesh_trains_as_one_device(sizes):
     """Eight devices in any arrangement train as one does, and each holds only its shard of the
     weights and of the optimizer's moments, from the first state on."""
     axes = dict.fromkeys(AXES, 1) | sizes
@@ -313,7 +313,7 @@ REFERENCE_CASES = {
 
 
 @pytest.mark.parametrize("case", REFERENCE_CASES)
-def test_reference(case):
+def test_every_step_is_that_of_the_definitions(case):
     """Every step is that of the definitions: forward, loss, gradient, clipping, AdamW."""
     z_loss, arguments = REFERENCE_CASES[case]
     config = make_config(
@@ -328,7 +328,7 @@ def test_reference(case):
     assert_same(training, expected)
 
 
-def test_causality():
+def test_a_loss_depends_on_no_later_token():
     """The loss at a position depends on the embedding of every token up to it and of none after."""
     config = make_config(*ADAM, devices=1)
     tokens_1S = (
@@ -382,7 +382,7 @@ def loss_and_gradients():
     ),
     ids="-".join,
 )
-def test_remat_and_scan(loss_and_gradients, arguments):
+def test_remat_and_unrolling_change_no_gradient(loss_and_gradients, arguments):
     """What is recomputed and whether layers are unrolled changes no loss and no gradient."""
     base = loss_and_gradients("remat_policy=none", "scan_layers=True")
     assert deviation(loss_and_gradients(*arguments), base) < TOLERANCE
@@ -421,7 +421,7 @@ def test_evaluation_of_a_padded_batch():
     assert float(sums[0]) / tokens == pytest.approx(cross_entropy / tokens, rel=1e-6)
 
 
-def test_fingerprint():
+def test_the_fingerprint_does_not_depend_on_the_split():
     """The hash of the docstring, for any split of the rows; another for any other rows."""
     rows_RS = random_rows(ROWS)
     rows_RS[5, 3:] = PADDING
@@ -465,7 +465,7 @@ def test_clock_passes_32_bits():
     np.testing.assert_equal(by_name(state.model), by_name(start.model))
 
 
-def test_bfloat16():
+def test_bfloat16_trains_nearly_as_float32():
     """Arithmetic in bfloat16 trains nearly as float32 does, on weights that stay float32."""
     training, exact = trained(*ADAM, "dtype=bfloat16"), trained(*ADAM)
     assert {x.dtype for x in jax.tree.leaves(training.states[1].model)} == {np.dtype("float32")}
@@ -479,7 +479,7 @@ def test_bfloat16():
 
 
 @pytest.mark.slow
-def test_weights_in_bfloat16():
+def test_gradients_of_bfloat16_weights_add_up_in_float32():
     """The gradients of eight passes add up to that of one: Adam's first mean, in float32."""
     constant = ("weight_dtype=bfloat16", "mu_dtype=float32", "learning_rate=0")
     means = []

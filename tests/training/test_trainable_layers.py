@@ -140,6 +140,6 @@ def init_shapes(config):
         ),
     ],
 )
-def test_what_cannot_be(keys, line):
+def test_layers_and_keys_that_are_refused(keys, line):
     with pytest.raises(ConfigError, match=line):
         init_shapes(make_config(*keys))
