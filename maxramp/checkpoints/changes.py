@@ -74,11 +74,11 @@ def _changed_parts(checkpoint: Checkpoint, data: DataIdentity) -> tuple[str, str
 
 
 def _parts(parts: Iterable[Any]) -> str:
-    shown = (
-        f"{name}{f' weight {weight:g}' if weight != 1 else ''}{f' (hash {x})' if x else ''}"
-        for name, weight, x in parts
-    )
-    return ", ".join(shown) or "nothing"
+    described = []
+    for name, weight, digest in parts:
+        share = f" weight {weight:g}" if weight != 1 else ""
+        described.append(f"{name}{share}" + (f" (hash {digest})" if digest else ""))
+    return ", ".join(described) or "nothing"
 
 
 def _mixture(mixture: list[Any] | None) -> str:

@@ -80,10 +80,11 @@ class Peer:
             return self._link.recv_bytes()
 
     def read_file(self, name: str) -> Iterator[bytes]:
-        offset = 0
-        while chunk := self.read(name, offset, _CHUNK):
-            offset += len(chunk)
+        offset, chunk = 0, self.read(name, 0, _CHUNK)
+        while chunk:
             yield chunk
+            offset += len(chunk)
+            chunk = self.read(name, offset, _CHUNK)
 
     @contextlib.contextmanager
     def _report_loss(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ from maxramp.files.place import ObjectPath, Place, failure, lock, make_folder
 
 _PERIOD = 15.0  # seconds from one round to the next
 _SHARE = 20  # a round starts no sooner than this many times what the last one took
-_LAST = 60.0  # seconds that the end of a run tries to send what is left
+_END_SECONDS = 60.0  # that the end of a run tries to send the rest
 _RECORDS = "metrics.jsonl"  # no checkpoint counts without them
 _REMOVED = "next_stage.json"  # the only file that a run removes
 
@@ -225,14 +225,15 @@ class MirroredFiles(RunFiles):
     def close(self) -> None:
         """Sends the rest, and removes the folder here unless that fails."""
         self._ended.set()
-        deadline = time.monotonic() + _LAST
-        while left := self._failure():
-            lasting = isinstance(left, TrainingError | FileNotFoundError)
-            if lasting or time.monotonic() > deadline:
-                kept = f"is in {self.local}" if self.local.is_dir() else "is lost"
-                self._warn(f"{reason_of(left)}; what was not sent to {self._folder} {kept}")
-                break
+        deadline, failure = time.monotonic() + _END_SECONDS, self._try_to_publish()
+        while failure and time.monotonic() < deadline:
+            if isinstance(failure, TrainingError | FileNotFoundError):
+                break  # it would fail again
             time.sleep(1)
+            failure = self._try_to_publish()
+        if failure:
+            rest = f"is in {self.local}" if self.local.is_dir() else "is lost"
+            self._warn(f"{reason_of(failure)}; what was not sent to {self._folder} {rest}")
         else:
             shutil.rmtree(self.local.parent, ignore_errors=True)
         if self._claim:
@@ -251,17 +252,17 @@ class MirroredFiles(RunFiles):
                         self._sent[name] = _state(file)
 
     def _work(self) -> None:
-        pause, failing = _PERIOD, None
+        pause, failure = _PERIOD, None
         while not self._ended.wait(pause):
-            began, before = time.monotonic(), failing
-            failing = self._failure()
-            if isinstance(failing, TrainingError):
-                return  # `check` says so
-            if failing and not before:
-                self._warn(f"{reason_of(failing)}; it is tried again, and the run continues")
-            pause = _PERIOD if failing else max(_PERIOD, _SHARE * (time.monotonic() - began))
+            began, failed_before = time.monotonic(), failure is not None
+            failure = self._try_to_publish()
+            if isinstance(failure, TrainingError):
+                return  # `check` raises it
+            if failure and not failed_before:
+                self._warn(f"{reason_of(failure)}; it is tried again, and the run continues")
+            pause = _PERIOD if failure else max(_PERIOD, _SHARE * (time.monotonic() - began))
 
-    def _failure(self) -> OSError | TrainingError | None:
+    def _try_to_publish(self) -> OSError | TrainingError | None:
         try:
             self.publish()
         except (OSError, TrainingError) as error:

@@ -61,7 +61,7 @@ class Trainer(Protocol):
     def raise_failure(self) -> None: ...
 
 
-class _After:
+class _StepEnd:
     """Evaluates and saves the state after a step, and takes the rungs of a ladder."""
 
     def __init__(
@@ -198,7 +198,7 @@ def _train(job: Job, trainer: Trainer) -> int:
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.local / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)
-    after = _After(job, trainer, log, numbers, policy)
+    after_step = _StepEnd(job, trainer, log, numbers, policy)
 
     def stop(done: int) -> int:
         trainer.raise_failure()  # which asked for the end
@@ -209,41 +209,45 @@ def _train(job: Job, trainer: Trainer) -> int:
         stage = schedule.ramp.stage_at_step(first_step)
         spec = dataclasses.replace(stage.spec, rope_keys=position.rope_keys)  # of the step before
         stage, consumed = dataclasses.replace(stage, spec=spec), position.consumed_samples
-        if not after.evaluate_saved(first_step - 1, consumed, stage, pending):
+        if not after_step.evaluate_saved(first_step - 1, consumed, stage, pending):
             return stop(first_step)
 
     for step in schedule.steps():
         ramp = schedule.ramp
         stage, first_sample = ramp.stage_at_step(step), ramp.samples_before(step)
-        with after.saving(step), profiler.annotate_step(step):
+        with after_step.saving(step), profiler.annotate_step(step):
             dispatched = trainer.step(step, stage, first_sample)
         if dispatched is None:
             if step > first_step:
-                after.save(step, last=True)
+                after_step.save(step, last=True)
             return stop(step)
         done, consumed = step + 1, first_sample + stage.global_batch_size
         log.log_step(step, stage, consumed, dispatched)
-        decision = after.take_rung(done)
+        decision = after_step.take_rung(done)
         due = config.evaluation.due(done, first_sample, consumed, schedule.ramp.total_steps)
         stopping, ends = job.check(), done == schedule.last_step
         if stopping or ends:
-            after.save(done, last=True)  # before anything else can fail
+            after_step.save(done, last=True)  # before anything else can fail
             if stopping and (due or not ends):
                 return stop(done)
-            if due and not after.evaluate_saved(step, consumed, stage, due):
+            if due and not after_step.evaluate_saved(step, consumed, stage, due):
                 return stop(done)
             continue
         # Before the save: a checkpoint has all that was due, and what it lacks comes again.
-        with after.saving(done):
-            is_whole = after.evaluate(step, consumed, stage, due)
+        with after_step.saving(done):
+            is_whole = after_step.evaluate(step, consumed, stage, due)
         if not is_whole:
-            after.save(done, last=True)
+            after_step.save(done, last=True)
             return stop(done)
         snapshot_is_due = checkpoints.snapshots and checkpoints.snapshots.is_due(done)
-        if decision or (due and after.is_best(step)) or checkpoints.is_due(done, schedule.ramp):
-            after.save(done, last=job.grows(done))
+        if (
+            decision
+            or (due and after_step.is_best(step))
+            or checkpoints.is_due(done, schedule.ramp)
+        ):
+            after_step.save(done, last=job.grows(done))
         elif snapshot_is_due and job.grows(done):
-            after.save(done, last=True)
+            after_step.save(done, last=True)
         elif snapshot_is_due:
-            after.take_snapshot(done)
+            after_step.take_snapshot(done)
     return job.end()

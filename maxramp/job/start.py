@@ -34,7 +34,13 @@ from maxramp.processes import agreement, backend
 from maxramp.processes.ending import Preemption, Watchdog
 from maxramp.processes.nodes import count_nodes
 from maxramp.rampup.shape import Meshes
-from maxramp.run.job_schedule import JobSchedule, length_by_epochs, plan_job, rate_change
+from maxramp.run.job_schedule import (
+    JobSchedule,
+    length_by_epochs,
+    plan_job,
+    ramp_change,
+    rate_change,
+)
 from maxramp.run.output import Output
 from maxramp.stage import Fields
 from maxramp.training.state import TrainState, abstract_state, initial_state
@@ -133,10 +139,11 @@ class JobContext:
                 config.batch, devices, position, rows, config.data.num_epoch
             )
             config = config.replace(total_samples=samples)
-        changed = checkpoints.changes_since(position, config.values) if position else ""
-        if (
-            not checkpoints.continues_run
-        ):  # what an earlier start kept, which left no checkpoint, binds nobody
+        changes = {}
+        if position:  # before the folder changes: it may refuse
+            changes["keys"] = checkpoints.changes_since(position, config.values)
+        # What an earlier start kept, which left no checkpoint, binds nobody.
+        if not checkpoints.continues_run:
             agreement.decide_on_first(
                 lambda: keep_released(
                     SavedWeights(position) if position else self.first.weights, output.folder
@@ -152,11 +159,13 @@ class JobContext:
             fields=fields,
             available_nodes=available,
         )
-        rate = rate_change(config.learning_rate, schedule.ramp, position) if position else ""
-        lines = {"keys": changed, "rate": rate, "rows": left_over}
-        changes = [f"{name}     {line}" for name, line in lines.items() if line]
+        if position:
+            changes["rate"] = rate_change(config.learning_rate, schedule.ramp, position)
+            changes["change"] = ramp_change(batch, schedule.ramp, position)
+        changes["rows"] = left_over
+        lines = [f"{name:<8} {line}" for name, line in changes.items() if line]
         own = {"output": output, "checkpoints": checkpoints, "schedule": schedule}
-        job = Job(**vars(self) | own | {"changes": changes, "config": config})
+        job = Job(**vars(self) | own | {"changes": lines, "config": config})
         if job.has_work:
             output.begin_job(schedule)
         return job
@@ -169,7 +178,7 @@ class Job(JobContext):
     output: Output  # the run's folder and display
     checkpoints: Checkpoints  # reads and saves
     schedule: JobSchedule  # the steps of this job, and the checkpoint that they continue from
-    changes: list[str]  # since that checkpoint, and what no step trains on, in lines
+    changes: list[str]  # lines on what changed since that checkpoint, and on rows of no step
 
     @property
     def has_work(self) -> bool:

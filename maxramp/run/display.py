@@ -21,7 +21,9 @@ def describe_stage(plan: dict[str, Any], number: int, last: int) -> str:
     """
     steps = plan["total_steps"]
     *before, stage = [stage for stage in plan["stages"] if stage["index"] <= number]
-    changed = [name for one in before[-1:] for name in ROPE_KEYS if stage[name] != one[name]]
+    changed = []
+    if before:
+        changed = [name for name in ROPE_KEYS if stage[name] != before[-1][name]]
     if stage["steps"] is not None:
         steps = min(steps, stage["first_step"] + stage["steps"])
     cut = stage["row_length"] < stage["max_target_length"]

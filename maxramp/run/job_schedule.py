@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
@@ -46,7 +46,12 @@ def _ramp_before(position: Checkpoint, num_devices: int) -> RampupBatchManager:
     return RampupBatchManager(keys, num_devices, resume_point(keys, position))
 
 
-Ramps = tuple[RampupBatchManager, RampupBatchManager, RampupBatchManager]
+class Ramps(NamedTuple):
+    """The stages of a run from a point on."""
+
+    known: RampupBatchManager  # on this job's devices; if noise decides the ramp, its next stage
+    expected: RampupBatchManager  # on this job's devices, with the rungs that are expected
+    planned: RampupBatchManager  # those that are expected, on the nodes that the plan gives them
 
 
 @dataclasses.dataclass
@@ -60,13 +65,10 @@ class JobSchedule:
     # the checkpoint that the job continues from; None for a run that begins
     position: Checkpoint | None
     point: dataclasses.InitVar[ResumePoint]  # where it begins
-    # from a point on: on this job's devices the stages that are known, and those that are expected;
-    # and these on the nodes that the plan gives them
     make_ramps: Callable[[ResumePoint], Ramps]
     keys: CheckpointKeys  # where a job ends before its run does
     num_devices: int  # of this job
     available_nodes: int | None = None  # for a job; None: as many as are planned
-    change: str = ""  # what changed in the batch sizes since the checkpoint, in one line
     # the end of this job: of the run, or of a stage under `stop_at_stage_end` or
     # `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its stage
     # ends where it starts.
@@ -121,7 +123,7 @@ class JobSchedule:
 
     def _find_end(self) -> None:
         ramp, step, keys = self.ramp, self.first_step, self.keys
-        stages, planned = self._expected.stages, [self._fit(one) for one in self.planned.stages]
+        stages, planned = self._expected.stages, [self._fit(stage) for stage in self.planned.stages]
         self.last_step, self.stages = ramp.total_steps, stages[:1]
         if step >= self.last_step:
             return
@@ -140,7 +142,7 @@ class JobSchedule:
         if end < len(ramp.stages):
             self.last_step = min(self.last_step, ramp.stages[end].first_step)
         known = len(ramp.stages) == len(stages)
-        reached = [one for one in stages if one.first_step < self.last_step or not known]
+        reached = [stage for stage in stages if stage.first_step < self.last_step or not known]
         self.stages = reached[: max(1, end)]
 
 
@@ -163,18 +165,12 @@ def plan_job(
         known = on_devices = RampupBatchManager(batch, num_devices, point, fields=fields)
         if expected.rungs:
             on_devices = RampupBatchManager(batch, num_devices, expected, fields=fields)
-        on_nodes = {"meshes": meshes, "restart_passes": restart_passes}
-        return (
-            known,
-            on_devices,
-            RampupBatchManager(batch, None, expected, fields=fields, **on_nodes),
-        )
+        nodes = {"meshes": meshes, "restart_passes": restart_passes}
+        planned = RampupBatchManager(batch, None, expected, fields=fields, **nodes)
+        return Ramps(known, on_devices, planned)
 
     point = resume_point(batch, position)
-    job = JobSchedule(position, point, make_ramps, keys, num_devices, available_nodes)
-    if position:
-        job.change = ramp_change(batch, job.ramp, position)
-    return job
+    return JobSchedule(position, point, make_ramps, keys, num_devices, available_nodes)
 
 
 def length_by_epochs(
@@ -216,7 +212,7 @@ def _rung_of(batch: BatchKeys, position: Checkpoint) -> list[tuple[int, int]]:
     """
     if not batch.rampup_policy == position.config.get("rampup_policy") == "noise":
         return []
-    stage = [one for one in position.stages if one["first_step"] <= position.step][-1]
+    *_, stage = (stage for stage in position.stages if stage["first_step"] <= position.step)
     size, rungs = stage["global_batch_size"], list(batch.rampup_ladder)
     if size > rungs[0] and size not in rungs:
         raise ConfigError(
@@ -239,9 +235,8 @@ def ramp_change(batch: BatchKeys, ramp: RampupBatchManager, position: Checkpoint
         )
     if not step:
         return ""
-    ramps = _ramp_before(position, ramp.stages[0].devices), ramp
-    trained, ignored = (list(_shapes_before(one, consumed)) for one in ramps)
-    if trained == ignored:
+    trained = list(_shapes_before(_ramp_before(position, ramp.stages[0].devices), consumed))
+    if trained == list(_shapes_before(ramp, consumed)):
         return ""
     return (
         f"what today's keys say of the samples before {consumed} (step {step}) is not what was "

@@ -273,22 +273,14 @@ class Output:
         lines += [f"packing  {cost}" for cost in costs if cost]
         if kernel := grouped.select_for(recipe.model, platform):
             lines.append(f"experts  by grouped_matmul={kernel}")
-        batch = ramp.stages[0].global_batch_size
-        if rungs := ladder.rungs(ramp.keys, batch) if ramp.keys.rampup_policy == "noise" else []:
-            sizes = ", ".join(f"{rung.global_batch_size}" for rung in rungs)
-            lines.append(f"ramp     decided while the run trains: batch {sizes}")
+        if ramp.keys.rampup_policy == "noise":
+            rungs = ladder.rungs(ramp.keys, ramp.stages[0].global_batch_size)
+            sizes = ", ".join(str(rung.global_batch_size) for rung in rungs)
+            lines += [f"ramp     decided while the run trains: batch {sizes}"] if rungs else []
         lines += [f"ramp     {line}" for line in ramp.warnings]
-        if step := schedule.first_step:
-            before = [s for s in schedule.position.stages if s["first_step"] < step][-1:]
-            devices = [s["devices"] for s in before if s.get("devices", mesh.size) != mesh.size]
-            kind = schedule.position.kind
-            moved = f", on {count(mesh.size, 'device')} in place of {devices[0]}" if devices else ""
-            lines.append(
-                f"resume   from step {step}{f' ({kind})' * (kind != 'checkpoint')}, "
-                f"{ramp.samples_before(step):,} samples consumed{moved}"
-            )
-        lines += [*changes, *([f"change   {schedule.change}"] if schedule.change else [])]
-        for line in lines:
+        if schedule.first_step:
+            lines.append(f"resume   {_describe_position(schedule, mesh.size)}")
+        for line in (*lines, *changes):
             self.say(line)
 
     def say_stopped(self, step: int | None) -> None:
@@ -336,6 +328,17 @@ class Output:
         records = read_records(self.local / "metrics.jsonl")
         draw_run(records, self.local / "ramp.png", self._keys.run_name)
         draw_experts(records, self.local / "experts.png", self._keys.run_name)
+
+
+def _describe_position(schedule: JobSchedule, num_devices: int) -> str:
+    position, step = schedule.position, schedule.first_step
+    kind = "" if position.kind == "checkpoint" else f" ({position.kind})"
+    trained = [stage for stage in position.stages if stage["first_step"] < step]
+    before = trained[-1].get("devices", num_devices) if trained else num_devices
+    consumed = f"{schedule.ramp.samples_before(step):,} samples consumed"
+    if before != num_devices:
+        consumed += f", on {count(num_devices, 'device')} in place of {before}"
+    return f"from step {step}{kind}, {consumed}"
 
 
 def _describe_weights(state: TrainState, recipe: Recipe) -> str:

@@ -105,7 +105,7 @@ def test_a_storage_that_is_away_tears_nothing(storage, away, tmp_path):
 
 
 def test_a_mirror_sends_what_changes(storage, away, tmp_path, monkeypatch):
-    monkeypatch.setattr("maxramp.files.run_folder._LAST", 1.0)
+    monkeypatch.setattr("maxramp.files.run_folder._END_SECONDS", 1.0)
     folder, warnings = place(f"{storage.address}/{tmp_path.name}/run"), []
     mirror = claim_folder(folder, "it", warnings.append)
     assert isinstance(mirror, MirroredFiles)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxramp.errors import StepError
-from maxramp.job.loop import _After
+from maxramp.job.loop import _StepEnd
 from maxramp.run.jobs import Jobs
 
 
@@ -36,7 +36,7 @@ class Steps:
         log = types.SimpleNamespace(flush=lambda: None, restart_clock=lambda: None)
         numbers = types.SimpleNamespace(numbers_after=lambda step: {})
         trainer = types.SimpleNamespace(state=types.SimpleNamespace(consumed_samples=clock))
-        self.after = _After(job, trainer, log, numbers, policy=None)
+        self.after = _StepEnd(job, trainer, log, numbers, policy=None)
 
 
 def clock(samples):
