@@ -406,22 +406,17 @@ def test_a_last_save_that_fails_is_no_success(mount, cache_dir, tmp_path):
         assert "was not saved: No space left on device" in job.printed("stderr")
 
 
-def test_a_disk_that_is_full_from_the_start(mount, cache_dir):
-    folder, _ = mount
-    with (folder / "filler").open("wb") as file, pytest.raises(OSError):
-        file.write(bytes(100_000_000))
+@pytest.mark.parametrize("fault", ["No space left on device", "Read-only file system"])
+def test_a_folder_that_cannot_be_written_is_refused(mount, cache_dir, fault):
+    folder, remount = mount
+    if fault.startswith("Read-only"):
+        remount("remount,ro")
+    else:
+        with (folder / "filler").open("wb") as file, pytest.raises(OSError):
+            file.write(bytes(100_000_000))
     done = run(*arguments(folder, cache_dir))
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert f"base_output_directory={folder}" in done.stderr
-    assert "No space left on device" in done.stderr
-
-
-def test_a_folder_that_cannot_be_written(mount, cache_dir):
-    folder, remount = mount
-    remount("remount,ro")
-    done = run(*arguments(folder, cache_dir))
-    assert done.returncode == 2 and "Read-only file system" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert f"base_output_directory={folder}" in done.stderr and fault in done.stderr
 
 
 @pytest.mark.parametrize(
