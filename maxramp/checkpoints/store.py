@@ -61,6 +61,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._evaluations = dict(data.evaluations)  # as in `DataIdentity`
         self.best = Best(keys.checkpoint_best, self._evaluations)
         self._first: Mapping[str, str] = {}
+        self._starts = Starts()
         self._start = agreement.decide_on_first(lambda: secrets.token_hex(4))
         self.snapshots: Snapshots | None = None
         self._directory: str | None = None  # as in `Starts`
@@ -68,7 +69,6 @@ class Checkpoints(contextlib.AbstractContextManager):
             self._directory = keys.local_checkpoint_directory
             self.snapshots = Snapshots(keys, self._run, self._start, say, warn)
         self._position: Checkpoint | None = None
-        self.continues_run = False  # whether the job begins with a state of this run
         self._is_first = jax.process_index() == 0
         self._torn: list[Place] = []
 
@@ -80,6 +80,11 @@ class Checkpoints(contextlib.AbstractContextManager):
     @property
     def newest(self) -> int | None:
         return self._saves.newest
+
+    @property
+    def continues_run(self) -> bool:
+        """Whether the job begins with a state of this run."""
+        return self._position is not None and self._position.path.parent == self._folder
 
     def check(self) -> None:
         self._saves.check()
@@ -94,7 +99,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
         self._first = first
         position = None
-        if chosen := agreement.decide_on_first(self._choose):
+        if chosen := agreement.decide_on_first(self._choose_position):
             position = agreement.raise_everywhere(lambda: folder_lib.read(place(chosen)))
             if position.path.parent == self._folder:
                 self._saves.newest = position.step
@@ -105,7 +110,6 @@ class Checkpoints(contextlib.AbstractContextManager):
             newer = self.snapshots.find(self._folder, self._starts, position, recorded)
             position, self._first = (newer, newer.first) if newer else (position, first)
         self._name_passed_over(position, recorded)
-        self.continues_run = position is not None and position.path.parent == self._folder
         self._position = position
         return position
 
@@ -128,7 +132,7 @@ class Checkpoints(contextlib.AbstractContextManager):
                 f"from {position or 'the start'}"
             )
 
-    def _choose(self) -> str:
+    def _choose_position(self) -> str:
         if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):
             raise ConfigError(
                 f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "
@@ -166,7 +170,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         more. Removes what killed saves left behind, and returns it; moves torn checkpoints aside.
         """
         unfinished = []
-        agreement.raise_everywhere(lambda: self._is_first and self._begin())
+        agreement.raise_everywhere(lambda: self._is_first and self._write_starts())
         if self.snapshots:
             self.snapshots.begin()
         self._saves.restart_clock()
@@ -176,10 +180,10 @@ class Checkpoints(contextlib.AbstractContextManager):
             unfinished = folder_lib.discard(self._folder)
             if self._keys.checkpoint_best:
                 for checkpoint in folder_lib.read_whole(self._folder):
-                    self._note(checkpoint)
+                    self._add_to_best(checkpoint)
         return unfinished
 
-    def _begin(self) -> None:
+    def _write_starts(self) -> None:
         before, position = self._starts if self.continues_run else Starts(), self._position
         starts = before.begin(self._start, position.step if position else 0, self._directory)
         try:
@@ -250,7 +254,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def take_snapshot(self, record: Checkpoint, state: TrainState) -> float:
         """Takes a snapshot of a state that is there; returns the seconds that the copy took."""
-        return self.snapshots.save(record, state, _begin(self._files.flush))
+        return self.snapshots.save(record, state, _start_work(self._files.flush))
 
     def add_evaluation(self, step: int, evaluation: Mapping[str, float]) -> None:
         """Adds numbers of evaluations to the run's newest checkpoint, if it is that after `step`
@@ -268,14 +272,14 @@ class Checkpoints(contextlib.AbstractContextManager):
                 folder_lib.commit(whole)
             except OSError as error:
                 raise TrainingError(f"{whole.path}: {arrays.reason_of(error)}") from None
-            self._note(whole)
-            self._tidy()
+            self._add_to_best(whole)
+            self._remove_old()
 
         agreement.raise_everywhere(lambda: self._is_first and self.newest == step and write())
 
     def _writer(self, checkpoint: Checkpoint, state: TrainState) -> Callable[[], None]:
-        written = _begin(lambda: arrays.save(checkpoint.path, state))
-        recorded = _begin(self._files.flush)
+        written = _start_work(lambda: arrays.save(checkpoint.path, state))
+        recorded = _start_work(self._files.flush)
 
         def write() -> None:
             try:
@@ -283,8 +287,8 @@ class Checkpoints(contextlib.AbstractContextManager):
                 if self._is_first:
                     recorded()
                     folder_lib.commit(checkpoint)
-                    self._note(checkpoint)
-                    self._tidy()
+                    self._add_to_best(checkpoint)
+                    self._remove_old()
             except BaseException:
                 if self._is_first and is_near(self._folder):  # else it may be another run's by now
                     with contextlib.suppress(OSError):
@@ -293,10 +297,10 @@ class Checkpoints(contextlib.AbstractContextManager):
 
         return write
 
-    def _note(self, checkpoint: Checkpoint) -> None:
+    def _add_to_best(self, checkpoint: Checkpoint) -> None:
         self.best.add(checkpoint.step, checkpoint.evaluation, checkpoint.evaluations)
 
-    def _tidy(self) -> None:
+    def _remove_old(self) -> None:
         """Removes what no restart needs: all but the newest max_num_checkpoints_to_keep, the first
         of every keep_period, and the best. Where that fails, the next save tries it again.
         """
@@ -316,8 +320,8 @@ def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: x for name, x in numbers.items() if math.isfinite(x)}
 
 
-def _begin(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Begins a work, and returns what waits for it, there raising also why it cannot begin."""
+def _start_work(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Begins a work, and returns what waits for its end, and raises there why it cannot begin."""
     try:
         return begin()
     except Exception as error:
