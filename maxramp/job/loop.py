@@ -165,6 +165,14 @@ class _StepEnd:
         self._job.checkpoints.add_evaluation(step + 1, self._numbers.numbers_after(step))
         return True
 
+    def evaluate_position(self, due: Sequence[str]) -> bool:
+        """Evaluates the state that the job begins with, as `evaluate_saved` does."""
+        schedule = self._job.schedule
+        position, stage = schedule.position, schedule.ramp.stage_at_step(schedule.first_step)
+        spec = dataclasses.replace(stage.spec, rope_keys=position.rope_keys)  # of the step before
+        stage = dataclasses.replace(stage, spec=spec)
+        return self.evaluate_saved(position.step - 1, position.consumed_samples, stage, due)
+
     def is_best(self, step: int) -> bool:
         if not self._job.config.checkpoints.checkpoint_best:
             return False
@@ -205,12 +213,8 @@ def _train(job: Job, trainer: Trainer) -> int:
         output.say_stopped(done - 1 if done > first_step else None)
         return EXIT_PREEMPTED
 
-    if pending:
-        stage = schedule.ramp.stage_at_step(first_step)
-        spec = dataclasses.replace(stage.spec, rope_keys=position.rope_keys)  # of the step before
-        stage, consumed = dataclasses.replace(stage, spec=spec), position.consumed_samples
-        if not after_step.evaluate_saved(first_step - 1, consumed, stage, pending):
-            return stop(first_step)
+    if pending and not after_step.evaluate_position(pending):
+        return stop(first_step)
 
     for step in schedule.steps():
         ramp = schedule.ramp
@@ -240,11 +244,8 @@ def _train(job: Job, trainer: Trainer) -> int:
             after_step.save(done, last=True)
             return stop(done)
         snapshot_is_due = checkpoints.snapshots and checkpoints.snapshots.is_due(done)
-        if (
-            decision
-            or (due and after_step.is_best(step))
-            or checkpoints.is_due(done, schedule.ramp)
-        ):
+        is_asked_for = decision or (due and after_step.is_best(step))
+        if is_asked_for or checkpoints.is_due(done, schedule.ramp):
             after_step.save(done, last=job.grows(done))
         elif snapshot_is_due and job.grows(done):
             after_step.save(done, last=True)
