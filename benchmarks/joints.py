@@ -83,12 +83,14 @@ class Session:
         """Runs a case, says what became of it, and makes a failure simpler."""
         began = time.monotonic()
         what, text = run_case(case, self.world, self._folder / "runs")
-        done = what if what in ("", "refused", "skipped") else "failed"
-        self.counts[done] += 1
+        outcome = what if what in ("", "refused", "skipped") else "failed"
+        self.counts[outcome] += 1
         line = f"{self.counts.total():>4} {time.monotonic() - began:>5.1f} s  {case.check:<9}"
-        line += f"{what or 'holds'}{f': {text[:300]}' * (done in ('refused', 'skipped'))}"
+        line += what or "holds"
+        if outcome in ("refused", "skipped"):
+            line += f": {text[:300]}"
         print(line, flush=True)
-        if done == "failed":
+        if outcome == "failed":
             print(f"{text}\nas drawn: {_command(case)}", flush=True)
             case = make_simpler(case, what, self.world, self._folder / "simpler", self._tries)
             print(f"{what}: {_command(case)}", flush=True)
@@ -107,11 +109,13 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=12, help="to make a failure simpler")
     parser.add_argument("--folder", type=pathlib.Path, help="keeps the data and the last runs")
     parser.add_argument("--case", help="this one alone, as a failure prints it")
-    asked = parser.parse_args()
-    session = Session(asked.folder or pathlib.Path(tempfile.mkdtemp(prefix="joints")), asked.tries)
-    one = [Case.from_json(asked.case)] if asked.case else []
+    options = parser.parse_args()
+    session = Session(
+        options.folder or pathlib.Path(tempfile.mkdtemp(prefix="joints")), options.tries
+    )
+    one = [Case.from_json(options.case)] if options.case else []
     try:
-        for case in one or draw_cases(asked.seed, asked.count, asked.check or ()):
+        for case in one or draw_cases(options.seed, options.count, options.check or ()):
             session.judge(case)
     finally:
         session.world.close()

@@ -87,7 +87,7 @@ def compare(answers, expected, tolerance=1e-4):
         ("mistral", False, {"num_fewshot": 1, "apply_chat_template": True}, 32),
     ],
 )
-def test_small_models(kind, begins, options, longest, tmp_path):
+def test_small_models_answer_as_behind_lm_evals_backend(kind, begins, options, longest, tmp_path):
     model, tasks = write_model(tmp_path / "model", kind, begins), write_tasks(tmp_path / "tasks")
     line = [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
@@ -98,7 +98,7 @@ def test_small_models(kind, begins, options, longest, tmp_path):
 
 
 @pytest.mark.long
-def test_a_released_model(smollm2, tmp_path):
+def test_a_released_model_answers_as_behind_lm_evals_backend(smollm2, tmp_path):
     """Beside float64: in float32 the other one errs more than we do, by up to 2e-3."""
     tasks = write_tasks(tmp_path / "tasks")
     line = ("max_target_length=2048", "--limit", "2")
@@ -107,7 +107,7 @@ def test_a_released_model(smollm2, tmp_path):
 
 
 @pytest.mark.long
-def test_two_processes(tmp_path):
+def test_two_processes_answer_as_one(tmp_path):
     """Process 0 talks to lm-eval, the other computes with it."""
     model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
     expected = ours(model, tasks, tmp_path / "one.json")
@@ -119,7 +119,7 @@ def test_two_processes(tmp_path):
     assert compare(json.loads((tmp_path / "two.json").read_text())["samples"], expected) == 72
 
 
-def test_a_pipeline(tmp_path):
+def test_a_pipeline_has_likelihoods_and_refuses_to_write(tmp_path):
     """It has likelihoods, and writes nothing."""
     model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
     stages = (str(model), "ici_pipeline_parallelism=2", "--include_path", str(tasks), "--tasks")

@@ -20,7 +20,7 @@ def offline(monkeypatch):
 
 
 @pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
-def test_a_task_of_a_folder(tmp_path, cache_dir, offline):
+def test_scores_of_a_folders_task_are_those_of_its_answers(tmp_path, cache_dir, offline):
     """Its scores are those of the answers that it writes down."""
     tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model")
     line = ("--tasks", "made_choices", "--include_path", str(tasks), "--limit", "3")
@@ -53,7 +53,7 @@ def test_a_task_of_a_folder(tmp_path, cache_dir, offline):
         (("--log_samples",), "give that too"),
     ],
 )
-def test_options_that_cannot_be(options, expected, capsys):
+def test_a_wrong_option_is_one_line(options, expected, capsys):
     assert evaluate.main(["model", "--tasks", "one", *options]) == 2
     line = capsys.readouterr().err
     assert expected in line and line.count("\n") == 1
@@ -61,7 +61,7 @@ def test_options_that_cannot_be(options, expected, capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
-def test_what_lm_eval_would_trip_over(tmp_path, capsys, offline):
+def test_errors_of_lm_eval_are_one_line(tmp_path, capsys, offline):
     """One line each, before weights are read or in the place of a traceback."""
     tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model")
     good = (tasks / "made_choices.yaml").read_text()

@@ -79,7 +79,7 @@ def test_when_tasks_are_due():
     assert at_the_end.tasks_are_due(96, 104, True) and not at_the_end.tasks_are_due(0, 96, False)
 
 
-def test_they_are_drawn():
+def test_numbers_of_tasks_are_drawn():
     assert tag_of("task_made_acc") == "tasks/task_made_acc"
     step = {"step": 0, "loss": 1.0, "consumed_samples": 8, "global_batch_size": 8}
     record = {"step": 0, "consumed_samples": 8, "task_made_acc": 0.5}
@@ -124,7 +124,7 @@ def whole(line):
 
 
 @pytest.mark.slow
-def test_tasks_while_it_trains(line, whole):
+def test_tasks_are_evaluated_at_their_samples_by_programs_compiled_ahead(line, whole):
     done, records = whole
     assert [r["consumed_samples"] for r in records] == [24, 48, 72, 96, 104]
     assert all(0 <= r["task_made_choices_acc"] <= 1 for r in records)
@@ -139,7 +139,7 @@ def test_tasks_while_it_trains(line, whole):
 
 
 @pytest.mark.slow
-def test_signals_while_it_evaluates(line, whole):
+def test_an_evaluation_that_a_signal_ends_is_made_once_afterwards(line, whole):
     """It is given up between two passes, and done again once, whatever ended the run."""
 
     def signalled(number, last):
@@ -208,7 +208,7 @@ def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
 
 
 @pytest.mark.slow
-def test_two_processes(line, tmp_path):
+def test_a_signal_to_one_process_ends_both_after_the_same_pass(line, tmp_path):
     """A signal to one ends both after the same pass; where one is killed, the other ends."""
     for number, statuses in ((signal.SIGTERM, (76, 76)), (signal.SIGKILL, (77, -9))):
         keys = (*line, "run_name=two", "hang_timeout_seconds=60")

@@ -13,7 +13,7 @@ from maxramp.run.metrics import read_records
 pytestmark = pytest.mark.long
 
 
-def test_it_is_evaluated_as_by_the_command(tmp_path, cache_dir, monkeypatch):
+def test_a_run_with_adapters_is_evaluated_as_by_the_command(tmp_path, cache_dir, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

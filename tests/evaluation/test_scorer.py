@@ -82,7 +82,7 @@ def test_scorers_of_other_positions_share_a_compiler():
     assert seconds == expected and firsts != expected
 
 
-def test_an_answer_that_leaves_no_room():
+def test_an_answer_without_room_for_a_prompt_is_refused():
     scorer, model, _ = scorer_of()
     with pytest.raises(ConfigError, match="max_gen_toks=16 .* max_target_length=16"):
         scorer.write(model, [[1]], GenerationConfig(16, Sampling(0.0)), [])

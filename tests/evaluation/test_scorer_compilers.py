@@ -34,7 +34,7 @@ NEEDS_TPU, NEEDS_GPU = needs("libtpu"), needs("jax_cuda13_plugin")
         pytest.param("h200:1x4", "ici_pipeline_parallelism=2", marks=[NEEDS_GPU, pytest.mark.long]),
     ],
 )
-def test_compilers_take_the_scores(topology, mesh):
+def test_compilers_of_tpus_and_gpus_compile_the_scores(topology, mesh):
     """Of short rows and of long ones, which take another kernel."""
     keys = ("ici_fsdp_parallelism=2", mesh, "dtype=bfloat16", "max_target_length=256")
     keys += ("loss_block_tokens=64", f"compile_topology={topology}")

@@ -47,7 +47,7 @@ def test_the_laws_give_their_papers_numbers():
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=str)
-def test_runs_that_went_well(path):
+def test_published_ramps_get_no_line(path):
     assert lines([ROOT / path]) == []
 
 
@@ -63,7 +63,7 @@ def test_runs_that_went_well(path):
         ["global_batch_size=65536", "total_tokens=900000000"],  # too short for the laws
     ],
 )
-def test_constant_batches(keys):
+def test_constant_batches_of_real_runs_get_no_line(keys):
     assert lines([*LONG, *keys]) == []
 
 
@@ -103,7 +103,7 @@ def test_the_ramp_in_the_line_loads_and_is_silent(keys):
     assert rate == pytest.approx(1e-3 * (first[0] / first[1]) ** 0.5, rel=5e-3)
 
 
-def test_no_smaller_batch_divides():
+def test_without_a_smaller_batch_that_divides_there_is_no_ramp():
     mesh = ["ici_data_parallelism=-1", "ici_fsdp_parallelism=1", "devices_per_node=12289"]
     (line,) = lines([*LONG, *mesh, "global_batch_size=12289"])
     assert line.endswith("use fewer, or train longer") and "step_batch_size" not in line
@@ -114,11 +114,11 @@ TUNING |= {"use_dpo": True, "lora_rank": 8, "program": "grpo"}
 
 
 @pytest.mark.parametrize("key", TUNING)
-def test_the_laws_say_nothing_of_tuning(key):
+def test_tuning_gets_no_line(key):
     assert lines([*LONG, "global_batch_size=16384"], **{key: TUNING[key]}) == []
 
 
-def test_an_adaptive_ramp_measures_itself():
+def test_an_adaptive_ramp_gets_no_line():
     ramp = ["rampup_policy=noise", "rampup_ladder=[4096,16384]"]
     assert lines([*LONG, *ramp]) == []
 
@@ -141,7 +141,7 @@ def test_steps_that_are_done_are_not_judged():
     assert lines(run) and not lines(run, consumed=400_000)
 
 
-def test_plan_and_suggest_show_it(capsys):
+def test_plan_and_suggest_print_the_line(capsys):
     loud = [*LONG, "global_batch_size=16384"]
     for main, label in ((plan.main, "warning   "), (suggest.main, "limit     ")):
         assert main(loud) == 0
@@ -152,7 +152,7 @@ def test_plan_and_suggest_show_it(capsys):
 
 
 @pytest.mark.slow
-def test_the_start_of_a_run_shows_it(tmp_path):
+def test_the_start_of_a_run_prints_the_line(tmp_path):
     keys = ["dataset_type=synthetic", "max_target_length=4096", "total_tokens=1000000000"]
     keys += ["per_device_batch_size=1", "gradient_accumulation_steps=2048", "eval_interval=-1"]
     keys += [f"base_output_directory={tmp_path}", "run_name=large"]

@@ -81,7 +81,7 @@ def test_a_loss_that_is_no_number_is_not_within():
         json.dumps(as_json(result), allow_nan=False)
 
 
-def test_batches_of_an_evaluation(tmp_path):
+def test_an_evaluation_keeps_the_digits_of_each_batch(tmp_path):
     """Each keeps its digits however many come before it; what is no number is null."""
     sums = [(np.float32(1e8), np.float32(4e7)), (np.float32(3.25), np.float32(2))]
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
@@ -182,7 +182,7 @@ def write_branch(run, size, losses, tokens):
     return folder
 
 
-def test_branches_that_cannot_be_compared(checkpointed, capsys):
+def test_branches_of_other_keys_or_batches_are_refused(checkpointed, capsys):
     """Of other keys, or evaluated in other batches."""
     folders = [write_branch(checkpointed, size, [3.0, 3.0], [2.0, 2.0]) for size in (8, 16, 24)]
     experiment = experiment_of(checkpointed, "hardware=cpu")
@@ -222,20 +222,20 @@ def test_progress_is_that_of_the_log(checkpointed):
     assert shown == ["         step 0 of 64 steps, loss 2.3456"]
 
 
-def test_a_tolerance_that_is_none(tmp_path, capsys):
+def test_a_wrong_tolerance_is_refused(tmp_path, capsys):
     for tolerance in ("nan", "inf", "-0.01"):
         line = [str(tmp_path), "--at=5", "--sizes=8,16", f"--tolerance={tolerance}"]
         assert branch.main(line) == 2
         assert capsys.readouterr().err.startswith(f"error: --tolerance {tolerance} must be 0 nats")
 
 
-def test_sizes_that_are_none():
+def test_wrong_sizes_are_refused():
     for text in ("8", "8,8", "0,8", "8,²", "8,x", ""):
         with pytest.raises(ConfigError, match="must be two or more different global batch sizes"):
             parse_sizes(text)
 
 
-def test_sizes_whose_window_is_far_more_than_was_asked_for():
+def test_a_window_far_above_the_tokens_is_refused():
     assert window([8, 16, 32], 1000, 16) == 1024
     assert window([8, 24, 64], 100, 16) == 192
     with pytest.raises(ConfigError, match="16,800 rows.*the 1,000.*each other, or --tokens 268800"):
@@ -244,7 +244,7 @@ def test_sizes_whose_window_is_far_more_than_was_asked_for():
         window([8, 64], 10, 16)
 
 
-def test_a_home_of_nobody(capsys):
+def test_the_home_of_an_unknown_user_is_one_line(capsys):
     nobody = "~maxramp-nobody/run"
     assert branch.main([nobody, "--at", "20", "--sizes", "8,16"]) == 2
     for flag in ("--noise", "--branch"):
@@ -254,7 +254,7 @@ def test_a_home_of_nobody(capsys):
 
 
 @pytest.mark.slow
-def test_command(tmp_path, cache_dir):
+def test_branches_train_on_the_rows_of_their_run_at_scaled_rates(tmp_path, cache_dir):
     """From a checkpoint: same rows, constant rates by the root of the size; started again, read.
 
     The branch of the run's own size is the run.

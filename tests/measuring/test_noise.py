@@ -39,7 +39,7 @@ def test_the_interval_holds_the_truth_in_nine_of_ten_cases(spread):
     assert 860 < held < 940  # 900 +- 4 standard deviations
 
 
-def test_no_signal_has_no_upper_end():
+def test_the_interval_of_no_signal_has_no_upper_end():
     rng = np.random.default_rng(0)
     ratio, low, high = ratio_of_means(
         1 + 0.1 * rng.standard_normal(50), rng.standard_normal(50) - 0.05, np.ones(50)
@@ -47,7 +47,7 @@ def test_no_signal_has_no_upper_end():
     assert ratio is None and high is None and low > 0
 
 
-def test_blocks():
+def test_blocks_are_equal_shares_of_the_samples():
     """Equal shares of the samples, each with the batch that was used; what is null is left out."""
     records = records_of(np.random.default_rng(0), 300, 2e-3, 4.0, 0.5)
     records[0]["noise_signal"] = None
@@ -90,7 +90,7 @@ def write(folder, records):
     return str(folder)
 
 
-def test_command(tmp_path, capsys):
+def test_the_command_prints_and_draws_the_curves(tmp_path, capsys):
     records = records_of(np.random.default_rng(0), 100, 2e-3, 4.0, 0.5)
     norms = records_of(np.random.default_rng(1), 100, 1e-3, 4.0, 9.0, "norms_")
     both = [a | b for a, b in zip(records, norms, strict=True)]

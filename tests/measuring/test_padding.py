@@ -60,7 +60,7 @@ def test_targets_are_counted_beside_tokens(padded):
             assert r["target_tokens_per_second"] * seconds == pytest.approx(r["target_tokens"])
 
 
-def test_the_noise_scale_and_what_is_decided_by_it(padded):
+def test_padding_changes_no_noise_scale_and_no_decision(padded):
     short, long = (steps_of(padded[1][length][0]) for length in LENGTHS)
     assert [r["target_tokens"] for r in short] == [r["target_tokens"] for r in long]
     curves = [noise_blocks(records, "norms_", 4) for records in (short, long)]
@@ -74,7 +74,7 @@ def test_the_noise_scale_and_what_is_decided_by_it(padded):
     assert a["noise_lower_bound"] == pytest.approx(b["noise_lower_bound"], rel=1e-3)
 
 
-def test_what_is_suggested(padded, tmp_path, capsys):
+def test_padding_changes_no_suggestion(padded, tmp_path, capsys):
     """For a run on such rows, from either run, its noise scale and branches; a row is a row."""
     _, runs = padded
     suggested = []

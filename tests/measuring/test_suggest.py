@@ -166,7 +166,7 @@ def suggested(capsys, *arguments):
     return suggestion, capsys.readouterr().out
 
 
-def test_a_ramp(tmp_path, capsys):
+def test_the_printed_line_makes_the_ramp_that_is_shown(tmp_path, capsys):
     """The line that is printed makes the ramp that is shown, and the limits are said."""
     run = write_branches(tmp_path, result(1000, 16, 8), result(6000, 32, 32))
     suggestion, printed = suggested(capsys, "--branch", run)
@@ -202,7 +202,7 @@ def test_a_config_whose_batch_costs_something(tmp_path, capsys):
     assert expected in printed
 
 
-def test_no_ramp(tmp_path, capsys):
+def test_a_ramp_that_saves_little_is_a_constant_batch(tmp_path, capsys):
     run = write_branches(tmp_path, result(0, 16, 16), result(6000, 16, 16))
     suggestion, printed = suggested(capsys, "--branch", run)
     rate = pytest.approx(3e-3 * (16 / 8) ** 0.5, rel=1e-2)  # of a first batch of 8 in the config
@@ -240,7 +240,7 @@ def test_devices_divide_what_is_suggested(tmp_path, capsys):
     assert "the smallest batch that this run may take has 512" in printed
 
 
-def test_nothing_measured(tmp_path, capsys):
+def test_without_measurements_nothing_is_suggested(tmp_path, capsys):
     """Nothing is suggested; what holds no measurement is refused in one line."""
     suggestion, printed = suggested(capsys)
     assert suggestion["batches"] is None
@@ -254,7 +254,7 @@ def test_nothing_measured(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_metrics_that_cannot_be_read(tmp_path, capsys, monkeypatch):
+def test_metrics_without_permission_are_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "metrics.jsonl").touch()
 
     def refused(path):

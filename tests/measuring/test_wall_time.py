@@ -50,7 +50,7 @@ def killed(tmp_path_factory, cache_dir):
     return folder / "run"
 
 
-def test_a_run_that_was_killed_and_stopped(killed):
+def test_shares_of_a_killed_and_stopped_run_add_up(killed):
     result = wall_time.wall_time(killed, None)
     adds_up(result, result["wall_seconds"])
     events = [json.loads(x) for x in (killed / "jobs.jsonl").read_text().splitlines()]
@@ -76,7 +76,7 @@ def test_a_run_that_was_killed_and_stopped(killed):
     assert by_stages + beside == pytest.approx(result["wall_seconds"], abs=1.0)  # the last saves
 
 
-def test_what_it_trained_and_cost(killed):
+def test_stages_have_their_steps_tokens_and_cost(killed):
     result = wall_time.wall_time(killed, 3.0)
     assert [stage["steps"] for stage in result["stages"]] == [300, 100]
     assert [stage["tokens"] for stage in result["stages"]] == [300 * 2 * 16, 100 * 4 * 16]
@@ -95,7 +95,7 @@ def test_goodput_in_the_metrics_is_that_of_the_report(killed):
     assert records[-1]["goodput"] == pytest.approx(result["seconds"]["steps"] / wall, rel=0.01)
 
 
-def test_a_run_in_a_storage(killed, storage):
+def test_a_run_in_a_storage_has_the_same_report(killed, storage):
     remote = place(f"{storage.address}/run")
     for path in killed.glob("*.jsonl"):
         (remote / path.name).write_bytes(path.read_bytes())
@@ -240,7 +240,7 @@ def test_whatever_the_files_hold_the_shares_add_up_or_a_line_says_why(events, ke
         report.print_parts(result["jobs"], report._JOB)
 
 
-def test_the_command(killed, tmp_path, capsys):
+def test_the_command_prints_draws_and_refuses(killed, tmp_path, capsys):
     picture = tmp_path / "report.png"
     assert report.main([str(killed), str(killed), "--plot", str(picture)]) == 0
     assert picture.stat().st_size > 1000
