@@ -47,7 +47,7 @@ def test_a_model_saved_without_a_head_beside_an_index_of_others(tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_that_was_made_here(tmp_path, name):
+def test_transformers_opens_a_model_that_was_made_here(tmp_path, name):
     """transformers opens what we write without a config.json that came in, also where base.yml
     leaves a key open.
     """
@@ -81,7 +81,7 @@ def split_experts(arrays, kind):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients(tmp_path, name):
+def test_gradients_are_those_of_transformers(tmp_path, name):
     """Of the loss, per tensor within 1e-4 of its largest entry."""
     folder = write_folder(tmp_path, name)
     config, model = config_of(folder, "max_target_length=23"), opened(folder)
@@ -104,7 +104,7 @@ def test_gradients(tmp_path, name):
         np.testing.assert_allclose(own, grad, atol=1e-4 * np.abs(grad).max(), rtol=0)
 
 
-def test_training_beside_torch(tmp_path):
+def test_losses_of_training_are_those_of_torch(tmp_path):
     """200 steps of a Qwen3 with AdamW: the gap is that of torch against itself from weights that
     differ by 1e-7."""
     folder = write_folder(tmp_path, "qwen3")

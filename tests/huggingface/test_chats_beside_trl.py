@@ -101,7 +101,7 @@ THOUGHTS = [
 
 @pytest.mark.parametrize("tools", [None, [_CALL]])
 @pytest.mark.parametrize("kind", [*CHATS, "thoughts", "no system"])
-def test_the_template_for_training_qwen3(kind, tools):
+def test_the_training_template_of_qwen3_is_that_of_trl(kind, tools):
     """The text and the answers of TRL's; without earlier thoughts the text of Qwen3's own."""
     chats = CHATS | {"thoughts": THOUGHTS, "no system": THOUGHTS[1:]}
     files = (TEMPLATES / "qwen3.jinja", TEMPLATES / "qwen3_training.jinja")

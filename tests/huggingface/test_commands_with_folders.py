@@ -57,7 +57,7 @@ DATA = ("dataset_type=grain", "eval_fraction=0")
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_and_is_handed_over_when_the_folder_is_gone(tmp_path):
+def test_a_run_continues_and_exports_without_the_folder_that_it_began_with(tmp_path):
     folder = with_tokenizer(tmp_path)
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}")
     for name in "ab":
@@ -93,7 +93,7 @@ def test_a_run_goes_on_and_is_handed_over_when_the_folder_is_gone(tmp_path):
     assert answers[0] == answers[1] and json.loads(answers[0])["tokens"]
 
 
-def test_another_tokenizer_is_handed_over_with_its_marks(tmp_path):
+def test_another_tokenizer_is_exported_with_its_special_ids(tmp_path):
     """The one that the documents had, and not the one that the model came with."""
     folder = with_tokenizer(tmp_path)
     other = tmp_path / "other"
@@ -124,7 +124,7 @@ def other_tokenizer(folder, size):
     return f"tokenizer_path={folder}"
 
 
-def test_what_was_left_by_another_export_is_not_handed_over(tmp_path):
+def test_files_that_another_export_left_are_not_exported(tmp_path):
     """Weights that lay at the same path before, and other files."""
     folder = with_tokenizer(tmp_path)
     hand_over(folder, tmp_path / "out")
@@ -143,7 +143,7 @@ def test_what_was_left_by_another_export_is_not_handed_over(tmp_path):
     assert names[0] == names[1]
 
 
-def test_what_cannot_be_handed_over(tmp_path):
+def test_an_export_that_cannot_be_made_is_refused(tmp_path):
     folder, out = with_tokenizer(tmp_path), tmp_path / "out"
     with pytest.raises(ConfigError, match="has 320 tokens, and the model has vocab_size=300"):
         hand_over(folder, out, other_tokenizer(tmp_path / "large", 320))
@@ -201,7 +201,7 @@ def refused(tmp_path, *more):
     return str(error.value)
 
 
-def test_what_a_folder_says_of_keys(tmp_path):
+def test_a_folder_gives_sizes_and_refuses_others(tmp_path):
     with_tokenizer(tmp_path)
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}")
     config = load(train_arguments(tmp_path, "r", *data), "train")
@@ -239,7 +239,7 @@ def test_what_a_folder_says_of_keys(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices, mesh", [(1, ()), (4, ("ici_pipeline_parallelism=2",))])
-def test_a_finished_run_is_handed_over_once(tmp_path, devices, mesh):
+def test_a_finished_run_is_exported_once(tmp_path, devices, mesh):
     """The folder that convert makes, for each end of the run; from any mesh."""
     with_tokenizer(tmp_path)
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}", "export_huggingface=true")
@@ -278,7 +278,7 @@ def test_a_finished_run_is_handed_over_once(tmp_path, devices, mesh):
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_of_the_weights_that_a_run_begins_with(tmp_path):
+def test_a_run_keeps_the_side_files_of_its_first_weights(tmp_path):
     """Not of those of a start that saved nothing; where it goes on from another's state, of its."""
     other = with_tokenizer(tmp_path).rename(tmp_path / "other")
     folder = with_tokenizer(tmp_path)
@@ -325,7 +325,7 @@ def test_an_answer_to_a_chat_is_that_of_transformers(tmp_path):
     assert marked.returncode == 2 and "a message holds <|im_end|>" in marked.stderr
 
 
-def test_adapters_of_no_model(tmp_path):
+def test_adapters_need_a_model(tmp_path):
     """They may adapt themselves, by their own word; or lack it."""
     (tmp_path / "adapter").mkdir()
     config = tmp_path / "adapter" / "adapter_config.json"
@@ -341,7 +341,7 @@ def test_adapters_of_no_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_template_of_a_run_is_handed_over(tmp_path):
+def test_the_chat_template_of_a_run_is_exported(tmp_path):
     """Where its tokenizer has none: with the whole model, with adapters, and given to generate."""
     size = write_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

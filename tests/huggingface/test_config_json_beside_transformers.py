@@ -187,7 +187,7 @@ SCALINGS = {
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen3", "gemma3", "olmo3"])
-def test_scalings(tmp_path, name):
+def test_scaled_positions_give_the_logits_of_transformers(tmp_path, name):
     """Ours are theirs, and so is what an export says; what nobody reads is named."""
     folder = write_folder(tmp_path / "in", name)
     for case, (scaling, others) in SCALINGS.items():

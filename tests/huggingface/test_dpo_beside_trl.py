@@ -54,7 +54,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_gradients(folders, tmp_path, name):
+def test_losses_and_gradients_are_those_of_trl(folders, tmp_path, name):
     """Within 1e-5, and so are the numbers that are shown under TRL's names."""
     (reference, policy), (ours, theirs, smoothing, at_a_time) = folders, LOSSES[name]
     args = trl.DPOConfig(

@@ -62,7 +62,7 @@ def test_every_feature_bites(tmp_path, name, feature):
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_both_layouts_of_experts(tmp_path, name):
+def test_both_layouts_of_experts_are_read(tmp_path, name):
     """transformers saves experts in a tensor each and, asked for, in one a layer: we read both."""
     model = opened(write_folder(tmp_path / "in", name))
     held = tensors(CONFIGS[name])
@@ -84,7 +84,7 @@ def test_experts_written_in_one_tensor_a_layer(tmp_path, name):
     np.testing.assert_array_equal(theirs(opened(tmp_path / "out")), theirs(opened(folder)))
 
 
-def test_router_and_experts_of_deepseek():
+def test_a_layer_computes_what_that_of_deepseek_does():
     """Of one layer by itself: outputs, and gradients of inputs and weights."""
     E, D, F, sizes = 8, 32, 24, {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
     torch.manual_seed(0)

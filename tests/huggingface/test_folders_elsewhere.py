@@ -30,7 +30,7 @@ def assert_equal(folder, other):
 @pytest.mark.parametrize(
     "storage", ["s3", pytest.param("gs", marks=pytest.mark.long)], indirect=True
 )
-def test_a_storage(storage, tmp_path):
+def test_folders_in_a_storage_are_read_and_written(storage, tmp_path):
     """What is read there, trained from there, and written there."""
     folder = write_folder(tmp_path / "in", "qwen2.5", files=3, dtype="bfloat16")
     root = place(f"{storage.address}/{tmp_path.name}")
@@ -104,7 +104,7 @@ end_process(0)
 """
 
 
-def test_several_processes(tmp_path):
+def test_several_processes_write_the_same_folder(tmp_path):
     """Each reads its part of every tensor, and writes files of its own."""
     folder = write_folder(tmp_path / "in", "qwen3", files=2)
     out = tmp_path / "out"

@@ -28,7 +28,7 @@ from maxramp.training.state import abstract_state
     "name",
     ["mixtral", *(pytest.param(x, marks=pytest.mark.slow) for x in EXPERTS if x != "mixtral")],
 )
-def test_experts_in_one_tensor_a_layer(tmp_path, name):
+def test_experts_in_one_tensor_a_layer_are_read(tmp_path, name):
     """As transformers 5 has them in memory: the same weights, read and written."""
     folder = write_folder(tmp_path / "in", name)
     config = config_of(folder)
@@ -59,7 +59,7 @@ UPCYCLED = {
 @pytest.mark.parametrize(
     "name, mesh", [("mistral", "one"), pytest.param("qwen3", "experts", marks=pytest.mark.slow)]
 )
-def test_experts_that_begin_as_a_dense_model(tmp_path, name, mesh):
+def test_a_dense_model_becomes_experts_with_equal_logits(tmp_path, name, mesh):
     """Each as its MLP: the model begins equal to it, and its routers tell tokens apart."""
     folder = write_folder(tmp_path, name)
     dense, model = on_mesh(folder, "one")
@@ -95,7 +95,7 @@ def test_a_run_says_that_its_experts_begin_at_another_loss(tmp_path, normalized)
         ("llama2", "decoder_block=mixtral base_moe_mlp_dim=24", "but the config makes it"),
     ],
 )
-def test_experts_that_no_dense_model_can_become(tmp_path, name, keys, says):
+def test_a_dense_model_that_cannot_become_these_experts_is_refused(tmp_path, name, keys, says):
     folder = write_folder(tmp_path, name)
     config = config_of(folder, *keys.split(), "num_experts=4", "num_experts_per_tok=2")
     model = abstract_state(config.recipe, make_mesh(config)).model

@@ -63,7 +63,7 @@ def write(path, **wrong):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refused(case, tmp_path):
+def test_a_torn_file_is_refused_in_one_line(case, tmp_path):
     wrong, says = CASES[case]
     write(tmp_path / "m.gguf", **wrong)
     with pytest.raises(ConfigError) as caught:

@@ -62,7 +62,7 @@ def opened_here(path: pathlib.Path):
 
 
 @pytest.mark.parametrize(("name", "config"), CASES)
-def test_an_adapter_that_peft_made(tmp_path, name, config):
+def test_an_adapter_of_peft_gives_its_logits_both_ways(tmp_path, name, config):
     """Its logits as it is and merged into its base; written again, PEFT opens it."""
     base = write_folder(tmp_path / "base", name)
     expected = theirs(adapted_by_peft(base, tmp_path / "adapter", **config), TOKENS_BT)
@@ -83,7 +83,7 @@ def test_an_adapter_that_peft_made(tmp_path, name, config):
     assert written["layers_to_transform"] == config.get("layers_to_transform", chosen)
 
 
-def test_layers_that_are_not_adapted_alike(tmp_path):
+def test_layers_with_different_adapters_are_refused(tmp_path):
     base = write_folder(tmp_path / "base", "qwen2.5")
     pattern = r".*(layers\.0\..*q_proj|layers\.1\..*v_proj)"
     adapted_by_peft(base, tmp_path / "adapter", target_modules=pattern)
@@ -102,7 +102,7 @@ def test_a_merge_rounds_once(tmp_path):
         np.testing.assert_allclose(x.read(0, x.rows), expected[name], atol=1e-6, err_msg=name)
 
 
-def test_gradients(tmp_path):
+def test_gradients_are_those_of_peft(tmp_path):
     """Of the loss, per tensor within 1e-4 of its largest entry."""
     base = write_folder(tmp_path / "base", "qwen2.5")
     peer = adapted_by_peft(base, tmp_path / "adapter", use_rslora=True)
@@ -129,7 +129,7 @@ def test_gradients(tmp_path):
 
 
 @pytest.mark.parametrize("modules", [["q_proj", "v_proj"], "all-linear"])
-def test_an_adapter_of_a_model_that_sees(tmp_path, modules):
+def test_an_adapter_of_a_larger_model_is_read_and_written(tmp_path, modules):
     """It is read as its base is; what belongs to vision is named; written again, PEFT opens it."""
     text = {key: x for key, x in CONFIGS["gemma3"].items() if key != "torch_dtype"}
     vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

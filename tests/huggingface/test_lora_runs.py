@@ -33,7 +33,7 @@ def refused(*arguments, **options):
     return done.stderr
 
 
-def test_a_run_of_adapters(tmp_path):
+def test_adapters_restart_on_their_base_alone(tmp_path):
     """It goes on to the same losses, on the same base alone; its checkpoints do not hold that. What
     it hands over begins another run, or makes a whole model."""
     base = write_folder(tmp_path / "base", "llama2")
@@ -73,7 +73,7 @@ def test_a_run_of_adapters(tmp_path):
     assert not (tmp_path / "whole/adapter_config.json").exists()
 
 
-def test_adapters_of_a_run_that_trains_on(tmp_path):
+def test_adapters_keep_the_checkpoint_that_they_began_with(tmp_path):
     """They keep the checkpoint that they began with, wherever it lies later; no other does."""
     base = write_folder(tmp_path / "base", "llama2")
     whole = train_arguments(tmp_path, "r", base, "export_huggingface=False")

@@ -82,7 +82,7 @@ def assert_same(folder, one, other):
     return own, actual
 
 
-def test_packed_chats(folder):
+def test_adapters_of_chats_are_the_same_on_two_processes(folder):
     """With layers chosen, Muon, phases and a named held-out set: a run that stops at a phase and
     goes on is one of two processes; it writes the same as what it hands over."""
     keys = ("max_target_length=64", "opt_type=muon", "trainable_layers=[1,3]", "num_epoch=2")
@@ -117,7 +117,7 @@ def test_packed_chats(folder):
     assert written[0] == written[1]
 
 
-def test_pairs(folder):
+def test_adapters_of_pairs_are_the_same_on_two_processes(folder):
     """The reference is the base, also of adapters that are trained already; with phases, on one
     process as on two."""
     keys = ("max_target_length=95", f"grain_train_files={folder}/pairs.jsonl", "eval_interval=-1")
@@ -148,7 +148,7 @@ def reference(run):
     return [(row["chosen"], row["rejected"]) for row in map(json.loads, lines)]
 
 
-def test_a_phase_changes_positions(folder):
+def test_adapters_of_changed_positions_are_exported_merged(folder):
     """What a run hands over is the whole model then, since PEFT opens the base as it was."""
     keys = ("max_target_length=95", f"grain_train_files={folder}/chats.jsonl", "num_epoch=1")
     keys += ("phases={0: {global_batch_size: 4}, 4: {rope_max_timescale: 50.0}}",)

@@ -59,7 +59,7 @@ def on_mesh(folder, mesh, *keys):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits(tmp_path, name):
+def test_logits_are_those_of_transformers(tmp_path, name):
     """Of transformers, within 1e-5 of their range."""
     folder = write_folder(tmp_path, name)
     config, model = on_mesh(folder, "one")
@@ -111,7 +111,7 @@ def assert_same_tensors(folder, expected):
         np.testing.assert_array_equal(actual[name].read(0, actual[name].rows), x)
 
 
-def test_dtypes(tmp_path):
+def test_tensors_are_read_in_their_dtype_and_held_in_ours(tmp_path):
     """Tensors are read in theirs and held in ours; bfloat16 goes round bit-equal."""
     folder = write_folder(tmp_path / "in", "llama2", dtype="bfloat16")
     config, model = on_mesh(folder, "one", "weight_dtype=bfloat16")
@@ -160,7 +160,7 @@ def test_config_json_says_what_was_changed(tmp_path, name):
 
 
 @pytest.mark.parametrize("mesh", ["one", "all axes"])
-def test_a_larger_vocabulary(tmp_path, mesh):
+def test_new_rows_of_a_larger_vocabulary_are_the_mean_of_the_others(tmp_path, mesh):
     """New rows are the mean of the others, so that no new token is likely; the rest stays."""
     folder = write_folder(tmp_path, "llama2")
     _, model = on_mesh(folder, mesh, "vocab_size=48")
@@ -258,7 +258,7 @@ def test_a_damaged_folder_is_refused_by_name(tmp_path, what, says):
         load(folder, config)
 
 
-def test_a_head_that_was_not_saved(tmp_path):
+def test_a_missing_head_has_a_remedy(tmp_path):
     folder, held = write_folder(tmp_path, "llama2"), tensors(CONFIGS["llama2"])
     del held["lm_head.weight"]
     write_file(folder / "model.safetensors", held)
@@ -300,7 +300,7 @@ def test_the_text_model_of_a_larger_one_opens_and_is_exported_alone(tmp_path, na
 
 
 @pytest.mark.parametrize("ids", ['"2"', "true", '{"a": 1}', '["2"]'])
-def test_end_marks_that_are_no_ids(tmp_path, ids):
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path, ids):
     folder = write_folder(tmp_path, "llama2")
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
     with pytest.raises(ConfigError, match="generation_config.json: eos_token_id=.* is neither"):
@@ -359,12 +359,12 @@ def test_end_marks_that_are_no_ids(tmp_path, ids):
         ),
     ],
 )
-def test_a_model_that_is_none_of_ours(changes, says):
+def test_a_config_json_of_another_computation_is_refused(changes, says):
     with pytest.raises(ConfigError, match=f"^FILE: .*{says}"):
         config_json.read_keys(CONFIGS["llama2"] | changes, "FILE")
 
 
-def test_what_config_json_need_not_say():
+def test_what_config_json_leaves_open_is_filled_in():
     """As transformers' classes fill it in."""
     few = {"hidden_size": 64, "num_attention_heads": 32, "intermediate_size": 8, "vocab_size": 9}
     few["num_hidden_layers"] = 1
@@ -381,7 +381,7 @@ def test_what_config_json_need_not_say():
 
 
 @pytest.mark.parametrize("name", ["llama2", "mixtral"])
-def test_an_export_goes_on_where_it_was_stopped(tmp_path, monkeypatch, name):
+def test_an_export_continues_where_it_was_stopped(tmp_path, monkeypatch, name):
     """What it has written stays as it is; another model's begins anew."""
     folder = write_folder(tmp_path / "in", name)
     config, model = on_mesh(folder, "one")

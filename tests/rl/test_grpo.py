@@ -120,11 +120,11 @@ def refused(capsys, *arguments):
         (["decode_sampling_top_k=50"], "decode_sampling_top_k=50"),
     ],
 )
-def test_what_is_wrong_is_one_line(capsys, keys, says):
+def test_an_error_is_one_line(capsys, keys, says):
     assert says in refused(capsys, *keys)
 
 
-def test_a_file_of_few_prompts(tmp_path):
+def test_more_prompts_than_the_passes_have_are_refused(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1="}\n' * 3)
     keys = load([RL, f"prompt_file={tmp_path / 'p.jsonl'}", "num_epoch=3"]).rollout
     prompts = FilePrompts(keys.prompt_file, 0)
@@ -162,7 +162,7 @@ def test_evaluations_compare_by_prompts_and_rewards(tmp_path, monkeypatch):
     assert others[0] != first[0] and others[1] == first[1]
 
 
-def test_prompts_that_are_chats(tmp_path):
+def test_chats_become_prompts_by_the_template(tmp_path):
     """Their text is the template's, up to where an answer begins; its marks are marks."""
     pytest.importorskip("jinja2")
     write_tokenizer(tmp_path)
@@ -195,7 +195,7 @@ def test_prompts_that_are_chats(tmp_path):
         (None, "cannot be read: No such file"),
     ],
 )
-def test_a_file_that_holds_no_prompts(tmp_path, text, says):
+def test_a_file_without_prompts_is_refused(tmp_path, text, says):
     path = tmp_path / "prompts.jsonl"
     if text is not None:
         path.write_text(text)
@@ -204,12 +204,12 @@ def test_a_file_that_holds_no_prompts(tmp_path, text, says):
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/p.jsonl", "p\0.jsonl", "\ud800"])
-def test_a_path_that_cannot_be(path):
+def test_a_path_that_cannot_exist_is_refused(path):
     with pytest.raises(ConfigError, match="prompt_file=.*: cannot be read: "):
         FilePrompts(path, 0)
 
 
-def test_a_prompt_that_leaves_no_room(tmp_path):
+def test_a_prompt_that_leaves_no_room_is_refused(tmp_path):
     bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "ab"}\n{"prompt": "1+2="}\n')
@@ -292,7 +292,7 @@ def test_weights_that_are_missing_come_with_the_command_that_makes_them(tmp_path
     assert (sums.run.base_output_directory, sums.run.run_name) == ("output", "sums")
 
 
-def test_maxtexts_names_are_taken():
+def test_names_of_maxtext_are_accepted():
     keys = ("batch_size=8", "num_batches=5", "rl.num_generations=3", "rl.grpo_beta=0.5")
     config = load([RL, "rampup_batch_size=none", *keys, "micro_batch_size=-1"], note=len)
     assert (config.batch.global_batch_size, config.batch.steps) == (8, 5)

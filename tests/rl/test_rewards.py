@@ -114,7 +114,7 @@ def work(*names, workers=1, timeout=30.0):
         return rewards.submit(PROMPTS, ANSWERS, TRUTHS).result()[0]
 
 
-def test_each_function_of_each_answer():
+def test_each_function_rewards_each_answer_in_order():
     """In the order of the answers, however many processes share them."""
     actual = work("length", "right", "process", workers=2)
     assert actual[:, :2].tolist() == [[1, 1], [3, 0], [3, 0]]
@@ -141,7 +141,7 @@ def test_each_function_of_each_answer():
         ("large", r"of_test:large returned 1e\+300, which is not a finite float32 number"),
     ],
 )
-def test_one_that_fails_is_named_with_its_prompt(name, error):
+def test_a_function_that_fails_is_named_with_its_prompt(name, error):
     namespace = {}
     exec(FUNCTIONS, namespace)
     functions = {f"of_test:{each}": namespace[each] for each in ("length", name)}
@@ -162,15 +162,15 @@ def test_a_failure_in_a_worker_ends_the_step(name, error):
         work("length", name, timeout=2.0 if name == "hangs" else 30.0)
 
 
-def test_one_that_computes_with_jax_has_a_cpu():
+def test_a_function_that_uses_jax_has_a_cpu():
     assert work("on_cpu")[:, 0].tolist() == [0.5, 1.5, 1.5]
 
 
-def test_each_has_lists_of_its_own():
+def test_each_function_has_lists_of_its_own():
     assert work("changes", "length", "right").tolist() == [[0, 1, 1], [0, 3, 0], [0, 3, 0]]
 
 
-def test_one_that_uses_multiprocessing():
+def test_a_function_may_use_multiprocessing():
     assert work("in_pool")[:, 0].tolist() == [1, 3, 3]
 
 
@@ -187,7 +187,7 @@ def is_running(pid):
     return True
 
 
-def test_what_one_started_ends_with_the_run():
+def test_processes_of_a_function_end_with_the_run():
     assert not is_running(int(work("starts")[0, 0]))
 
 
@@ -195,7 +195,7 @@ def test_what_one_started_ends_with_the_run():
     "name, error",
     [("starts_and_hangs", "reward_timeout_seconds=2"), ("starts_and_dies", "exit status 3")],
 )
-def test_what_one_started_ends_with_its_worker(name, error):
+def test_processes_of_a_function_end_with_its_worker(name, error):
     with contextlib.closing(Rewards([f"of_test:{name}"], 1, 2.0)) as rewards:
         with pytest.raises(TrainingError, match=error):
             rewards.submit(PROMPTS, ANSWERS, TRUTHS).result()
@@ -213,13 +213,13 @@ def test_the_source_of_a_module_is_found_without_importing_it(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["of_test:none", "no_module:f", "of_test:value", "exits:f"])
-def test_one_that_is_not_there(tmp_path, name):
+def test_a_function_that_cannot_be_imported_is_refused(tmp_path, name):
     (tmp_path / "exits.py").write_text('import sys\nsys.exit("usage: exits FILE")\n')
     with pytest.raises(ConfigError, match=f"rewards: {name} cannot be imported"):
         Rewards([name], 1, 30.0)
 
 
-def test_one_that_cannot_be_started(tmp_path, monkeypatch):
+def test_a_module_that_ends_or_hangs_at_its_import_is_refused(tmp_path, monkeypatch):
     (tmp_path / "dies_early.py").write_text("import os\nos._exit(3)\n")
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(60)\n")
     with pytest.raises(ConfigError, match=r"process ended \(exit status 3\) while it imported"):

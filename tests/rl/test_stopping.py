@@ -31,7 +31,7 @@ def length(prompts, answers, truths):
 
 
 @pytest.mark.long
-def test_it_is_given_up_and_repeated(tmp_path, cache_dir):
+def test_a_long_step_is_given_up_and_repeated(tmp_path, cache_dir):
     """What was done before it is saved, and the restart is the same run."""
     (tmp_path / "slow.py").write_text(SLOW)
     keys = (f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}")

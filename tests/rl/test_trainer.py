@@ -142,7 +142,7 @@ MIXTURE += ("load_balance_loss_weight=0.1", "load_balance_loss_scope=step", "lea
         ),
     ],
 )
-def test_the_update_depends_on_no_cutting(rewards, micro, model, keys, devices):
+def test_the_update_does_not_depend_on_parts_or_mesh(rewards, micro, model, keys, devices):
     model += ("grpo_beta=0.1",)
     steps = 2 if "load_balance_loss_scope=step" in model else 1
     (*_, whole), change = Run(rewards, 4, *model)(steps)
@@ -206,7 +206,7 @@ def test_a_step_repeats_to_the_last_bit(rewards):
     assert first[0]["compile_seconds"] > 0 == again[1]["compile_seconds"]
 
 
-def test_prompts_of_a_file(tmp_path):
+def test_each_pass_has_every_prompt_once(tmp_path):
     """Each once in every pass, in an order of its own."""
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"prompt": "p{i}", "answer": {i}}}\n' for i in range(7)))
