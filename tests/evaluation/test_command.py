@@ -42,7 +42,7 @@ def test_scores_of_a_folders_task_are_those_of_its_answers(tmp_path, cache_dir, 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         (("--limit", "2.5"), "--limit 2.5 must be a whole number"),
         (("--limit", "inf"), "--limit inf must be"),
