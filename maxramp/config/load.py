@@ -84,8 +84,7 @@ def merge_source(values: MutableMapping[str, Any], source: Source) -> None:
 
 
 def unset_batch() -> dict[str, Any]:
-    """Returns the keys of a run's batch and length without values, for another ramp in their
-    place."""
+    """Returns the keys of batch and length without values, so that others can replace them."""
     options = itertools.chain(*RAMP_CHOICES.values())
     unset = {name: base.unset(name) for keys in (*_NOTATIONS, *_LENGTHS) for name in keys}
     return {name: base.base()[name] for name in options} | unset | {"phases": {}}
@@ -291,8 +290,7 @@ def _split(argument: str) -> tuple[str, Any]:
 
 
 def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
-    """Reads a config file and those that it is based on, the base first. Their paths are relative
-    to the file that names them."""
+    """Reads a config file and its bases, the base first; paths are relative to the naming file."""
     path = place(named)
     if above and not is_object_storage(named):
         path = above[-1].parent / os.path.expanduser(named)

@@ -88,8 +88,7 @@ class Generator:
         config: GenerationConfig,
         options: Mapping[str, Any] | None = None,
     ):
-        """Traces the programs for a model, or for its shapes and shardings; `options` are the
-        compiler's."""
+        """Prepares for a model, or its shapes and shardings; `options` are the compiler's."""
         self.config, self._keys, mesh = config, keys, mesh_of(model)
         if mesh.shape["stage"] > 1:
             raise ConfigError(
@@ -106,7 +105,7 @@ class Generator:
             jit_options["out_shardings"] = [x.sharding for x in leaves]
         self.prepare = Jitted(mesh, lambda model: jax.tree.leaves(prepare(model)), **jit_options)
         self._prefill = jit(self._read_prompts, static_argnames=("length", "slots"))
-        # The states and rows of a step take the place of those of the step before.
+        # A step reuses the memory of the states and rows of the step before.
         self._decode = jit(
             self._write, static_argnames=("sampling", "stop_ids"), donate_argnums=(1, 2)
         )
@@ -243,8 +242,7 @@ class Generator:
         return NamedSharding(self._mesh, ROWS_BT if x.ndim == 2 else ROWS_B)
 
     def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
-        """Returns the states after the first `length` tokens of every row, with room for
-        `slots`."""
+        """Returns the states after the first `length` tokens of each row, with `slots` slots."""
         model, keys, count = self._structure.unflatten(weights), self._keys, len(rows.lengths_B)
         empty = [block.mixer.empty_state(keys, count, length) for block in model.layers]
         first_B = jnp.zeros_like(rows.lengths_B)

@@ -107,8 +107,7 @@ def _expand(value: Any) -> Any:
 
 
 def expand_path(name: str, value: Any) -> Any:
-    """Replaces the environment's variables in a path, or a mapping of paths; refuses variables that
-    are not set."""
+    """Replaces the environment's variables in a path or a mapping of paths; refuses unset ones."""
     expanded = _expand(value)
     for path in expanded.values() if isinstance(expanded, Mapping) else [expanded]:
         variable = re.search(r"\$(\w+|\{[^}]*\})", str(path), re.ASCII)

@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> tuple[jax.Array, Aux]:
-        """Returns the vectors [B, T, D] for `logits`, and the layers' sums. Padding counts as token
+        """Returns vectors [B, T, D] for `logits`, and the layers' sums. Padding counts as token
         0."""
         x_BTD = self._embed(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
@@ -125,7 +125,7 @@ class Decoder(nnx.Module):
         return weight_DV.astype(dtype)
 
     def cast(self, dtype: str, apart: Iterable[str] = ()) -> "Decoder":
-        """Casts the weights of products; their gradients stay apart over the axes `apart`
+        """Casts products' weights; gradients stay apart over axes `apart`
         (`sharding.weight_spec`)."""
 
         def cast(x: jax.Array) -> jax.Array:

@@ -73,8 +73,7 @@ def key_copies(query_heads: int, key_heads: int, devices: int) -> int:
 
 
 def select_strategy(requested: str, query_heads: int, key_heads: int, devices: int) -> str:
-    """Returns the requested value of context_parallel_strategy; for "autoselected" heads are shared
-    out if possible."""
+    """Returns the requested strategy; for "autoselected" "ulysses" if heads can be shared out."""
     if requested != "autoselected":
         return requested
     return "ulysses" if key_copies(query_heads, key_heads, devices) else "all_gather"
@@ -108,7 +107,7 @@ class Execution(RopeKeys):
 class ModelKeys(Execution):
     """A decoder, and how its passes are computed."""
 
-    decoder_block: str  # a family of `families.table`, which stands above the sections
+    decoder_block: str  # one of `families.table`, which checks it (`check_family`)
     base_emb_dim: int = minimum(1)
     base_num_query_heads: int = minimum(1)
     base_num_kv_heads: int = minimum(1)

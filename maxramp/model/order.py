@@ -11,8 +11,7 @@ from maxramp.parallel.mesh import attach_mesh, mesh_of
 
 
 def order_by_layer(tree: Any) -> Any:
-    """Returns the tree as checkpoints store it, with layers on one axis: for any number of pipeline
-    stages."""
+    """Returns the tree as checkpoints store it: layers on one axis, for any number of stages."""
     if not any(map(_is_circular, weights_of(tree))):
         return tree
     mesh, is_abstract = mesh_of(tree), isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)

@@ -233,8 +233,7 @@ def _micro_batch_at(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array
 def _exchange(
     slots_kBTD: jax.Array, y_BTD: jax.Array, t: jax.Array, S: int, R: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the next slots (inputs to come, and results) and x; y is the stages' output of tick
-    t."""
+    """Returns the next slots (inputs to come, and results) and x; y is the output of tick t."""
     return _run_move(_move, S, R, slots_kBTD, y_BTD, t)
 
 

@@ -21,7 +21,7 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
 
     They are 6 for each active weight of a matrix product (4 if it is frozen), and three times those
     of mixers without weights (PaLM, arXiv 2204.02311, appendix B; MaxText). The embedding's lookup
-    is no product.
+    is not one.
     """
     D, family = keys.base_emb_dim, FAMILIES[keys.decoder_block]
     products, adapters, mixed = D * keys.vocab_size, 0, 0

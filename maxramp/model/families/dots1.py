@@ -1,4 +1,4 @@
-"""dots.llm1: a Qwen3 with DeepSeek-V3's mixtures of experts behind some dense layers (arXiv
+"""dots.llm1: a Qwen3 with DeepSeek-V3's mixtures of experts after some dense layers (arXiv
 2506.05767)."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and behind attention and MLP, windows in every other layer, caps of scores
+"""Gemma 2: norms before and after attention and MLP, windows in every other layer, caps of scores
 and logits (arXiv 2408.00118)."""
 
 import functools

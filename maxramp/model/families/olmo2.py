@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, and of the queries and keys of all heads together (arXiv
+"""OLMo 2: norms after attention and MLP, and of the queries and keys of all heads together (arXiv
 2501.00656)."""
 
 import dataclasses

@@ -1,5 +1,5 @@
 """OLMo 3: an OLMo 2 in which three of four layers see a window (arXiv 2512.13961). `rope_type=yarn`
-is of those that see all."""
+scales those that see all."""
 
 import dataclasses
 import functools

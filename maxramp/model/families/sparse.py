@@ -35,8 +35,7 @@ def pattern(keys: ModelKeys) -> Pattern:
 def blocks(
     change: Callable[[ModelKeys], ModelKeys] = lambda keys: keys, **attention: Any
 ) -> Mapping[str, Callable[..., Any]]:
-    """Returns the blocks by kind; experts are built from `change(keys)`, attention with these
-    arguments."""
+    """Returns blocks by kind, with experts of `change(keys)`, and `attention`'s arguments."""
     from maxramp.model.block import Block
     from maxramp.model.mixers.attention import Attention
     from maxramp.model.parts.experts import Experts
@@ -98,8 +97,7 @@ NAMES = {name: name for name in ("num_experts", "num_experts_per_tok", "norm_top
 
 
 def dense_tensors(dense: Mapping[str, str]) -> dict[str, str]:
-    """Maps a dense model's tensors to weights of experts, each a copy of its MLP (Komatsuzaki et
-    al., arXiv 2212.05055)."""
+    """Maps a dense model's tensors to experts, all copies of its MLP (arXiv 2212.05055)."""
     sparse = {path.replace(".dense.", ".sparse."): tensor for path, tensor in dense.items()}
     for ours, theirs in (("gate_DF", "gate_EDF"), ("up_DF", "up_EDF"), ("out_FD", "out_EFD")):
         sparse[f"layers.sparse.mlp.{theirs}"] = sparse.pop(f"layers.sparse.mlp.{ours}")

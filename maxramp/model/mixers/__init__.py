@@ -1,1 +1,1 @@
-"""How tokens of a row reach each other: a mixer is the part of a layer that does it."""
+"""Mixers: the parts of layers that carry information from token to token."""

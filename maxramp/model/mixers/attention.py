@@ -82,8 +82,7 @@ class KeysAndValues:
 
 
 def _slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
-    """Returns the position of the token in each slot of rows of these lengths: [B, S]. It is below
-    0 for an empty slot."""
+    """Returns the positions of the tokens in slots [B, S], below 0 for empty slots."""
     last_B1 = lengths_B[:, None] - 1
     return last_B1 - (last_B1 - jnp.arange(slots)) % slots
 
@@ -143,8 +142,8 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: KeysAndValues | None = None
     ) -> jax.Array:
-        """Maps [B, T, D] to [B, T, D]; with a state, for tokens after those in it, and adds
-        them."""
+        """Maps [B, T, D] to [B, T, D]; with a state, for tokens after its own, which it then
+        has."""
         angles, execution = shared.angles[mixing.rope], shared.execution
         x_BTD = jax.reshard(x_BTD, X_BTD)
         q_BTHh = dense(x_BTD, self.query_DHh, X_BTHh)

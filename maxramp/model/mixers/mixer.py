@@ -1,4 +1,4 @@
-"""What all layers of a pass share, and what every mixer offers.
+"""The interface of mixers, and what all layers of a pass share.
 
 Shapes: B rows, T tokens, D model width.
 """
@@ -42,8 +42,8 @@ class Mixer(Protocol):
     def __call__(
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: Any = None
     ) -> jax.Array:
-        """Maps [B, T, D] to [B, T, D]; with a state, for tokens after those in it, and adds
-        them."""
+        """Maps [B, T, D] to [B, T, D]; with a state, for tokens after its own, which it then
+        has."""
 
     @staticmethod
     def empty_state(keys: ModelKeys, rows: int, slots: int) -> State:

@@ -1,4 +1,4 @@
-"""What mixers compute of a token: FLOPs and memory follow from it. Imports no JAX."""
+"""Sizes of mixers for one token, from which FLOPs and memory follow. Imports no JAX."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,8 +10,7 @@ from maxramp.stage import StageSpec
 
 
 class MixerSizes(Protocol):
-    """The output widths of a mixer's weights, by their names in Hugging Face's models, and the work
-    that no weight does."""
+    """Widths of a mixer's weights, by their Hugging Face names, and the work without weights."""
 
     reads: Mapping[str, int]  # weights that read the residual stream: their output widths
     writes: Mapping[str, int]  # weights that write to it: their input widths

@@ -1,1 +1,1 @@
-"""What layers are made of: weights, products, norms, attention and its positions, the MLP."""
+"""The parts of layers: weights, products, norms, attention and its positions, MLPs, experts."""

@@ -217,8 +217,7 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0):
 
 
 def attend_plainly(q_BTHh, k, v, axes, mask, visible):
-    """Computes attention as two products and a softmax, on one device. `axes` are those of k and
-    v."""
+    """Computes attention on one device as two products and a softmax; k and v have `axes`."""
     B, T, H, h = q_BTHh.shape
     K = k.shape[axes.index("K")]
     q = q_BTHh.reshape(B, T, K, H // K, h) * mask.query_scale(q_BTHh.shape[-1])

@@ -82,8 +82,7 @@ def plan(experts_BTk: jax.Array, num_experts: int, way: str) -> Plan:
 
 @jax.custom_vjp
 def spread(x_BTD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Sends every token to its experts; returns rows and their weights, [M, D] and [M] on each
-    device."""
+    """Sends tokens to their experts; returns each device's rows [M, D] and their weights [M]."""
 
     def local(x_BTD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
         weights_R = _tokens(weights_BTk, plan).reshape(-1)[plan.order_R]
@@ -134,8 +133,7 @@ def _to_experts(x_BTD: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _from_experts(y_MD: jax.Array, plan: Plan) -> jax.Array:
-    """Adds up the outputs for every token, in float32 and in the order of its choices: [B, T,
-    D]."""
+    """Adds up each token's outputs, in float32, in the order of its choices: [B, T, D]."""
     y_RD = _send(y_MD, plan, back=True)
     y_BTD = jnp.zeros((*plan.slots_BTk.shape[:2], y_RD.shape[1]), jnp.float32)
     for slots_BT in jnp.unstack(plan.slots_BTk, axis=2):

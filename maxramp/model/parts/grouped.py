@@ -53,8 +53,7 @@ def _is_transposed(spec: Spec) -> bool:
 
 
 def _gather(w: jax.Array, spec: Spec) -> jax.Array:
-    """Gathers the weights of a device's experts, in one layer: [E, K, N], or transposed [E, N,
-    K]."""
+    """Gathers a layer's weights of a device's experts: [E, K, N], or transposed [E, N, K]."""
     w_EKN = w.reshape(w.shape[-3:])
     if SHARDS_OF_EXPERT not in spec.partitions:  # gathered before
         return w_EKN
@@ -107,8 +106,7 @@ def _module(kernel: str) -> Any:
 
 
 def select(requested: str, platform: str | None) -> str:
-    """Returns the requested kernel; for "autoselected" the best one that works. `platform` is None
-    if unknown."""
+    """Returns the requested kernel; for "autoselected" the platform's best (None: unknown)."""
     devices = f"{platform or 'unknown'} devices"
     obstacles = {
         "megablox": {f"needs TPUs, not {devices}": platform != "tpu"},

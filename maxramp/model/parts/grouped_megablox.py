@@ -35,8 +35,7 @@ def gradient(
 
 
 def row_tile(rows: int, experts: int) -> int:
-    """Returns an eighth of a group: groups begin and end within tiles, which two groups then
-    visit."""
+    """Returns an eighth of a group, as two groups visit the tile in which one ends."""
     share = max(1, rows // experts // 8)
     return min(_ROW_TILE, max(128, 1 << (share.bit_length() - 1)))
 

@@ -44,8 +44,7 @@ class RMSNorm(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowScale:
-    """A norm's scale that has a gradient for each row too, as that of `rows_BD`, which are
-    zeros."""
+    """A norm's scale with a gradient for each row too, that of the zeros `rows_BD`."""
 
     scale: Weight
     rows_BD: jax.Array
@@ -62,8 +61,7 @@ class RowScale:
 def _give_row_gradients(
     y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array, axes: int
 ) -> jax.Array:
-    """Returns y = x * scale; `rows_BD` gets the gradient that a scale for each row would have. A
-    scale has this many axes."""
+    """Returns y = x * scale; `rows_BD` gets the gradients of a scale, of `axes` axes, per row."""
     return y_BTD
 
 

@@ -94,8 +94,7 @@ _attention.defvjp(_forward, _backward)
 def _forward_kernel(
     q_ref, k_ref, v_ref, first_ref, last_ref, out_ref, lse_ref, *, scale, cap, kept, moving
 ):
-    """Computes a block of queries of one head: outputs, and their weights' sums as logs to base
-    2."""
+    """Computes outputs of a block of queries of a head, and their weights' sums as log2."""
     q_qh, (first_q, last_q, keys) = q_ref[...], _visible(first_ref, last_ref, kept, moving)
 
     def add(j, carry):
@@ -193,8 +192,7 @@ def _scores(products, scale, cap):
 
 
 def _blocks(q_BtHh: jax.Array, backward: bool) -> tuple[int, int, int]:
-    """Returns the tokens of the block that a program keeps and of those it loops over, and its
-    warps."""
+    """Returns the tokens of a program's own block and of those it loops over, and its warps."""
     h = q_BtHh.shape[3]
     bytes_per_token = h * q_BtHh.dtype.itemsize
     kept = _BLOCK if bytes_per_token <= 256 else 64

@@ -40,8 +40,7 @@ class Positions:
         return jnp.arange(tokens, dtype=jnp.int32) if in_order else self.positions_BT
 
     def segment_positions(self, tokens: int) -> jax.Array | None:
-        """Returns each token's position in its segment, int32 [B, T]; None if all rows are 0 to
-        T - 1."""
+        """Returns positions in segments, int32 [B, T]; None if all rows are 0 to T - 1."""
         if self.positions_BT is None and self.segments_BT is not None:
             return self.order(tokens) - starts(self.segments_BT)
         return self.positions_BT
@@ -53,8 +52,7 @@ class Positions:
         return jnp.maximum(first, index - window + 1) if window else first
 
     def count_blocks(self, tokens: int, run: int, window: int) -> jax.Array:
-        """Counts the runs of tokens that each run sees a part of, for rows in order: int32 [n] or
-        [B, n]."""
+        """Counts the runs that each run of tokens sees, for rows in order: int32 [n] or [B, n]."""
         first = self.first_seen(tokens, window)[..., ::run] // run
         return jnp.arange(tokens // run, dtype=jnp.int32) - first + 1
 

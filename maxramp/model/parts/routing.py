@@ -123,8 +123,7 @@ class Router(nnx.Module):
         return Aux(minimized, shown, {LOAD: counts_BE})
 
     def _pass_shares(self, counts_BE: jax.Array) -> Weight:
-        """Returns the experts' shares of a pass; in a pipeline, on each stage, of its layer and
-        rows."""
+        """Returns the experts' shares of a pass; in a pipeline those of each stage's layer."""
         leading = self.matrix_DE.leading
         counts_E = sum_by_stage(counts_BE) if "S" in leading else counts_BE.sum(0)
         return Weight(

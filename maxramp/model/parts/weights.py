@@ -79,8 +79,7 @@ def normal(
     dtype: str,
     leading: str = "",
 ) -> Weight:
-    """Draws a weight from a normal distribution of standard deviation `std`, truncated at 2
-    sigma."""
+    """Draws a weight from a normal distribution with `std`, truncated at 2 sigma."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
     return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes, leading)
@@ -222,8 +221,7 @@ def hash_bits(x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _compute_gradient_once(y: jax.Array) -> jax.Array:
-    """Returns y. Without this XLA for TPUs recomputes its gradient in each product that reads
-    it."""
+    """Returns y, whose gradient XLA for TPUs would else compute in each product that reads it."""
     return y
 
 
@@ -233,8 +231,7 @@ _compute_gradient_once.defvjp(
 
 
 def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape [d, S, B, ...] of rows [B, ...] of all batch axes: copies, stages,
-    others."""
+    """Splits the shape of rows [B, ...] into copies, stages and others: [d, S, B, ...]."""
     S, d = axis_size("stage"), axis_size(*AROUND_STAGES)
     return d, S, rows[0] // (d * S), *rows[1:]
 
