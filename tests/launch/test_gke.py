@@ -93,12 +93,16 @@ def test_every_field_is_in_its_schema(more):
     assert differences(config_map["metadata"], metadata.to_dict()) == []
 
 
-def test_the_configuration_can_be_read_in_its_manifest():
-    """It is a block, line by line, and the jobs read it."""
+def test_the_config_in_the_cluster_is_the_one_launched(tmp_path):
+    """People can read it, as a block, line by line."""
     text = manifests()["config.yaml"]
     assert "  config.yml: |\n    # model_name: default\n" in text and "\n    steps: 90\n" in text
-    config = yaml.safe_load(text)["data"]["config.yml"]
-    assert yaml.safe_load(config)["run_name"] == HARMLESS
+    path = tmp_path / "config.yml"
+    path.write_text(yaml.safe_load(text)["data"]["config.yml"])
+    config = load([str(path)])
+    assert config.run.run_name == HARMLESS and config.checkpoints.stop_at_node_change
+    assert config.batch.step_batch_size_schedule == "0:16 800:32 2000:64"
+    assert config.batch.num_nodes == 4
 
 
 @pytest.mark.parametrize("path", [("spec", "replicas"), ("spec", "failurePolicy", "restarts")])
@@ -150,16 +154,6 @@ def test_tpu_jobs_grow_by_slices():
         assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
         assert m["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
         assert m["metadata"]["annotations"]["maxramp/run-name"] == "no"
-
-
-def test_the_config_in_the_cluster_is_the_one_launched(tmp_path):
-    text = yaml.safe_load(manifests()["config.yaml"])["data"]["config.yml"]
-    path = tmp_path / "config.yml"
-    path.write_text(text)
-    config = load([str(path)])
-    assert config.run.run_name == HARMLESS and config.checkpoints.stop_at_node_change
-    assert config.batch.step_batch_size_schedule == "0:16 800:32 2000:64"
-    assert config.batch.num_nodes == 4
 
 
 def test_what_a_supervisor_gives_up_fails_and_a_stopped_pod_is_replaced():
