@@ -148,8 +148,8 @@ def _make_sets(f: pathlib.Path) -> None:
 
 def grain(files: str, *names: str, **more: str) -> tuple[list[str], tuple[str, ...]]:
     """A corpus of these files with other keys besides; what the line must name."""
-    given = [f"grain_train_files={files}", *(f"{name}={value}" for name, value in more.items())]
-    return ["dataset_type=grain", *given], names
+    options = [f"grain_train_files={files}", *(f"{name}={value}" for name, value in more.items())]
+    return ["dataset_type=grain", *options], names
 
 
 TOKENS = {"tokenize_train_data": "False"}
@@ -329,11 +329,11 @@ def check_line(line: str, names: tuple[str, ...], f: pathlib.Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_one_line(name, f):
     arguments, names = CASES[name]
-    given = [argument.replace("{f}", str(f)) for argument in arguments]
-    if not any(argument.startswith("vocab_size=") for argument in given):
-        given.append("vocab_size=320")
+    options = [argument.replace("{f}", str(f)) for argument in arguments]
+    if not any(argument.startswith("vocab_size=") for argument in options):
+        options.append("vocab_size=320")
     with pytest.raises(ConfigError) as caught:
-        open_sources(make_config(*given).data)
+        open_sources(make_config(*options).data)
     check_line(str(caught.value), names, f)
 
 
@@ -352,12 +352,12 @@ def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     (tmp_path / "held.jsonl").write_text('{"text": "y"}\n')
     keys = (f"grain_train_files={tmp_path}/a.jsonl", "add_bos=False", "add_eos=False")
-    given = (*keys, *(key.replace("{f}", str(tmp_path)) for key in more))
+    options = (*keys, *(key.replace("{f}", str(tmp_path)) for key in more))
     with pytest.raises(ConfigError) as caught:
-        config = make_config("dataset_type=grain", *given)
+        config = make_config("dataset_type=grain", *options)
         open_rows(config.data, True)
     check_line(str(caught.value), (*names, "eval_interval=-1"), tmp_path)
-    unread = make_config("dataset_type=grain", *given, "eval_interval=-1")
+    unread = make_config("dataset_type=grain", *options, "eval_interval=-1")
     assert len(open_rows(unread.data, True).train[0].items)
 
 
@@ -365,10 +365,10 @@ def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
 def test_nothing_is_trained(name, f, tmp_path):
     """As a run, one of them as a process: exit status 2 and the line, no step, no checkpoint."""
     arguments, names = CASES[name]
-    given = [argument.replace("{f}", str(f)) for argument in arguments]
-    if not any(argument.startswith("vocab_size=") for argument in given):
-        given.append("vocab_size=320")
-    outcome = execute(keys(" ".join(given)), f, tmp_path / "run", started=name == list(CASES)[0])
+    options = [argument.replace("{f}", str(f)) for argument in arguments]
+    if not any(argument.startswith("vocab_size=") for argument in options):
+        options.append("vocab_size=320")
+    outcome = execute(keys(" ".join(options)), f, tmp_path / "run", started=name == list(CASES)[0])
     assert outcome.status == 2, outcome.stderr
     assert outcome.stderr.startswith("error: ") and outcome.stdout == "" and not outcome.trained
     check_line(outcome.stderr.removesuffix("\n"), names, f)
@@ -377,8 +377,8 @@ def test_nothing_is_trained(name, f, tmp_path):
 @pytest.mark.slow
 def test_a_bad_row_far_inside_is_not_trained_on(f, tmp_path):
     """Files are too large to read before training: their rows are looked at as they come."""
-    given = f"dataset_type=grain grain_train_files={f}/far.bin vocab_size=264 run_name=far"
-    case = keys(f"{given} enable_data_shuffling=False steps=40 per_device_batch_size=50")
+    options = f"dataset_type=grain grain_train_files={f}/far.bin vocab_size=264 run_name=far"
+    case = keys(f"{options} enable_data_shuffling=False steps=40 per_device_batch_size=50")
     outcome = execute(case, f, tmp_path / "run", started=True, limited=False)
     assert outcome.status == 2
     names = ("{f}/far.bin: document 0, token 20000", "token id 300", "vocab_size=264")
@@ -410,8 +410,8 @@ def test_a_package_that_is_not_installed(package, f, monkeypatch):
     with pytest.raises(
         ConfigError, match=f"needs the package {package}: python -m pip install "
     ) as caught:
-        given = [argument.replace("{f}", str(f)) for argument in PACKAGES[package][0]]
-        open_sources(make_config(*given, "vocab_size=320").data)
+        options = [argument.replace("{f}", str(f)) for argument in PACKAGES[package][0]]
+        open_sources(make_config(*options, "vocab_size=320").data)
     check_line(str(caught.value), ("'.[data]'",), f)
 
 
@@ -468,8 +468,8 @@ PREPARE = {
 @pytest.mark.parametrize("name", PREPARE)
 def test_refused_by_prepare(name, f, tmp_path, capfd):
     text, names = PREPARE[name]
-    given = text.replace("{f}", str(f)).replace("{o}", str(tmp_path / "set")).split()
-    assert prepare.main(given) == 2
+    options = text.replace("{f}", str(f)).replace("{o}", str(tmp_path / "set")).split()
+    assert prepare.main(options) == 2
     error = capfd.readouterr().err
     assert error.startswith("error: ")
     check_line(error.removesuffix("\n"), names, f)

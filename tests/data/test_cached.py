@@ -24,8 +24,8 @@ COLUMN, ALL = "train_data_columns=[body]", "eval_interval=-1"
 
 
 def keys(source, cache, *arguments):
-    given = ("dataset_type=grain", COLUMN, "vocab_size=320", f"data_cache_dir={cache}")
-    return (*given, f"grain_train_files={source}", *arguments)
+    own = ("dataset_type=grain", COLUMN, "vocab_size=320", f"data_cache_dir={cache}")
+    return (*own, f"grain_train_files={source}", *arguments)
 
 
 def rows_of(source, cache, *arguments):
@@ -109,12 +109,16 @@ def test_keys_that_shape_a_set_make_another(tmp_path):
     """Those that lay out its documents do not."""
     (tmp_path / "here").mkdir()
     source, cache = write_file(tmp_path / "here", "jsonl", TEXTS), tmp_path / "cache"
-    for given in ((), ("max_target_length=24",), ("packing=False",), ("eval_fraction=0.5",)):
-        rows_of(source, cache, *given)
+    for options in ((), ("max_target_length=24",), ("packing=False",), ("eval_fraction=0.5",)):
+        rows_of(source, cache, *options)
     assert len(sets_in(cache)) == 1
-    for given in (("add_bos=False",), ("train_data_columns=[id]",), ("grain_file_type=text", ALL)):
+    for options in (
+        ("add_bos=False",),
+        ("train_data_columns=[id]",),
+        ("grain_file_type=text", ALL),
+    ):
         before = len(sets_in(cache))
-        rows_of(source, cache, *given)
+        rows_of(source, cache, *options)
         assert len(sets_in(cache)) == before + 1
     rows_of(source.parent.rename(tmp_path / "elsewhere") / source.name, cache)
     assert len(sets_in(cache)) == 4
@@ -192,8 +196,8 @@ if __name__ == "__main__":
 
 def start(source, cache):
     line = [sys.executable, "-c", OPEN, BASE, *TINY, *keys(source, cache), "steps=1"]
-    given = dict(argument.split("=", 1) for argument in line[4:])
-    line = [*line[:4], *(f"{name}={value}" for name, value in given.items())]
+    merged = dict(argument.split("=", 1) for argument in line[4:])
+    line = [*line[:4], *(f"{name}={value}" for name, value in merged.items())]
     return subprocess.Popen(line, env=environment(), text=True, stdout=subprocess.PIPE)
 
 
@@ -218,7 +222,7 @@ def test_a_kill_leaves_what_the_next_start_continues(tmp_path):
 def test_several_processes_prepare_once(tmp_path):
     source, cache = write_file(tmp_path, "jsonl", TEXTS * 20), tmp_path / "cache"
     started = [start(source, cache) for _ in range(3)]
-    said = [one.communicate()[0] for one in started]
+    printed = [one.communicate()[0] for one in started]
     assert [one.returncode for one in started] == [0] * 3 and len(sets_in(cache)) == 1
-    assert len({text.split()[-1] for text in said}) == 1
-    assert sum("preparing" in text for text in said) == 1
+    assert len({text.split()[-1] for text in printed}) == 1
+    assert sum("preparing" in text for text in printed) == 1

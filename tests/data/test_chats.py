@@ -65,8 +65,8 @@ def folder(tmp_path):
     for i, mark in enumerate(("<|im_start|>", "<|im_end|>")):
         model["added_tokens"].append({"id": size + i, "content": mark, "special": True} | flags)
     (tmp_path / "tokenizer.json").write_text(json.dumps(model))
-    said = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": CHATML}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     return tmp_path
 
 
@@ -125,8 +125,8 @@ def test_what_else_is_trained_on(folder):
         one = [TURNS[0], TURNS[1] | {key: value}, *TURNS[2:]]
         assert trained(folder, {"messages": one}) == ["Yes.<|im_end|>"]
     switches = ("chat_template_switches=[enable_thinking=true]",)
-    said = trained(folder, record, *switches, template=THINKS)
-    assert said == ["assistant\nI<|im_end|>", "b\n</think>\nYes.<|im_end|>"]
+    targets = trained(folder, record, *switches, template=THINKS)
+    assert targets == ["assistant\nI<|im_end|>", "b\n</think>\nYes.<|im_end|>"]
 
 
 def test_a_template_sees_only_what_a_chat_has(folder):
@@ -141,8 +141,8 @@ def test_a_template_sees_only_what_a_chat_has(folder):
 
 def test_forms_of_records():
     """The same chat in every form."""
-    said = [("system", "Be."), ("user", "Who?"), ("assistant", "I")]
-    expected = [{"role": role, "content": content} for role, content in said]
+    turns = [("system", "Be."), ("user", "Who?"), ("assistant", "I")]
+    expected = [{"role": role, "content": content} for role, content in turns]
     talk = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}]
     for record in (
@@ -222,20 +222,16 @@ def test_what_is_wrong_is_one_line(folder, records, arguments, template, parts):
 def test_in_another_process(folder):
     """Chats are read by worker processes, too."""
     items = chats_of(folder, [{"messages": TURNS}], template=THINKS)
-    there = pickle.loads(pickle.dumps(items))
-    assert there[0].tokens.tolist() == items[0].tokens.tolist()
+    copies = pickle.loads(pickle.dumps(items))
+    assert copies[0].tokens.tolist() == items[0].tokens.tolist()
 
 
 def test_inspection(folder, capsys):
     """What is learnt stands in brackets; of control characters their escapes."""
     turns = [{"role": "user", "content": "Who?\r\n\x1b[2J"}, *TURNS[1:]]
     (folder / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    given = (
-        "use_sft=true",
-        f"tokenizer_path={folder}/tokenizer.json",
-        f"data_cache_dir={folder}/x",
-    )
-    assert prepare.main(["--inspect", str(folder / "chats.jsonl"), *given]) == 0
+    own = ("use_sft=true", f"tokenizer_path={folder}/tokenizer.json", f"data_cache_dir={folder}/x")
+    assert prepare.main(["--inspect", str(folder / "chats.jsonl"), *own]) == 0
     shown = capsys.readouterr().out
     assert "<|im_start|>assistant\n⟦assistant\nI<|im_end|>⟧\n<|im_start|>user" in shown
     assert "holds      1 chats" in shown and "targets" in shown
@@ -264,17 +260,17 @@ def test_rows_hold_whole_chats(folder):
     for part in ("1 longer than a row", "1 with marks", "1 without an answer", "are targets"):
         assert part in corpus.description
     (part,) = corpus.train
-    found = []
+    decoded = []
     for i in range(len(part.items)):
         tokens, begins, is_target, *_ = part.items[i]
         ends = [*begins[1:], np.flatnonzero(tokens >= 0)[-1] + 1]
-        found += [
+        decoded += [
             (tokens[a:b].tolist(), is_target[a:b].tolist())
             for a, b in zip(begins, ends, strict=True)
         ]
     kept = [items[i] for i in range(len(records)) if not items[i].left_out]
     expected = [(chat.tokens.tolist(), chat.is_target.tolist()) for chat in kept]
-    assert sorted(found) == sorted(expected) and len(kept) == 57
+    assert sorted(decoded) == sorted(expected) and len(kept) == 57
     cut = chats_of(folder, records, "chats_with_marks=leave_out", "long_chats=cut")
     assert len(cut[7].tokens) == 65 and cut[7].is_target.any()
     with pytest.raises(ConfigError, match="nothing to predict: 1 without an answer"):
@@ -288,16 +284,16 @@ def test_rows_hold_whole_chats(folder):
 
 def test_what_changes_the_text_changes_the_hash(folder):
     hashes = set()
-    for given in (
+    for line in (
         ("", ()),
         (CHATML + " ", ()),
         ("", ("chat_template_date=2026-02-01",)),
         ("", ("chat_template_switches=[a=1]",)),
         ("", ("sft_train_on_completion_only=False",)),
     ):
-        chats_of(folder, [GOOD], *given[1], template=given[0])
-        extra = (f"chat_template={folder}/template.jinja",) if given[0] else ()
-        hashes.add(open_sources(data_keys(folder, *given[1], *extra).data).train[0].hash)
+        chats_of(folder, [GOOD], *line[1], template=line[0])
+        extra = (f"chat_template={folder}/template.jinja",) if line[0] else ()
+        hashes.add(open_sources(data_keys(folder, *line[1], *extra).data).train[0].hash)
     assert len(hashes) == 5
 
 
@@ -315,9 +311,9 @@ def test_parquet(folder):
     parquet = pytest.importorskip("pyarrow.parquet")
     calls = [[{"function": {"name": name, "arguments": {name: {"x": "y"}}}}] for name in ("a", "b")]
     called = [
-        {"messages": [*TURNS[:3], {"role": "assistant", "content": None, "tool_calls": of}]}
-        | {"tools": [{"name": of[0]["function"]["name"], "parameters": {name: {"type": "int"}}}]}
-        for of, name in zip(calls, "ab", strict=True)
+        {"messages": [*TURNS[:3], {"role": "assistant", "content": None, "tool_calls": call}]}
+        | {"tools": [{"name": call[0]["function"]["name"], "parameters": {name: {"type": "int"}}}]}
+        for call, name in zip(calls, "ab", strict=True)
     ]
     records = [*called, {"messages": TURNS}, {"messages": TURNS[2:]}, {"messages": TURNS[:2]}]
     everything = SHOWS + CHATML
@@ -325,12 +321,12 @@ def test_parquet(folder):
     table = arrow.Table.from_pylist(records)
     text, objects = arrow.string(), arrow.map_(arrow.string(), arrow.string())
     arguments = arrow.struct([("a", objects), ("b", objects)])
-    of_call = arrow.struct([("function", arrow.struct([("name", text), ("arguments", arguments)]))])
+    call = arrow.struct([("function", arrow.struct([("name", text), ("arguments", arguments)]))])
     columns = [(name, text) for name in ("role", "content", "thinking")]
-    message = arrow.struct([*columns, ("tool_calls", arrow.list_(of_call))])
+    message = arrow.struct([*columns, ("tool_calls", arrow.list_(call))])
     maps = arrow.array([record["messages"] for record in records], arrow.list_(message))
-    for given in (table, table.set_column(0, "messages", maps)):
-        parquet.write_table(given, folder / "chats.parquet")
+    for variant in (table, table.set_column(0, "messages", maps)):
+        parquet.write_table(variant, folder / "chats.parquet")
         keys = data_keys(
             *(folder, f"grain_train_files={folder}/chats.parquet", "max_target_length=999"),
             f"chat_template={folder}/template.jinja",
@@ -348,8 +344,8 @@ def test_a_mark_in_a_map_of_parquet(folder):
     objects = arrow.map_(arrow.string(), arrow.string())
     columns = [(name, arrow.string()) for name in ("role", "content")]
     messages_of = arrow.list_(arrow.struct([*columns, ("tool_calls", arrow.list_(objects))]))
-    said = [TURNS[0], {"role": "assistant", "content": "x", "tool_calls": [{"a": "</s>"}]}]
-    column = arrow.array([said], messages_of)
+    turns = [TURNS[0], {"role": "assistant", "content": "x", "tool_calls": [{"a": "</s>"}]}]
+    column = arrow.array([turns], messages_of)
     parquet.write_table(arrow.table({"messages": column}), folder / "chats.parquet")
     with pytest.raises(ConfigError, match="record 0: a message holds </s>"):
         open_sources(data_keys(folder, f"grain_train_files={folder}/chats.parquet").data)

@@ -37,8 +37,8 @@ def make_loader(config, first_step=0):
     """A loader of the whole corpus in this process, and its ramp."""
     corpus = open_rows(config.data, True)
     ramp = RampupBatchManager(config.batch)
-    given = config.data, config.reading, corpus, ramp
-    return Loader(*given, Expansion(make_mesh(config), 1), first_step), ramp
+    parts = config.data, config.reading, corpus, ramp
+    return Loader(*parts, Expansion(make_mesh(config), 1), first_step), ramp
 
 
 def whole(batch):
@@ -189,8 +189,8 @@ def test_an_evaluation_is_of_the_same_rows_on_any_devices(texts):
     """And in any batches; the last of them is not full."""
     wanted = np.concatenate(read_run(small(texts))[1])[:21]
     for devices, size in ((1, 4), (1, 3), (8, 1), (8, 4)):
-        given = f"eval_samples=21 eval_per_device_batch_size={size}".split()
-        rows = np.concatenate(read_run(small(texts, *given, devices=devices))[1])
+        options = f"eval_samples=21 eval_per_device_batch_size={size}".split()
+        rows = np.concatenate(read_run(small(texts, *options, devices=devices))[1])
         np.testing.assert_array_equal(rows[:21], wanted)
         assert (rows[21:] == -1).all() and len(rows) == -(-21 // (devices * size)) * devices * size
 

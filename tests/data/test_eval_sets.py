@@ -32,19 +32,19 @@ def keys(files, *arguments):
 
 
 def sets_of(files, *names):
-    given = ", ".join(f"{name}: {files}/{name}.jsonl" for name in names)
-    return f"eval_sets={{{given}}}"
+    sets = ", ".join(f"{name}: {files}/{name}.jsonl" for name in names)
+    return f"eval_sets={{{sets}}}"
 
 
 def test_each_set_has_its_rows_and_training_keeps_all(files):
     config = make_config(*keys(files, sets_of(files, "wiki", "code")))
     corpus = open_rows(config.data, True)
-    found = {
+    counts = {
         part.name: {chr(c) for row in part.items for c in row.tokens if 0 <= c < 256}
         for part in (*corpus.train, *corpus.held_out)
     }
-    train = found.pop(f"{files}/train.jsonl")
-    assert train == set("abc") and found == {"code": set("fgh"), "wiki": set("de")}
+    train = counts.pop(f"{files}/train.jsonl")
+    assert train == set("abc") and counts == {"code": set("fgh"), "wiki": set("de")}
     assert "12 documents to train on and 20 held out in code, wiki" in corpus.description
     told = json.loads(json.dumps(open_sources(config.data).summary))
     unread = {part.name: len(part.items) for part in Corpus.from_summary(told).held_out}
@@ -66,7 +66,7 @@ STREAM = (*GRAIN, "grain_train_files={}/set", "max_target_length=8", "eval_fract
 
 
 @pytest.mark.parametrize(
-    "given, changed, same",
+    "options, changed, same",
     [
         (TEXT, "eval_fraction=0.3", False),
         (TEXT, "max_target_length=17", False),
@@ -91,7 +91,7 @@ STREAM = (*GRAIN, "grain_train_files={}/set", "max_target_length=8", "eval_fract
         ((*STREAM, "grain_eval_files={}/set"), "grain_train_files={}/other", True),
     ],
 )
-def test_evaluations_of_the_same_rows_compare(files, given, changed, same):
+def test_evaluations_of_the_same_rows_compare(files, options, changed, same):
     """Their hash is that of the held-out rows alone, as they are laid out."""
     for name, token in (("set", 1), ("other", 2)):
         write_megatron(files / name, [[[token] * 5]] * 30)
@@ -102,11 +102,11 @@ def test_evaluations_of_the_same_rows_compare(files, given, changed, same):
         corpus = open_rows(config.data, True)
         return train._evaluations(config, corpus)["eval"]
 
-    assert (find(*given) == find(*given, changed)) is same
+    assert (find(*options) == find(*options, changed)) is same
 
 
 @pytest.mark.parametrize(
-    "given, parts",
+    "options, parts",
     [
         ("eval_sets={wiki: nowhere/*.jsonl}", ["eval_sets.wiki: nowhere/*.jsonl: no such file"]),
         ("eval_sets={wiki: ''}", ["eval_sets={'wiki': ''} must give names of letters"]),
@@ -117,10 +117,10 @@ def test_evaluations_of_the_same_rows_compare(files, given, changed, same):
         ("dataset_type=text", ["is read only with dataset_type=grain"]),
     ],
 )
-def test_what_is_wrong_is_one_line(files, given, parts):
-    base = [x for x in keys(files) if not given.startswith("dataset_type")]
+def test_what_is_wrong_is_one_line(files, options, parts):
+    base = [x for x in keys(files) if not options.startswith("dataset_type")]
     with pytest.raises(ConfigError) as caught:
-        open_sources(make_config(*base, sets_of(files, "wiki"), given).data)
+        open_sources(make_config(*base, sets_of(files, "wiki"), options).data)
     line = str(caught.value)
     assert all(part in line for part in parts) and "\n" not in line, line
 
@@ -138,35 +138,37 @@ def test_numbers_of_sets():
     """Each has its own; without a name they are of all tokens, and of no mean of means."""
     sums = {"code": [(6.0, 2.0), (2.0, 2.0)], "wiki": [(9.0, 12.0)]}
     dispatched = evaluation_from_sums(sums, by_batch=True)
-    found = dispatched.to_record(dispatched.numbers, 0.0, 1.0)
-    assert (found["eval_loss_code"], found["eval_tokens_code"]) == (2.0, 4)
-    assert (found["eval_loss_wiki"], found["eval_tokens_wiki"]) == (0.75, 12)
-    assert (found["eval_loss"], found["eval_tokens"]) == (17 / 16, 16)
-    assert found["eval_batch_loss_code"] == [6.0, 2.0] and found["eval_batch_tokens_wiki"] == [12.0]
-    assert found["eval_batch_loss"] == [6.0, 2.0, 9.0]
-    tags = {name: tag_of(name).partition("/")[0] for name in numbers_of(found)}
-    of_tokens = {"eval_tokens", "eval_tokens_code", "eval_tokens_wiki"}
-    assert {name for name, group in tags.items() if group == "batch"} == of_tokens
+    record = dispatched.to_record(dispatched.numbers, 0.0, 1.0)
+    assert (record["eval_loss_code"], record["eval_tokens_code"]) == (2.0, 4)
+    assert (record["eval_loss_wiki"], record["eval_tokens_wiki"]) == (0.75, 12)
+    assert (record["eval_loss"], record["eval_tokens"]) == (17 / 16, 16)
+    assert record["eval_batch_loss_code"] == [6.0, 2.0] and record["eval_batch_tokens_wiki"] == [
+        12.0
+    ]
+    assert record["eval_batch_loss"] == [6.0, 2.0, 9.0]
+    tags = {name: tag_of(name).partition("/")[0] for name in numbers_of(record)}
+    token_keys = {"eval_tokens", "eval_tokens_code", "eval_tokens_wiki"}
+    assert {name for name, group in tags.items() if group == "batch"} == token_keys
     assert tag_of("eval_loss_x_seconds") == "learning/eval_loss_x_seconds"
     step = {"step": 0, "loss": 1.0, "consumed_samples": 8, "global_batch_size": 8}
-    figure = figure_of([step, {"step": 0, "consumed_samples": 8, **found}], "run")
+    figure = figure_of([step, {"step": 0, "consumed_samples": 8, **record}], "run")
     drawn = [text.get_text() for text in figure.legends[0].get_texts()]
     assert drawn == ["loss", "loss on held-out text", "code", "wiki"]
 
 
 def evaluated(folder, name, *arguments):
     """The evaluation of a run of one step, and what the run said."""
-    given = [f"base_output_directory={folder}", f"run_name={name}", "steps=1", "eval_samples=-1"]
-    done = run(BASE, *arguments, *given, "eval_interval=1", "enable_rampup_batch_size=False")
+    options = [f"base_output_directory={folder}", f"run_name={name}", "steps=1", "eval_samples=-1"]
+    done = run(BASE, *arguments, *options, "eval_interval=1", "enable_rampup_batch_size=False")
     assert done.returncode == 0, done.stderr
-    (found,) = [r for r in read_records(folder / name / "metrics.jsonl") if "eval_loss" in r]
-    return found, done.stdout
+    (record,) = [r for r in read_records(folder / name / "metrics.jsonl") if "eval_loss" in r]
+    return record, done.stdout
 
 
 @pytest.mark.slow
 def test_a_set_is_measured_as_where_it_is_the_only_one(files, cache_dir):
     line = (*TINY, *keys(files, "per_device_batch_size=8", f"jax_cache_dir={cache_dir}"))
-    both, said = evaluated(files, "both", *line, sets_of(files, "wiki", "code"))
+    both, output = evaluated(files, "both", *line, sets_of(files, "wiki", "code"))
     alone, _ = evaluated(files, "alone", *line, f"grain_eval_files={files}/wiki.jsonl")
     assert alone["eval_loss"] == both["eval_loss_wiki"]
     assert alone["eval_tokens"] == both["eval_tokens_wiki"]
@@ -174,7 +176,7 @@ def test_a_set_is_measured_as_where_it_is_the_only_one(files, cache_dir):
     mean = np.average([both["eval_loss_wiki"], both["eval_loss_code"]], weights=weights)
     assert both["eval_tokens"] == weights.sum()
     np.testing.assert_allclose(both["eval_loss"], mean, rtol=1e-6)
-    assert f"(code {both['eval_loss_code']:.4f}, wiki {both['eval_loss_wiki']:.4f})" in said
+    assert f"(code {both['eval_loss_code']:.4f}, wiki {both['eval_loss_wiki']:.4f})" in output
 
 
 @pytest.mark.slow
@@ -188,12 +190,12 @@ def test_of_pairs_and_of_chats(tmp_path, cache_dir):
     sets = sets_of(tmp_path, "short", "long")
     sizes = [*TINY[:-3], "vocab_size=320", "enable_tensorboard=False", f"jax_cache_dir={cache_dir}"]
     sizes = [key for key in sizes if key != "vocab_size=264"]
-    made = run(
+    prepared_set = run(
         *(BASE, *sizes, f"base_output_directory={tmp_path}", "run_name=base", "steps=1"),
         *("dataset_type=synthetic", "enable_rampup_batch_size=False", "eval_interval=-1"),
         "max_target_length=95",
     )
-    assert made.returncode == 0, made.stderr
+    assert prepared_set.returncode == 0, prepared_set.stderr
     own = dict(key.split("=", 1) for key in keys_of(tmp_path, tmp_path / "train.jsonl"))
     own |= {
         "load_parameters_path": f"{tmp_path}/base",
@@ -201,20 +203,20 @@ def test_of_pairs_and_of_chats(tmp_path, cache_dir):
         "num_epoch": "4",
     }
     line = [*sizes, *(f"{name}={value}" for name, value in own.items()), "log_eval_batches=True"]
-    found, said = evaluated(tmp_path, "pairs", *line, sets)
-    assert (found["eval_pairs_short"], found["eval_pairs_long"], found["eval_pairs"]) == (3, 6, 9)
-    margins = [found[f"eval_rewards/margins_{name}"] for name in ("short", "long")]
+    mixed, output = evaluated(tmp_path, "pairs", *line, sets)
+    assert (mixed["eval_pairs_short"], mixed["eval_pairs_long"], mixed["eval_pairs"]) == (3, 6, 9)
+    margins = [mixed[f"eval_rewards/margins_{name}"] for name in ("short", "long")]
     mean = np.average(margins, weights=[3, 6])
-    np.testing.assert_allclose(found["eval_rewards/margins"], mean, rtol=1e-6)
-    assert sum(found["eval_batch_loss_short"]) == pytest.approx(3 * found["eval_loss_short"])
-    assert "on held-out pairs" in said and "log-probabilities of 17 pairs" in said
+    np.testing.assert_allclose(mixed["eval_rewards/margins"], mean, rtol=1e-6)
+    assert sum(mixed["eval_batch_loss_short"]) == pytest.approx(3 * mixed["eval_loss_short"])
+    assert "on held-out pairs" in output and "log-probabilities of 17 pairs" in output
 
     chats = [key for key in line if not key.startswith(("use_dpo", "packing", "grain_train"))]
     chats += [f"grain_train_files={tmp_path}/train_chats.jsonl", "grain_packing_type=best_fit"]
-    found, _ = evaluated(
+    mixed, _ = evaluated(
         tmp_path, "chats", *chats, "use_sft=True", sets.replace(".jsonl", "_chats.jsonl")
     )
     answers = [json.loads(x) for x in (tmp_path / "short_chats.jsonl").read_text().splitlines()]
     targets = sum(len(chat["messages"][1]["content"]) + 1 for chat in answers)  # bytes, end mark
-    assert found["eval_tokens_short"] == targets
-    assert found["eval_tokens"] == found["eval_tokens_short"] + found["eval_tokens_long"]
+    assert mixed["eval_tokens_short"] == targets
+    assert mixed["eval_tokens"] == mixed["eval_tokens_short"] + mixed["eval_tokens_long"]

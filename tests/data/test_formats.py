@@ -97,7 +97,7 @@ def write_file(folder: pathlib.Path, kind: str, values: list) -> pathlib.Path:
     records = [{"id": str(i), "body": value} for i, value in enumerate(values)]
     encoded = [v.encode() if isinstance(v, str) else np.asarray(v, "<i4").tobytes() for v in values]
     examples = [example(id=b"7", body=v.encode() if isinstance(v, str) else v) for v in values]
-    made = {
+    writers = {
         "jsonl": ("jsonl", lambda: write_jsonl(records)),
         "gzip": ("json.gz", lambda: gzip.compress(write_jsonl(records))),
         "zstd": ("jsonl.zst", lambda: write_zstd(write_jsonl(records))),
@@ -106,7 +106,7 @@ def write_file(folder: pathlib.Path, kind: str, values: list) -> pathlib.Path:
         "example": ("array_record", lambda: write_array_record(folder / "made", examples)),
     }
     folder.mkdir(exist_ok=True)
-    suffix, make = made[kind]
+    suffix, make = writers[kind]
     path = folder / f"{kind}.{suffix}"
     path.write_bytes(make())
     (folder / "made").unlink(missing_ok=True)
@@ -367,8 +367,8 @@ def test_marks_named_beside_the_tokenizer(models, tmp_path):
 
 
 def corpus(files, *arguments: str) -> Corpus:
-    given = (f"grain_train_files={files}", "train_data_columns=[body]", "vocab_size=320")
-    return open_sources(make_config("dataset_type=grain", *given, *arguments).data)
+    options = (f"grain_train_files={files}", "train_data_columns=[body]", "vocab_size=320")
+    return open_sources(make_config("dataset_type=grain", *options, *arguments).data)
 
 
 def test_documents_of_a_corpus(tmp_path):
@@ -442,13 +442,13 @@ def test_the_hash_is_of_where_documents_begin(tmp_path):
 def test_what_the_hash_of_a_token_file_covers(tmp_path):
     """Its size, and rows from the first to the last; prepared, every token."""
     tokens = np.arange(16 * 5000 + 1, dtype=np.int32) % 250
-    given = [tokens]
+    variants = [tokens]
     for place in (3, len(tokens) - 2, 16 * 40 + 3):  # of the first row, the last one, the 41st
-        given.append(tokens.copy())
-        given[-1][place] += 1
-    given.append(np.append(tokens, np.int32(1)))
+        variants.append(tokens.copy())
+        variants[-1][place] += 1
+    variants.append(np.append(tokens, np.int32(1)))
     hashes, prepared_hashes = [], set()
-    for number, changed in enumerate(given):
+    for number, changed in enumerate(variants):
         path = tmp_path / str(number)
         write_megatron(path, [[changed]])
         hashes.append(corpus(path, "tokenize_train_data=False").train[0].hash)

@@ -50,14 +50,14 @@ def test_a_name_is_its_files_in_the_cache(cache, tmp_path):
     assert by_name.hash == by_path.hash
     np.testing.assert_array_equal(by_name.encode(TEXTS)[3], by_path.encode(TEXTS)[3])
     for name, path in (("name", NAME), ("path", str(cache))):
-        given = [str(source), "--output", str(tmp_path / name), COLUMN, f"tokenizer_path={path}"]
-        assert prepare_lib.main(given) == 0
+        options = [str(source), "--output", str(tmp_path / name), COLUMN, f"tokenizer_path={path}"]
+        assert prepare_lib.main(options) == 0
     assert content(tmp_path / "name") == content(tmp_path / "path")
     keys = ["dataset_type=grain", f"tokenizer_path={NAME}", "vocab_size=320", COLUMN]
     items = open_sources(make_config(*keys, f"grain_train_files={source}").data).train[0].items
     assert items[3].tokens.tolist() == documents(tmp_path / "name")[3]
-    of_set = make_config(*keys, f"grain_train_files={tmp_path}/name").data
-    assert "not used" not in open_sources(of_set).description
+    set_keys = make_config(*keys, f"grain_train_files={tmp_path}/name").data
+    assert "not used" not in open_sources(set_keys).description
 
 
 def test_a_chat_template_beside_the_tokenizer_comes_with_its_name(cache, monkeypatch):
@@ -155,8 +155,8 @@ def test_a_data_set_by_name(data_set, tmp_path):
     assert (len(items), len(opened.held_out[0].items)) == (len(TEXTS), 9)
     expected = [[256, *text.encode(), 257] for text in TEXTS]
     assert [items[i].tokens.tolist() for i in range(len(items))] == expected
-    given = [*data_set, "--output", str(tmp_path / "set"), "--workers", "1"]
-    assert prepare_lib.main(given) == 0
+    options = [*data_set, "--output", str(tmp_path / "set"), "--workers", "1"]
+    assert prepare_lib.main(options) == 0
     assert documents(tmp_path / "set") == expected
     tenth = open_sources(make_config(*keys, "eval_fraction=0.1").data)
     assert len(tenth.held_out[0].items) == round(0.1 * len(TEXTS))
@@ -167,11 +167,11 @@ def test_a_split_may_be_a_part(monkeypatch):
     asked = []
 
     class Library:
-        def load_dataset(self, *given, **more):
-            asked.append((*given, more["split"]))
+        def load_dataset(self, *arguments, **more):
+            asked.append((*arguments, more["split"]))
             raise OSError
 
-    monkeypatch.setattr(hub, "optional", lambda *given: Library())
+    monkeypatch.setattr(hub, "optional", lambda *arguments: Library())
     part = HubSet("an-org/texts", "en:1", "train[:10%]+test", "body", False)
     for one in (part, pickle.loads(pickle.dumps(part))):
         with pytest.raises(ConfigError, match=r"hf_name=en:1 \(split train\[:10%\]\+test\)"):
@@ -184,13 +184,13 @@ def test_a_set_is_not_written_into_a_data_set(tmp_path, monkeypatch, capsys):
     (tmp_path / "an-org" / "texts").mkdir(parents=True)
     (tmp_path / "an-org" / "texts" / "a.jsonl").write_text("")
     monkeypatch.chdir(tmp_path)
-    given = ["hf_path=an-org/texts", "--output", "an-org/texts", COLUMN]
-    assert prepare_lib.main(given) == 2
+    options = ["hf_path=an-org/texts", "--output", "an-org/texts", COLUMN]
+    assert prepare_lib.main(options) == 2
     assert "--output an-org/texts holds a.jsonl, which" in capsys.readouterr().err
 
 
 def test_no_such_data_set_is_one_line(data_set):
-    for keys, said in (
+    for keys, message in (
         (["hf_path=an-org/nothing"], "neither the cache of datasets nor the hub gives it"),
         (["train_split=nothing"], "(split nothing)"),
         (["train_data_columns=[text]"], "has no text, but body, id"),
@@ -198,7 +198,7 @@ def test_no_such_data_set_is_one_line(data_set):
         with pytest.raises(ConfigError) as caught:
             open_sources(make_config("dataset_type=hf", "vocab_size=264", *data_set, *keys).data)
         line = str(caught.value)
-        assert line.startswith("hf_path=") and said in line and "\n" not in line
+        assert line.startswith("hf_path=") and message in line and "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ LINES = '{"text": "one"}\n{"text": "second text"}\n{"text": "3"}\n'
 
 def prepared(tmp_path) -> str:
     (tmp_path / "in.jsonl").write_text(LINES)
-    given = [str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "set"), "add_bos=False"]
-    assert prepare_lib.main(given) == 0
+    options = [str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "set"), "add_bos=False"]
+    assert prepare_lib.main(options) == 0
     return str(tmp_path / "set")
 
 
@@ -33,8 +33,8 @@ def test_rows_are_shown_as_the_model_sees_them(tmp_path, capsys):
         "row 1, 1 document",
         "tokens 0 to 7, positions 0 to 7, 7 targets: 'nd text</s>' |",
     ]
-    given = ["--inspect", folder, "max_target_length=8", "separate_documents=False"]
-    assert prepare_lib.main(given) == 0
+    options = ["--inspect", folder, "max_target_length=8", "separate_documents=False"]
+    assert prepare_lib.main(options) == 0
     out = capsys.readouterr().out
     assert "each one text" in out and " | " not in out and "8 targets: 'one</s>seco'" in out
     assert "\x1b" not in out
@@ -44,14 +44,14 @@ def test_rows_are_shown_as_the_model_sees_them(tmp_path, capsys):
 
 def test_colours_where_a_terminal_has_them(tmp_path, monkeypatch, capsys):
     """Without them the same text."""
-    folder, said = prepared(tmp_path), []
+    folder, errors = prepared(tmp_path), []
     for colours in (None, "standard"):
         console = Console(highlight=False, force_terminal=True, color_system=colours)
         monkeypatch.setattr(inspection, "Console", lambda console=console, **_: console)
         capsys.readouterr()
         assert prepare_lib.main(["--inspect", folder, "max_target_length=8"]) == 0
-        said.append(capsys.readouterr().out)
-    assert "\x1b[36m'one</s>'" in said[1] and "\x1b" not in said[0]
+        errors.append(capsys.readouterr().out)
+    assert "\x1b[36m'one</s>'" in errors[1] and "\x1b" not in errors[0]
 
 
 def test_a_set_shorter_than_a_row_is_shown_without_rows(tmp_path, capsys):
@@ -67,8 +67,8 @@ def test_a_name_may_have_any_character(tmp_path, capsys):
         folder = folder.rename(tmp_path / name)
         assert prepare_lib.main(["--inspect", str(folder), "max_target_length=8"]) == 0
         assert "rows       2 of" in capsys.readouterr().out
-        given = [str(tmp_path / "in.jsonl"), "--output", str(folder), "add_bos=False"]
-        assert prepare_lib.main(given) == 0
+        options = [str(tmp_path / "in.jsonl"), "--output", str(folder), "add_bos=False"]
+        assert prepare_lib.main(options) == 0
         *_, line = capsys.readouterr().out.splitlines()
         (key,) = (word for word in shlex.split(line) if word.startswith("grain_train_files="))
         keys = ("dataset_type=grain", key, "max_target_length=8", "eval_interval=-1")

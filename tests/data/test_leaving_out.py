@@ -36,16 +36,16 @@ def make_crawl(path: pathlib.Path) -> list[str]:
 
 
 def prepare(source, output, *arguments) -> int:
-    given = (source, "--output", output, "--shard_megabytes", 0.004, COLUMN, *arguments)
-    return prepare_lib.main([str(argument) for argument in given])
+    options = (source, "--output", output, "--shard_megabytes", 0.004, COLUMN, *arguments)
+    return prepare_lib.main([str(argument) for argument in options])
 
 
 def test_bad_records_are_left_out_and_listed(tmp_path, capfd):
     """In order, with their bytes; the same files for any number of workers."""
     texts, source = make_crawl(tmp_path / "crawl.jsonl"), tmp_path / "crawl.jsonl"
     for workers in (1, 3):
-        given = ("--max_bad_records", 6, "--workers", workers)
-        assert prepare(source, tmp_path / f"{workers}", *given) == 0
+        options = ("--max_bad_records", 6, "--workers", workers)
+        assert prepare(source, tmp_path / f"{workers}", *options) == 0
     assert "left out   6 bad records, listed in " in capfd.readouterr().out
     assert content(tmp_path / "1") == content(tmp_path / "3")
     assert [bytes(ids[1:-1]).decode() for ids in documents(tmp_path / "1")] == texts
@@ -83,7 +83,7 @@ def test_too_many_bad_records_end_it(tmp_path, capfd):
 @pytest.mark.parametrize("text", ("-1", "0.1", "many", ""))
 def test_no_number_of_bad_records(text, capfd):
     assert prepare_lib.main(["a.jsonl", "--output", "set", f"--max_bad_records={text}"]) == 2
-    assert "--max_bad_records" in (said := capfd.readouterr().err) and said.count("\n") == 1
+    assert "--max_bad_records" in (error := capfd.readouterr().err) and error.count("\n") == 1
 
 
 def test_bad_records_of_other_formats(tmp_path):
@@ -123,8 +123,8 @@ def test_repeated_documents_are_left_out(tmp_path, capfd):
     for workers, megabytes in ((1, 1), (2, 0.002)):
         output = tmp_path / f"set{workers}"
         sizes = ("--workers", str(workers), "--shard_megabytes", str(megabytes))
-        given = [*map(str, sources), "--output", str(output), COLUMN, *sizes, "--deduplicate"]
-        assert prepare_lib.main(given) == 0
+        options = [*map(str, sources), "--output", str(output), COLUMN, *sizes, "--deduplicate"]
+        assert prepare_lib.main(options) == 0
         repeated = len(texts) - len(expected)
         assert f"left out   {repeated} documents that an earlier one" in capfd.readouterr().out
         assert documents(output) == expected
@@ -132,8 +132,8 @@ def test_repeated_documents_are_left_out(tmp_path, capfd):
         manifest = json.loads((output / "manifest.json").read_text())
         assert manifest["duplicates"] == repeated
         sets.append(manifest["hash"])
-        assert prepare_lib.main(given) == 0 and "prepared already" in capfd.readouterr().out
-        assert prepare_lib.main(given[:-1]) == 2  # the set of all of them is another
+        assert prepare_lib.main(options) == 0 and "prepared already" in capfd.readouterr().out
+        assert prepare_lib.main(options[:-1]) == 2  # the set of all of them is another
         capfd.readouterr()
     assert sets[0] == sets[1]
 
@@ -147,13 +147,13 @@ def test_repeated_hashes_are_found(tmp_path):
         paths.append(tmp_path / str(len(paths)))
         paths[-1].write_bytes(b"".join(preparation._hash_record(str(v)) for v in values))
         expected.append([i for i, v in enumerate(values) if v in seen or seen.add(v)])
-    assert [found.tolist() for found in preparation.find_duplicates(paths)] == expected
+    assert [repeats.tolist() for repeats in preparation.find_duplicates(paths)] == expected
 
 
 def test_threads_encode_one_shard(tmp_path):
     """As one does, byte for byte; also of a compressed file, which has one piece."""
     source = write_file(tmp_path, "zstd", [f"text {i} {'y' * (i % 70)}" for i in range(3000)])
     for workers in (1, 2):
-        given = [str(source), "--output", str(tmp_path / f"{workers}"), "--workers", f"{workers}"]
-        assert prepare_lib.main([*given, COLUMN]) == 0
+        options = [str(source), "--output", str(tmp_path / f"{workers}"), "--workers", f"{workers}"]
+        assert prepare_lib.main([*options, COLUMN]) == 0
     assert content(tmp_path / "1") == content(tmp_path / "2")

@@ -44,18 +44,18 @@ def test_parts_go_on_where_they_were():
     a row in each phase."""
     rows, shuffled = rows_of(None), rows_of(7)
     assert len(rows) == len(shuffled)
-    read, mixed = np.array([[of[r] for r in range(len(of))] for of in (rows, shuffled)])
+    read, mixed = np.array([[order[r] for r in range(len(order))] for order in (rows, shuffled)])
     np.testing.assert_array_equal(read // 1000, mixed // 1000)
     for part, size in enumerate(SIZES):
-        taken = read[read // 1000 == part] % 1000
-        np.testing.assert_array_equal(taken, np.arange(len(taken)) % size)
-        of_shuffled = mixed[mixed // 1000 == part] % 1000
-        for epoch in range(len(taken) // size):
-            whole = of_shuffled[epoch * size : (epoch + 1) * size]
+        part_rows = read[read // 1000 == part] % 1000
+        np.testing.assert_array_equal(part_rows, np.arange(len(part_rows)) % size)
+        shuffled_rows = mixed[mixed // 1000 == part] % 1000
+        for epoch in range(len(part_rows) // size):
+            whole = shuffled_rows[epoch * size : (epoch + 1) * size]
             assert sorted(whole) == list(range(size))
     bounds = [0, *(first for first, _ in LATER), len(rows)]
     for weights, (begin, end) in zip(
-        (WEIGHTS, *(of for _, of in LATER)), itertools.pairwise(bounds), strict=True
+        (WEIGHTS, *(weights for _, weights in LATER)), itertools.pairwise(bounds), strict=True
     ):
         for part, weight in enumerate(weights):
             count = np.cumsum(read[begin:end] // 1000 == part)
@@ -120,13 +120,13 @@ def test_a_part_is_known_by_its_name(files):
     assert "; from row 40 on " in corpus.description and "math.jsonl 0.667" in corpus.description
     alone = opened(files, "phases={}")[0]
     assert alone.hash == corpus.hash and not alone.identity({}).mixtures
-    held_out = [[len(part.items) for part in of.held_out] for of in (corpus, alone)]
+    held_out = [[len(part.items) for part in one.held_out] for one in (corpus, alone)]
     assert held_out[0] == held_out[1]  # nothing of a part that comes later
 
     def saved(consumed):
-        seen = [list(of) for of in corpus.identity({}).mixtures if of[0] < consumed]
-        of = {"corpus_hash": corpus.hash, "config": {}, "versions": {}, "mixtures": seen}
-        return Checkpoint("checkpoints/5", 5, consumed, [], **of)
+        seen = [list(entry) for entry in corpus.identity({}).mixtures if entry[0] < consumed]
+        fields = {"corpus_hash": corpus.hash, "config": {}, "versions": {}, "mixtures": seen}
+        return Checkpoint("checkpoints/5", 5, consumed, [], **fields)
 
     def check(consumed, *more, allowed=()):
         now, _ = opened(files, *more)
@@ -164,9 +164,9 @@ def test_a_part_is_known_by_its_name(files):
         ),
     ],
 )  # fmt: skip
-def test_refused_in_one_line(files, given, named):
+def test_refused_in_one_line(files, options, named):
     with pytest.raises(ConfigError) as caught:
-        opened(files, *(key.format(web=f"{files}/web.jsonl") for key in given))
+        opened(files, *(key.format(web=f"{files}/web.jsonl") for key in options))
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -181,27 +181,29 @@ def test_restarts_around_the_changes(files, tmp_path, cache_dir):
     """Killed at a change, in two processes, and with other phases to come; a part that is used up
     and one that was seen and changed are refused."""
 
-    def given(name, *more):
+    def make_line(name, *more):
         base = (f"base_output_directory={tmp_path / name}", f"jax_cache_dir={cache_dir}")
         return [BASE, *keys_of(files, "run_name=r", *base, *more)]
 
-    done = run(*given("whole"))
+    done = run(*make_line("whole"))
     assert done.returncode == 0, done.stderr
     wanted = losses(tmp_path / "whole")
     for at in (5, 10):
-        killed = run_signalled(at, signal.SIGKILL, *given("killed", "checkpoint_period=1"))
+        killed = run_signalled(at, signal.SIGKILL, *make_line("killed", "checkpoint_period=1"))
         assert killed.returncode == -signal.SIGKILL
-    assert run(*given("killed")).returncode == 0
+    assert run(*make_line("killed")).returncode == 0
     assert losses(tmp_path / "killed") == wanted
 
-    command = [sys.executable, "-m", "maxramp.train", *given("both", "per_device_batch_size=2")]
+    command = [sys.executable, "-m", "maxramp.train", *make_line("both", "per_device_batch_size=2")]
     job = finish(start(command, 2, 1, [tmp_path] * 2))
-    assert [of_process[2] for of_process in job] == [0, 0], job
-    found = losses(tmp_path / "both")
-    assert [(step, rows) for step, _, rows in found] == [(step, rows) for step, _, rows in wanted]
+    assert [outcome[2] for outcome in job] == [0, 0], job
+    losses_of_both = losses(tmp_path / "both")
+    assert [(step, rows) for step, _, rows in losses_of_both] == [
+        (step, rows) for step, _, rows in wanted
+    ]
 
-    refused = run(*given("killed", "total_samples=160", "phases={}"))
+    refused = run(*make_line("killed", "total_samples=160", "phases={}"))
     assert refused.returncode == 2 and "which would change what the run has seen" in refused.stderr
-    short = run(*given("short", "total_samples=2400"))
+    short = run(*make_line("short", "total_samples=2400"))
     assert short.returncode == 2 and short.stderr.count("\n") == 1
     assert "is used up; use num_epoch=" in short.stderr

@@ -214,13 +214,13 @@ def test_what_is_read_ahead_is_bounded(arguments, size, ahead):
     elements = Counted()
     keys = make_config(*arguments).reading
     reading = ReadAhead("element", elements.__getitem__, range(100), keys, size)
-    for taken in range(20):
+    for count in range(20):
         next(reading)
         deadline = time.monotonic() + 5
-        while elements.furthest < taken + ahead and time.monotonic() < deadline:
+        while elements.furthest < count + ahead and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.005)
-        assert elements.furthest <= taken + ahead
+        assert elements.furthest <= count + ahead
     reading.close()
 
 

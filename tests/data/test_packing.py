@@ -28,8 +28,8 @@ def documents(count=200, longest=60, seed=0):
     return [np.arange(e - n, e, dtype=np.int32) for e, n in zip(ends, lengths, strict=True)]
 
 
-def rows_of(texts, *given, **keys):
-    return PackedRows([Document(text) for text in texts], *given, **keys)
+def rows_of(texts, *options, **keys):
+    return PackedRows([Document(text) for text in texts], *options, **keys)
 
 
 def pieces_of(row):

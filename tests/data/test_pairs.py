@@ -72,8 +72,8 @@ def test_the_hash_is_of_every_pair_in_its_place(tmp_path):
     swapped = [*records[:33], records[34], records[33], *records[35:]]
     turned = [*records]
     turned[33] = {"chosen": records[33]["rejected"], "rejected": records[33]["chosen"]}
-    found = [opened(tmp_path, x)[0].hash for x in (records, records, swapped, turned)]
-    assert found[0] == found[1] and len({*found}) == 3
+    hashes = [opened(tmp_path, x)[0].hash for x in (records, records, swapped, turned)]
+    assert hashes[0] == hashes[1] and len({*hashes}) == 3
     both = [opened(tmp_path, records, "eval_fraction=0.1", f"eval_interval={n}") for n in (-1, 8)]
     assert both[0][0].hash == both[1][0].hash
 
@@ -92,9 +92,9 @@ def test_a_row_is_a_pair(tmp_path):
     decode = tokenizers.load("huggingface", str(tmp_path), False, False).decode
     for row, record in enumerate(records[:4]):
         for segment, name in enumerate(("chosen", "rejected")):
-            here = (batch.segments[row] == segment) & (batch.targets[row] >= 0)
+            is_counted = (batch.segments[row] == segment) & (batch.targets[row] >= 0)
             answer = record[name][-1]["content"]
-            assert decode(batch.targets[row][here]) == f"{answer}<|im_end|>"
+            assert decode(batch.targets[row][is_counted]) == f"{answer}<|im_end|>"
             whole = batch.tokens[row][(batch.segments[row] == segment) & (batch.tokens[row] >= 0)]
             text = decode(whole)
             assert text.startswith("<|im_start|>user\n") and answer in text

@@ -72,9 +72,9 @@ def test_a_tokenizer_for_several_sets(tmp_path, capsys):
     """The one that a preparation trains on these inputs; a second one takes no other's place."""
     pytest.importorskip("tokenizers")
     path = str(write_file(tmp_path, "jsonl", TEXTS))
-    given = [path, COLUMN, "--train_bpe", "300"]
-    assert prepare_lib.main([*given, "--output", str(tmp_path / "set")]) == 0
-    only = [*given, "--tokenizer_only", "--output", str(tmp_path / "tok")]
+    options = [path, COLUMN, "--train_bpe", "300"]
+    assert prepare_lib.main([*options, "--output", str(tmp_path / "set")]) == 0
+    only = [*options, "--tokenizer_only", "--output", str(tmp_path / "tok")]
     assert prepare_lib.main(only) == 0
     file = tmp_path / "tok" / "tokenizer.json"
     named = prepared.read_manifest(str(tmp_path / "set"))["tokenizer"]["file"]
@@ -88,9 +88,9 @@ def test_a_tokenizer_for_several_sets(tmp_path, capsys):
 @pytest.mark.parametrize("name, text", [("a.jsonl", ""), ("a.txt", ""), ("b.jsonl", '{"body":""}')])
 def test_no_tokenizer_is_trained_on_nothing(name, text, tmp_path, capsys):
     (tmp_path / name).write_text(text)
-    given = [str(tmp_path / name), COLUMN, "--train_bpe", "300", "--output", str(tmp_path / "set")]
+    line = [str(tmp_path / name), COLUMN, "--train_bpe", "300", "--output", str(tmp_path / "set")]
     for more in ([], ["--tokenizer_only"]):
-        assert prepare_lib.main([*given, *more]) == 2
+        assert prepare_lib.main([*line, *more]) == 2
         assert "--train_bpe 300: the inputs hold no text" in capsys.readouterr().err
         assert not list(tmp_path.glob("set/**/[!.]*"))
 
@@ -145,9 +145,9 @@ def test_the_hash_is_of_tokens_and_document_lengths(tmp_path):
     def hashed(documents, megabytes):
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         source = write_file(tmp_path / f"{folder}.in", "jsonl", documents)
-        given = (COLUMN, "tokenize_train_data=False", "--workers", "1")
+        options = (COLUMN, "tokenize_train_data=False", "--workers", "1")
         sizes = ("--output", str(folder), "--shard_megabytes", str(megabytes))
-        assert prepare_lib.main([str(source), *sizes, *given]) == 0
+        assert prepare_lib.main([str(source), *sizes, *options]) == 0
         manifest = prepared.read_manifest(str(folder))
         return manifest["hash"], len(manifest["shards"])
 
@@ -174,14 +174,14 @@ def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):
         (crawl / name).write_text('{"text": "a document"}\n')
     (tmp_path / "link").symlink_to(crawl)
     (tmp_path / "elsewhere.jsonl").write_text('{"text": "another one"}\n')
-    there = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for name in ("crawl/*.jsonl", "crawl/more/*.json", "elsewhere.jsonl"):
         for output in (crawl, tmp_path / "link"):
             assert prepare_lib.main([str(tmp_path / name), "--output", str(output)]) == 2
             line = capfd.readouterr().err
             assert line.startswith(f"error: --output {output} holds a.tmp, which"), line
             assert line.count("\n") == 1
-    assert there == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert contents == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_a_start_that_wrote_nothing_claims_nothing(tmp_path, capfd):
@@ -189,12 +189,12 @@ def test_a_start_that_wrote_nothing_claims_nothing(tmp_path, capfd):
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
     many(source, 3)
     output.mkdir()
-    given = [str(source), "--output", str(output)]
+    options = [str(source), "--output", str(output)]
     source.write_text("[1]\n")
-    assert prepare_lib.main([*given, "--train_bpe", "300"]) == 2
+    assert prepare_lib.main([*options, "--train_bpe", "300"]) == 2
     assert [path.name for path in output.iterdir()] == [".lock"]
     (output / "shard-00000.bin").write_text("of another tool")
-    assert prepare_lib.main(given) == 2
+    assert prepare_lib.main(options) == 2
     assert "holds shard-00000.bin, which maxramp.prepare did not" in capfd.readouterr().err
     assert (output / "shard-00000.bin").read_text() == "of another tool"
 
@@ -204,16 +204,16 @@ def test_what_other_starts_left_is_removed(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
     many(source, 3000)
     whole = source.read_bytes()
-    given = [str(source), "--output", str(output), "--workers", "1"]
-    assert run_limited(*given, "--train_bpe", "300", kilobytes=30).returncode == 1
+    options = [str(source), "--output", str(output), "--workers", "1"]
+    assert run_limited(*options, "--train_bpe", "300", kilobytes=30).returncode == 1
     source.write_bytes(whole + b"\n[")
-    assert prepare_lib.main([*given, "--shard_megabytes", "0.02"]) == 2
+    assert prepare_lib.main([*options, "--shard_megabytes", "0.02"]) == 2
     work = output / ".preparing"
     left = {path.name for path in (*work.iterdir(), *output.iterdir())}
     assert len(left & {f"shard-{i:05d}.bin" for i in range(5)}) == 5
     assert any(name.endswith(".tmp") for name in left) and any(n[:4] == "bpe-" for n in left)
     source.write_bytes(whole)
-    assert prepare_lib.main([*given, "--shard_megabytes", "1"]) == 0
+    assert prepare_lib.main([*options, "--shard_megabytes", "1"]) == 0
     assert set(content(output)) == {"manifest.json", "shard-00000.bin", "shard-00000.idx"}
 
 
@@ -226,13 +226,13 @@ def test_another_size_of_the_tokenizer_is_another_tokenizer(tmp_path, capfd):
         status = prepare_lib.main([*files, "--train_bpe", str(size)])
         return status, capfd.readouterr()
 
-    status, said = sized(300)
-    assert status == 0 and "trained in" in said.out
-    status, said = sized(300)
-    assert status == 0 and "prepared already" in said.out
+    status, output = sized(300)
+    assert status == 0 and "trained in" in output.out
+    status, output = sized(300)
+    assert status == 0 and "prepared already" in output.out
     before = content(tmp_path / "set")
-    status, said = sized(400)
-    assert status == 2 and "holds a set of other inputs, or" in said.err
+    status, output = sized(400)
+    assert status == 2 and "holds a set of other inputs, or" in output.err
     assert content(tmp_path / "set") == before
     shutil.rmtree(tmp_path / "set")
     assert sized(9000)[0] == 0  # the text gives fewer
@@ -260,8 +260,8 @@ def test_a_tokenizer_is_kept_between_starts(tmp_path, capfd):
     shutil.rmtree(output)
     assert run_limited(*files, "--train_bpe", "300", kilobytes=30).returncode == 1
     assert prepare_lib.main([*files, "--train_bpe", "310"]) == 0
-    said = capfd.readouterr().out
-    assert "trained in" in said and "310 ids" in said
+    printed = capfd.readouterr().out
+    assert "trained in" in printed and "310 ids" in printed
     assert not (output / ".preparing").exists()
 
 
@@ -309,17 +309,17 @@ def test_a_reader_that_leaves_ends_nothing(tmp_path):
 @pytest.mark.parametrize("size", ["nan", "inf", "1e305", "0", "-1"])
 def test_shards_have_a_size(size, capsys):
     assert prepare_lib.main(["a.jsonl", "--output", "set", "--shard_megabytes", size]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: --shard_megabytes ") and said.endswith("above 0 and finite\n")
+    error = capsys.readouterr().err
+    assert error.startswith("error: --shard_megabytes ") and error.endswith("above 0 and finite\n")
 
 
 def test_a_tokenizer_trained_on_the_input(tmp_path):
     path = write_file(tmp_path, "jsonl", TEXTS)
-    said = prepare(path, "--output", tmp_path / "set", "--train_bpe", 400, COLUMN)
-    assert "trained in" in said and "vocab_size=448" in said
-    said = prepare("--inspect", tmp_path / "set")
-    assert "205 documents" in said and "tokenizer.json: 400 ids" in said
-    assert "<s>first</s>" in said and "<s>document 199 word word" in said
+    output = prepare(path, "--output", tmp_path / "set", "--train_bpe", 400, COLUMN)
+    assert "trained in" in output and "vocab_size=448" in output
+    output = prepare("--inspect", tmp_path / "set")
+    assert "205 documents" in output and "tokenizer.json: 400 ids" in output
+    assert "<s>first</s>" in output and "<s>document 199 word word" in output
     # The set is whole in itself: its tokenizer is the one that prepares more.
     more = f"tokenizer_path={tmp_path}/set/tokenizer.json"
     prepare(path, "--output", tmp_path / "more", COLUMN, "tokenizer_type=huggingface", more)
@@ -329,14 +329,14 @@ def test_a_tokenizer_trained_on_the_input(tmp_path):
 def test_a_second_start(tmp_path):
     """Of a finished set does nothing, and never writes over another one."""
     first, second = (write_file(tmp_path / x, "jsonl", TEXTS + [x]) for x in "ab")
-    said = prepare(first, "--output", tmp_path / "set", COLUMN)
+    error = prepare(first, "--output", tmp_path / "set", COLUMN)
     # Under a name of its own: the default run may have been trained on other text.
-    assert f"run_name=set dataset_type=grain grain_train_files={tmp_path}/set vocab_size=" in said
+    assert f"run_name=set dataset_type=grain grain_train_files={tmp_path}/set vocab_size=" in error
     before = content(tmp_path / "set")
     assert "prepared already" in prepare(first, "--output", tmp_path / "set", COLUMN)
     for other in ((second,), (first, second), (first, "add_eos=False")):
-        said = prepare(*other, "--output", tmp_path / "set", COLUMN, status=2)
-        assert "another folder" in said
+        error = prepare(*other, "--output", tmp_path / "set", COLUMN, status=2)
+        assert "another folder" in error
     assert content(tmp_path / "set") == before
 
 
@@ -345,18 +345,18 @@ def test_a_bad_document_is_mended(tmp_path):
     good, bad = (write_file(tmp_path / x, "jsonl", TEXTS) for x in "ab")
     whole = bad.read_bytes()
     bad.write_bytes(whole + b'\n{"body": "cut o')
-    given = (good, bad, "--output", tmp_path / "set", "--shard_megabytes", 0.01, COLUMN)
-    said = prepare(*given, "--workers", 1, status=2)
+    options = (good, bad, "--output", tmp_path / "set", "--shard_megabytes", 0.01, COLUMN)
+    output = prepare(*options, "--workers", 1, status=2)
     lines = whole.count(b"\n") + 2
-    assert said.startswith(f"error: {bad}: line {lines}: is not JSON") and said.count("\n") == 1
-    made = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "set").glob("*.bin")}
-    assert made and not (tmp_path / "set" / "manifest.json").exists()
+    assert output.startswith(f"error: {bad}: line {lines}: is not JSON") and output.count("\n") == 1
+    kept_times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "set").glob("*.bin")}
+    assert kept_times and not (tmp_path / "set" / "manifest.json").exists()
     assert "not finished" in prepare("--inspect", tmp_path / "set", status=2)
     bad.write_bytes(whole)
-    said = prepare(*given)
-    assert "made by an earlier start" in said
+    output = prepare(*options)
+    assert "made by an earlier start" in output
     assert documents(tmp_path / "set") == [[256, *text.encode(), 257] for text in TEXTS] * 2
-    kept = [(tmp_path / "set" / name).stat().st_mtime_ns == at for name, at in made.items()]
+    kept = [(tmp_path / "set" / name).stat().st_mtime_ns == at for name, at in kept_times.items()]
     assert any(kept)
 
 
@@ -373,11 +373,11 @@ def test_killed_at_any_moment(tmp_path):
     many(tmp_path / "in.jsonl", 60_000)
     options = ("--shard_megabytes", "0.25", "--workers", "2")
     prepare(tmp_path / "in.jsonl", "--output", tmp_path / "whole", *options)
-    given = [tmp_path / "in.jsonl", "--output", tmp_path / "killed", *options]
+    line = [tmp_path / "in.jsonl", "--output", tmp_path / "killed", *options]
     chance, kills = random.Random(0), 0
     for attempt in range(40):
         process = subprocess.Popen(
-            command(*map(str, given), module="prepare"),
+            command(*map(str, line), module="prepare"),
             env=environment(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -396,10 +396,10 @@ def test_killed_at_any_moment(tmp_path):
             else:
                 os.kill(worker[0] if attempt % 3 == 1 and worker else process.pid, signal.SIGKILL)
             kills += 1
-        said = process.communicate(timeout=300)[1].decode()  # until no worker is left
+        error = process.communicate(timeout=300)[1].decode()  # until no worker is left
         if process.returncode == 0:
             break
-        assert process.returncode == -signal.SIGKILL or "a worker was killed" in said
+        assert process.returncode == -signal.SIGKILL or "a worker was killed" in error
     assert kills > 1
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
     expected = [f"document {i} {'x' * (i % 50)}" for i in range(60_000)]
@@ -411,9 +411,9 @@ def test_killed_at_any_moment(tmp_path):
 def test_stopped_while_workers_start(tmp_path):
     """Ctrl-C goes to all of them; one line says so, and the next start makes the set."""
     many(tmp_path / "in.jsonl", 200)
-    given = (tmp_path / "in.jsonl", "--output", tmp_path / "set", "--workers", 2)
+    options = (tmp_path / "in.jsonl", "--output", tmp_path / "set", "--workers", 2)
     process = subprocess.Popen(
-        command(*map(str, given), "--shard_megabytes", "0.004", module="prepare"),
+        command(*map(str, options), "--shard_megabytes", "0.004", module="prepare"),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -423,10 +423,10 @@ def test_stopped_while_workers_start(tmp_path):
         assert process.poll() is None
     time.sleep(0.3)  # workers import by now
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=60)[1].decode()
-    assert said == "stopped; run the same command again to continue\n"
+    error = process.communicate(timeout=60)[1].decode()
+    assert error == "stopped; run the same command again to continue\n"
     assert process.returncode == 1
-    prepare(*given)
+    prepare(*options)
     assert len(documents(tmp_path / "set")) == 200
 
 
@@ -462,14 +462,14 @@ def test_killed_while_counting(tmp_path):
 def test_two_at_once(tmp_path):
     """The second is refused while the first is at work."""
     many(tmp_path / "in.jsonl", 30_000)
-    given = (str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "set"))
+    options = (str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "set"))
     first = subprocess.Popen(
-        command(*given, module="prepare"), env=environment(), stdout=subprocess.PIPE, text=True
+        command(*options, module="prepare"), env=environment(), stdout=subprocess.PIPE, text=True
     )
     assert first.stdout.readline().startswith("tokenizer")  # the folder is taken by now
     first.send_signal(signal.SIGSTOP)
     try:
-        assert "another process is preparing it" in prepare(*given, status=2)
+        assert "another process is preparing it" in prepare(*options, status=2)
     finally:
         first.send_signal(signal.SIGCONT)
         assert first.wait(60) == 0

@@ -83,15 +83,15 @@ def assert_same_rows(one, other):
 
 def test_rows_are_those_of_the_lines(folder):
     """Whatever its shards are, and what does not fit into a row; held out are the same chats."""
-    said = prepare(folder, LEAVE, "--shard_megabytes", "0.001", "--workers", "1")
+    output = prepare(folder, LEAVE, "--shard_megabytes", "0.001", "--workers", "1")
     manifest = json.loads((folder / "set" / "manifest.json").read_text())
     assert len(manifest["shards"]) > 2 and manifest["documents"] == 60
-    assert f"60 chats, {manifest['tokens']:,} tokens, " in said
+    assert f"60 chats, {manifest['tokens']:,} tokens, " in output
     for why in ("1 with marks in their messages", "1 without an answer to train on"):
-        assert f"left out   {why}\n" in said
+        assert f"left out   {why}\n" in output
     for more in ((), ("long_chats=cut", "packing=False")):
-        given = (LEAVE, "eval_fraction=0.2", *more)
-        assert_same_rows(opened(folder, "chats.jsonl", *given), opened(folder, "set", *given))
+        options = (LEAVE, "eval_fraction=0.2", *more)
+        assert_same_rows(opened(folder, "chats.jsonl", *options), opened(folder, "set", *options))
     shards = prepared.open_set(str(folder / "set")).shards
     documents = [shard[i] for shard in shards for i in range(len(shard))]
     targets = sum(int(d.is_target.sum()) for d in documents if not d.left_out)
@@ -105,11 +105,11 @@ def test_rows_are_those_of_the_lines(folder):
 @pytest.mark.slow
 def test_pairs(folder):
     prepare(folder, reads="use_dpo", source="pairs.jsonl")
-    lines, of_set = (
+    lines, set_rows = (
         opened(folder, source, "eval_fraction=0.2", reads="use_dpo")
         for source in ("pairs.jsonl", "set")
     )
-    assert_same_rows(lines, of_set)
+    assert_same_rows(lines, set_rows)
     assert "20 pairs" in prepare(folder, reads="use_dpo", source="pairs.jsonl")
 
 
@@ -123,7 +123,7 @@ def test_what_is_wrong_is_one_line(folder):
     text = run(str(folder / "text.jsonl"), "--output", str(folder / "text"), module="prepare")
     assert text.returncode == 0, text.stderr
     (folder / "other.jinja").write_text(TEMPLATE + " ")
-    for source, given, reads, parts in (
+    for source, options, reads, parts in (
         ("set", ["sft_train_on_last_answer_only=True", LEAVE], "use_sft", ["answer_only=False"]),
         ("set", [], "use_sft", ["chats_with_marks=refuse", "with chats_with_marks=leave_out"]),
         ("set", [LEAVE, f"chat_template={folder}/other.jinja"], "use_sft", ["another chat_templ"]),
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_one_line(folder):
         ("text", [], "use_sft", ["use_sft=True reads chats", "holds rows or tokens"]),
     ):
         with pytest.raises(ConfigError) as caught:
-            open_sources(make_config(*keys(folder, source, *given, reads=reads)).data)
+            open_sources(make_config(*keys(folder, source, *options, reads=reads)).data)
         line = str(caught.value)
         assert all(part in line for part in parts) and "\n" not in line, line
     (folder / "set" / "shard-00000.targets.bin").write_bytes(b"")
@@ -144,7 +144,7 @@ def test_what_is_wrong_is_one_line(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "given, part",
+    "options, part",
     [
         ([], "line 12: a message holds <|im_start|>"),
         ([LEAVE, "long_chats=cut"], "long_chats=cut: preparing takes only"),
@@ -152,8 +152,8 @@ def test_what_is_wrong_is_one_line(folder):
         ([LEAVE, "--train_bpe", "300"], "--train_bpe 300 trains a tokenizer, and the keys name"),
     ],
 )
-def test_what_cannot_be_prepared(folder, given, part):
-    assert part in prepare(folder, *given, status=2)
+def test_what_cannot_be_prepared(folder, options, part):
+    assert part in prepare(folder, *options, status=2)
 
 
 @pytest.mark.slow
@@ -185,8 +185,8 @@ def test_inspection(folder):
     assert "⟦yes 0<|im_end|>⟧" in lines.stdout and "⟦no<|im_end|>⟧" in lines.stdout, lines.stderr
     config = (BASE, *keys(folder, "pairs.jsonl", reads="use_dpo"), "load_parameters_path=x")
     config += (f"data_cache_dir={folder}/cache",)
-    of_config = run("--inspect", *config, module="prepare")
-    assert of_config.stdout == lines.stdout, of_config.stderr
+    config_output = run("--inspect", *config, module="prepare")
+    assert config_output.stdout == lines.stdout, config_output.stderr
     assert len([*(folder / "cache").iterdir()]) == 1  # the same set
     assert "\npair 0, " in lines.stdout and "\nrejected:\n<|im_start|>user" in lines.stdout
 
@@ -198,16 +198,16 @@ def test_a_run_and_its_restart(folder, cache_dir):
     tiny = [key for key in TINY if not key.startswith(("vocab_size", "max_target"))]
     line = (*tiny, LEAVE, f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}")
     line += ("per_device_batch_size=4", "steps=-1", "num_epoch=15", "checkpoint_period=5")
-    of_lines = run(BASE, *line, *keys(folder, "chats.jsonl"), "run_name=lines")
-    assert of_lines.returncode == 0, of_lines.stderr
+    lines_run = run(BASE, *line, *keys(folder, "chats.jsonl"), "run_name=lines")
+    assert lines_run.returncode == 0, lines_run.stderr
     few = ("run_name=few", "per_device_batch_size=4096")
     few = run(BASE, *line, *keys(folder, "chats.jsonl"), *few)
     assert few.returncode == 2 and "fewer than the 4096 of the first step" in few.stderr
     line = (BASE, *line, *keys(folder, "set"), "run_name=own")
     killed = start_until(12, folder / "own", signal.SIGKILL, *line)
     assert killed.returncode == -signal.SIGKILL
-    of_set = run(*line)
-    assert of_set.returncode == 0, of_set.stderr
+    set_run = run(*line)
+    assert set_run.returncode == 0, set_run.stderr
     names = ("step", "loss", "batch_fingerprint")
     one, other = (
         [

@@ -47,11 +47,11 @@ def test_rows_that_travelled_give_the_same_bits(monkeypatch, factor, stages):
         def slots(rows_ABT, abstract: jax.ShapeDtypeStruct):
             """Each row in the slot and the place that it travels from."""
             slots_fANT = np.zeros(abstract.shape, abstract.dtype)
-            here = rows // PROCESSES
+            own_process = rows // PROCESSES
             for process in range(PROCESSES):
                 reader, slot = process - process % factor, process % factor
-                own = rows_ABT[:, process * here : (process + 1) * here]
-                slots_fANT[slot, :, reader * here : (reader + 1) * here] = own
+                own = rows_ABT[:, process * own_process : (process + 1) * own_process]
+                slots_fANT[slot, :, reader * own_process : (reader + 1) * own_process] = own
             return jax.device_put(slots_fANT, abstract.sharding)
 
         travels = relay.Expansion(mesh, factor)

@@ -59,7 +59,7 @@ def expected(known):
 
 def ramps(known):
     """The ramp of each step, as if each stage was decided on at its first step."""
-    ramp, found = RampupBatchManager(config().batch), []
+    ramp, replaced = RampupBatchManager(config().batch), []
     for step in range(STEPS):
         stage = known.stage_at_step(step)
         if step and stage.first_step == step:
@@ -67,27 +67,27 @@ def ramps(known):
             schedule = f"0:8 {sample}:{size}"
             point = ResumePoint(step, sample, ramp.to_json()["stages"])
             ramp = RampupBatchManager(config(schedule).batch, None, point)
-        found.append(ramp)
-    return found
+        replaced.append(ramp)
+    return replaced
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stage_that_is_decided_while_batches_are_read_has_its_rows(known, expected, workers):
     """Killed in its second stage, and started again there, too."""
-    keys, of_step = config("0:8", f"grain_worker_count={workers}"), ramps(known)
-    assert of_step[-1].to_json()["stages"] == known.to_json()["stages"]
-    with loading(keys, of_step[0]) as loader:
+    keys, ramp_at = config("0:8", f"grain_worker_count={workers}"), ramps(known)
+    assert ramp_at[-1].to_json()["stages"] == known.to_json()["stages"]
+    with loading(keys, ramp_at[0]) as loader:
         for step in range(8):
-            assert rows(loader, step, of_step[step]) == expected[step]
+            assert rows(loader, step, ramp_at[step]) == expected[step]
         if workers:
             for process in multiprocessing.active_children():
                 process.kill()
             with pytest.raises(TrainingError, match="could not be read"):
                 for step in range(8, STEPS):
-                    rows(loader, step, of_step[7])
-    with loading(keys, of_step[6], first_step=6) as loader:
+                    rows(loader, step, ramp_at[7])
+    with loading(keys, ramp_at[6], first_step=6) as loader:
         for step in range(6, STEPS):
-            assert rows(loader, step, of_step[step]) == expected[step]
+            assert rows(loader, step, ramp_at[step]) == expected[step]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -96,9 +96,9 @@ def test_who_cleans_the_temporary_folder_stops_no_run(known, expected, workers, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path))
         patch.setattr("tempfile.tempdir", None)
-        keys, of_step = config("0:8", f"grain_worker_count={workers}"), ramps(known)
-        with loading(keys, of_step[0]) as loader:
+        keys, ramp_at = config("0:8", f"grain_worker_count={workers}"), ramps(known)
+        with loading(keys, ramp_at[0]) as loader:
             for step in range(STEPS):
-                assert rows(loader, step, of_step[step]) == expected[step]
+                assert rows(loader, step, ramp_at[step]) == expected[step]
                 for path in tmp_path.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()

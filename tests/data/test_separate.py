@@ -36,8 +36,8 @@ def first_tokens(documents) -> list[bool]:
 
 
 def opened(files, *arguments: str):
-    given = ("dataset_type=grain", f"grain_train_files={files}", "vocab_size=264")
-    config = make_config(*given, "eval_fraction=0", "eval_interval=-1", *arguments)
+    options = ("dataset_type=grain", f"grain_train_files={files}", "vocab_size=264")
+    config = make_config(*options, "eval_fraction=0", "eval_interval=-1", *arguments)
     return open_rows(config.data, True), config
 
 
@@ -66,8 +66,8 @@ def test_documents_begin_where_the_index_says(tmp_path):
     assert len(stream) == len(flags)
     pairs = np.random.default_rng(0).integers(0, len(flags) + 1, (600, 2))
     for start, stop in [*np.sort(pairs[pairs[:, 0] != pairs[:, 1]]).tolist(), [0, len(flags)]]:
-        found = np.unique(stream.document_starts(start, stop))
-        assert found.tolist() == [i for i in range(start, stop) if flags[i]]
+        starts = np.unique(stream.document_starts(start, stop))
+        assert starts.tolist() == [i for i in range(start, stop) if flags[i]]
 
 
 def test_a_row_of_a_large_index_costs_no_pass_over_it(tmp_path):
@@ -117,8 +117,8 @@ def test_rows_of_one_document_are_no_packed_rows(tmp_path):
 
 def test_documents_packed_while_they_are_read_can_be_joined_too(tmp_path):
     path = write_file(tmp_path, "jsonl", TEXTS[5:60])
-    given = (path, "train_data_columns=[body]")
-    (apart, _), (joined, _) = opened(*given), opened(*given, "separate_documents=False")
+    options = (path, "train_data_columns=[body]")
+    (apart, _), (joined, _) = opened(*options), opened(*options, "separate_documents=False")
     assert apart.packed and not joined.packed and joined.hash == apart.hash
     stream = np.concatenate([[256, *text.encode(), 257] for text in TEXTS[5:60]])
     assert batch_of(joined).tokens[5].tolist() == stream[80:96].tolist()
@@ -142,19 +142,19 @@ def test_a_run_goes_on_as_it_began(tmp_path):
 def test_files_of_megatron_core(tmp_path):
     """A set of its builder is read here with its borders, and ours by its reader."""
     theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    made = make_documents(60)
+    texts = make_documents(60)
     for name, dtype in (("small", np.uint16), ("large", np.int32)):
         builder = theirs.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=dtype)
-        for document in made:
+        for document in texts:
             builder.add_document(sum(document, []), [len(sequence) for sequence in document])
         builder.finalize(str(tmp_path / f"{name}.idx"))
         corpus, _ = opened(tmp_path / name)
-        rows, flags = corpus.train[0].items, first_tokens(made)
+        rows, flags = corpus.train[0].items, first_tokens(texts)
         assert corpus.packed and len(rows) > 10
         for number in range(len(rows)):
             start = number * LENGTH
             assert begins_of(rows[number]) == flags[start : start + LENGTH + 1]
-    documents = [np.asarray(sum(document, []), np.int32) for document in made]
+    documents = [np.asarray(sum(document, []), np.int32) for document in texts]
     with MegatronWriter(str(tmp_path / "ours"), np.dtype("uint16")) as writer:
         writer.add(documents)
         writer.finish()

@@ -29,9 +29,9 @@ def f(tmp_path_factory):
         (folder / name).mkdir()
         (folder / name / "tokenizer.json").write_bytes(tokenizers.train_bpe(iter(TEXTS), size))
         key = f"tokenizer_path={folder}/{name}"  # without a type
-        given = [str(source), COLUMN, "--workers", "1"]
-        assert prepare.main([*given, "--output", f"{folder}/set_{name}", key]) == 0
-    assert prepare.main([*given, "--output", f"{folder}/set_bytes"]) == 0
+        options = [str(source), COLUMN, "--workers", "1"]
+        assert prepare.main([*options, "--output", f"{folder}/set_{name}", key]) == 0
+    assert prepare.main([*options, "--output", f"{folder}/set_bytes"]) == 0
     write_megatron(folder / "megatron", [[[1, 2, 3] * 40]])
     return folder
 
@@ -60,8 +60,8 @@ def test_the_type_follows_from_the_file(path, kind, f):
 def test_a_set_keeps_how_its_marks_were_made(split, f, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "one</s>two"}\n' * 30)
     keys = (f"tokenizer_path={f}/one", f"split_special_tokens={split}")
-    given = [str(tmp_path / "a.jsonl"), COLUMN, "--workers", "1", *keys]
-    assert prepare.main([*given, "--output", str(tmp_path / "set")]) == 0
+    options = [str(tmp_path / "a.jsonl"), COLUMN, "--workers", "1", *keys]
+    assert prepare.main([*options, "--output", str(tmp_path / "set")]) == 0
     _, manifest, (shard,), _ = prepared.open_set(str(tmp_path / "set"))
     assert manifest["tokenizer"]["split_special_tokens"] is split
     assert np.sum(shard[0] == 1) == (1 if split else 2)
@@ -86,8 +86,8 @@ def test_settings_of_another_use_change_no_ids(f, tmp_path):
     paths = f / "one", tmp_path
     plain, other = (tokenizers.load("huggingface", str(x), True, True) for x in paths)
     for _ in range(5):
-        for ids, there in zip(plain.encode(TEXTS), other.encode(TEXTS), strict=True):
-            assert ids.tolist() == there.tolist()
+        for ids, expected in zip(plain.encode(TEXTS), other.encode(TEXTS), strict=True):
+            assert ids.tolist() == expected.tolist()
     ids, _ = plain.encode_with_offsets(TEXTS[20])
     assert other.encode_with_offsets(TEXTS[20])[0].tolist() == ids.tolist()
 
@@ -152,9 +152,9 @@ def check(caught, names, f):
     ),
 )
 def test_sets_of_another_tokenizer(keys, names, f):
-    given = [key.replace("{f}", str(f)) for key in keys]
+    options = [key.replace("{f}", str(f)) for key in keys]
     with pytest.raises(ConfigError) as caught:
-        open_sources(make_config("dataset_type=grain", "vocab_size=448", *given).data)
+        open_sources(make_config("dataset_type=grain", "vocab_size=448", *options).data)
     check(caught, names, f)
 
 
@@ -189,8 +189,8 @@ def test_what_is_not_used_is_said(f):
     ),
 )
 def test_refused_by_prepare(arguments, names, f, tmp_path, capfd):
-    given = arguments.replace("{f}", str(f)).split()
-    assert prepare.main([*given, COLUMN, "--output", str(tmp_path / "set")]) == 2
+    options = arguments.replace("{f}", str(f)).split()
+    assert prepare.main([*options, COLUMN, "--output", str(tmp_path / "set")]) == 2
     line = capfd.readouterr().err
     assert line.startswith("error: ") and line.count("\n") == 1
     for name in names:
