@@ -155,7 +155,7 @@ def test_a_data_set_by_name(data_set, tmp_path):
     assert (len(items), len(opened.held_out[0].items)) == (len(TEXTS), 9)
     expected = [[256, *text.encode(), 257] for text in TEXTS]
     assert [items[i].tokens.tolist() for i in range(len(items))] == expected
-    options = [*data_set, "--output", str(tmp_path / "set"), "--workers", "1"]
+    options = [*data_set, "--output", str(tmp_path / "set")]
     assert prepare_lib.main(options) == 0
     assert documents(tmp_path / "set") == expected
     tenth = open_sources(make_config(*keys, "eval_fraction=0.1").data)

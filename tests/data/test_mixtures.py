@@ -148,7 +148,7 @@ def test_a_part_is_known_by_its_name(files):
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("options", "named"),
     [
         (("phases.40.grain_train_files=a,0",), 'the entry "a,0" has the weight "0"'),
         (("phases.40.grain_train_files=nowhere*",), "grain_train_files: nowhere*: no such file"),

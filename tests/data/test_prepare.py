@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from conftest import BASE, TINY, command, environment, make_config, open_sources, run
 from forked import run_forked
+from in_process import run_here
 from test_formats import KINDS, TEXTS, write_file, write_megatron
 
 from maxramp import prepare as prepare_lib
@@ -30,8 +31,8 @@ COLUMN = "train_data_columns=[body]"
 
 
 def prepare(*arguments, status: int = 0) -> str:
-    """Runs the command; returns what it said."""
-    done = run(*map(str, arguments), module="prepare")
+    """Runs the command; returns what it printed, or its error."""
+    done = run_here(*map(str, arguments), module="prepare")
     assert done.returncode == status, done.stderr
     return done.stdout if status == 0 else done.stderr
 
@@ -145,7 +146,7 @@ def test_the_hash_is_of_tokens_and_document_lengths(tmp_path):
     def hashed(documents, megabytes):
         folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         source = write_file(tmp_path / f"{folder}.in", "jsonl", documents)
-        options = (COLUMN, "tokenize_train_data=False", "--workers", "1")
+        options = (COLUMN, "tokenize_train_data=False")
         sizes = ("--output", str(folder), "--shard_megabytes", str(megabytes))
         assert prepare_lib.main([str(source), *sizes, *options]) == 0
         manifest = prepared.read_manifest(str(folder))
@@ -204,7 +205,7 @@ def test_what_other_starts_left_is_removed(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
     many(source, 3000)
     whole = source.read_bytes()
-    options = [str(source), "--output", str(output), "--workers", "1"]
+    options = [str(source), "--output", str(output)]
     assert run_limited(*options, "--train_bpe", "300", kilobytes=30).returncode == 1
     source.write_bytes(whole + b"\n[")
     assert prepare_lib.main([*options, "--shard_megabytes", "0.02"]) == 2
@@ -346,7 +347,7 @@ def test_a_bad_document_is_mended(tmp_path):
     whole = bad.read_bytes()
     bad.write_bytes(whole + b'\n{"body": "cut o')
     options = (good, bad, "--output", tmp_path / "set", "--shard_megabytes", 0.01, COLUMN)
-    output = prepare(*options, "--workers", 1, status=2)
+    output = prepare(*options, status=2)
     lines = whole.count(b"\n") + 2
     assert output.startswith(f"error: {bad}: line {lines}: is not JSON") and output.count("\n") == 1
     kept_times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "set").glob("*.bin")}

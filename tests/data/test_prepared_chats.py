@@ -6,6 +6,7 @@ import signal
 import numpy as np
 import pytest
 from conftest import BASE, TINY, make_config, open_sources, run
+from in_process import run_here
 from jobs import start_until
 from preference_pairs import MARKS, TEMPLATE, pairs, write_pairs, write_tokenizer
 
@@ -49,7 +50,7 @@ def folder(tmp_path):
 
 def prepare(folder, *arguments, reads="use_sft", source="chats.jsonl", to="set", status=0):
     line = (str(folder / source), "--output", str(folder / to), f"{reads}=true")
-    done = run(*line, f"tokenizer_path={folder}", *arguments, module="prepare")
+    done = run_here(*line, f"tokenizer_path={folder}", *arguments, module="prepare")
     assert done.returncode == status, done.stderr
     assert status == 0 or (done.stderr.count("\n") == 1 and done.stderr.startswith("error: "))
     return done.stdout + done.stderr
@@ -83,7 +84,7 @@ def assert_same_rows(one, other):
 
 def test_rows_are_those_of_the_lines(folder):
     """Whatever its shards are, and what does not fit into a row; held out are the same chats."""
-    output = prepare(folder, LEAVE, "--shard_megabytes", "0.001", "--workers", "1")
+    output = prepare(folder, LEAVE, "--shard_megabytes", "0.001")
     manifest = json.loads((folder / "set" / "manifest.json").read_text())
     assert len(manifest["shards"]) > 2 and manifest["documents"] == 60
     assert f"60 chats, {manifest['tokens']:,} tokens, " in output
@@ -117,10 +118,10 @@ def test_pairs(folder):
 def test_what_is_wrong_is_one_line(folder):
     prepare(folder, LEAVE)
     prepare(folder, reads="use_dpo", source="pairs.jsonl", to="pairs")
-    text = run(str(folder / "chats.jsonl"), "--output", str(folder / "text"), module="prepare")
+    text = run_here(str(folder / "chats.jsonl"), "--output", str(folder / "text"), module="prepare")
     assert text.returncode == 2  # it has no text
     (folder / "text.jsonl").write_text('{"text": "a document of some length"}\n' * 20)
-    text = run(str(folder / "text.jsonl"), "--output", str(folder / "text"), module="prepare")
+    text = run_here(str(folder / "text.jsonl"), "--output", str(folder / "text"), module="prepare")
     assert text.returncode == 0, text.stderr
     (folder / "other.jinja").write_text(TEMPLATE + " ")
     for source, options, reads, parts in (
@@ -175,9 +176,9 @@ def test_chats_that_are_bad_are_listed_by_their_place(folder):
 def test_inspection(folder):
     """Targets stand in brackets; what is left out says why."""
     prepare(folder, LEAVE)
-    shown = run("--inspect", str(folder / "set"), module="prepare").stdout
+    shown = run_here("--inspect", str(folder / "set"), module="prepare").stdout
     assert "<|im_start|>assistant\n⟦0 a" in shown and "<|im_end|>⟧" in shown and "60 chats" in shown
-    lines = run(
+    lines = run_here(
         *("--inspect", str(folder / "pairs.jsonl"), "use_dpo=true", f"tokenizer_path={folder}"),
         f"data_cache_dir={folder}/cache",
         module="prepare",
@@ -185,7 +186,7 @@ def test_inspection(folder):
     assert "⟦yes 0<|im_end|>⟧" in lines.stdout and "⟦no<|im_end|>⟧" in lines.stdout, lines.stderr
     config = (BASE, *keys(folder, "pairs.jsonl", reads="use_dpo"), "load_parameters_path=x")
     config += (f"data_cache_dir={folder}/cache",)
-    config_output = run("--inspect", *config, module="prepare")
+    config_output = run_here("--inspect", *config, module="prepare")
     assert config_output.stdout == lines.stdout, config_output.stderr
     assert len([*(folder / "cache").iterdir()]) == 1  # the same set
     assert "\npair 0, " in lines.stdout and "\nrejected:\n<|im_start|>user" in lines.stdout

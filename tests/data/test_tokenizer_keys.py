@@ -29,7 +29,7 @@ def f(tmp_path_factory):
         (folder / name).mkdir()
         (folder / name / "tokenizer.json").write_bytes(tokenizers.train_bpe(iter(TEXTS), size))
         key = f"tokenizer_path={folder}/{name}"  # without a type
-        options = [str(source), COLUMN, "--workers", "1"]
+        options = [str(source), COLUMN]
         assert prepare.main([*options, "--output", f"{folder}/set_{name}", key]) == 0
     assert prepare.main([*options, "--output", f"{folder}/set_bytes"]) == 0
     write_megatron(folder / "megatron", [[[1, 2, 3] * 40]])
@@ -60,7 +60,7 @@ def test_the_type_follows_from_the_file(path, kind, f):
 def test_a_set_keeps_how_its_marks_were_made(split, f, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "one</s>two"}\n' * 30)
     keys = (f"tokenizer_path={f}/one", f"split_special_tokens={split}")
-    options = [str(tmp_path / "a.jsonl"), COLUMN, "--workers", "1", *keys]
+    options = [str(tmp_path / "a.jsonl"), COLUMN, *keys]
     assert prepare.main([*options, "--output", str(tmp_path / "set")]) == 0
     _, manifest, (shard,), _ = prepared.open_set(str(tmp_path / "set"))
     assert manifest["tokenizer"]["split_special_tokens"] is split
