@@ -159,24 +159,24 @@ def check_enough(corpus: Corpus, rows: RunRows, num_epoch: int, ramp: RampupBatc
         needed = max(needed, keys.samples_of_run + beyond)
     if needed <= available:
         return
-    once, _ = rows.length(1)
-    part = rows.length(num_epoch)[1]
-    epochs = bisect.bisect_left(range(needed), needed, num_epoch, key=lambda n: rows.length(n)[0])
-    has = f"{once} x num_epoch={num_epoch} = {available}"
-    has = f"{available} with num_epoch={num_epoch}" if corpus.later else has
-    length, why = ramp.shown_length, ""
+    length = ramp.shown_length
     name = length.partition("=")[0]
-    if name == "steps":
-        most = ramp.step_at_sample(available)
-    elif keys.rampup_policy == "noise":
+    takes = f"{length} takes {needed} rows"
+    if beyond and name != "steps":
+        takes += f" ({beyond} more, as the last step may be one of {beyond + 1})"
+    once, _ = rows.length(1)
+    has = f"{once} x num_epoch={num_epoch} = {available}"
+    if corpus.later:
+        has = f"{available} with num_epoch={num_epoch}"
+    if len(corpus.train) > 1:
+        has += f", after which {rows.length(num_epoch)[1]} is used up"
+    epochs = bisect.bisect_left(range(needed), needed, num_epoch, key=lambda n: rows.length(n)[0])
+    remedy = f"use num_epoch={epochs}"
+    if available > beyond:
         most = available - beyond
-        why = f" ({beyond} more, as the last step may be one of {beyond + 1})" if beyond else ""
-    else:
-        most = ramp.samples_before(ramp.step_at_sample(available))
-    most = f"{name}={ramp.tokens(most) if name == 'total_tokens' else most}"
-    most = f", or at most {most}" if available > beyond else ""
-    raise ConfigError(
-        f"{length} takes {needed} rows{why}, but the data has {has}"
-        + (f", after which {part} is used up" if len(corpus.train) > 1 else "")
-        + f"; use num_epoch={epochs}{most}"
-    )
+        if name == "steps":
+            most = ramp.step_at_sample(available)
+        elif not beyond:
+            most = ramp.samples_before(ramp.step_at_sample(available))
+        remedy += f", or at most {name}={ramp.tokens(most) if name == 'total_tokens' else most}"
+    raise ConfigError(f"{takes}, but the data has {has}; {remedy}")

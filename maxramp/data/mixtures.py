@@ -267,7 +267,7 @@ def _refuse_doubles(key: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"{key}: {name} stands there twice, and where phases change the mixture a part is "
+                f"{key}: {name} is named twice, and where phases change the mixture a part is "
                 "known by its name; give it once, with the sum of its weights"
             )
 

@@ -165,8 +165,8 @@ def _run(
                     future.result()
         except concurrent.futures.process.BrokenProcessPool:
             raise TrainingError(
-                "a worker was killed, for want of memory perhaps (maxramp.prepare takes fewer with "
-                "--workers); start again to go on"
+                "a worker was killed, perhaps for lack of memory (give maxramp.prepare fewer "
+                "--workers); start again to continue"
             ) from None
         finally:
             counts[_LEAVE] = 1

@@ -152,7 +152,7 @@ def test_a_part_is_known_by_its_name(files):
     [
         (("phases.40.grain_train_files=a,0",), 'the entry "a,0" has the weight "0"'),
         (("phases.40.grain_train_files=nowhere*",), "grain_train_files: nowhere*: no such file"),
-        (("phases.40.grain_train_files={web},1;{web},2",), "web.jsonl stands there twice"),
+        (("phases.40.grain_train_files={web},1;{web},2",), "web.jsonl is named twice"),
         (
             ("dataset_type=text", "grain_train_files=", "phases.40.grain_train_files=a",
              "eval_interval=-1", "phases.80={{}}"),
