@@ -54,7 +54,8 @@ def read_run(config, first_step=0):
         batch, waited = loader.batch(step)
         stage = ramp.stage_at_step(step)
         tokens = whole(batch)
-        assert tokens.shape[:2] == (stage.gradient_accumulation_steps, stage.micro_batch_size)
+        accumulation = stage.gradient_accumulation_steps
+        assert tokens.shape[:2] == (accumulation, stage.global_batch_size // accumulation)
         assert waited >= 0
         rows.append(tokens.reshape(-1, tokens.shape[-1]))
         expected = [int(word) for word in np.asarray(batch.hashes).sum((0, 1), dtype=np.uint32)]
