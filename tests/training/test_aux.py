@@ -94,8 +94,8 @@ def plain():
     "name", [x if "accum" in x else pytest.param(x, marks=pytest.mark.long) for x in CASES]
 )
 def test_sums_of_layers_are_those_of_a_plain_computation(monkeypatch, tmp_path, name):
-    """In the loss's gradient, in the metrics and in the buffers, also behind a restart on other
-    devices, where layers lie in another order."""
+    """The loss's gradient, the metrics and the buffers are the same, also after a restart on other
+    devices, where layers are in another order."""
     devices, accumulation, keys = CASES[name]
     stand_in(monkeypatch, LAYERS)
     config = config_of(*keys, devices=devices)

@@ -300,7 +300,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", slow_but(CASES, "row; expert, fsdp"))
 def test_an_update_does_not_depend_on_the_split(case):
-    """Where no choice flips near a tie, and here none does."""
+    """No choice of experts flips near a tie here."""
     router, split = CASES[case]
     losses, is_sigmoid = ROUTERS[router]
     keys, devices, accumulation = SPLITS[split]
@@ -364,7 +364,7 @@ def change_of_routers(losses, keys=PLAIN, devices=1, accumulation=1):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_every_auxiliary_loss_moves_the_routers(how):
-    """Those of every layer, by as much as layer behind layer in one pass."""
+    """Losses of every layer do, by as much as with unrolled layers in one pass."""
     weights = ("load_balance_loss_weight=1",)
     for losses in (
         weights,

@@ -219,8 +219,8 @@ def compare(folder, wanted):
 
 @pytest.mark.slow
 def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
-    """And over two lengths of rows, with an optimizer of optax. Killed after the change, it
-    continues from a snapshot on half of the devices; or it ends at the change, in two processes."""
+    """It has two lengths of rows and an optimizer of optax. Killed after the change, it continues
+    from a snapshot on half of the devices; or it ends at the change, in two processes."""
     done = run(*run_keys(tmp_path / "one", cache_dir, "phases={64: {row_length: 16}}"), devices=4)
     assert done.returncode == 0, done.stderr
     wanted = read_records(tmp_path / "one" / "r" / "metrics.jsonl")
@@ -255,8 +255,8 @@ def needs(plugin):
     ],
 )
 def test_compilers_take_the_moves(topology):
-    """Of Muon's state, from shards to copies and back: a device receives all that it lacks, and no
-    array as a whole."""
+    """Muon's state moves from shards to copies and back: a device receives all that it lacks, and
+    no whole array."""
     wide = ("base_emb_dim=256", "base_mlp_dim=1024", "vocab_size=8192")
     config = make_config(*SAMPLES, *wide, "opt_type=muon", *in_phase(320, OTHER))
     target = CompileTarget.from_config(config.replace(compile_topology=topology), lambda line: None)

@@ -83,7 +83,7 @@ def by_definition(squares, tokens, square_of_sum):
 
 @functools.cache
 def gradients_of_rows(step):
-    """Of the rows of a step, taken one by one: by kind [R, weights], and their tokens [R]."""
+    """Gradients of the rows of a step one by one, [R, weights] by kind, and their tokens [R]."""
     config = config_of(devices=1)
     states, _ = trained(LOG, devices=1)
     model, adam = states[step].model, adam_state(states[step].opt_state)

@@ -71,8 +71,8 @@ def as_optax(transformation, weights, gradients, steps=3):
 
 
 def dimensions(name):
-    """Of a matrix of layers, which axes of [L, ...] its product sums over, and which it makes; with
-    experts of [L, E, ...]."""
+    """The axes of a stack of matrices, [L, ...] or with experts [L, E, ...], that its product sums
+    over, and those that it makes."""
     experts, letters = re.search("_(E?)([A-Za-z]+)'?]?[.]value", name).groups()
     cut, first = 1 if letters[0] == "D" else len(letters) - 1, 1 + len(experts)
     axes = tuple(range(first, first + len(letters)))
@@ -192,14 +192,13 @@ def test_a_constant_batch_is_its_own_reference():
 
 
 def test_the_noise_scale_beside_muon():
-    """What Adam makes of the layers' gradients is not there: none of them is Adam's."""
+    """It has no kind of Adam's, as Adam updates no matrix."""
     metrics = trained("opt_type=muon", "log_gradient_noise_scale=True", accumulation=2).metrics
     kinds = {name.removesuffix("noise_signal") for name in metrics if name.endswith("noise_signal")}
     assert kinds == {"", "norms_"} and all(np.isfinite(x).all() for x in metrics.values())
 
 
-def test_a_plan_knows_what_muon_keeps():
-    """One mean for a matrix in place of two."""
+def test_a_plan_counts_one_mean_for_a_matrix_of_muon():
 
     def planned(name):
         config = make_config(*CONSTANT, f"opt_type={name}")
@@ -212,8 +211,8 @@ def test_a_plan_knows_what_muon_keeps():
     assert (adamw - planned("muon")[1]) * 2**30 == pytest.approx(bytes_per_device, abs=16)
 
 
-def test_momentum_in_samples_has_one_effect():
-    """Of a constant gradient, in the end: at any batch that of the reference."""
+def test_a_constant_gradient_has_the_same_effect_at_any_batch():
+    """With momentum whose half-life is in samples, in the end."""
     keys = make_config("opt_type=sgd", "sgd_momentum=0.9", "half_lives_in_samples=[sgd_momentum]")
     g = {"w": jnp.ones(1)}
     for batch in (0.25, 1.0, 4.0):

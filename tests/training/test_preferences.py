@@ -118,8 +118,8 @@ def test_shown_numbers_follow_from_log_probabilities(expected):
     np.testing.assert_allclose(metrics["rewards/margins"], margin, rtol=1e-4, atol=1e-5)
 
 
-def test_equal_answers_are_known_wherever_they_stand():
-    """And one token of difference, of the answer or of what is read before it."""
+def test_equal_answers_are_recognized_anywhere_in_a_row():
+    """One token of difference, in the answer or before it, makes them differ."""
     batch = equal_pairs()
     assert preferences._are_equal(batch).all()
     for row in range(B):
@@ -134,7 +134,7 @@ def test_equal_answers_are_known_wherever_they_stand():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tie_is_no_win(dtype):
-    """Of eight pairs with one answer each, and of one whose second answer is another."""
+    """In pairs of two equal answers none is right; one of them is once its answers differ."""
     config = make_config(*KEYS, f"dtype={dtype}")
     objective, results = loss_of(config.recipe), []
     batch, zeros = equal_pairs(), (jnp.float32(0),) * len(objective.shown)

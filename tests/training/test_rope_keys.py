@@ -99,7 +99,8 @@ def numbers(folder):
 
 @pytest.mark.slow
 def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
-    """To the last bit, evaluations too; and each checkpoint is handed over as it was trained."""
+    """They are equal to the last bit, evaluations too; each checkpoint is exported as it was
+    trained."""
     done = run(*run_keys(tmp_path / "one", cache_dir, PHASES, *SHORT, "export_huggingface=True"))
     assert done.returncode == 0, done.stderr
     assert "rope_max_timescale=100.0, sliding_window_size=4\n" in done.stdout

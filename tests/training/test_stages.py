@@ -213,8 +213,8 @@ def make_programs(config, mesh, ramp, stages, say, on_failure):
     return programs, compiler
 
 
-def test_who_waits_long_learns_for_what(monkeypatch):
-    """In one line; a short wait has none."""
+def test_a_long_wait_for_a_program_is_a_line(monkeypatch):
+    """A short one is none."""
     monkeypatch.setattr(background_compiler, "_SILENT", 0.2)
     lowered, lines = jax.jit(lambda x: x + 1).lower(0.0), []
 

@@ -147,8 +147,8 @@ def test_more_passes_are_the_same_step(optimizer, accumulation):
     assert_same_rows(split, trained(*optimizer))
 
 
-def test_a_step_without_a_target_is_none():
-    """Of documents of one token each: nothing is learned, and no number is lost."""
+def test_a_step_without_targets_changes_no_weight():
+    """Documents of one token each teach nothing, and every number is finite."""
     config = make_config(*SGD)
     training = train(config, np.full((1, ROWS, LENGTH + 1), PADDING, np.int32))
     assert training.metrics["loss"] == training.metrics["grad_norm"] == 0
