@@ -17,6 +17,9 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from maxramp.config.keys import Config
+from maxramp.keys.base import base
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -172,6 +175,15 @@ class Case:
         fit = fit and (self.ramp != "noise" or not any(choice.phase for choice in self.choices))
         fit = fit and (not self.exact or len({*self.shapes}) == 1)
         return fit and not any(_refused(self, shape) for shape in self.shapes)
+
+
+def _wrong_keys(case: Case) -> Iterator[str]:
+    """Yields what the program of a case reads and does not take."""
+    program = "grpo" if case.has("data") == "grpo" else "train"
+    for text in _DATA["wrong"]:
+        name = text.partition("=")[0]
+        if not Config.unread_by(program, base() | {name: None}):
+            yield text
 
 
 def _refused(case: Case, shape: Shape) -> bool:
@@ -369,7 +381,7 @@ def cases(draw) -> Case:
                 else dataclasses.replace(case, shapes=(*case.shapes, case.shapes[0]))
             )
     if case.check == "wrong":
-        case = dataclasses.replace(case, wrong=draw(st.sampled_from(_DATA["wrong"])))
+        case = dataclasses.replace(case, wrong=draw(st.sampled_from(list(_wrong_keys(case)))))
     if case.check == "killed":
         struck = [draw(moments()) for _ in case.shapes[1:]]
         case = dataclasses.replace(case, moments=tuple(struck))
