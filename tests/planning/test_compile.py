@@ -8,6 +8,7 @@ import shlex
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import needs_libtpu, skip_without
 from conftest import BASE, TINY, run
 
 from maxramp.compile import main as compile_main
@@ -18,7 +19,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys.base import CONFIGS
 from maxramp.model.size import training_flops_per_token
 from maxramp.plan import main as plan_main
-from maxramp.planning import machine, topology
+from maxramp.planning import gpu, machine, topology
 from maxramp.planning.compile_target import CompileTarget
 from maxramp.planning.compiled import compile_stages
 from maxramp.planning.stages import with_nodes
@@ -52,11 +53,6 @@ POD = [
 def arguments(*more: str) -> list[str]:
     merged = dict(argument.split("=", 1) for argument in (*POD, *more))
     return [BASE, *(f"{name}={value}" for name, value in merged.items())]
-
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="pip install -e '.[test,tpu]'"
-)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +104,7 @@ def test_loops_are_counted_as_often_as_they_run(compiled):
 
 
 @needs_libtpu
-def test_what_is_said_of_a_step_fits_together(compiled):
+def test_the_figures_of_a_step_agree(compiled):
     result = compiled[0]
     for s in result["stages"]:
         memory = s["memory_gib"]
@@ -130,7 +126,7 @@ def test_what_is_said_of_a_step_fits_together(compiled):
 
 
 @needs_libtpu
-def test_a_plan_takes_it_in(compiled, capsys):
+def test_a_plan_adds_the_compiled_figures(compiled, capsys):
     """The plan of the same command line, whose devices are those of compile_topology."""
     line = [*arguments("planned_tflops_per_device=100", "price_per_device_hour=4.2")]
     assert plan_main([*line, "--json", "--compiled", str(compiled[1])]) == 0
@@ -140,15 +136,15 @@ def test_a_plan_takes_it_in(compiled, capsys):
         assert entry["compiled"]["memory_gib"] == s["memory_gib"]
     totals = plan["totals"]
     assert totals["price"] == pytest.approx(4.2 * 8 * totals["node_hours"])
-    of_run = totals["compiled"]
-    assert of_run["hours"] == pytest.approx(compiled[0]["totals"]["hours"])
-    assert of_run["price"] == pytest.approx(4.2 * 8 * of_run["hours"])
+    hours, price = (totals["compiled"][name] for name in ("hours", "price"))
+    assert hours == pytest.approx(compiled[0]["totals"]["hours"])
+    assert price == pytest.approx(4.2 * 8 * hours)
     assert plan_main([*line, "--compiled", str(compiled[1])]) == 0
     assert "are at planned_tflops_per_device, these by" in capsys.readouterr().out
 
 
 @needs_libtpu
-def test_the_next_command_is_whole(tmp_path, capsys, monkeypatch):
+def test_the_printed_command_runs_where_the_folder_cannot_be_written(tmp_path, capsys, monkeypatch):
     """As it is printed, where the run's folder cannot be had too: the table is never lost."""
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
@@ -188,7 +184,7 @@ def test_a_stage_that_does_not_fit(tmp_path):
         *(("v6e:4x4", 1, 4, (False, False)), ("v6e:16x16", 1, 64, (True, True))),
     ],
 )
-def test_slices_as_they_are(name, cores, hosts, wraps, slices):
+def test_a_slice_has_its_chips_hosts_and_wraps(name, cores, hosts, wraps, slices):
     """A device for every chip, at every place of the slice, of every slice; its cores in one. The
     wraps are those of MaxText's table of accelerators."""
     slice_ = topology.parse(name)
@@ -227,8 +223,7 @@ def test_slices_as_they_are(name, cores, hosts, wraps, slices):
 )
 def test_names_of_slices(name, shape):
     """MaxText's names (its table of accelerators) and our own."""
-    found = topology.parse(name)
-    assert str(found) == f"{name[:3].rstrip('-:')}:{shape}"
+    assert str(topology.parse(name)) == f"{name[:3].rstrip('-:')}:{shape}"
 
 
 REFUSED = {
@@ -250,8 +245,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, tmp_path, capsys):
     argument, parts = REFUSED[name]
-    if name in ("stage", "mesh", "weights") and importlib.util.find_spec("libtpu") is None:
-        pytest.skip("pip install -e '.[test,tpu]'")
+    if name in ("stage", "mesh", "weights"):
+        skip_without("v5p")
     status = compile_main(arguments(argument, f"base_output_directory={tmp_path}"))
     printed = capsys.readouterr()
     assert (status, printed.out) == (2, "") and len(printed.err.splitlines()) == 1, printed.err
@@ -259,14 +254,17 @@ def test_refused(name, tmp_path, capsys):
         assert part in printed.err
 
 
-def test_missing_libtpu_is_said_with_the_way_to_it(monkeypatch):
+@pytest.mark.parametrize(
+    "cluster, extra", [(topology.parse("v5p-8"), "tpu"), (gpu.parse("h200:1x8"), "cuda13-compiler")]
+)
+def test_an_error_says_how_to_install_a_missing_compiler(monkeypatch, cluster, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"python -m pip install -e '\.\[tpu\]'"):
-        machine.describe_devices(topology.parse("v5p-8"))
+    with pytest.raises(ConfigError, match=rf"python -m pip install -e '\.\[{extra}\]'"):
+        machine.describe_devices(cluster)
 
 
 @pytest.mark.parametrize("content, part", [(None, "No such file"), ("[]", "maxramp.compile")])
-def test_what_is_no_file_of_compile(tmp_path, capsys, content, part):
+def test_a_file_that_compile_did_not_write_is_refused(tmp_path, capsys, content, part):
     path = tmp_path / "x.json"
     if content is not None:
         path.write_text(content)
@@ -330,8 +328,8 @@ def test_a_program_that_the_compiler_accepts_counts_as_one_that_fits():
 def test_a_topology_and_the_nodes_that_are_given():
     """A plan has what compile_topology has several of, unless the keys count it in another way."""
 
-    def nodes(*given):
-        keys = with_nodes(load(arguments("num_nodes=-1", "devices_per_node=-1", *given))).batch
+    def nodes(*more):
+        keys = with_nodes(load(arguments("num_nodes=-1", "devices_per_node=-1", *more))).batch
         return keys.num_nodes, keys.devices_per_node
 
     assert nodes() == (1, 8)

@@ -2,8 +2,9 @@
 exchanges."""
 
 import pytest
+from compilers import needs_libtpu
 from conftest import BASE
-from test_pipelines import MODEL, is_missing
+from test_pipelines import MODEL
 
 from maxramp.config.load import load
 from maxramp.planning.compiled import compile_stages
@@ -11,7 +12,7 @@ from maxramp.planning.plan import make_plan
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(is_missing("libtpu"), reason="pip install -e '.[test,tpu]'")
+@needs_libtpu
 def test_a_step_of_experts():
     """Tokens travel to their experts and back, and the plan's memory is the compiler's within a
     half."""

@@ -16,7 +16,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 
 
 @pytest.mark.parametrize("most", (0, 1, 2, 7, 8, 100, 1023))
-def test_the_edge_is_found_with_few_compiles(most):
+def test_few_compiles_find_the_largest_size_that_fits(most):
     asked = set()
 
     def fits(rows):
@@ -35,20 +35,19 @@ def test_the_edge_is_found_with_few_compiles(most):
 @pytest.fixture(scope="module")
 def one_device():
     """One device of this process."""
-    here = machines.local_machine()
-    return dataclasses.replace(here, devices=here.devices[:1])
+    machine = machines.local_machine()
+    return dataclasses.replace(machine, devices=machine.devices[:1])
 
 
 def target_for(config, machine, limit=1.0):
-    """The compiler of a machine, and what the config's last stage is."""
+    """The compiler of a machine, and the shape of the config's last stage."""
     ramp = RampupBatchManager(config.batch, len(machine.devices))
-    return CompileTarget(config.replace(device_memory_gib=limit), ramp, machine), ramp.stages[
-        -1
-    ].spec
+    target = CompileTarget(config.replace(device_memory_gib=limit), ramp, machine)
+    return target, ramp.stages[-1].spec
 
 
 @pytest.mark.slow
-def test_what_fits_of_this_machine(one_device):
+def test_the_largest_batch_of_this_machine_fits(one_device):
     """What it prints fits by the compiler's account, and one row more does not."""
     config = make_config("enable_rampup_batch_size=False", "max_target_length=64", devices=1)
     target, _ = target_for(config, one_device, 0.004)
@@ -65,14 +64,14 @@ def test_what_fits_of_this_machine(one_device):
     assert int(size) <= int(others[0]) <= int(others[1]) <= int(others[2])
 
 
-def test_nothing_fits(one_device):
+def test_a_row_that_does_not_fit_is_refused(one_device):
     config = make_config("enable_rampup_batch_size=False", devices=1)
     target, _ = target_for(config, one_device, 0.0001)
     with pytest.raises(ConfigError, match="one row per 1 device needs .* device_memory_gib=0.0001"):
         target.largest_batch()
 
 
-def test_a_program_that_cannot_be_read(one_device):
+def test_a_program_that_cannot_be_counted_names_the_machine(one_device):
     """One line that names the machine."""
     config = make_config("base_num_decoder_layers=1", "enable_rampup_batch_size=False", devices=1)
 
@@ -86,7 +85,7 @@ def test_a_program_that_cannot_be_read(one_device):
 
 
 @pytest.mark.parametrize("share, least", [(1, "one row"), (4, "4 rows")])
-def test_nothing_smaller_was_tried(monkeypatch, one_device, share, least):
+def test_no_way_that_fits_names_the_fewest_rows(monkeypatch, one_device, share, least):
     config = make_config("ici_pipeline_parallelism=2", f"num_pipeline_microbatches={2 * share}")
     ramp = RampupBatchManager(config.batch, 8)
     monkeypatch.setattr(

@@ -2,30 +2,16 @@
 every shipped model through the GPU's and the TPU's compiler."""
 
 import dataclasses
-import importlib.util
 
 import pytest
+from compilers import needs_cuda, needs_libtpu
 from conftest import BASE, TINY
 
 from maxramp.compile import main as compile_main
 from maxramp.config.load import load
-from maxramp.errors import ConfigError
 from maxramp.model.size import training_flops_per_token
-from maxramp.planning import gpu, machine
+from maxramp.planning import gpu
 from maxramp.planning.compiled import compile_stages
-
-
-def _missing(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # of the package around it
-        return True
-
-
-needs_cuda = pytest.mark.skipif(
-    _missing("jax_plugins.xla_cuda13"), reason="pip install -e '.[test,cuda13-compiler]'"
-)
-needs_libtpu = pytest.mark.skipif(_missing("libtpu"), reason="pip install -e '.[test,tpu]'")
 
 CLUSTER = [
     *(*TINY, "base_emb_dim=256", "base_mlp_dim=512", "head_dim=64", "vocab_size=512"),
@@ -158,8 +144,8 @@ def some_layers_of(name, layers, topology):
     """A model's config, and what the compiler says: real width, kernels and options of a run."""
     keys = (f"base_num_decoder_layers={layers}", "max_target_length=2048", "dtype=bfloat16")
     keys += ("sliding_window_size=512",) if name == "mistral-7b" else ()
-    given = [f"model_name={name}", *CLUSTER_KEYS, f"compile_topology={topology}", *keys]
-    config = load([BASE, *given])
+    model = (f"model_name={name}", *CLUSTER_KEYS, f"compile_topology={topology}")
+    config = load([BASE, *model, *keys])
     (stage,) = compile_stages(config)["stages"]
     return config, stage
 
@@ -205,6 +191,7 @@ CLUSTER_KEYS = [
         ("gone.yml:2x8", ("gone.yml", "no such config file")),
         ("{bad}:2x8", ("bad.yml", "clock_ghz", "missing or unknown")),
         ("{low}:2x8", ("low.yml", "cores: 0", "above 0")),
+        ("h200:2x4 compile_topology_num_slices=2", ("compile_topology_num_slices=2",)),
     ],
 )
 def test_refused(topology, parts, tmp_path, capsys):
@@ -214,21 +201,9 @@ def test_refused(topology, parts, tmp_path, capsys):
         text = "".join(f"{key}: {value!r}\n" for key, value in kept.items())
         (tmp_path / f"{name}.yml").write_text(text)
     name = topology.format(bad=tmp_path / "bad.yml", low=tmp_path / "low.yml")
-    status = compile_main(
-        arguments(f"compile_topology={name}", f"base_output_directory={tmp_path}")
-    )
+    keys = f"compile_topology={name}".split(" ")
+    status = compile_main(arguments(*keys, f"base_output_directory={tmp_path}"))
     printed = capsys.readouterr()
     assert (status, printed.out) == (2, "") and len(printed.err.splitlines()) == 1, printed.err
     for part in parts:
         assert part in printed.err
-
-
-def test_slices_of_gpus_are_refused(capsys):
-    assert compile_main(arguments("compile_topology_num_slices=2")) == 2
-    assert "compile_topology_num_slices=2" in capsys.readouterr().err
-
-
-def test_missing_plugin_is_said_with_the_way_to_it(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[cuda13-compiler\]'"):
-        machine.describe_devices(gpu.parse("h200:1x8"))

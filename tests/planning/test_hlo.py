@@ -1,12 +1,11 @@
 """The reader of compiled programs, held against counts that do not come from it: products by their
 formula, bytes by the size of what is sent along each mesh axis."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_libtpu
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,11 +14,6 @@ from maxramp.model.parts.attention import AttentionMask, attend
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import X_BTHh
 from maxramp.planning import hlo, machine, topology
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="pip install -e '.[test,tpu]'"
-)
-
 
 # A FLOP, a cycle and a byte in a second each.
 UNIT = topology.Chip(1, 1e-12, 1e-9, 1e-9, 1e-9, 3, 1)
@@ -100,7 +94,7 @@ def test_bytes_between_slices():
 
 
 @needs_libtpu
-def test_the_torus_is_one():
+def test_a_gather_on_a_torus_runs_along_its_rings():
     """Where sides wrap, 64 chips gather along the rings; elsewhere XLA adds up padded shards."""
     work = sent(pod("v5p:4x4x4", (1, 64, 1)), lambda x: jax.lax.all_gather(x, "fsdp", tiled=True))
     assert work.collective_bytes == {"all-gather": 63 * MIB}
@@ -145,7 +139,7 @@ def test_attention_kernels(rows, window):
 
 @needs_libtpu
 @pytest.mark.parametrize("rows", [1, 2])
-def test_attention_to_gathered_keys_is_that_of_the_last_part(rows):
+def test_attention_to_gathered_keys_counts_the_last_part(rows):
     """Of 4 parts of a row, in order, the last sees 4 blocks. Several rows are a loop over them."""
     mesh, T, H, K, h = pod("v5p:2x2x1", (1, 1, 1), context=4), 2048, 4, 2, 128
     q, k = (on(mesh, (rows, T, heads, h), "bfloat16", X_BTHh) for heads in (H, K))
@@ -260,7 +254,7 @@ SAYS_NOT = {
 
 
 @pytest.mark.parametrize("change", SAYS_NOT)
-def test_a_loop_that_does_not_say_how_often_it_runs(change):
+def test_a_loop_of_unknown_length_is_refused(change):
     changes = [SAYS_NOT[change]]
     if change == "no end":  # from 5 up
         changes += [("constant(0)", "constant(7)")]

@@ -2,8 +2,9 @@
 held against arithmetic."""
 
 import pytest
+from compilers import skip_without
 from conftest import BASE
-from test_pipelines import MODEL, D, F, H, K, L, h, is_missing
+from test_pipelines import MODEL, D, F, H, K, L, h
 
 from maxramp.config.load import load
 from maxramp.planning.compiled import compile_stages
@@ -16,10 +17,8 @@ CASES = {
 }
 
 
-def compiled(*given):
-    keys = dict(argument.split("=", 1) for argument in (*MODEL, "per_device_batch_size=2", *given))
-    config = load([BASE, *(f"{name}={value}" for name, value in keys.items())])
-    result = compile_stages(config)
+def compiled(*more):
+    result = compile_stages(load([BASE, *MODEL, "per_device_batch_size=2", *more]))
     return result["stages"][0], result["mesh"]
 
 
@@ -27,12 +26,11 @@ def compiled(*given):
 @pytest.mark.parametrize(
     "case", [pytest.param(x, marks=[pytest.mark.long] * (x == "stages")) for x in CASES]
 )
-def test_what_a_step_sends_and_computes(case):
+def test_muon_sends_and_computes_what_arithmetic_says(case):
     """A device's part of every matrix leaves it and comes back, in bfloat16, along each axis that
     matrices are sharded on; copies gather the results. Matrices of one shape are shared by all."""
     gpus = GPUS in CASES[case]
-    if is_missing("jax_plugins.xla_cuda13" if gpus else "libtpu"):
-        pytest.skip("pip install -e '.[test,tpu]', or '.[test,cuda13-compiler]'")
+    skip_without("h200" if gpus else "v5p")
     (adamw, mesh), (muon, _) = (compiled(*CASES[case], f"opt_type={o}") for o in ("adamw", "muon"))
 
     def received(stage, kind):
@@ -43,9 +41,9 @@ def test_what_a_step_sends_and_computes(case):
     flops, travelled, gathered = 0, 0, 0
     # Queries and outputs, keys and values, the MLP's three.
     for count, M, N in ((2, D, H * h), (2, K * h, D), (3, D, F)):
-        M, N, of_stage = min(M, N), max(M, N), count * L // S
-        copies = d if of_stage > f * t else 1  # that share them
-        own = -(-of_stage // (copies * f * t))  # matrices that a device makes orthogonal
+        M, N, matrices = min(M, N), max(M, N), count * L // S  # of a stage
+        copies = d if matrices > f * t else 1  # that share them
+        own = -(-matrices // (copies * f * t))  # matrices that a device makes orthogonal
         flops += own * 5 * (4 * M * M * N + 2 * M * M * M)
         part = own * M * N * 2
         travelled += 2 * part * ((f - 1) / f + (t - 1) / t)

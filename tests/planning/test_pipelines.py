@@ -2,9 +2,8 @@
 travels between its stages, held against arithmetic. The chip's own kernels compute the attention.
 """
 
-import importlib.util
-
 import pytest
+from compilers import skip_without
 from conftest import BASE
 
 from maxramp.config.load import load
@@ -39,13 +38,6 @@ CASES = {
 }
 
 
-def is_missing(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is None
-    except ModuleNotFoundError:  # of the package around it
-        return True
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
@@ -54,19 +46,18 @@ def is_missing(module: str) -> bool:
         for case in CASES
     ],
 )
-def test_what_a_step_does_and_sends(case):
+def test_a_pipeline_computes_and_sends_what_arithmetic_says(case):
     """Every stage computes in every turn, those of the bubble included, and sends in each an x of
     its turn on and one back towards the first stage, forward and backward: no more."""
     gpus = "h200" in CASES[case][0]
-    if is_missing("jax_plugins.xla_cuda13" if gpus else "libtpu"):
-        pytest.skip("pip install -e '.[test,tpu]', or '.[test,cuda13-compiler]'")
-    given = dict(argument.split("=", 1) for argument in (*MODEL, *CASES[case]))
-    result = compile_stages(load([BASE, *(f"{name}={value}" for name, value in given.items())]))
+    skip_without("h200" if gpus else "v5p")
+    keys = dict(argument.split("=", 1) for argument in CASES[case])
+    result = compile_stages(load([BASE, *MODEL, *CASES[case]]))
     (stage,) = result["stages"]
-    m, R, S = 4, int(given.get("num_pipeline_repeats", 1)), result["mesh"]["stage"]
+    m, R, S = 4, int(keys.get("num_pipeline_repeats", 1)), result["mesh"]["stage"]
     assert S == 2
     turns, tensor = pipeline_ticks(m, S, R), result["mesh"]["tensor"]
-    passes = int(given.get("gradient_accumulation_steps", 1))
+    passes = int(keys.get("gradient_accumulation_steps", 1))
 
     tokens = passes * 2 * T / tensor  # of a device, in a step
     # Layers are recomputed: four products for each weight, but three for the last one, whose result

@@ -97,9 +97,9 @@ def test_a_loop_whose_turns_follow_from_its_counter():
 """
         + counted
     )
-    found, expected = (gpu.count(text, TWO_NODES, RATES) for text in (counted, PROGRAM))
-    assert found.flops == expected.flops
-    assert found.collective_bytes == expected.collective_bytes
+    work, expected = (gpu.count(text, TWO_NODES, RATES) for text in (counted, PROGRAM))
+    assert work.flops == expected.flops
+    assert work.collective_bytes == expected.collective_bytes
     with pytest.raises(ValueError, match="the loop l.4 does not say how often it runs"):
         gpu.count(counted.replace("constant(8)", "custom-call()"), TWO_NODES, RATES)
 
@@ -119,7 +119,7 @@ def test_one_node_has_no_network():
         ("all-to-all", (3 * 8, 4 * 8)),
     ],
 )
-def test_what_crosses_nodes(kind, received):
+def test_bytes_over_nvlink_and_the_network(kind, received):
     """64 bytes of each of eight devices on two nodes, counted by hand."""
     text = f"""
 ENTRY %main (a: f32[16]) -> f32[16] {{
@@ -172,10 +172,10 @@ ENTRY %main (q: bf16[2,64,4,32], k: bf16[2,64,2,32]) -> bf16[2,4,64,32] {
         ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
     ],
 )
-def test_who_takes_part(written, expected):
-    found = hlo.groups(f"replica_groups={written}, dimensions={{0}}", 8)
-    assert sorted(map(sorted, found.tolist())) == expected
-    assert found.dtype == np.int64
+def test_the_groups_of_a_transfer(written, expected):
+    groups = hlo.groups(f"replica_groups={written}, dimensions={{0}}", 8)
+    assert sorted(map(sorted, groups.tolist())) == expected
+    assert groups.dtype == np.int64
 
 
 def test_groups_that_cannot_be_read():

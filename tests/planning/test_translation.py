@@ -178,7 +178,7 @@ def test_megatrons_scripts_keep_flags_in_variables(planned, form):
         ("others", "", "must be one of maxtext, megatron, nemo"),
     ],
 )
-def test_what_is_not_understood_is_one_line(trainer, text, message, planned):
+def test_a_file_that_cannot_be_read_is_refused_in_one_line(trainer, text, message, planned):
     assert message in planned(trainer, text)
 
 
@@ -207,6 +207,6 @@ def test_what_is_not_understood_is_one_line(trainer, text, message, planned):
         ("--lr 1e-4 2>&1 | tee log", "learning_rate", 1e-4, []),
     ],
 )
-def test_a_value_that_no_key_takes_is_left_out_by_name(flags, key, value, left_out):
+def test_a_value_without_a_key_is_listed_as_left_out(flags, key, value, left_out):
     keys, without = translate_flags(flags.split())
     assert keys[key] == value and without == left_out

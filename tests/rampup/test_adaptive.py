@@ -73,7 +73,7 @@ def test_sums_give_the_bound_of_all_steps(spread):
     assert bound_of(steps, 2.0) == pytest.approx(bound_by_residuals(steps, 2.0), rel=1e-7)
 
 
-def test_what_says_nothing_allows_nothing():
+def test_too_few_steps_and_skipped_steps_allow_no_rung():
     rng = np.random.default_rng(0)
     assert bound_of(steps_of(rng, 7, 20.0, 0.1)) == 0
     assert bound_of([(8, -1.0, 320.0)] * 20) == 0
@@ -146,7 +146,7 @@ def test_a_rung_needs_two_periods_in_a_row(seed):
         assert ramp.samples_before(step) == plain.samples_before(step)
 
 
-def test_a_run_killed_at_any_step_takes_the_rungs_of_a_run_left_alone():
+def test_a_run_killed_at_any_step_climbs_as_an_uninterrupted_one():
     def bound(sample):
         return 4.0 + 60 * sample / 2400 * (1.0 + 0.2 * math.sin(sample))
 
@@ -167,7 +167,7 @@ def decided(noise, **changes):
     return [(sample, size) for sample, size, _ in climb(lambda sample: noise, **changes)[1]]
 
 
-def test_earliest_and_latest():
+def test_a_rung_begins_between_its_earliest_and_latest_sample():
     never, always = 0.1, 1e9
     assert decided(never) == []
     assert decided(never, rampup_latest=[1000, 3000]) == [(1000, 16), (3000, 32)]
@@ -179,7 +179,7 @@ def test_earliest_and_latest():
 
 
 @pytest.mark.parametrize("noise", [1e9, 20.0, 0.1])
-def test_simulated_as_decided(noise):
+def test_a_simulated_run_climbs_as_a_real_one(noise):
     draw = random.Random(noise)
     for _ in range(30):
         sizes = sorted(draw.sample(range(2, 40), 3))
@@ -196,7 +196,7 @@ def test_simulated_as_decided(noise):
         assert decided(noise, **changes) == [pair for pair in pairs if pair[0] < 4000]
 
 
-def test_a_plan_expects_what_may_happen():
+def test_a_plan_expects_each_rung_between_its_earliest_and_latest_sample():
     """Each rung between its earliest and its latest sample, and where these are one, there."""
     draw = random.Random(0)
     for _ in range(300):
@@ -218,18 +218,18 @@ def test_a_plan_expects_what_may_happen():
                 spare = sizes[-1]  # steps of other batches end elsewhere
                 assert first - spare <= sample and rung.earliest <= max(sample, rung.latest)
                 assert not bounds or sample <= late[number][0] + spare
-            # Seen from where a rung was taken, the others come as they were to.
-            for taken in range(1, len(sizes)):
-                again = ladder.expected_rungs(keys, expected[taken - 1][0], expected[:taken])
+            # Once a rung is climbed, the others are expected where they were.
+            for count in range(1, len(sizes)):
+                again = ladder.expected_rungs(keys, expected[count - 1][0], expected[:count])
                 assert again == expected
 
 
 def test_nodes_do_not_depend_on_decisions():
     keys = KEYS | {"num_nodes": 4, "per_device_batch_size": 8}
     nodes = {}
-    for taken in ([], [(800, 16)], [(1600, 16)], [(4000, 32)]):
+    for climbed in ([], [(800, 16)], [(1600, 16)], [(4000, 32)]):
         for sample in (0, 4000):
-            rungs = ladder.expected_rungs(ramp_of().keys, sample, taken)
+            rungs = ladder.expected_rungs(ramp_of().keys, sample, climbed)
             ramp = RampupBatchManager(keys, point=ResumePoint(sample // 8, sample, rungs=rungs))
             for stage in ramp.stages:
                 assert nodes.setdefault(stage.global_batch_size, stage.nodes) == stage.nodes

@@ -31,7 +31,15 @@ RATES = {
     **{"deepseek-v2": (2.4e-4, 0.316**2), "ling-plus": (2.4e-4, 0.5), "glm-4.5": (2.5e-4, 0.1)},
     **{"deepseek-v4-flash": (2.7e-4, 0.1), "deepseek-v4-pro": (2e-4, 0.1)},
 }
-PLANNED_NODES = ("nemo-gpt3-5b", "nemotron-4-15b")
+PLANNED_NODES = {"nemo-gpt3-5b": [8, 8, 8, 8, 10, 12, 14, 16], "nemotron-4-15b": [96, 192, 288]}
+# (consumed tokens, rows) of the switches between the first batch and the last.
+SWITCHES = {
+    "palm-540b": [(50e3 * 512 * 2048, 1024)],
+    "nemotron-4-15b": [(200e9, 768)],
+    "olmo-1b": [(168e9, 2048)],
+    "llama3-405b": [(252e6, 1024)],
+    "marin-8b": [(2.77e12, 3072)],
+}
 
 
 def test_every_file_is_in_the_table_of_the_docs():
@@ -39,7 +47,7 @@ def test_every_file_is_in_the_table_of_the_docs():
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
-def test_a_file_says_what_was_published(name):
+def test_a_file_has_the_published_numbers(name):
     config = load([str(FILES[name])], note=lambda line: None)
     ramp, sample = RampupBatchManager(config.batch, 1), config.batch.max_target_length
     stages = ramp.stages_between(0, ramp.total_steps)
@@ -53,6 +61,29 @@ def test_a_file_says_what_was_published(name):
     grown = [b for a, b in itertools.pairwise(stages) if a.global_batch_size != b.global_batch_size]
     assert short(grown[-1].first_sample * sample) == ends
     assert short(ramp.total_samples * sample) == total
+    for tokens, size in SWITCHES.get(name, ()):
+        stage = ramp.stage_at_sample(int(tokens // sample) + size)
+        assert stage.global_batch_size == size
+        assert 0 <= stage.first_sample - tokens // sample <= size
+
+
+def test_palm_switches_at_the_published_steps():
+    ramp = RampupBatchManager(load([str(FILES["palm-540b"])]).batch, 1)
+    assert [stage.first_step for stage in ramp.stages] == [0, 50_000, 115_000]
+
+
+def test_olmo_saves_the_published_steps():
+    """43% fewer than the constant batch of 1024; this figure gave the file its length."""
+    config = load([str(FILES["olmo-1b"])])
+    ramp = RampupBatchManager(config.batch, 1)
+    assert 1 - ramp.total_steps / (ramp.total_samples / 1024) == pytest.approx(0.43, abs=0.005)
+    assert config.learning_rate.batch_size_lr_scaling == "sqrt"
+
+
+@pytest.mark.parametrize("name", PLANNED_NODES)
+def test_published_node_counts(name):
+    ramp = RampupBatchManager(load([str(FILES[name])]).batch)
+    assert [stage.nodes for stage in ramp.stages] == PLANNED_NODES[name]
 
 
 def test_lucie_takes_the_published_steps():
@@ -73,6 +104,6 @@ def test_every_file_plans(name, tmp_path):
     if name not in RATES:
         assert plan["learning_rate"] is None
         return
-    (peak, final), found = RATES[name], plan["learning_rate"]["rate"]
-    assert max(found) == pytest.approx(peak, rel=0.01)
-    assert found[-1] == pytest.approx(final * peak, rel=0.05)
+    (peak, final), rates = RATES[name], plan["learning_rate"]["rate"]
+    assert max(rates) == pytest.approx(peak, rel=0.01)
+    assert rates[-1] == pytest.approx(final * peak, rel=0.05)

@@ -15,7 +15,7 @@ from maxramp.config.load import load
 from maxramp.config.resolve import meshes_of
 from maxramp.errors import ConfigError
 from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
+from maxramp.rampup.schedule import RampupBatchManager
 
 
 def keys(**values):
@@ -34,25 +34,15 @@ def test_megatrons_case_step_by_step():
     assert batches_of(ramp, 8) == wanted
 
 
-def test_nemos_documented_example():
-    ramp = RampupBatchManager(
-        keys(rampup_batch_size=[256, 128, 50_000_000], global_batch_size=1024)
-    )
-    assert [s.global_batch_size for s in ramp.stages] == [256, 384, 512, 640, 768, 896, 1024]
-    for stage, i in zip(ramp.stages, range(7), strict=True):  # thresholds do not drift
-        threshold = Fraction(50_000_000 * i, 6)
-        assert threshold <= stage.first_sample < threshold + stage.global_batch_size
-
-
 def simulate_nemo(start, increment, final, samples, steps):
     """The rule as it is written, one step after the other."""
     share = Fraction(samples * increment, final - start)
-    consumed, found = 0, []
+    consumed, batches = 0, []
     for _ in range(steps):
         batch = final if consumed >= samples else start + consumed // share * increment
-        found.append((consumed, batch))
+        batches.append((consumed, batch))
         consumed += batch
-    return found
+    return batches
 
 
 def test_thousand_random_nemo_ramps():
@@ -173,11 +163,6 @@ def mesh_unless(config, bad_nodes, devices, sample):
     return None if bad else BatchKeys.read(config).mesh_at(devices, 0)
 
 
-def test_nemos_node_table():
-    ramp = RampupBatchManager(documented())
-    assert [s.nodes for s in ramp.stages] == [8, 8, 8, 8, 10, 12, 14, 16]
-
-
 def weighted_node_time(config, batch, nodes, steps):
     """Of a stage, in micro batches, by trying every split; None where no split does."""
     rows, rest = divmod(batch, nodes * config.devices_per_node // config.ici_tensor_parallelism)
@@ -238,9 +223,9 @@ def test_best_nodes_against_trying_all():
             return shrinks, sum(prices) + change * sum(a != b for a, b in pairs)
 
         least = min(map(cost, itertools.product(*options)))
-        found = [stage.nodes for stage in reached]
-        assert cost(found) == (least[0], pytest.approx(least[1])), (config, found)
-        growing += found[0] < found[-1]
+        chosen = [stage.nodes for stage in reached]
+        assert cost(chosen) == (least[0], pytest.approx(least[1])), (config, chosen)
+        growing += chosen[0] < chosen[-1]
         shrinking += least[0] > 0
     assert growing > 10 and shrinking > 0
 
@@ -267,7 +252,7 @@ def test_stages_of_a_few_steps_get_no_job_of_their_own():
     assert free == sorted(free) and free[0] == 1 and free[-1] == 4
 
 
-def test_what_comes_after_the_end_of_the_run_decides_nothing():
+def test_stages_after_the_end_of_the_run_decide_no_nodes():
     """A last stage that holds on one node alone does not keep the stages before it there."""
     batches = {"step_batch_size_schedule": "0:64 6400:128 12800:129", "max_target_length": 1}
     config = keys(
@@ -278,7 +263,7 @@ def test_what_comes_after_the_end_of_the_run_decides_nothing():
     assert max(s.nodes for s in RampupBatchManager(config).stages) == 3
 
 
-def test_nemos_rule_passes_over_nodes_that_the_mesh_refuses():
+def test_nemos_rule_skips_nodes_without_a_mesh():
     changes = {"rampup_batch_size": [32, 32, 10_000], "global_batch_size": 128}
     config = documented(micro_batch_size=4, num_nodes=4, **changes)
     assert [s.nodes for s in RampupBatchManager(config).stages] == [1, 2, 3, 4]
@@ -314,77 +299,6 @@ def test_tensor_parallelism_counts_in_nodes():
     assert ramp.stages[0].nodes == 64
 
 
-def test_a_changed_ramp_is_taken_up_where_the_run_stands():
-    """From sample 100 at step 7, sizes are those of the new thresholds; nothing before counts."""
-    ramp = RampupBatchManager(
-        keys(step_batch_size_schedule="0:8 110:16 150:32", step_batch_size_unit="samples"),
-        point=ResumePoint(7, 100),
-    )
-    assert [(s.first_step, s.first_sample, s.steps) for s in ramp.stages] == [
-        (7, 100, 2),
-        (9, 116, 3),
-        (12, 164, None),
-    ]
-    assert ramp.samples_before(13) == 196 and ramp.stage_at_sample(115).global_batch_size == 8
-
-
-PUBLISHED = {
-    # name: (sequence length, [(consumed tokens at the switch, sequences)])
-    "gpt3-175b": (2048, [(0, 16), (12e9, 1600)]),
-    "bloom-176b": (2048, [(0, 192), (9_765_625 * 2048, 2048)]),
-    "palm-540b": (2048, [(0, 512), (50e3 * 512 * 2048, 1024), (92.16e6 * 2048, 2048)]),
-    "deepseek-v3": (4096, [(0, 3072), (469e9, 15360)]),
-    "nemotron-4-15b": (4096, [(0, 384), (200e9, 768), (400e9, 1152)]),
-    "olmo-1b": (4096, [(0, 1024), (168e9, 2048), (503e9, 4096)]),
-    "llama3-405b": (8192, [(0, 512), (252e6, 1024), (2.87e12, 2048)]),
-    "nemo-gpt3-5b": (2048, [(0, 256), (10e6 * 2048, 2048)]),
-    "marin-8b": (4096, [(0, 1024), (2.77e12, 3072), (11.1e12, 4096)]),
-    "falcon-mamba-7b": (2048, [(0, 128), (50e9, 2048)]),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_schedules(name):
-    """Batch sizes and switch points as published, to within one step."""
-    config = load([str(ROOT / "configs" / "schedules" / f"{name}.yml")])
-    keys = config.replace(num_nodes=config.batch.nodes, devices_per_node=8).batch
-    ramp = RampupBatchManager(keys)
-    length, switches = PUBLISHED[name]
-    assert keys.max_target_length == length
-    for (tokens, batch), following in zip(switches, [*switches[1:], None], strict=True):
-        stage = ramp.stage_at_sample(int(tokens // length) + (batch if tokens else 0))
-        assert stage.global_batch_size == batch
-        if keys.step_batch_size_schedule or following is None:
-            assert 0 <= stage.first_sample - tokens // length <= batch
-    assert ramp.total_steps > ramp.stages[-1].first_step
-
-
-def test_published_node_counts():
-    """Nemotron-4: 96, 192 and 288 nodes of 8; NeMo's example: 8, 8, 8, 8, 10, 12, 14, 16."""
-    for name, nodes in (
-        ("nemotron-4-15b", [96, 192, 288]),
-        ("nemo-gpt3-5b", [8, 8, 8, 8, 10, 12, 14, 16]),
-    ):
-        config = load([str(ROOT / "configs" / "schedules" / f"{name}.yml")])
-        assert [s.nodes for s in RampupBatchManager(config.batch).stages] == nodes
-
-
-def test_palm_switches_at_the_published_steps():
-    config = load([str(ROOT / "configs" / "schedules" / "palm-540b.yml")])
-    config = config.replace(devices_per_node=8)
-    ramp = RampupBatchManager(config.batch)
-    assert [s.first_step for s in ramp.stages] == [0, 50_000, 115_000]
-
-
-def test_olmo_saves_the_published_steps():
-    """43% fewer than the constant batch of 1024; the file's length was set by this figure."""
-    config = load([str(ROOT / "configs" / "schedules" / "olmo-1b.yml")])
-    config = config.replace(devices_per_node=8)
-    ramp = RampupBatchManager(config.batch)
-    assert 1 - ramp.total_steps / (ramp.total_samples / 1024) == pytest.approx(0.43, abs=0.005)
-    assert config.learning_rate.batch_size_lr_scaling == "sqrt"
-
-
 def loaded(*arguments):
     return load([str(ROOT / "configs" / "base.yml"), *arguments])
 
@@ -394,7 +308,7 @@ def sizes(config, devices=8):
     return [(s.global_batch_size, s.gradient_accumulation_steps) for s in ramp.stages]
 
 
-def test_nemos_names_alone_are_a_constant_batch():
+def test_nemos_keys_without_a_ramp_are_a_constant_batch():
     """Its batching page: micro batch 4, global batch 16, accumulation 1 on four ranks."""
     config = loaded("global_batch_size=16", "micro_batch_size=4")
     assert sizes(config, 4) == [(16, 1)]
@@ -402,7 +316,7 @@ def test_nemos_names_alone_are_a_constant_batch():
     assert sizes(loaded("global_batch_size=1024", "micro_batch_size=4")) == [(1024, 32)]
 
 
-def test_a_notation_takes_the_place_of_those_below_it(tmp_path):
+def test_a_notation_replaces_those_of_lower_layers(tmp_path):
     """base.yml < file < command line; what only the old notation used is forgotten with it."""
     file = tmp_path / "nemo.yml"
     file.write_text("rampup_batch_size: [8, 8, 100]\nglobal_batch_size: 32\nmicro_batch_size: 2\n")
@@ -424,7 +338,7 @@ def test_a_notation_takes_the_place_of_those_below_it(tmp_path):
     assert nemo.batch.gradient_accumulation_steps == 1 and not nemo.batch.enable_rampup_batch_size
 
 
-def test_the_length_of_a_run_in_three_ways():
+def test_steps_samples_and_tokens_give_the_length_of_a_run():
     """5040 samples end with step 320; 5041 need one more, and so do tokens past the last sample."""
     for arguments, steps in (
         (["steps=77"], 77),
@@ -449,7 +363,7 @@ def test_the_global_batch_does_not_depend_on_the_job():
         assert [a for _, a in split] == [16 // devices] * 4
 
 
-def test_an_object_without_the_plans_keys_is_planned_as_base_yml_says():
+def test_keys_that_an_object_lacks_have_the_defaults_of_base_yml():
     few = BatchKeys.read(SimpleNamespace(per_device_batch_size=1))
     for name in ("node_time_tolerance", "planned_pass_overhead", "node_schedule"):
         assert getattr(few, name) == getattr(loaded().batch, name)

@@ -135,5 +135,5 @@ def test_a_ramp_that_changes_at_every_start_keeps_one_clock(seed):
         stages = ramp.to_json()["stages"]
         known = [stage for stage in stages if stage["first_step"] < step]
         assert [stage["index"] for stage in stages] == list(range(len(stages)))
-        of_steps = [s["global_batch_size"] for s in known for _ in range(s["steps"] or 10**5)]
-        assert of_steps[:step] == trained
+        sizes = [s["global_batch_size"] for s in known for _ in range(s["steps"] or 10**5)]
+        assert sizes[:step] == trained

@@ -11,8 +11,8 @@ from maxramp.rampup.schedule import RampupBatchManager
 
 def ramp_of(ladder, total_samples, **keys):
     curve = {"learning_rate_final_fraction": 0.1, "warmup_steps_fraction": 0.05}
-    given = {"rampup_policy": "seesaw", "rampup_ladder": ladder, "total_samples": total_samples}
-    return RampupBatchManager(curve | given | keys | {"devices_per_node": 1})
+    policy = {"rampup_policy": "seesaw", "rampup_ladder": ladder, "total_samples": total_samples}
+    return RampupBatchManager(curve | policy | keys | {"devices_per_node": 1})
 
 
 def height(k, steps, keys):
@@ -32,7 +32,7 @@ def height(k, steps, keys):
 
 def simulate(ladder, total_samples, keys):
     """The rule, one step after the other: (consumed before, batch)."""
-    first, consumed, found = ladder[0], 0, []
+    first, consumed, batches = ladder[0], 0, []
     steps = -(-total_samples // first)
     while consumed < total_samples:
         wanted = first / max(1e-9, height(consumed / first, steps, keys))
@@ -41,9 +41,9 @@ def simulate(ladder, total_samples, keys):
             batch = min(ladder, key=lambda rung: (round(abs(math.log(rung / wanted)), 9), -rung))
         else:
             batch = max(rung for rung in ladder if rung <= wanted * (1 + 1e-9))
-        found.append((consumed, batch))
+        batches.append((consumed, batch))
         consumed += batch
-    return found
+    return batches
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -67,21 +67,21 @@ def test_every_step_takes_the_rung_of_the_base_curve(seed):
             continue
         ramp = ramp_of(ladder, samples, **keys)
         steps = range(ramp.total_steps)
-        found = [(ramp.samples_before(k), ramp.stage_at_step(k).global_batch_size) for k in steps]
-        assert found == simulate(ladder, samples, keys), (ladder, samples, keys)
+        sizes = [(ramp.samples_before(k), ramp.stage_at_step(k).global_batch_size) for k in steps]
+        assert sizes == simulate(ladder, samples, keys), (ladder, samples, keys)
 
 
 def test_a_warm_up_anew_is_of_its_phase_alone():
     """The batch follows the run's curve, which is the rate's too."""
-    alone, found = (
+    alone, phased = (
         ramp_of([4, 8, 16], 8000, phases_unit="samples", phases=phases)
         for phases in ({}, {"2000": {"warmup_steps_fraction": 0.3}, "3000": {"row_length": 1}})
     )
     sizes = [
-        [(t.first_sample, t.global_batch_size) for t in ramp.thresholds] for ramp in (alone, found)
+        [(t.first_sample, t.global_batch_size) for t in ramp.thresholds] for ramp in (alone, phased)
     ]
     assert [pair for pair in sizes[1] if pair[0] not in (2000, 3000)] == sizes[0]
-    assert found.total_steps == alone.total_steps
+    assert phased.total_steps == alone.total_steps
 
 
 @pytest.mark.parametrize(

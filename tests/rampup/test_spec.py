@@ -26,7 +26,7 @@ def test_a_stage_is_all_of_its_shape():
         assert [field.suffix for field in spec.fields] == [(48,), (48,), (2,)]
 
 
-def test_stages_are_told_apart_by_what_they_are():
+def test_equal_stages_share_a_program_and_others_do_not():
     """And by nothing else: what is equal shares its programs."""
     first = ramp_of().stages
     assert [stage.spec for stage in first] == [stage.spec for stage in ramp_of().stages]
