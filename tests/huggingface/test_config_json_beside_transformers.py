@@ -204,8 +204,8 @@ def test_scaled_positions_give_the_logits_of_transformers(tmp_path, name):
             open_model(str(folder), ["hardware=cpu"]).load(lines.append)
             assert f"{folder}/config.json: attn_factor of its positions is not read" in str(lines)
         model = config_of(folder).model
-        for came_in in ({}, config, config | {"rope_scaling": None}):
-            written = config_json.make_config(model, came_in, "float32")
+        for original in ({}, config, config | {"rope_scaling": None}):
+            written = config_json.make_config(model, original, "float32")
             (folder / "config.json").write_text(json.dumps(written))
             assert_near(theirs(opened(folder)), expected)
 

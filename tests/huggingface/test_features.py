@@ -131,6 +131,6 @@ def test_scaled_positions_are_those_of_transformers(scaling, head_dim):
     cos, sin = rotary.angles(Rope.from_keys(config), jnp.array([1]), head_dim)
     np.testing.assert_allclose(cos[0], np.cos(inverse.numpy()) * amplitude, atol=1e-6)
     np.testing.assert_allclose(sin[0], np.sin(inverse.numpy()) * amplitude, rtol=2e-6)
-    for came_in in (values, {}, values | {"rope_scaling": None}):  # the last one has to change
-        written = config_json.make_config(config, came_in, "float32")
+    for original in (values, {}, values | {"rope_scaling": None}):  # the last one has to change
+        written = config_json.make_config(config, original, "float32")
         assert config_json.read_keys(written, "FILE") == keys

@@ -124,8 +124,8 @@ def test_tensors_are_read_in_their_dtype_and_held_in_ours(tmp_path):
 def test_config_json_says_the_same_again(tmp_path, name):
     folder = write_folder(tmp_path, name)
     keys = released.find("", str(folder)).keys
-    for came_in in ({}, CONFIGS[name]):
-        values = config_json.make_config(config_of(folder).model, came_in, "float32")
+    for original in ({}, CONFIGS[name]):
+        values = config_json.make_config(config_of(folder).model, original, "float32")
         assert config_json.read_keys(values, "") == keys
 
 
@@ -137,10 +137,10 @@ def test_an_export_changes_no_key_that_the_run_did_not_change(tmp_path, name):
     folder = write_folder(tmp_path, name)
     keys = config_of(folder).model
     both = {"rope_theta"} if "rope_parameters" in few else set()  # transformers below 5 reads it
-    for came_in in (CONFIGS[name], few, few | {"dtype": "float32", "made_by": {"a": 1}}):
-        written = config_json.make_config(keys, came_in, "float32")
-        assert {key: x for key, x in written.items() if key in came_in} == came_in
-        assert written.keys() - came_in.keys() <= both | ({"rope_scaling"} if both else set())
+    for original in (CONFIGS[name], few, few | {"dtype": "float32", "made_by": {"a": 1}}):
+        written = config_json.make_config(keys, original, "float32")
+        assert {key: x for key, x in written.items() if key in original} == original
+        assert written.keys() - original.keys() <= both | ({"rope_scaling"} if both else set())
     longest = config_json.longest_text(few, "")
     longer = dataclasses.replace(keys, max_target_length=2 * longest)
     written = config_json.make_config(longer, few, "bfloat16")
@@ -154,8 +154,8 @@ def test_config_json_says_what_was_changed(tmp_path, name):
     rope_keys = {"rope_max_timescale": 500.0, "rope_type": "llama3.1", "rope_factor": 4.0}
     rope_keys |= {"sliding_window_size": 7} if name == "mistral" else {}
     keys = dataclasses.replace(config_of(write_folder(tmp_path, name)).model, **rope_keys)
-    for came_in in ({}, CONFIGS[name]):
-        values = config_json.read_keys(config_json.make_config(keys, came_in, "float32"), "")
+    for original in ({}, CONFIGS[name]):
+        values = config_json.read_keys(config_json.make_config(keys, original, "float32"), "")
         assert {key: values[key] for key in rope_keys} == rope_keys
 
 
