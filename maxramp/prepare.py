@@ -288,13 +288,14 @@ def _bpe_name(size: int | None, files: Sequence[RecordFile]) -> str:
 
 
 def _train_bpe(options: argparse.Namespace, file: pathlib.Path, inputs: list[RecordFile]) -> None:
-    """Unless an earlier start did; without bad records."""
+    """Trains a BPE on the texts without bad records, unless an earlier start did."""
     if file.exists():
         _say(f"tokenizer  {file} is there from an earlier start")
         return
     start = time.perf_counter()
     texts = preparation.sample_texts(inputs, _BPE_BYTES, options.max_bad_records)
-    if not (first := next(filter(None, texts), "")):
+    first = next(filter(None, texts), "")
+    if not first:
         raise ConfigError(
             f"--train_bpe {options.train_bpe}: the inputs hold no text to train it on"
         )
