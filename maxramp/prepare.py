@@ -203,7 +203,9 @@ def _open_tokenizer(
     """Opens the tokenizer; None where one is to be trained, or the inputs hold tokens."""
     kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
     tokens, flag = inputs[0].tokens, f"--train_bpe {bpe_size}"
-    named = flag if training else f"tokenizer_path={path}" if path else ""
+    named = f"tokenizer_path={path}" if path else ""
+    if training:
+        named = flag
     refuse(
         [
             (tokens and named, f"{named}: the inputs hold no text but tokens; leave it out"),
