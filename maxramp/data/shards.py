@@ -133,8 +133,10 @@ class Preparation:
     def remove_others(self) -> None:
         """Removes what other preparations left in the folder."""
         done = self.finished_shards()
-        # SHARD.json first
-        for path in [*self.work.glob("shard-*"), *self.folder.glob("shard-*")]:
+        paths = list(self.work.glob("shard-*"))  # SHARD.json first
+        for pattern in ("shard-*", ".*.tmp"):
+            paths += self.folder.glob(pattern)
+        for path in paths:
             if path.name.partition(".")[0] not in done:
                 path.unlink()
         (self.folder / LIST).unlink(missing_ok=True)
