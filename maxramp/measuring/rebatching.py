@@ -28,7 +28,7 @@ class Rebatching:
     """Gives a run other batches on as many samples."""
 
     def __init__(self, config: Config, resolved: Config, ramp: RampupBatchManager):
-        """`config` is as loaded; `resolved` the same on its devices, and `ramp` that one's."""
+        """Takes a config as loaded, the same `resolved` on its devices, and the ramp of that."""
         self.config, self._rate, self._ramp = config, resolved.learning_rate, ramp
         self.total_samples = ramp.total_samples
 
