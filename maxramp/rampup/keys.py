@@ -12,8 +12,10 @@ import types
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
+import ml_collections
+
 from maxramp.errors import ConfigError
-from maxramp.keys import base
+from maxramp.keys import base, peers
 from maxramp.keys.choices import Choices, Values, refuse_unread
 from maxramp.keys.numbers import nearest_multiples
 from maxramp.keys.section import Keys, above_zero, fraction, minimum, one_of, positive_or_open
@@ -111,12 +113,9 @@ class BatchKeys(CurveKeys, ShapeKeys):
         """
         if isinstance(config, cls):
             return config
-        is_mapping = isinstance(config, Mapping)
+        is_mapping = isinstance(config, Mapping | ml_collections.ConfigDict)
         if is_mapping:
-            unknown = [(f"{k}={value}", k) for k, value in config.items() if k not in base.base()]
-            if unknown:
-                raise ConfigError(base.unknown_keys(unknown, "configs/base.yml"))
-            config = types.SimpleNamespace(**config)
+            config = types.SimpleNamespace(**_translate(config))
         values = {}
         for name in cls.names():
             value = None
@@ -222,6 +221,19 @@ class BatchKeys(CurveKeys, ShapeKeys):
                 "devices_per_node, or num_devices to RampupBatchManager"
             )
         return self.nodes * self.devices_per_node
+
+
+def _translate(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
+    """Returns the values of a mapping by our names; a ConfigError names keys that nobody knows."""
+    values, unknown = {}, []
+    for name, value in config.items():
+        if pair := peers.translate(str(name), value):
+            values[pair[0]] = pair[1]
+        elif peers.refusal(str(name), value) is None:
+            unknown.append((f"{name}={value}", str(name)))
+    if unknown:
+        raise ConfigError(base.unknown_keys(unknown, "configs/base.yml"))
+    return values
 
 
 def _plain(value: Any) -> Any:

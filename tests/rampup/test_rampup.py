@@ -4,6 +4,7 @@ import random
 from fractions import Fraction
 from types import SimpleNamespace
 
+import ml_collections
 import numpy as np
 import pytest
 import yaml
@@ -35,6 +36,18 @@ def test_documented_example():
     assert [s.first_step for s in stages] == [0, 5, 8, 10]
     assert [s.first_sample for s in stages] == [0, 20, 44, 68]
     assert [s.samples for s in stages] == [20, 24, 24, None]
+
+
+def test_accumulation_counts():
+    """With 3 accumulation steps the same ramp takes fewer steps: samples are what counts."""
+    stages = RampupBatchManager(settings(gradient_accumulation_steps=3)).stages
+    # 20 samples per increment in batches of 12, 24, 36.
+    assert [(s.steps, s.global_batch_size) for s in stages] == [
+        (2, 12),
+        (1, 24),
+        (1, 36),
+        (None, 48),
+    ]
 
 
 def test_fractions_are_exact():
@@ -80,6 +93,8 @@ def test_a_mapping_is_as_good_as_an_object():
     nemo = {"rampup_batch_size": (16, 16, 96), "global_batch_size": 48, "learning_rate": 1e-3}
     sizes = [stage.global_batch_size for stage in RampupBatchManager(nemo, 8).stages]
     assert sizes == [16, 32, 48]
+    dotted = {"model.rampup_batch_size": [16, 16, 96], "model.global_batch_size": 48}
+    assert RampupBatchManager(dotted, 8).stages == RampupBatchManager(nemo, 8).stages
     with open(BASE) as file:  # the file of a run, say
         assert len(RampupBatchManager(yaml.safe_load(file), 1).stages) == 4
 
@@ -100,9 +115,11 @@ def test_wrong_keys_of_a_mapping_are_refused(changes, says):
 
 
 def test_a_configuration_may_be_of_any_kind():
-    """argparse's with what was not given, NumPy's numbers."""
+    """ml_collections', argparse's with what was not given, NumPy's numbers."""
     values, wanted = vars(settings()), RampupBatchManager(settings()).stages
     for config in (
+        ml_collections.ConfigDict(values),
+        ml_collections.FrozenConfigDict(values),
         SimpleNamespace(
             **values, global_batch_size=None, micro_batch_size=None, total_samples=None
         ),
@@ -110,6 +127,8 @@ def test_a_configuration_may_be_of_any_kind():
         values | {"global_rampup_samples": np.int64(values["global_rampup_samples"])},
     ):
         assert RampupBatchManager(config).stages == wanted
+    with pytest.raises(ConfigError, match="^stpes=3 is not a known key; did you mean steps?"):
+        RampupBatchManager(ml_collections.ConfigDict(values | {"stpes": 3}))
     with pytest.raises(ConfigError, match="^per_device_batch_size=8 must be a number, not text"):
         RampupBatchManager(SimpleNamespace(per_device_batch_size="8"), 8)
 
