@@ -327,7 +327,7 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if last["devices"] > 1 and not any(stage["move_gib"] for stage in plan["stages"]):
         yield "mesh", _mesh_text(last["mesh"])
     by_source = itertools.groupby(plan["defaults"], key=lambda one: one["source"])
-    defaults = [f"{', '.join(x['given'] for x in group)} ({s})" for s, group in by_source]
+    defaults = [f"{', '.join(x['key'] for x in group)} ({s})" for s, group in by_source]
     if defaults:
         yield "not given", "; ".join(defaults)
 

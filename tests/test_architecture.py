@@ -202,58 +202,13 @@ def test_what_is_read_first_stays_short():
     assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 1800
 
 
-# --- Names and sizes -----------------------------------------------------------------------------
-
-PREPOSITIONS = """
-about above after against along among around as at before behind below beneath beside besides
-between beyond by during for from in inside into like near of off on onto out outside over past per
-since than through to toward towards under until unto up upon via with within without
-"""
-CONVERTERS = "to as from with without"  # begin the name of one, as in `to_json`
-PARTICIPLES = """
-begun chosen done drawn found given gone held kept known left lost made meant named said seen sent
-shown taken told written
-"""
-NO_PARTICIPLES = "embed feed need seed shed speed"  # that end as one does
-
+# --- Sizes ---------------------------------------------------------------------------------------
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 450, 70, 6
 
 
 def functions(source: str) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-
-
-def is_no_name(name: str) -> bool:
-    """Whether a function's name is a participle alone, or is or begins with a preposition."""
-    first, *others = name.strip("_").split("_")
-    if first in PREPOSITIONS.split():
-        return not (others and first in CONVERTERS.split())
-    is_past = first.endswith("ed") and first not in NO_PARTICIPLES.split()
-    return not others and (is_past or first in PARTICIPLES.split())
-
-
-def test_functions_are_verbs_or_nouns():
-    problems = {
-        f"{module}:{function.lineno} {function.name}"
-        for module, source in modules().items()
-        for function in functions(source)
-        if is_no_name(function.name)
-    }
-    assert not problems
-
-
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        *(("of", True), ("_at", True), ("of_mesh", True), ("over_stages", True), ("to", True)),
-        *(("_said", True), ("held", True), ("allowed", True), ("with_", True)),
-        *(("to_json", False), ("from_config", False), ("without_axis", False), ("_as_rows", False)),
-        *(("held_out", False), ("seed", False), ("is_found", False), ("__format__", False)),
-    ],
-)
-def test_a_name_that_is_none_is_found(name, expected):
-    assert is_no_name(name) == expected
 
 
 def too_large(sources: dict[str, str]) -> set[str]:

@@ -104,7 +104,7 @@ def _defaults(config: Config, sources: Mapping[str, str]) -> list[dict[str, str]
         source = sources.get(name, "configs/base.yml")
         if source.startswith(model) or name not in sources:
             shown = source.replace(model, "configs/models")
-            defaults.append({"given": f"{name}={config.values[name]}", "source": shown})
+            defaults.append({"key": f"{name}={config.values[name]}", "source": shown})
     return sorted(defaults, key=lambda one: one["source"])
 
 
