@@ -177,6 +177,8 @@ class Preparation:
                     shutil.rmtree(self.work, ignore_errors=True)
                     (self.folder / _LOCK).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
+                    for path in self.folder.glob("*.tmp"):  # of a shard that was not finished
+                        path.unlink()
                     self.work.rmdir()  # without a file of ours the folder is not ours
 
 
