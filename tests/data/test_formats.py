@@ -160,6 +160,27 @@ def test_documents_of_tokens(kind, tmp_path):
     assert read(file)[0].dtype == np.int32
 
 
+class Lost(io.BytesIO):
+    """A file of a storage whose errors have no number."""
+
+    def readline(self, size: int = -1) -> bytes:
+        raise OSError("connection\nlost")
+
+
+def test_an_error_of_a_storage_is_not_that_of_a_decompressor(tmp_path, monkeypatch):
+    path = write_file(tmp_path, "jsonl", TEXTS[:1])
+    monkeypatch.setattr(formats.storage, "open_binary", lambda path: Lost())
+    with pytest.raises(ConfigError) as caught:
+        next(open_file(path).read(0, 1))
+    assert str(caught.value) == f"{path}: cannot be read: connection lost"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gzip", "zstd"])
+def test_a_line_behind_the_end_of_a_file_that_became_shorter_is_its_last(kind, tmp_path):
+    path = write_file(tmp_path, kind, ["one", "two"])
+    assert open_file(path).where(10**6) == f"{path}: line 2"
+
+
 def test_a_text_file_is_a_document(tmp_path):
     (tmp_path / "a.txt").write_bytes(TEXTS[2].encode())
     file = open_file(tmp_path / "a.txt")

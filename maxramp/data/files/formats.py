@@ -179,6 +179,8 @@ class JsonLines(RecordFile):
         with self._reading() as file:
             while position > 0:
                 block = file.read(min(position, 1 << 20))
+                if not block:  # the file has become shorter
+                    break
                 count, position = count + block.count(b"\n"), position - len(block)
         return f"{self.path}: line {count}"
 
@@ -188,6 +190,9 @@ class JsonLines(RecordFile):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[BinaryIO]:
+        """Opens the file for reading, decompressed by its suffix; positions are of decompressed
+        bytes. A ConfigError where it cannot be read; the block raises no OSError of its own.
+        """
         file = storage.open_binary(self.path)
         if self._compression == "gzip":
             file = gzip.GzipFile(fileobj=file)
@@ -201,8 +206,10 @@ class JsonLines(RecordFile):
                 yield file
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None)  # the system's, not the decompressor's
-            what = f"is cut off or not a {self._compression} file ({error}); make it again"
-            what = f"cannot be read: {reason}" if reason else what
+            if self._compression and not reason:
+                what = f"is cut off or not a {self._compression} file ({error}); make it again"
+            else:
+                what = f"cannot be read: {reason or one_line(error)}"
             raise ConfigError(f"{self.path}: {what}") from None
 
     def _line(self, file: BinaryIO) -> bytes:
