@@ -96,30 +96,33 @@ def verify(path: Place) -> int:
     for checkpoint in _checkpoints(path):
         try:
             folder_lib.read(checkpoint)
-            arrays, values, strange = _read_all(checkpoint)
+            arrays, values, not_finite = _read_all(checkpoint)
         except TornError as error:
             print(f"{checkpoint}: torn ({error.what})")
             status = EXIT_FAILED
         else:
-            finite = f", {strange:,} of them not finite" if strange else ""
+            finite = f", {not_finite:,} of them not finite" if not_finite else ""
             print(f"{checkpoint}: complete, {values:,} values in {arrays} arrays{finite}")
     return status
 
 
 def _read_all(checkpoint: Place) -> tuple[int, int, int]:
-    """Reads all arrays; counts them, their values, and the values that are not finite."""
+    """Reads all arrays on the CPU, which this process then uses for good; counts them, their
+    values, and the values that are not finite. Raises what `stored_arrays` raises: a TornError, or
+    an error of memory.
+    """
     import numpy as np
 
     from maxramp.checkpoints.arrays import stored_arrays
     from maxramp.processes.backend import take_hardware
 
     take_hardware("cpu")
-    arrays, values, strange = 0, 0, 0
+    arrays, values, not_finite = 0, 0, 0
     for array in stored_arrays(checkpoint):
         arrays, values = arrays + 1, values + array.size
         if not np.issubdtype(array.dtype, np.integer):
-            strange += array.size - int(np.isfinite(array.astype(np.float32)).sum())
-    return arrays, values, strange
+            not_finite += array.size - int(np.isfinite(array.astype(np.float32)).sum())
+    return arrays, values, not_finite
 
 
 def _checkpoints(path: Place) -> list[Place]:

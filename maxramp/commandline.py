@@ -23,6 +23,9 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, doc: str):
+        """Takes a module docstring of at least two paragraphs, purpose and usage; a ValueError with
+        fewer. No "%" may stand in the usage, which argparse formats.
+        """
         what, usage, *more = doc.strip().split("\n\n", 2)
         super().__init__(
             usage=usage.replace("\n", "\n       "),
@@ -31,13 +34,17 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self._words: Sequence[str] = ()
+        self._words: Sequence[str] = ()  # the command line, for hints in error()
+        # argparse prints a "version" and exits, which is all that --help-keys needs.
         version, keys = f"maxramp {maxramp.__version__}", (CONFIGS / "base.yml").read_text()
         self.add_argument("--version", action="version", version=version, help="show the version")
         text = "list every key with its default, its unit and what it is for"
         self.add_argument("--help-keys", action="version", version=keys, help=text)
 
     def parse_intermixed_args(self, args: Sequence[str], namespace: Any = None) -> Any:
+        """Parses a command line with key=value, in any order; `error` has its words for hints. A
+        ConfigError for what argparse refuses, and for three numbers without a key.
+        """
         self._words = args
         options = super().parse_intermixed_args(args, namespace)
         numbers = [word for word in getattr(options, "arguments", ()) if word.isdigit()]
@@ -49,6 +56,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
+        """Raises argparse's message as a ConfigError, with the key that may have been meant."""
         what, colon, words = message.partition("unrecognized arguments: ")
         if colon and not what:
             words = [word for word in words.split(" ") if word.startswith("-")]

@@ -96,9 +96,12 @@ def _count_tokens(answers: Sequence[Answer]) -> int:
 
 
 def _print_json(
-    prompts: Sequence[str], texts: Sequence[AnswerText], answers: Sequence[Answer]
+    prompts: Sequence[str], written: Sequence[AnswerText], answers: Sequence[Answer]
 ) -> None:
-    for prompt, text, answer in zip(prompts, texts, answers, strict=True):
+    """Prints a JSON line for each answer; for process 0. Each text must be unprinted, as text.new()
+    gives a text once. `tokens` and `log_probs` include a stop text's.
+    """
+    for prompt, text, answer in zip(prompts, written, answers, strict=True):
         line = {
             "prompt": prompt,
             "answer": text.new(),

@@ -261,21 +261,25 @@ class Checkpoints(contextlib.AbstractContextManager):
         steps. A TrainingError says that they cannot be written.
         """
 
-        def write() -> None:
+        def add_to_record() -> None:
             saved = folder_lib.read(self._folder / str(step))
             numbers = saved.evaluation | _finite(evaluation)
+            # "eval" or "task": the identities of only these kinds are renewed.
             kinds = {name.partition("_")[0] for name in evaluation}
             evaluations = saved.evaluations | select_kinds(self._evaluations, kinds)
-            whole = dataclasses.replace(saved, evaluation=numbers, evaluations=evaluations)
+            updated = dataclasses.replace(saved, evaluation=numbers, evaluations=evaluations)
             try:
+                # flush hands over; what it returns waits until the records are in the run's folder.
                 self._files.flush()()
-                folder_lib.commit(whole)
+                folder_lib.commit(updated)
             except OSError as error:
-                raise TrainingError(f"{whole.path}: {arrays.reason_of(error)}") from None
-            self._add_to_best(whole)
+                raise TrainingError(f"{updated.path}: {arrays.reason_of(error)}") from None
+            self._add_to_best(updated)
             self._remove_old()
 
-        agreement.raise_everywhere(lambda: self._is_first and self.newest == step and write())
+        agreement.raise_everywhere(
+            lambda: self._is_first and self.newest == step and add_to_record()
+        )
 
     def _writer(self, checkpoint: Checkpoint, state: TrainState) -> Callable[[], None]:
         written = _start_work(lambda: arrays.save(checkpoint.path, state))

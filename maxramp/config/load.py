@@ -127,7 +127,7 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
     idle = find_unmade(CHOICES, merged, merged)
     merged |= {name: default for name, default in idle.items() if name in names - own}
     config = Config.from_values(merged)
-    config.batch.refuse_unread(CHOICES, own, config.values)
+    config.batch.refuse_unread_by_phase(CHOICES, own, config.values)
     config.check()
     return config
 

@@ -22,12 +22,13 @@ _WITHOUT = "without "
 
 
 def refuse_unread(choices: Choices, names: Collection[str], phases: Sequence[Values]) -> None:
-    """Refuses those of the keys `names` that nothing reads, unless they have base.yml's default.
-    `phases` are the values of all keys in each phase: a choice may be made in any.
+    """Raises a ConfigError for the first of the keys `names` that differs from base.yml's default
+    and that nothing reads in any phase. `phases`, at least one, are the values of all keys from
+    each phase on; messages show the first's.
     """
     values, default = phases[0], base()
-    for condition, readers in choices.items():
-        for name in readers:
+    for condition, keys in choices.items():
+        for name in keys:
             is_set = name in names and values[name] != default[name]
             if is_set and not any(is_made(condition, phase) for phase in phases):
                 raise ConfigError(f"{name}={values[name]} {_explain(condition, values, name)}")

@@ -181,6 +181,10 @@ class LocalCluster:
         return f"it rests for {rest} s"
 
     def _environment(self, process_id: int, port: int) -> dict[str, str]:
+        """Returns the environment of one of the job's processes, by its number. A node's devices
+        are shared out evenly among its processes (processes_per_node divides devices_per_node);
+        they keep the node's own numbers, so a node that is left out leaves its GPUs idle.
+        """
         devices, processes = self._run.config.batch.devices_per_node, self._keys.processes_per_node
         share = devices // processes
         first = self._nodes[process_id // processes] * devices + process_id % processes * share
@@ -189,8 +193,10 @@ class LocalCluster:
             **os.environ,
             **variables,
             "MAXRAMP_PROCESS_ID": str(process_id),
+            # JAX_NUM_CPU_DEVICES, of the run's variables, counts a process's CPU devices.
             "XLA_FLAGS": re.sub(_FAKE_DEVICES, "", os.environ.get("XLA_FLAGS", "")),
-            "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + share))),  # GPUs
+            # Chooses among the machine's GPUs; CPU devices are a process's own.
+            "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + share))),
             "PYTHONUNBUFFERED": "1",
         }
 

@@ -201,43 +201,48 @@ def trip_count(loop: Instruction) -> int:
     """Counts how often a `while` runs by following the integers of its state until its condition
     fails. The compiler's own count comes second: it is wrong for a loop that was unrolled or peeled
     after it was counted. ValueError: neither is known."""
-    state = _value(loop.operands[0], {})
+    state = _evaluate(loop.operands[0], {})
     for count in range(10_000):  # of a loop that never ends as well
-        holds = _value(loop.callee("condition").root, {0: state})
+        holds = _evaluate(loop.callee("condition").root, {0: state})
         if holds is None:
             break
         if not holds:
             return count
-        state = _value(loop.callee("body").root, {0: state})
+        state = _evaluate(loop.callee("body").root, {0: state})
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
         return int(known[1])
     raise ValueError(f"the loop {loop.name} does not say how often it runs")
 
 
-def _value(result: Instruction | None, arguments: Mapping[int, Known]) -> Known:
-    """Evaluates a result from the arguments of its computation, as far as the text allows."""
+def _evaluate(result: Instruction | None, arguments: Mapping[int, Known]) -> Known:
+    """Returns the value of a result, as far as the text tells: of types p(red), s(igned) and
+    u(nsigned) with one element, or tuples with such; else None. `arguments` are by parameter
+    number. Integers do not wrap, and a convert keeps its value. The computations that fusions and
+    calls name must be in the text.
+    """
 
     @functools.cache
-    def value(i: Instruction | None) -> Known:
-        if not i or not any(k[0] in "psu" and math.prod(shape) == 1 for k, shape in i.types):
+    def value(instruction: Instruction | None) -> Known:
+        types = instruction.types if instruction else []
+        if not any(kind[0] in "psu" and math.prod(shape) == 1 for kind, shape in types):
             return None
-        operands = i.operands
-        if i.opcode == "constant":
-            literal = re.match(r"(-?\d+|true|false)\)", i.rest)
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "constant":
+            literal = re.match(r"(-?\d+|true|false)\)", instruction.rest)
             return json.loads(literal[1]) if literal else None
-        if i.opcode == "parameter":
-            return arguments.get(int(i.rest.partition(")")[0]))
-        if i.opcode == "tuple":
+        if opcode == "parameter":
+            return arguments.get(int(instruction.rest.partition(")")[0]))
+        if opcode == "tuple":
             return tuple(map(value, operands))
-        if i.opcode == "get-tuple-element":
+        if opcode == "get-tuple-element":
             elements = value(operands[0])
-            return elements and elements[int(i.attribute("index"))]
-        if i.opcode in _PASSED_ON:
+            return elements and elements[int(instruction.attribute("index"))]
+        if opcode in _PASSED_ON:
             return value(operands[0])
-        if i.opcode in ("fusion", "call"):
-            inner = i.callee("calls") or i.callee("to_apply")
-            return _value(inner.root, dict(enumerate(map(value, operands))))
-        compute = _COMPUTED.get(i.opcode) or _COMPUTED.get(i.attribute("direction"))
+        if opcode in ("fusion", "call"):
+            inner = instruction.callee("calls") or instruction.callee("to_apply")
+            return _evaluate(inner.root, dict(enumerate(map(value, operands))))
+        compute = _COMPUTED.get(opcode) or _COMPUTED.get(instruction.attribute("direction"))
         known = [value(operand) for operand in operands] if compute else [None]
         return None if None in known else compute(*known)
 

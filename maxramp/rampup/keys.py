@@ -133,7 +133,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
         defaults = left_out | {"max_target_length": 1}
         keys = cls.from_values(defaults | values)
         if is_mapping:  # an object, such as MaxText's configuration, has defaults of its own
-            keys.refuse_unread(CHOICES, values, defaults | values)
+            keys.refuse_unread_by_phase(CHOICES, values, defaults | values)
         return keys
 
     @classmethod
@@ -148,7 +148,9 @@ class BatchKeys(CurveKeys, ShapeKeys):
             values = {**values, "global_batch_size": tokens // sample}
         return super().from_values(values)
 
-    def refuse_unread(self, choices: Choices, names: Collection[str], values: Values) -> None:
+    def refuse_unread_by_phase(
+        self, choices: Choices, names: Collection[str], values: Values
+    ) -> None:
         """Refuses keys, of `names` or of a phase, that no choice of that phase or a later reads."""
         by_phase = [{**values, **phase.values} for phase in self.phase_list]
         for number, phase in enumerate(self.phase_list):

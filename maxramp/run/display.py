@@ -50,7 +50,8 @@ def duration(seconds: float) -> str:
 class Display:
     """The progress of a run; a writer of records.
 
-    The time left is what the rows still to come take at the pace of the last steps.
+    `follow` comes before the first record of a step. The time left is what the rows still to come
+    take at the pace of the last steps.
     """
 
     def __init__(self, log_period: int, quiet: bool):
@@ -135,7 +136,6 @@ class Display:
 
     def _add_step(self, record: Record) -> None:
         self._result = "reward" if "reward" in record else "loss"
-        tokens = record["tokens_per_second"]
         self._last.append(record[self._result])
         if not self._steps_done:
             self._first = self._last[-1]
@@ -143,27 +143,29 @@ class Display:
             seconds = record["step_seconds"] - record["compile_seconds"]
             self._paces.append(seconds / record["global_batch_size"])
         self._steps_done, self._last_step = self._steps_done + 1, record["step"]
-        tokens = round(tokens * record["step_seconds"])
+        tokens = round(record["tokens_per_second"] * record["step_seconds"])
         self._tokens += tokens
         self._targets += record.get("target_tokens", tokens)
         self._seconds += record["step_seconds"]
 
     def summary(self) -> str:
-        """Returns the closing line: what this start of the run did, and whether the run is done."""
+        """Returns the closing line: what this start of the run did, and whether the run is done.
+        Its time is that since the start, its pace that of the steps alone.
+        """
         if not self._steps_done:
             return "so far   no step was done"
         total = self._plan["total_steps"]
-        end, steps = "done     ", count(total, "step")
+        begins, steps = "done     ", count(total, "step")
         if (done := self._last_step + 1) < total:
-            end = f"so far   {done:,} of {steps}; this start: "
-        elif self._steps_done < done:
-            end = f"done     {steps}; this start: "
-        last = f"{statistics.fmean(self._last):.4f}"
+            begins = f"so far   {done:,} of {steps}; this start: "
+        elif self._steps_done < done:  # an earlier start trained the others
+            begins = f"done     {steps}; this start: "
+        shown = f"{statistics.fmean(self._last):.4f}"
         if self._steps_done > 1:
-            last += f" (mean of {count(len(self._last), 'step')})"
+            shown += f" (mean of {count(len(self._last), 'step')})"
         targets = "" if self._targets == self._tokens else f" ({self._targets:,} targets)"
         return (
-            f"{end}{count(self._steps_done, 'step')}, {self._tokens:,} tokens{targets} in "
+            f"{begins}{count(self._steps_done, 'step')}, {self._tokens:,} tokens{targets} in "
             f"{duration(time.perf_counter() - self._started)}; {self._result} {self._first:.4f} -> "
-            f"{last}{self._held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
+            f"{shown}{self._held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
         )

@@ -25,6 +25,7 @@ class AdamState(NamedTuple):
 
 
 def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTransformation:
+    """Makes AdamW's update at one learning rate and pace; table.py loads it by name."""
     b1, b2 = (kept_share(keys, name, pace) for name in ("adam_b1", "adam_b2"))
     return optax.chain(
         scale_by_adam(b1, b2, keys.adam_eps, keys.mu_dtype),
@@ -34,7 +35,9 @@ def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTrans
 
 
 def scale_by_adam(b1: Any, b2: Any, eps: float, mu_dtype: str) -> optax.GradientTransformation:
-    """Scales as `optax.scale_by_adam`, which counts steps and so has one beta for all of them."""
+    """Scales as `optax.scale_by_adam`, which counts steps and so has one beta for all of them. Its
+    moments are sharded as the weights.
+    """
 
     def init(weights: Any) -> AdamState:
         mu = optax.tree.zeros_like(weights, dtype=jnp.dtype(mu_dtype))

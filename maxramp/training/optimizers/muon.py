@@ -40,6 +40,9 @@ class MuonState(NamedTuple):
 
 
 def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTransformation:
+    """Makes Muon's update, of matrices alone, at one learning rate and pace; table.py loads it by
+    name.
+    """
     return optax.chain(
         scale_by_muon(keys, kept_share(keys, "muon_beta", pace)),
         decay_weights(keys, "muon_weight_decay", pace),
@@ -48,6 +51,10 @@ def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTrans
 
 
 def scale_by_muon(keys: OptimizerKeys, b: Any) -> optax.GradientTransformation:
+    """Makes directions of gradients: their Nesterov mean, which keeps the share `b` of itself, made
+    orthogonal. `update` needs the weights, for their shapes.
+    """
+
     def init(weights: Any) -> MuonState:
         mu = optax.tree.zeros_like(weights, dtype=jnp.dtype(keys.mu_dtype))
         return MuonState(mu, jnp.float32(1))

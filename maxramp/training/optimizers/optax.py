@@ -26,7 +26,13 @@ _RATE = "learning_rate"
 
 
 def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTransformation:
+    """Makes the update of opt_type=optax.NAME at one learning rate; table.py loads it by name.
+    `pace` is not used. The keys must have passed `check`.
+    """
+
     def update(*arguments: Any) -> tuple[Any, Any]:
+        # Of (gradients, state, weights): updates are sharded as gradients, the new state as the
+        # state.
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, arguments[:2])
         # Where optax takes norms and products of whole arrays, XLA chooses the shardings.
         step = jax.sharding.auto_axes(

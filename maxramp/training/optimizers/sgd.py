@@ -11,6 +11,7 @@ from maxramp.training.optimizers.half_lives import Pace, kept_share
 
 
 def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTransformation:
+    """Makes SGD's update at one learning rate and pace; table.py loads it by name."""
     if not keys.sgd_momentum:
         return optax.sgd(rate)
     kept = kept_share(keys, "sgd_momentum", pace)

@@ -25,6 +25,9 @@ def make_optimizer(keys: OptimizerKeys) -> optax.GradientTransformationExtraArgs
 
 
 def _stepwise(name: str, keys: OptimizerKeys) -> optax.GradientTransformationExtraArgs:
+    """Makes the transformation of one optimizer's file, for the weights that it updates. `update`
+    needs a `learning_rate`; the new state keeps the dtypes of the state.
+    """
     transform = importlib.import_module(f"{__package__}.{name}").transform
 
     def update(
