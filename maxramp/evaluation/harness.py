@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.commandline import print_note
+from maxramp.commandline import count, print_note
 from maxramp.data.chats.messages import Chat
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError, Stopped, TrainingError, install
@@ -51,6 +51,7 @@ class _LastError(logging.Handler):
     line = ""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the line of a record; for `logging`."""
         self.line = record.getMessage()
 
 
@@ -163,6 +164,7 @@ class Model(TemplateLM):
 
     @property
     def max_length(self) -> int:
+        """The most tokens of a row whose likelihoods are asked, beside the one before them."""
         return self._server.longest
 
     @property
@@ -173,7 +175,9 @@ class Model(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Returns the ids of a text, as lm-eval's `hf` does."""
+        """Returns the ids of a text, as lm-eval's `hf` does; none of "" where no mark begins texts.
+        `kwargs` are lm-eval's, and not used.
+        """
         self._server.beat()  # a task may have hundreds of thousands of texts
         bos = self._tokenizer.model.begin
         if add_special_tokens is None:
@@ -187,27 +191,39 @@ class Model(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        """Returns the log-probability of each continuation, and whether it is the greedy one."""
+        """Returns the log-probability of each continuation, and whether it is the greedy one.
+        Raises what `_loglikelihood_tokens` and `prefix_token_id` raise.
+        """
         return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        """Scores continuations of 1 to max_length tokens, each behind a context; for lm-eval's
+        `loglikelihood`, and for `loglikelihood_rolling`, whose requests have no texts. A context is
+        cut on the left to max_length + 1 tokens in all; the prefix token stands for an empty one.
+        `kwargs` are lm-eval's, and not used. A ConfigError for a continuation of another length.
+        """
         rows = []
-        for strings, context, continuation in requests:
-            if not 0 < len(continuation) <= self.max_length:
+        for texts, context, continuation in requests:
+            length, most = len(continuation), self.max_length
+            if not 0 < length <= most:
+                rule = f", not 1 to max_target_length={most}; raise that, or" * (length > most)
                 raise ConfigError(
-                    f"a task scores {len(continuation)} tokens behind a context, of 1 to "
-                    f"max_target_length={self.max_length}; raise that, or mend the task "
-                    f"({str(strings)[-100:]})"
+                    f"a task scores a continuation of {count(length, 'token')}{rule or ';'} mend "
+                    f"the task ({str(texts)[-100:]})"
                 )
-            whole = (context + continuation)[-(self.max_length + 1) :]
-            rows.append(Scored(whole, len(continuation)))
+            context = context or [self.prefix_token_id]  # of spaces, which lm-eval moves
+            whole = (context + continuation)[-(most + 1) :]
+            rows.append(Scored(whole, length))
         return self._server.score(rows)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
+        """Returns the log-probability of each text, of any length, from its first token on, in
+        windows of max_length; 0 of "". Raises what `prefix_token_id` raises.
+        """
         windows, request_numbers = [], []
         for number, request in enumerate(requests):
             tokens, longest = self.tok_encode(request.args[0]), self.max_length
@@ -224,6 +240,9 @@ class Model(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Returns the answer to each prompt, up to the first stop text. A ConfigError for options
+        that `_check_generation` or `Sampling` refuses.
+        """
         # The requests that share their options are answered together.
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -246,7 +265,9 @@ class Model(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns the text of a chat, up to where an answer begins or continues."""
+        """Returns the text of a chat, up to where an answer begins or continues. A template that
+        takes no system message gets none; a ConfigError for a chat that it refuses otherwise.
+        """
         last = chat_history[-1]["content"]
         try:
             text = self._render(chat_history, add_generation_prompt)
@@ -264,6 +285,9 @@ class Model(TemplateLM):
         return text[:start] + kept
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Returns the only chat template, whichever is asked for, for lm-eval's report; None for
+        False.
+        """
         return self._tokenizer.chat_template if chat_template else None
 
     def _render(self, messages: list[dict[str, Any]], ask: bool) -> str:

@@ -68,7 +68,9 @@ class AdapterFolder:
 
     @functools.cached_property
     def layers(self) -> list[int]:
-        """The numbers of the layers that have adapters; none = all."""
+        """The numbers of the layers that have adapters, sorted; [] = all. A ConfigError if a
+        regular expression adapts other matrices in one layer than in another, or none in any.
+        """
         pattern = self.config.get("target_modules")
         if not isinstance(pattern, str):
             return sorted({*_as_list(self.config.get("layers_to_transform"))})
@@ -77,6 +79,11 @@ class AdapterFolder:
         for name in filter(is_of_text_model, self.tensors):
             if match := _LAYER_TENSOR.search(name):
                 modules.setdefault(int(match[1]), set()).add(match[2])
+        if not modules:
+            raise ConfigError(
+                f"{self.path}/{CONFIG}: target_modules={pattern} is not supported: {TENSORS} has "
+                "adapters of no layer of a text model"
+            )
         if len({*map(frozenset, modules.values())}) > 1:
             shown = "; ".join(f"{n}: {', '.join(sorted(modules[n]))}" for n in sorted(modules))
             raise ConfigError(

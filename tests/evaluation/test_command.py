@@ -2,12 +2,17 @@
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 from conftest import run
 from made_tasks import write_model, write_tasks
 
 from maxramp import evaluate
+from maxramp.data import tokenizers
+from maxramp.errors import ConfigError
+from maxramp.evaluation.server import DryRun
+from maxramp.handover.opening import PromptTokenizer
 
 NO_HARNESS = importlib.util.find_spec("lm_eval") is None
 
@@ -57,6 +62,41 @@ def test_a_wrong_option_is_one_line(options, expected, capsys):
     assert evaluate.main(["model", "--tasks", "one", *options]) == 2
     line = capsys.readouterr().err
     assert expected in line and line.count("\n") == 1
+
+
+@pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
+@pytest.mark.parametrize(
+    ("continuation", "says"),
+    [
+        ("", "a task scores a continuation of 0 tokens; mend the task ("),
+        (
+            "12345",
+            "a task scores a continuation of 5 tokens, not 1 to max_target_length=4; raise that, "
+            "or mend the task (",
+        ),
+    ],
+)
+def test_a_continuation_of_no_length_that_can_be_scored_names_what_to_change(continuation, says):
+    from maxramp.evaluation.harness import Model
+
+    model = Model(
+        DryRun(4, lambda: None),
+        PromptTokenizer(tokenizers.Tokenizer("bytes", "", False, False, True)),
+    )
+    with pytest.raises(ConfigError) as caught:
+        model.loglikelihood([SimpleNamespace(args=("context", continuation))])
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
+def test_a_context_of_spaces_is_scored_behind_the_prefix_token():
+    """As an empty one: lm-eval moves its spaces to the continuation."""
+    from maxramp.evaluation.harness import Model
+
+    server = DryRun(8, lambda: None)
+    model = Model(server, PromptTokenizer(tokenizers.Tokenizer("bytes", "", False, False, True)))
+    model.loglikelihood([SimpleNamespace(args=(" ", "abc")), SimpleNamespace(args=("", " abc"))])
+    assert server.requests == [["score", [4, 4]]]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import lock
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
+from maxramp.huggingface.adapter import AdapterFolder
 from maxramp.huggingface.safetensors import find_tensors
 from maxramp.run.metrics import read_records
 
@@ -338,6 +339,17 @@ def test_adapters_need_a_model(tmp_path):
     config.rename(tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="has adapter_model.safetensors and no adapter_config"):
         open_model(str(tmp_path / "adapter"), [])
+
+
+def test_a_regular_expression_that_adapts_no_layer_does_not_adapt_all(tmp_path):
+    says = {"peft_type": "LORA", "r": 2, BASE_OF: "base", "target_modules": ".*mtp.*q_proj"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(says))
+    tensors = {
+        f"base_model.model.mtp.0.q_proj.lora_{x}.weight": np.zeros((2, 2), np.float32) for x in "AB"
+    }
+    write_file(tmp_path / "adapter_model.safetensors", tensors)
+    with pytest.raises(ConfigError, match=r"mtp.\*q_proj is not supported: .* of no layer of a"):
+        assert not AdapterFolder(str(tmp_path)).layers
 
 
 @pytest.mark.slow
