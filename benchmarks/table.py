@@ -3,6 +3,7 @@
 python benchmarks/table.py
 """
 
+import collections
 import json
 
 from figures import RESULTS, ROOT
@@ -34,7 +35,9 @@ def stage_switch(figures: dict) -> list[tuple[str, str]]:
 def startup(figures: dict) -> list[tuple[str, str]]:
     rows = []
     for name, parts in figures.items():
-        named = ", ".join(f"{part} {s:.1f}" for part, s in parts.items() if part != "total")
+        named = ", ".join(
+            f"{part} {s:.1f}" for part, s in parts.items() if part != "total" and s >= 0.05
+        )
         rows.append(
             (f"`startup`: start to step 0 done, {name}", f"{parts['total']:.1f} s ({named})")
         )
@@ -96,9 +99,11 @@ def saving(figures: dict) -> list[tuple[str, str]]:
 
 
 def attention(figures: dict) -> list[tuple[str, str]]:
-    shown = "; ".join(
-        f"{case}: {ms['forward']:.1f} ({ms['both']:.1f})" for case, ms in figures.items()
-    )
+    kernels = collections.defaultdict(list)
+    for case, ms in figures.items():
+        rows, _, kernel = case.rpartition(", ")
+        kernels[rows].append(f"{kernel} {ms['forward']:.1f} ({ms['both']:.1f})")
+    shown = "; ".join(f"{rows}: {', '.join(times)}" for rows, times in kernels.items())
     return [("`attention`: ms of 2 rows of 8,192 tokens (with gradients)", shown)]
 
 
