@@ -103,7 +103,7 @@ def assert_same(actual, expected):
     np.testing.assert_allclose(sums, sums_1, rtol=TOLERANCE)
 
 
-# What composes with a pipeline, as docs/running.md lists it: keys, accumulation, whether rows are
+# What composes with a pipeline, as docs/mesh.md lists it: keys, accumulation, whether rows are
 # packed. A case is some ten seconds of compiling.
 MESHES = {"fsdp, tensor": (("ici_pipeline_parallelism=2", "ici_tensor_parallelism=2"), 1, True)}
 MORE_MESHES = {
