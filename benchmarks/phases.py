@@ -76,7 +76,7 @@ def step(target: CompileTarget, stage: Stage) -> dict[str, Any]:
     """Compiles the step of a phase on a mesh, and returns its figures."""
     compiled, steps, chips = (
         target.step(stage.spec),
-        target.ramp.run_steps(stage),
+        target.ramp.steps_in_run(stage),
         len(target.machine.devices),
     )
     result = {

@@ -88,6 +88,7 @@ class Peer:
 
     @contextlib.contextmanager
     def _report_loss(self) -> Iterator[None]:
+        """Raises an error of the connection as a PeerLostError."""
         try:
             yield
         except (OSError, EOFError, multiprocessing.AuthenticationError) as error:

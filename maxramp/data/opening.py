@@ -51,22 +51,23 @@ def open_rows(
         missing = [one for one in mixtures.cached_sets if is_turn and not one.is_prepared]
         lacking = [process for process, n in enumerate(all_gather_json(len(missing))) if n]
         run_on(lacking, lambda missing=missing: [prepare(one, beat) for one in missing], beat)
-    rows = raise_everywhere(lambda: _open(data, mixtures) if reads else None)
-    summaries = all_gather_json(rows.summary if rows else None)
+    corpus = raise_everywhere(lambda: _open(data, mixtures) if reads else None)
+    summaries = all_gather_json(corpus.summary if corpus else None)
     for process, summary in enumerate(summaries):
         if summary not in (None, summaries[0]):
             raise ConfigError(
                 f"process {process} sees other data than process 0 (hash {hash_of(summary)}, not "
                 f"{hash_of(summaries[0])}); give all processes the same files"
             )
-    return rows or Corpus.from_summary(summaries[0])
+    return corpus or Corpus.from_summary(summaries[0])
 
 
 def _open(data: DataKeys, mixtures: Mixtures) -> Corpus:
     sources = open_sources(data, mixtures)
-    rows = sources if sources.train[0].noun == "rows" else _lay_out(data, sources)
-    description = f"{_describe(sources)}{rows.description}"
-    return dataclasses.replace(rows, later=sources.later, description=description)
+    # Rows need no laying out: all parts have one noun.
+    corpus = sources if sources.train[0].noun == "rows" else _lay_out(data, sources)
+    description = f"{_describe(sources)}{corpus.description}"
+    return dataclasses.replace(corpus, later=sources.later, description=description)
 
 
 def _describe(sources: Corpus) -> str:
@@ -123,9 +124,10 @@ def open_sources(keys: DataKeys, mixtures: Mixtures) -> Corpus:
 
 
 def _hold_out(name: str, parts: Sequence[Part], length: int, digest: str = "") -> Part:
-    rows = [[part.hash, len(part.items), _is_separate(part)] for part in parts]
+    """Joins parts to a held-out set; `digest` is "" where the train parts' hash covers it."""
+    identities = [[part.hash, len(part.items), _is_separate(part)] for part in parts]
     items = Chain([part.items for part in parts])
-    return Part(name, 1.0, items, digest, parts[0].noun, repr([length, rows]))
+    return Part(name, 1.0, items, digest, parts[0].noun, repr([length, identities]))
 
 
 def _is_separate(part: Part) -> bool:
@@ -145,6 +147,10 @@ def _open_synthetic(keys: DataKeys) -> Corpus:
 
 
 def _open_part(keys: DataKeys, entry: Entry) -> Part:
+    """Opens an entry: Megatron's own `files` become StreamRows; sets, prepared ones or the one in
+    the cache, become WholeRows if they hold rows, else Documents still to be laid out. A
+    ConfigError without a row, or with tokens that the keys do not fit.
+    """
     length, sets, files = keys.max_target_length, entry.sets, entry.files
     if entry.cached:
         sets = [entry.cached.open()]
@@ -215,7 +221,8 @@ def _check_counts(keys: DataKeys, train: Sequence[Part], held_out: Sequence[Part
     if keys.eval_interval > 0 and not any(len(part.items) for part in held_out):
         most = max(len(part.items) for part in train if part.weight)
         digits = len(str(most - 1))
-        least = -(-(10**digits) // most) / 10**digits  # of which the largest part holds one out
+        # 1 / most, rounded up to as many digits: the largest part holds out at least one item.
+        least = -(-(10**digits) // most) / 10**digits
         larger = f", eval_fraction={least:g}" if most > 1 else ""
         raise ConfigError(
             f"eval_interval={keys.eval_interval}, but eval_fraction={keys.eval_fraction} of "
@@ -233,10 +240,10 @@ def _lay_out(data: DataKeys, sources: Corpus) -> Corpus:
         lay_out = partial(lay_out, separate=separate)
 
     def make_rows(part: Part, counts: np.ndarray) -> Part:
-        rows = packing.PackedRows(part.items, lay_out(counts[:, 0], length), length, separate)
+        packed = packing.PackedRows(part.items, lay_out(counts[:, 0], length), length, separate)
         digest = hash_of([part.hash, part.rows_id])
         rows_id = hash_of([digest, length, separate, name])
-        return Part(part.name, part.weight, rows, digest, rows_id=rows_id)
+        return Part(part.name, part.weight, packed, digest, rows_id=rows_id)
 
     counts = [part.items.counts() for part in sources.train]
     train = list(map(make_rows, sources.train, counts))
@@ -260,9 +267,9 @@ def _lay_out(data: DataKeys, sources: Corpus) -> Corpus:
                 f"{why}; hold out others, or use eval_interval=-1"
             )
         held_out.append(rows)
-    rows = sum(len(part.items) for part in train)
-    full = sum(part.items.num_tokens for part in train) / rows / (length + 1)
-    layout = f", in {rows} rows, {full:.1%} full"
+    num_rows = sum(len(part.items) for part in train)
+    full = sum(part.items.num_tokens for part in train) / num_rows / (length + 1)
+    layout = f", in {num_rows} rows, {full:.1%} full"
     if data.reads_chats:
         tokens, targets = documents[:, :2].sum(0, dtype=np.int64)
         layout += f", {targets / tokens:.1%} of the tokens are targets"

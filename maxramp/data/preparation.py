@@ -175,6 +175,7 @@ def _run(
 
 @contextlib.contextmanager
 def _one_line_errors(work: Preparation) -> Iterator[None]:
+    """Raises an error of the system, of the set that is written, as a TrainingError of one line."""
     try:
         yield
     except OSError as error:  # of a file that is read it would be a ConfigError

@@ -89,7 +89,9 @@ class _StepEnd:
         return decision
 
     def save(self, done: int, last: bool) -> None:
-        """Saves the state after `done` steps."""
+        """Saves the state after `done` steps; `last`: the job trains no more, so it waits for the
+        save.
+        """
         record = self._record(done)
         with self._job.output.jobs.saving():
             self._job.checkpoints.save(record, self._trainer.state, last)
@@ -113,7 +115,7 @@ class _StepEnd:
         )
 
     @contextlib.contextmanager
-    def saving(self, done: int) -> Iterator[None]:
+    def save_on_error(self, done: int) -> Iterator[None]:
         """Saves the state after `done` steps before an error ends the run, or says what is lost. A
         StepError leaves the state as it was, on every process. Other errors may be those of one
         process, which cannot save without the others, or may have taken the state's arrays.
@@ -125,7 +127,7 @@ class _StepEnd:
             raise
         except Exception as error:
             if done > self._job.schedule.first_step:
-                if isinstance(error, StepError) or self._is_whole(done):
+                if isinstance(error, StepError) or self._is_state_intact(done):
                     self.save(done, last=True)
                 elif not self._job.checkpoints.snapshots:
                     since = self._job.checkpoints.newest or 0
@@ -135,7 +137,7 @@ class _StepEnd:
                     )
             raise
 
-    def _is_whole(self, done: int) -> bool:
+    def _is_state_intact(self, done: int) -> bool:
         """Tells whether the state is that after `done` steps, by its clock, on the only process."""
         try:
             low, high = map(int, np.asarray(self._trainer.state.consumed_samples))
@@ -219,7 +221,7 @@ def _train(job: Job, trainer: Trainer) -> int:
     for step in schedule.steps():
         ramp = schedule.ramp
         stage, first_sample = ramp.stage_at_step(step), ramp.samples_before(step)
-        with after_step.saving(step), profiler.annotate_step(step):
+        with after_step.save_on_error(step), profiler.annotate_step(step):
             dispatched = trainer.step(step, stage, first_sample)
         if dispatched is None:
             if step > first_step:
@@ -238,16 +240,17 @@ def _train(job: Job, trainer: Trainer) -> int:
                 return stop(done)
             continue
         # Before the save: a checkpoint has all that was due, and what it lacks comes again.
-        with after_step.saving(done):
-            is_whole = after_step.evaluate(step, consumed, stage, due)
-        if not is_whole:
+        with after_step.save_on_error(done):
+            evaluated = after_step.evaluate(step, consumed, stage, due)
+        if not evaluated:
             after_step.save(done, last=True)
             return stop(done)
         snapshot_is_due = checkpoints.snapshots and checkpoints.snapshots.is_due(done)
         is_asked_for = decision or (due and after_step.is_best(step))
+        # A job ends for new nodes only where it saves or takes a snapshot.
         if is_asked_for or checkpoints.is_due(done, schedule.ramp):
-            after_step.save(done, last=job.grows(done))
-        elif snapshot_is_due and job.grows(done):
+            after_step.save(done, last=job.end_if_nodes_came(done))
+        elif snapshot_is_due and job.end_if_nodes_came(done):
             after_step.save(done, last=True)
         elif snapshot_is_due:
             after_step.take_snapshot(done)

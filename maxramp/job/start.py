@@ -254,9 +254,9 @@ class Job(JobContext):
         self.checkpoints.keep_reference(fingerprint)
         return weights
 
-    def grows(self, done: int) -> bool:
-        """Tells whether the job ends after `done` steps because nodes came for which its stage is
-        planned; the same answer on every process.
+    def end_if_nodes_came(self, done: int) -> bool:
+        """Ends the job after `done` steps if nodes came for which its stage is planned; returns
+        whether it does, the same on every process.
         """
         if self.schedule.available_nodes is None:
             return False

@@ -77,13 +77,14 @@ def supervise(run: Run, cluster: Cluster, nodes: int, failures: int = 0) -> int:
         has_progress, step = end.step > step, end.step
         if has_progress:
             failures = 0
+        # To other nodes an elastic job may go without a newer checkpoint.
         has_moved = keys.elastic and status == EXIT_STAGE_END and nodes != nodes_before
         if end.has_lost_nodes or has_moved or (has_progress and status in ORDERLY):
             continue
         failures += 1
         restarts = f"max_restarts={keys.max_restarts}"
         if failures > keys.max_restarts:
-            say(f"exit status {status}: gave up after {restarts} starts without progress")
+            say(f"exit status {status}: gave up after {restarts} restarts without progress")
             return status
         say(f"exit status {status}: restart {failures} of {restarts} without progress")
     return EXIT_PREEMPTED if cluster.is_stopped else status

@@ -102,7 +102,7 @@ def _late_stages(ramp: RampupBatchManager) -> list[_StageBatch]:
     stages, run_tokens = [], ramp.tokens(ramp.total_samples)
     for stage in ramp.stages_between(0, ramp.total_steps):
         first, size = stage.first_sample, stage.global_batch_size
-        last = first + ramp.run_steps(stage) * size
+        last = first + ramp.steps_in_run(stage) * size
         batch, tokens = size * stage.spec.tokens, ramp.tokens(last)
         if run_tokens >= _LEAST_TOKENS and tokens > _EARLY * run_tokens:
             stages.append(_StageBatch(stage.index, first, last, batch, tokens))

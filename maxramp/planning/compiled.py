@@ -34,7 +34,7 @@ def compile_stages(
     ramp.check(stages)
     entries = []
     for before, stage in zip([stages[0], *stages], stages, strict=False):
-        entry = stage.to_json() | target.step(stage.spec) | {"run_steps": ramp.run_steps(stage)}
+        entry = stage.to_json() | target.step(stage.spec) | {"run_steps": ramp.steps_in_run(stage)}
         if not entry["fits"]:
             entry["nearest_fit"] = _nearest_fit(target, stage.spec)
         meshes = before.spec.mesh, stage.spec.mesh
@@ -88,7 +88,7 @@ def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None)
             "group of devices would fit under remat_policy=full; use more devices or more "
             "ici_tensor_parallelism"
         )
-    steps = ramp.run_steps(stage)
+    steps = ramp.steps_in_run(stage)
     return {
         "compile_topology": machine.name,
         "device": machine.device,

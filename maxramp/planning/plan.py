@@ -136,7 +136,7 @@ def _too_large(stages: Sequence[dict[str, Any]], gib: float, source: str) -> str
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
     keys, cost, time = run.config.batch, run.cost, run.time(stage)
-    steps = run.ramp.run_steps(stage)
+    steps = run.ramp.steps_in_run(stage)
     samples = steps * stage.global_batch_size
     time_of_all = steps * cost.step_time(stage.global_batch_size / keys.num_devices)
     time_of_all *= run.share(stage)
@@ -208,7 +208,7 @@ def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
     """Plans the same samples, in rows of the same length, at one batch size on all nodes."""
     keys, cost = run.config.batch, run.cost
     steps = run.ramp.steps_of_constant(batch)
-    counts = [run.ramp.run_steps(stage) * stage.global_batch_size for stage in run.stages]
+    counts = [run.ramp.steps_in_run(stage) * stage.global_batch_size for stage in run.stages]
     share = np.average([run.share(stage) for stage in run.stages], weights=counts)
     time = steps * cost.step_time(batch / keys.num_devices) * float(share)
     return {

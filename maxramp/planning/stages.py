@@ -134,7 +134,7 @@ class PlannedRun:
 
     def time(self, stage: Stage) -> float:
         """Returns the time of a stage, in passes of the largest micro batch."""
-        passes = self.ramp.run_steps(stage) * stage.gradient_accumulation_steps
+        passes = self.ramp.steps_in_run(stage) * stage.gradient_accumulation_steps
         return passes * self.cost.pass_time(float(stage.per_device_batch_size)) * self.share(stage)
 
     def share(self, stage: Stage) -> float:

@@ -3,8 +3,8 @@ Imports no JAX.
 
 `notations` turns every notation into a list of thresholds, and `walk` turns thresholds into runs of
 steps: a step uses the batch size of the last threshold that is not above the samples consumed
-before it. `layout` spreads a batch over devices. The manager answers all questions from the list of
-stages in closed form, for any step, in any order.
+before it. `layout` spreads a batch over devices. `RampupBatchManager` answers all questions from
+the list of stages in closed form, for any step, in any order.
 """
 
 import bisect
@@ -153,8 +153,9 @@ class RampupBatchManager:
         `devices_per_node` and `node_schedule` decide for each stage. The global batch sizes do not
         depend on it where `devices_per_node` is given.
       point: where the schedule begins; None for a new run.
-      meshes: None where the model has none on this many devices: `node_schedule` does not take
-        them. By default, what these keys give.
+      meshes: a function of devices and first sample; it returns None where the model has no mesh on
+        them, and `node_schedule` leaves those out. By default, what these keys give.
+      fields: the arrays of a batch, by its tokens; those of text by default.
       restart_passes: how long a change of nodes takes, in passes of the largest micro batch
         (`PassCost`), for `node_schedule`.
     """
@@ -256,7 +257,8 @@ class RampupBatchManager:
         first = self.stage_at_step(first_step).index - self.stages[0].index
         return [stage for stage in self.stages[first:] if stage.first_step < last_step]
 
-    def run_steps(self, stage: Stage) -> int:
+    def steps_in_run(self, stage: Stage) -> int:
+        """Counts the steps of a stage that the run takes; negative if it ends before the stage."""
         end = self.total_steps
         if stage.steps is not None:
             end = min(end, stage.first_step + stage.steps)

@@ -71,6 +71,7 @@ class Jobs:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
+        """Counts the seconds of a block that saves, for which steps wait; not if it raises."""
         began = time.perf_counter()
         yield
         self._saved += time.perf_counter() - began

@@ -63,7 +63,8 @@ def make_train_step(
 
 def cut(batch: Batch, length: int) -> Batch:
     """Cuts every row [A, B, ...] of a batch into k rows of `length` tokens: [A, B k, length].
-    Targets stay, also over the border of a row. Hashes are the samples'."""
+    T must be a multiple of length. Targets stay, also over the border of a row. Hashes are the
+    samples'."""
     A, B, T = batch.tokens.shape
     if length == T:
         return batch
@@ -89,13 +90,22 @@ def train_step(
       clipping), `learning_rate`, `target_tokens` (neither padding nor a document's first),
       `batch_fingerprint` (uint32[2]), and those of `noise_scale`, `skipping` and `balance`.
     """
+    optimizer, batch = recipe.optimizer, cut(batch, recipe.model.max_target_length)
+    (A, B, _), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
+    apart = _copies_apart(A)  # axis -> size; {} if gradients are added up in each pass
+    # Weights are cast once for all micro batches.
+    trained = state.trained.cast(recipe.model.dtype, [*apart])
+    frozen = state.frozen.cast(recipe.model.dtype)
+    zeros = zero_sums(trained, loss.shown)
+    drops = dropout_of(trained) > 0
+    ids_AB3 = row_ids(state.consumed_samples, batch) if drops else None
 
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
         micro_batch, row_ids_B3 = micro_batch
         micro_batch = share_out(micro_batch, trained.pattern, recipe.model)
 
-        def minimize(trained: Decoder) -> tuple[jax.Array, Aux]:
-            model = join_parts(frozen, trained)
+        def minimize(candidate: Decoder) -> tuple[jax.Array, Aux]:
+            model = join_parts(frozen, candidate)
             model = balance.with_last_step(model, state.buffers)
             return loss(add_dropout(model, row_ids_B3) if drops else model, micro_batch)
 
@@ -108,18 +118,10 @@ def train_step(
             new = gradient(trained)
         return jax.tree.map(jnp.add, sums, new), squares_by_kind
 
-    optimizer, batch = recipe.optimizer, cut(batch, recipe.model.max_target_length)
-    (A, B, _), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
-    apart = _copies_apart(A)
-    # Weights are cast once for all micro batches.
-    trained = state.trained.cast(recipe.model.dtype, [*apart])
-    frozen = state.frozen.cast(recipe.model.dtype)
-    zeros = zero_sums(trained, loss.shown)
-    drops = dropout_of(trained) > 0
-    ids_AB3 = row_ids(state.consumed_samples, batch) if drops else None
     (gradients, aux), squares_by_kind = jax.lax.scan(add_micro_batch, zeros, (batch, ids_AB3))
     shown, targets = aux.shown, aux.shown["tokens"]
-    shown[loss.divisor] = jnp.maximum(shown[loss.divisor], 1)  # without targets all sums are 0
+    # In aux, which update() divides by; without targets all sums are 0.
+    shown[loss.divisor] = jnp.maximum(shown[loss.divisor], 1)
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.trained
     )
@@ -131,12 +133,13 @@ def train_step(
         learning_rate=learning_rate,
         divisor=loss.divisor,
     )
-    read = jax.tree.map(lambda x: wait_for(x, metrics["grad_norm"]), batch)
-    metrics |= {"target_tokens": targets, "batch_fingerprint": read.hashes.sum((0, 1))}
+    # What follows reads the batch only after the update, see wait_for.
+    batch_after = jax.tree.map(lambda x: wait_for(x, metrics["grad_norm"]), batch)
+    metrics |= {"target_tokens": targets, "batch_fingerprint": batch_after.hashes.sum((0, 1))}
     if squares_by_kind:
         metrics |= noise_scale.metrics(
             squares_by_kind,
-            read,
+            batch_after,
             copies=math.prod(apart.values()),
             gradients=gradients,
             keys=optimizer,

@@ -46,7 +46,7 @@ def clock(samples):
 @pytest.mark.parametrize("error", [StepError("it does not compile"), OSError("a file is gone")])
 def test_an_error_that_leaves_the_state_saves_it(error):
     steps = Steps(clock(8 * 7))
-    with pytest.raises(type(error)), steps.after.saving(7):
+    with pytest.raises(type(error)), steps.after.save_on_error(7):
         raise error
     assert (steps.saved, steps.lines) == ([7], [])
 
@@ -58,7 +58,7 @@ def test_an_error_that_takes_the_state_says_what_is_lost(what):
     if what == "its arrays":
         state.delete()
     steps = Steps(state)
-    with pytest.raises(ValueError), steps.after.saving(7):
+    with pytest.raises(ValueError), steps.after.save_on_error(7):
         raise ValueError
     assert not steps.saved
     assert steps.lines == [
@@ -69,6 +69,6 @@ def test_an_error_that_takes_the_state_says_what_is_lost(what):
 
 def test_before_the_first_step_there_is_nothing_to_save():
     steps = Steps(clock(8 * 2))
-    with pytest.raises(ValueError), steps.after.saving(2):
+    with pytest.raises(ValueError), steps.after.save_on_error(2):
         raise ValueError
     assert not steps.saved and not steps.lines
