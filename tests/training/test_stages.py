@@ -324,7 +324,8 @@ def test_an_error_beside_the_compiler_reaches_the_loop():
     ramp, mesh, asked = RampupBatchManager(config.batch, 1), make_mesh(config), []
 
     def say(line: str) -> None:
-        raise RuntimeError("no terminal")
+        if not line.startswith("wait"):  # which the loop itself says on a busy machine
+            raise RuntimeError("no terminal")
 
     with jax.set_mesh(mesh):
         programs, compiler = make_programs(
