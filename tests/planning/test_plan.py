@@ -51,8 +51,9 @@ NEMO_8B = [
 ]
 
 
-def test_the_plan_of_an_8b_model_on_16_nodes(tmp_path, capsys):
+def test_the_plan_of_an_8b_model_on_16_nodes(tmp_path, capsys, monkeypatch):
     """With NeMo's node table, every stage's memory and the totals, as JSON, table and picture."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # which a test's runner may set
     line = [BASE, *NEMO_8B, "planned_tflops_per_device=400"]
     assert main([*line, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
