@@ -232,7 +232,9 @@ def save(path: Place, state: TrainState) -> Callable[[], None]:
 
 
 def load(path: Place, abstract: dict[str, Any]) -> dict[str, Any]:
-    """Reads arrays of a checkpoint, with the names, shapes, dtypes and shardings of `abstract`."""
+    """Reads arrays of a checkpoint, with the names, shapes, dtypes and shardings of `abstract`, as
+    `items_of` makes it. All processes call it, after `compare`. A ConfigError where it cannot.
+    """
     with _reading(path):
         loaded = ocp.load_checkpointables(os.fspath(path), order_by_layer(abstract))
     return order_by_stage(loaded, abstract)

@@ -58,8 +58,13 @@ class PackedRows:
 
 
 def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -> RowLayout:
-    """Lays documents one after another and cuts them into rows of T = `length`; padding only at the
-    end. Unless `separate`, rows are one text: each begins with the last token of the row before.
+    """Lays documents one after another and cuts them into rows that predict T = `length` tokens.
+
+    Args:
+      lengths: tokens of each document.
+      separate: a document predicts nothing in the next one, and a row whose document ends a token
+        before it is padded there. Otherwise rows are one text: each begins with the last token of
+        the row before.
     """
     document, lengths = _select_predicting(lengths)
     end = np.cumsum(lengths)

@@ -86,6 +86,9 @@ class Scorer:
     def score(self, model: Decoder, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
         """Returns the log-probability of each row's last tokens, and whether each of them is the
         likeliest; raises a NotFiniteError if the weights give no numbers.
+
+        Every process calls it with the same rows, of 2 to max_target_length + 1 tokens: a caller
+        cuts longer ones.
         """
         scored: list[Any] = [None] * len(rows)
         waiting: collections.deque[tuple[list[int], Any]] = collections.deque()

@@ -117,13 +117,14 @@ class Generator:
         prompts: Sequence[np.ndarray],
         samples: Sequence[int] | None = None,
     ) -> list[Answer]:
-        """Returns the answers to prompts (token ids).
+        """Returns the answers to prompts (token ids), of which there is at least one.
 
         Draws depend only on the seed, the number of the prompt in `samples` (0, 1, ...) and the
         position of a token, not on other prompts or on batches.
 
         Raises:
-          ConfigError: a prompt is empty or too long.
+          ConfigError: a prompt is empty, has ids outside the vocabulary, or leaves no room for its
+            answer in max_target_length.
           NotFiniteError: the weights give logits that are not numbers.
         """
         *_, answers = self.stream(weights, prompts, samples, self._keys.max_target_length)

@@ -117,7 +117,9 @@ def prepare_load(
     """Refuses a folder without all weights of an abstract `model`; returns what reads them.
 
     Args:
+      folder: where `tensors` lie, for messages.
       vocab_size: rows of embedding and head that the folder has.
+      decoder_block: the family of `model`; `dense_block` is the folder's, if it is another.
       note: takes a line about tensors that belong to no weight.
       layers: those that have tensors, none = all; the others are zeros.
       dense_block: the folder's family, if its dense MLP becomes every expert; routers are then new.

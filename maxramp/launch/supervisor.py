@@ -59,9 +59,12 @@ class Cluster(Protocol):
 
 
 def supervise(run: Run, cluster: Cluster, nodes: int, failures: int = 0) -> int:
-    """Starts job after job, the first on `nodes`; returns the exit status of the last.
+    """Starts job after job, the first on `nodes`; returns the exit status of the last, or
+    EXIT_PREEMPTED if none started.
 
-    A start counts as a failure unless the run got further: to a newer checkpoint, or to a snapshot
+    It ends when the run is done, its configuration is wrong, somebody stops it, the cluster starts
+    no more, or more than max_restarts starts in a row failed, of which `failures` came before. A
+    start counts as a failure unless the run got further: to a newer checkpoint, or to a snapshot
     that a start continued from. Lost nodes do not count.
     """
     keys, step, status = run.config.launch, steps_done(run.folder), EXIT_PREEMPTED

@@ -70,8 +70,14 @@ def run(
     execution: Execution, run_layers: Run, layers: Any, x_BTD: jax.Array, positions: Positions
 ) -> tuple[jax.Array, Aux]:
     """Runs all rows through all layers, tick by tick; returns x and the sums of all rows.
-    `run_layers` takes layers [l, S, ...], and x and positions of a tick. x has a multiple of k rows
-    on each device."""
+
+    Under a mesh whose stage axis has S > 1 devices. `rampup/shape.py` refuses other sizes.
+
+    Args:
+      run_layers: takes layers [l, S, ...], and x and positions of a tick.
+      layers: [L, ...], or with R > 1 repeats [R, L / R, ...]; L is a multiple of S * R.
+      x_BTD: a multiple of k = num_pipeline_microbatches / S rows on each device.
+    """
     m, R = execution.num_pipeline_microbatches, execution.num_pipeline_repeats
     S, leading = axis_size("stage"), "LS" if R == 1 else "RLS"
     weights, sums = _split_layers(layers, S, R, execution.pipeline_fsdp_ag_once)

@@ -199,8 +199,8 @@ def numbers(text: str) -> list[int]:
 
 def trip_count(loop: Instruction) -> int:
     """Counts how often a `while` runs by following the integers of its state until its condition
-    fails. The compiler's own count comes second: it is wrong for a loop that was unrolled or peeled
-    after it was counted. ValueError: neither is known."""
+    fails, for at most 10,000 rounds. The compiler's own count comes second: it is wrong for a loop
+    that was unrolled or peeled after it was counted. ValueError: neither is known."""
     state = _evaluate(loop.operands[0], {})
     for count in range(10_000):  # of a loop that never ends as well
         holds = _evaluate(loop.callee("condition").root, {0: state})

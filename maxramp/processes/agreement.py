@@ -20,7 +20,13 @@ _MEETING_MS = 3_600_000  # the watchdog ends a process that hangs for as long
 
 
 def raise_everywhere(function: Callable[[], _T]) -> _T:
-    """Calls a function on every process; an error on one of them is raised on all."""
+    """Calls a function on every process, each in the same order of such calls; returns its own
+    result.
+
+    A ConfigError or TrainingError of one is raised on all, as that class and none of its
+    subclasses. Another error is raised there alone, and ends the process. For work of more than 30
+    seconds use `run_on`: collectives on CPUs wait no longer.
+    """
     result, failure = _try(function)
     for other in all_gather_json(failure):
         _raise(other)

@@ -236,9 +236,13 @@ class RampupBatchManager:
         return dataclasses.replace(stage, **vars(placed)) if placed else stage
 
     def stage_at_step(self, step: int) -> Stage:
+        """Returns the stage of a step; the last has no end, also past the run's. A ValueError for a
+        step before the schedule's first, as after a restart.
+        """
         return _last_begun(self.stages, "step", step, operator.attrgetter("first_step"))
 
     def stage_at_sample(self, sample: int) -> Stage:
+        """Returns the stage that trains on row `sample`, as `stage_at_step` does."""
         return _last_begun(self.stages, "sample", sample, operator.attrgetter("first_sample"))
 
     def samples_before(self, step: int) -> int:

@@ -348,7 +348,9 @@ def _kind_of_evaluation(record: Record) -> str | None:
 
 
 def read_records(path: Place) -> list[Record]:
-    """Reads the records of metrics.jsonl. A last line that was torn by a kill is left out."""
+    """Reads all records of metrics.jsonl; empty without one. Lines that are no record are left out,
+    such as one that a kill tore.
+    """
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [record for record in map(_parse, lines) if record is not None]
 
