@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 import sys
 import time
@@ -30,6 +31,8 @@ from maxramp.files.place import lock
 LIST = "bad_records.jsonl"  # in the folder of a set: what was left out of it, a line each
 _WORK, _LOCK = ".preparing", ".lock"
 _POLL = 0.2  # seconds
+# Names of shards, and of files that have no name yet.
+_OWN = re.compile(r"shard-\d{5,}\.|\.(shard-\d{5,}|manifest|bad_records)\..*\.tmp$")
 # Bytes of input below which workers would take longer to start than to work.
 _SMALL = 32_000_000
 
@@ -133,13 +136,14 @@ class Preparation:
     def remove_others(self) -> None:
         """Removes what other preparations left in the folder."""
         done = self.finished_shards()
-        paths = list(self.work.glob("shard-*"))  # SHARD.json first
-        for pattern in ("shard-*", ".*.tmp"):
-            paths += self.folder.glob(pattern)
-        for path in paths:
+        for path in [*self.work.glob("shard-*"), *self._files()]:  # SHARD.json first
             if path.name.partition(".")[0] not in done:
                 path.unlink()
         (self.folder / LIST).unlink(missing_ok=True)
+
+    def _files(self) -> list[pathlib.Path]:
+        """Lists what preparations write into the folder, and nobody else: shards, whole or not."""
+        return [path for path in self.folder.iterdir() if _OWN.match(path.name)]
 
     @contextlib.contextmanager
     def lock(self, wait: Callable[[], None] | None = None) -> Iterator[None]:
@@ -177,8 +181,9 @@ class Preparation:
                     shutil.rmtree(self.work, ignore_errors=True)
                     (self.folder / _LOCK).unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
-                    for path in self.folder.glob("*.tmp"):  # of a shard that was not finished
-                        path.unlink()
+                    for path in self._files():
+                        if path.suffix == ".tmp":  # of a shard that was not finished
+                            path.unlink()
                     self.work.rmdir()  # without a file of ours the folder is not ours
 
 

@@ -217,8 +217,13 @@ def test_what_other_starts_left_is_removed(tmp_path):
     assert any(name.startswith("bpe-") for name in left)
     assert not any(name.endswith(".tmp") for name in left)
     source.write_bytes(whole)
+    somebodys = {"notes.tmp", ".notes.tmp", "shard-notes.txt"}
+    for name in somebodys:
+        (output / name).write_text("kept")
     assert prepare_lib.main([*options, "--shard_megabytes", "1"]) == 0
-    assert set(content(output)) == {"manifest.json", "shard-00000.bin", "shard-00000.idx"}
+    written = {"manifest.json", "shard-00000.bin", "shard-00000.idx"}
+    assert set(content(output)) - somebodys == written
+    assert all((output / name).read_text() == "kept" for name in somebodys)
 
 
 def test_another_size_of_the_tokenizer_is_another_tokenizer(tmp_path, capfd):
