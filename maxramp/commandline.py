@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, doc: str):
         """Takes a module docstring of at least two paragraphs, purpose and usage; a ValueError with
-        fewer. No "%" may stand in the usage, which argparse formats.
+        fewer. The usage has no "%": argparse formats it.
         """
         what, usage, *more = doc.strip().split("\n\n", 2)
         super().__init__(

@@ -70,8 +70,8 @@ class Config:
     def unread_by(cls, program: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the defaults of changed keys that only other training programs read."""
         sections = cls.sections()
-        ours = PROGRAM_SECTIONS.get(program, sections)
-        others = {*itertools.chain(*PROGRAM_SECTIONS.values())} - {*ours}
+        own_sections = PROGRAM_SECTIONS.get(program, sections)
+        others = {*itertools.chain(*PROGRAM_SECTIONS.values())} - {*own_sections}
         read = {f.name for n, s in sections.items() if n not in others for f in fields(s)}
         return {
             name: default

@@ -239,17 +239,17 @@ def read(path: str, arguments: Sequence[str], note: Note) -> list[Source]:
         written: dict[str, tuple[str, Any]] = {}  # by our key, as written, and our value
         for name, their_value in phases.flat(pairs, phases_before):
             text = f"{where}{base.show_key(name, their_value)}"
-            ours = peers.translate(name, their_value)
-            if not ours:
+            translated = peers.translate(name, their_value)
+            if not translated:
                 foreign[name] = text, their_value
                 continue
             foreign.pop(name, None)
-            key, value = ours
+            key, value = translated
             if where and key in written and written[key][1] != value:
                 raise ConfigError(
                     f"{written[key][0]} and {name}={value} both give {key}; keep one of them"
                 )
-            if value != base.unset(key) and ours != (name, their_value):
+            if value != base.unset(key) and translated != (name, their_value):
                 notes.append(f"{text}: taken as {key}={value}")
             written[key] = text, value
         values = {key: base.cast_value(*pair, key) for key, pair in written.items()}
@@ -294,9 +294,9 @@ def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[
     path = place(named)
     if above and not is_object_storage(named):
         path = above[-1].parent / os.path.expanduser(named)
-    ours = CONFIGS / named.removeprefix("configs/")
-    if (above or named.startswith("configs/")) and not path.exists() and ours.is_file():
-        path = ours
+    packaged = CONFIGS / named.removeprefix("configs/")
+    if (above or named.startswith("configs/")) and not path.exists() and packaged.is_file():
+        path = packaged
     if above and not path.exists():
         raise ConfigError(f"{above[-1]}: base_config={named}: no such config file as {path}")
     if path.resolve() in (file.resolve() for file in above):

@@ -1,6 +1,6 @@
 """Relations between keys, and the errors if they are broken.
 
-The bound of a single key stands in its section, keys that need a choice in `choices`. `resolve`
+A section holds the bound of a single key; `choices` holds keys that need a choice. `resolve`
 checks what depends on devices, `rampup.notations` the notations of ramps.
 """
 

@@ -248,17 +248,18 @@ def _not_chats(keys: DataKeys, name: str) -> ConfigError:
     )
 
 
-def _check_made_by(folder: str, made_by: dict[str, Any], ours: dict[str, Any]) -> None:
+def _check_made_by(folder: str, made_by: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in made_by.items():
-        if value == ours[name]:
+        if value == expected[name]:
             continue
         if name == "template":
             raise ConfigError(
                 f"{folder} was prepared with another chat_template, or another date or switches "
-                f"of it (hash {value}, not {ours[name]}); give those, or prepare the chats again"
+                f"of it (hash {value}, not {expected[name]}); give those, or prepare the chats "
+                "again"
             )
         raise ConfigError(
-            f"{name}={ours[name]}: {folder} was prepared with {name}={value}; give that, or "
+            f"{name}={expected[name]}: {folder} was prepared with {name}={value}; give that, or "
             "prepare the chats again"
         )
 
@@ -295,11 +296,11 @@ def _check_tokenizers(keys: DataKeys, entries: Sequence[Entry]) -> None:
             )
     for folder, tokenizer in with_tokenizer[:1]:
         kind, path = keys.tokenizer_type, keys.tokenizer_path
-        ours = Tokenizer(kind, path, **{name: tokenizer[name] for name in MARK_KEYS})
+        loaded = Tokenizer(kind, path, **{name: tokenizer[name] for name in MARK_KEYS})
         other = f"tokenizer_type={kind} tokenizer_path={path}"
         if tokenizer["split_special_tokens"] and not keys.split_special_tokens:
             other = "split_special_tokens=False"
-        elif kind == "bytes" or (kind == tokenizer["type"] and ours.hash == tokenizer["hash"]):
+        elif kind == "bytes" or (kind == tokenizer["type"] and loaded.hash == tokenizer["hash"]):
             continue  # bytes also where neither key is given
         raise ConfigError(
             f"{other} is not what {folder} was prepared with, {_describe_tokenizer(tokenizer)}; "

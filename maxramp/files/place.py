@@ -176,7 +176,7 @@ def write_whole(path: Place, data: bytes) -> None:
 
 
 def keep_id(path: Place) -> str:
-    """Reads the id in a file; writes a random one if there is no file."""
+    """Reads the id in a file; if the file is missing, writes a random id."""
     if not path.exists():
         write_whole(path, f"{secrets.token_hex(8)}\n".encode())
     return path.read_text().strip()

@@ -110,7 +110,7 @@ def _path_at_start(name: str, own: Place) -> str:
 
 
 def _state_at(path: Place) -> str:
-    """Returns the name of the state that a checkpoint holds, "" if there is none."""
+    """Returns the name of the state that a checkpoint holds, "" if it holds none."""
     with contextlib.suppress(ConfigError):
         return folder.read(path).saved if folder.is_committed(path) else ""
     return ""

@@ -75,7 +75,7 @@ class PromptTokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> ChatText:
         """Returns the text of a chat, which an answer continues.
 
-        Raises a BadRecord if it is no chat, the template refuses it, or it holds a special token.
+        A BadRecord if it is not a chat, the template refuses it, or it holds a special token.
         """
         chat, template = read({"messages": messages}), self.template
         for text in chat.texts():

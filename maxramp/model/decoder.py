@@ -150,7 +150,9 @@ def _stack(make_block, keys_L: jax.Array, repeats: int):
 
 
 def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
-    """Returns cap * tanh(logits / cap); 0 is no cap (Gemma 2, arXiv 2408.00118, section 2)."""
+    """Returns cap * tanh(logits / cap), or with cap 0 the logits (Gemma 2, arXiv 2408.00118,
+    section 2).
+    """
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 

@@ -23,5 +23,5 @@ def compiler_options(platform: str | None) -> dict[str, int | str]:
     set_by_user = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
     if jax.config.jax_optimization_level != "UNKNOWN":
         set_by_user += " --optimization_level"
-    ours = {"gpu": _GPU_OPTIONS, "cuda": _GPU_OPTIONS, "tpu": _TPU_OPTIONS}.get(platform, {})
-    return {name: value for name, value in ours.items() if f"--{name}" not in set_by_user}
+    options = {"gpu": _GPU_OPTIONS, "cuda": _GPU_OPTIONS, "tpu": _TPU_OPTIONS}.get(platform, {})
+    return {name: value for name, value in options.items() if f"--{name}" not in set_by_user}

@@ -89,8 +89,8 @@ class Output:
             for name in ("metrics.jsonl", "plan.json"):
                 if (self.local / name).exists():
                     (self.local / name).open("a").close()
-            theirs = (self.local / "config.yml").exists() and not _is_our_config(self.local)
-            self._config_file = self.local / _CONFIGS[theirs]
+            is_foreign = (self.local / "config.yml").exists() and not _is_our_config(self.local)
+            self._config_file = self.local / _CONFIGS[is_foreign]
         except BlockingIOError as error:
             raise ConfigError(
                 f"run_name={self._keys.run_name}: {self.folder} is in use by {error}; wait until "
