@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 
@@ -45,7 +46,9 @@ from maxramp.data.batch import Batch, stack
 from maxramp.data.cached import prepare
 from maxramp.data.mixtures import find_mixtures
 from maxramp.data.rows import Row
+from maxramp.errors import ConfigError
 from maxramp.parallel import mesh as mesh_lib
+from maxramp.run.metrics import read_records
 from maxramp.stage import text_fields
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -233,3 +236,38 @@ def run(
     """Runs a maxramp command to its end, forked; returns its status and text output."""
     line = command(*arguments, module=module)
     return run_forked(line, environment(devices, optimized), timeout)
+
+
+def complete(*arguments: str, **options):
+    """Runs a maxramp command that must succeed, as `run` does."""
+    done = run(*arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def steps_of(folder: pathlib.Path) -> list[dict]:
+    """The records of the steps in a run's folder; none before it writes the first."""
+    path = folder / "metrics.jsonl"
+    return [r for r in read_records(path) if "loss" in r] if path.exists() else []
+
+
+def table(text: str) -> list[list[str]]:
+    """The cases of a text: a line each, whose cells stand between bars."""
+    lines = text.strip().splitlines()
+    return [[" ".join(cell.split()) for cell in line.split(" | ")] for line in lines]
+
+
+@contextlib.contextmanager
+def refused(*parts: str):
+    """The block must raise a ConfigError of one line with these parts."""
+    with pytest.raises(ConfigError) as caught:
+        yield
+    line = str(caught.value)
+    assert "\n" not in line and all(part in line for part in parts), line
+
+
+def check_refusal(done: subprocess.CompletedProcess, *parts: str) -> None:
+    """A command must have refused its arguments: with status 2 and one line with these parts."""
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert len(done.stderr) < 500 and all(part in done.stderr for part in parts), done.stderr
