@@ -19,7 +19,7 @@ from maxramp.config.resolve import resolve
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
-from maxramp.model.fingerprint import fingerprint_of_weights
+from maxramp.model.parts.weights import fingerprint_of_weights
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.processes import backend
 from maxramp.processes.ending import end_process

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from conftest import make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.model.order import order_by_layer
+from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import init_state

@@ -32,8 +32,8 @@ from maxramp.files.place import ObjectPath, Place, is_near
 from maxramp.model.adapters import attach_adapters, stored_part
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import LORA_KEYS, SHAPE_KEYS
-from maxramp.model.order import order_by_layer, order_by_stage
 from maxramp.model.parts.weights import is_weight
+from maxramp.model.pipeline import order_by_layer, order_by_stage
 from maxramp.training.keys import OPTIMIZERS
 from maxramp.training.state import TrainState
 

@@ -43,7 +43,7 @@ from maxramp.checkpoints.starts import Starts
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
 from maxramp.keys.base import expand_path
-from maxramp.model.order import order_by_layer
+from maxramp.model.pipeline import order_by_layer
 from maxramp.processes import agreement
 from maxramp.training.state import TrainState
 

@@ -23,7 +23,6 @@ from maxramp.errors import ConfigError, NotFiniteError
 from maxramp.generation.sampling import Sampling, sample
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
-from maxramp.model.mixers.mixer import State
 from maxramp.parallel.axes import ROW_AXES
 from maxramp.parallel.mesh import Jitted, attach_mesh, mesh_of, move_into_fsdp
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, ROWS_BT, without_axis
@@ -256,12 +255,12 @@ class Generator:
     def _write(
         self,
         weights: list[jax.Array],
-        states: tuple[State, ...],
+        states: tuple[Any, ...],
         rows: Rows,
         steps: jax.Array,
         sampling: Sampling,
         stop_ids: tuple[int, ...],
-    ) -> tuple[tuple[State, ...], Rows]:
+    ) -> tuple[tuple[Any, ...], Rows]:
         """Appends up to `steps` tokens to every row that is not done."""
         model = self._structure.unflatten(weights)
         append = functools.partial(_append, sampling=sampling, stop_ids=stop_ids)

@@ -30,8 +30,8 @@ from maxramp.model.adapters import (
     without_adapters,
 )
 from maxramp.model.decoder import Decoder
-from maxramp.model.fingerprint import fingerprint_of_weights
-from maxramp.model.order import order_by_layer
+from maxramp.model.parts.weights import fingerprint_of_weights
+from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.mesh import mesh_of
 from maxramp.processes import agreement
 

@@ -25,9 +25,9 @@ from maxramp.huggingface.folder import ModelFolder
 from maxramp.model.adapters import attach_adapters, has_adapters, stored_part, without_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.families.table import has_experts, unify_keys
-from maxramp.model.fingerprint import fingerprint_of_weights
 from maxramp.model.keys import MODEL_KEYS, ModelKeys
-from maxramp.model.order import order_by_layer
+from maxramp.model.parts.weights import fingerprint_of_weights
+from maxramp.model.pipeline import order_by_layer
 from maxramp.stage import ROPE_KEYS
 
 KEY = "load_parameters_path"

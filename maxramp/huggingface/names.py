@@ -75,7 +75,7 @@ class NamedWeight:
 def name_tensors(
     model: Decoder, decoder_block: str, layers: Sequence[int] = (), dense_block: str = ""
 ) -> Iterator[NamedWeight]:
-    """Yields the weights of a model in layer order (`model.order`), or of its shapes, in the order
+    """Yields the weights of a model in layer order (`pipeline`), or of its shapes, in the order
     of `jax.tree.leaves`.
 
     Args:

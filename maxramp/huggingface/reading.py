@@ -27,7 +27,7 @@ from maxramp.huggingface.names import Form, NamedWeight, name_tensors
 from maxramp.huggingface.safetensors import DTYPES, Tensor
 from maxramp.huggingface.variants import is_of_text_model
 from maxramp.model.decoder import Decoder
-from maxramp.model.order import order_by_layer, order_by_stage
+from maxramp.model.pipeline import order_by_layer, order_by_stage
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.collectives import map_shards, own_index
 from maxramp.parallel.mesh import mesh_of

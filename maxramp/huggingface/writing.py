@@ -29,7 +29,7 @@ from maxramp.huggingface.names import Form, NamedWeight, name_tensors
 from maxramp.huggingface.safetensors import CODES, DTYPES, INDEX, SINGLE_FILE, make_header
 from maxramp.huggingface.variants import name_fused, name_in_larger
 from maxramp.model.decoder import Decoder
-from maxramp.model.order import order_by_layer
+from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.collectives import map_shards, own_index, psum
 from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import REPLICATED, unstack_spec

@@ -26,8 +26,8 @@ from maxramp.handover.first_weights import FirstWeights, pin_first_weights
 from maxramp.handover.weights import SavedWeights, keep_released
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import Decoder
-from maxramp.model.fingerprint import fingerprint_of_weights
-from maxramp.model.order import order_by_layer
+from maxramp.model.parts.weights import fingerprint_of_weights
+from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend

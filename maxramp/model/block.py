@@ -12,10 +12,10 @@ from flax import nnx
 
 from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.attention import Attention
-from maxramp.model.mixers.mixer import Mixer, Pass
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.mlp import MLP
 from maxramp.model.parts.norm import RMSNorm
+from maxramp.model.parts.positions import Pass
 from maxramp.model.pattern import Mixing
 
 
@@ -28,7 +28,7 @@ class Block(nnx.Module):
         keys: ModelKeys,
         key: jax.Array,
         mlp: Callable[..., Any] = MLP,
-        mixer: Callable[..., Mixer] = Attention,
+        mixer: Callable[..., Any] = Attention,
         norm: Callable[..., Any] = RMSNorm,
         norms: str = "before",
     ):

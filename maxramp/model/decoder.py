@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, D model width, V vocabulary, L layers.
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,10 @@ from flax import nnx
 from maxramp.model import adapters, layers, pipeline
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import Execution, ModelKeys
-from maxramp.model.mixers.mixer import Pass, State
 from maxramp.model.parts.aux import Aux, await_sums, sum_rows
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.norm import RMSNorm
-from maxramp.model.parts.positions import Positions
+from maxramp.model.parts.positions import Pass, Positions
 from maxramp.model.parts.weights import map_products, normal, relabel, weights_of
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, weight_spec
@@ -91,12 +91,8 @@ class Decoder(nnx.Module):
         return jax.reshard(self.norm(await_sums(x_BTD, aux)), X_BTD), aux
 
     def read(
-        self,
-        tokens_BT: jax.Array,
-        first_B: jax.Array,
-        states: Sequence[State],
-        execution: Execution,
-    ) -> tuple[jax.Array, tuple[State, ...]]:
+        self, tokens_BT: jax.Array, first_B: jax.Array, states: Sequence[Any], execution: Execution
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Reads T more tokens of every row, from position first_B on, after those in the layers'
         states. Returns their vectors [B, T, D], and the next states."""
         positions_BT = first_B[:, None] + jnp.arange(tokens_BT.shape[1])

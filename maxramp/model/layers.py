@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import Execution
-from maxramp.model.mixers.mixer import Pass
 from maxramp.model.parts import rotary
 from maxramp.model.parts.aux import Aux, join_layers
-from maxramp.model.parts.positions import Positions
+from maxramp.model.parts.positions import Pass, Positions
 from maxramp.model.parts.routing import CHOICES
 from maxramp.model.parts.splash_attention import CONTEXT
 from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel

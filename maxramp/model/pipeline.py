@@ -31,11 +31,11 @@ from maxramp.model.keys import Execution
 from maxramp.model.layers import KEPT
 from maxramp.model.parts.aux import Aux, sum_by_stage
 from maxramp.model.parts.positions import Positions
-from maxramp.model.parts.weights import Weight, map_products, map_weights, relabel
+from maxramp.model.parts.weights import Weight, map_products, map_weights, relabel, weights_of
 from maxramp.model.size import pipeline_ticks
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
 from maxramp.parallel.collectives import map_shards, permute, recompute_after, wait_for
-from maxramp.parallel.mesh import axis_size
+from maxramp.parallel.mesh import attach_mesh, axis_size, mesh_of
 from maxramp.parallel.sharding import (
     REPLICATED,
     ROWS_BT,
@@ -64,6 +64,51 @@ def merge_repeats(x_RL: jax.Array) -> jax.Array:
     spec = without_axis(jax.typeof(x_RL).sharding.spec, "stage")
     x_L = jax.reshard(x_RL, spec).reshape(-1, *x_RL.shape[2:])
     return jax.reshard(x_L, staged_layers_spec(unstack_spec(spec, 2)))
+
+
+def order_by_layer(tree: Any) -> Any:
+    """Returns the tree as checkpoints store it: layers on one axis, for any number of stages."""
+    if not any(map(_is_circular, weights_of(tree))):
+        return tree
+    mesh, is_abstract = mesh_of(tree), isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        if is_abstract:
+            return attach_mesh(jax.eval_shape(_order_by_layer, tree), mesh)
+        return _order_by_layer(tree)
+
+
+def order_by_stage(tree: Any, like: Any) -> Any:
+    """Inverts `order_by_layer` for a pipeline that holds `like`; donates the arrays."""
+    repeats = {weight.shape[0] for weight in weights_of(like) if _is_circular(weight)}
+    if not repeats:
+        return tree
+    with jax.set_mesh(mesh_of(tree)):
+        return _order_by_stage(tree, *repeats)
+
+
+def _is_circular(weight: Weight) -> bool:
+    return len(weight.layers) > 1
+
+
+# Compiled once for every mesh: a run saves often.
+@jax.jit
+def _order_by_layer(tree: Any) -> Any:
+    def order(weight: Weight) -> Weight:
+        if not _is_circular(weight):
+            return weight
+        return relabel(jax.tree.map(merge_repeats, weight), "R", "")
+
+    return map_weights(order, tree)
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _order_by_stage(tree: Any, repeats: int) -> Any:
+    def order(weight: Weight) -> Weight:
+        if not weight.layers:
+            return weight
+        return relabel(jax.tree.map(lambda x_L: split_repeats(x_L, repeats), weight), "", "R")
+
+    return map_weights(order, tree)
 
 
 def run(

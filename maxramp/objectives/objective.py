@@ -5,17 +5,10 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from maxramp.keys.section import Keys, Relations
 from maxramp.stage import Field
-
-
-class FieldsOfBatch(Protocol):
-    """The arrays of a batch."""
-
-    def __call__(self, tokens: int, separate: bool = False) -> tuple[Field, ...]:
-        """Lists the arrays of samples of T tokens; `separate`: rows hold several documents."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +16,8 @@ class Objective:
     """What a run trains for."""
 
     noun: str  # of its samples
-    fields: FieldsOfBatch
+    # Lists the arrays of a batch for T tokens; `separate`: rows hold several documents.
+    fields: Callable[..., tuple[Field, ...]]
     keys: type[Keys]  # those of its loss
     # Names of the sums that a step shows, by these keys: "loss", "tokens" (the targets), ...
     shown: Callable[[Any], tuple[str, ...]]

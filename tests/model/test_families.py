@@ -11,10 +11,9 @@ from conftest import make_config, make_mesh
 
 from maxramp.model.decoder import Decoder
 from maxramp.model.families.table import FAMILIES
-from maxramp.model.mixers.mixer import Pass
 from maxramp.model.parts import rotary
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.positions import Positions
+from maxramp.model.parts.positions import Pass, Positions
 from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
 
 # transformers' ROPE_INIT_FUNCTIONS["llama3"] at rope_theta 500,000, low_freq_factor 1,

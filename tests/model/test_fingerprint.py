@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from conftest import make_config, make_mesh
 
-from maxramp.model.fingerprint import fingerprint_of_weights
-from maxramp.model.order import order_by_layer
+from maxramp.model.parts.weights import fingerprint_of_weights
+from maxramp.model.pipeline import order_by_layer
 from maxramp.training.state import initial_state
 
 

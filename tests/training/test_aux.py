@@ -15,12 +15,11 @@ from jax.sharding import NamedSharding
 
 from maxramp.checkpoints import arrays
 from maxramp.model.block import Block
-from maxramp.model.mixers.mixer import Pass
-from maxramp.model.order import order_by_layer
 from maxramp.model.parts import rotary
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.positions import Positions
+from maxramp.model.parts.positions import Pass, Positions
 from maxramp.model.pattern import Mixing
+from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import make_train_step

@@ -33,8 +33,8 @@ from maxramp.checkpoints import arrays
 from maxramp.data.batch import Batch
 from maxramp.data.rows import PADDING
 from maxramp.model.decoder import Decoder
-from maxramp.model.order import order_by_layer
 from maxramp.model.parts.routing import Router
+from maxramp.model.pipeline import order_by_layer
 from maxramp.training.balance import summing_positions
 from maxramp.training.state import abstract_state
 

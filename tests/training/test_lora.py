@@ -13,8 +13,8 @@ from maxramp.errors import ConfigError
 from maxramp.model.adapters import is_adapter, stored_part, without_adapters
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import LORA_MODULES
-from maxramp.model.order import order_by_layer
 from maxramp.model.parts.weights import map_weights, weights_of
+from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import abstract_state, init_state

@@ -13,8 +13,8 @@ from optax.contrib import MuonDimensionNumbers, muon
 from test_step import trained
 
 from maxramp.errors import ConfigError
-from maxramp.model.order import order_by_layer
 from maxramp.model.parts.weights import weights_of
+from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.parallel.mesh import abstract_mesh
 from maxramp.planning.plan import estimate

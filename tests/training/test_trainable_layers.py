@@ -7,8 +7,8 @@ from conftest import batch_of, make_mesh
 from test_step import make_config, train
 
 from maxramp.errors import ConfigError
-from maxramp.model.order import order_by_layer
 from maxramp.model.parts.weights import weights_of
+from maxramp.model.pipeline import order_by_layer
 from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import init_state, num_trained
 

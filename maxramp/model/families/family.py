@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Self
 
 from maxramp.keys.section import Relations
 from maxramp.model.keys import ModelKeys
-from maxramp.model.mixers.sizes import MixerSizes
+from maxramp.model.mixers.sizes import AttentionSizes
 from maxramp.model.pattern import Layer, Pattern
 
 
 class MlpSizes(NamedTuple):
-    """The widths of an MLP's products, as in `MixerSizes`."""
+    """The widths of an MLP's products, as in `AttentionSizes`."""
 
     reads: Mapping[str, int]
     writes: Mapping[str, int]
@@ -25,7 +25,7 @@ class MlpSizes(NamedTuple):
 class LayerSizes(NamedTuple):
     """The sizes of a layer for one token, from which FLOPs and memory follow."""
 
-    mixer: MixerSizes
+    mixer: AttentionSizes
     mlp: MlpSizes
 
     @property

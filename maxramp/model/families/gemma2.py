@@ -5,9 +5,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxramp.model.families import local
 from maxramp.model.families.family import Family, Released
-from maxramp.model.families.llama import LAYER, LLAMA
+from maxramp.model.families.llama import LAYER, LLAMA, windows_pattern
 
 _OFFSET = 1.0
 DEFAULTS = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
@@ -27,7 +26,7 @@ def _blocks() -> Mapping[str, Callable[..., Any]]:
 
 
 GEMMA2 = Family(
-    functools.partial(local.pattern, 2, False),
+    functools.partial(windows_pattern, 2, False),
     _blocks,
     LLAMA.sizes,
     {

@@ -4,14 +4,14 @@ positions of their own base, come before each that sees all (arXiv 2503.19786)."
 import dataclasses
 import functools
 
-from maxramp.model.families import local
 from maxramp.model.families.family import Released
 from maxramp.model.families.gemma2 import DEFAULTS, GEMMA2
+from maxramp.model.families.llama import windows_pattern
 from maxramp.model.families.qwen3 import QWEN3
 
 GEMMA3 = dataclasses.replace(
     GEMMA2,
-    pattern=functools.partial(local.pattern, 6, True),
+    pattern=functools.partial(windows_pattern, 6, True),
     tensors={**QWEN3.tensors, **GEMMA2.tensors},
     released=Released(
         "gemma3_text",

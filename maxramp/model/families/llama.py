@@ -15,6 +15,25 @@ def attend_window(keys: RopeKeys) -> Mixing:
     return Mixing(Rope.from_keys(keys), keys.sliding_window_size)  # 0: no window
 
 
+def _attend_all(keys: RopeKeys) -> Mixing:
+    return Mixing(Rope.from_keys(keys))
+
+
+def _attend_locally(keys: RopeKeys) -> Mixing:
+    return Mixing(Rope.from_local_keys(keys), keys.sliding_window_size)
+
+
+def windows_pattern(period: int, local_rope: bool, keys: ModelKeys) -> Pattern:
+    """Makes the last of every `period` layers see all tokens before it, and the others a window.
+    Those have the rope of `local_rope_max_timescale` if `local_rope`."""
+    near = Layer("dense", _attend_locally if local_rope else attend_window)
+    layers = (*(near,) * (period - 1), Layer("dense", _attend_all))
+    count = keys.base_num_decoder_layers
+    if count < period:
+        return Pattern(layers[:count], 1)
+    return Pattern(layers, count // period, remainder=layers[: count % period])
+
+
 def _pattern(keys: ModelKeys) -> Pattern:
     return Pattern((Layer("dense", attend_window),), keys.base_num_decoder_layers)
 

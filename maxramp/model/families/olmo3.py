@@ -4,13 +4,13 @@ scales those that see all."""
 import dataclasses
 import functools
 
-from maxramp.model.families import local
 from maxramp.model.families.family import Released
+from maxramp.model.families.llama import windows_pattern
 from maxramp.model.families.olmo2 import OLMO2
 
 OLMO3 = dataclasses.replace(
     OLMO2,
-    pattern=functools.partial(local.pattern, 4, True),
+    pattern=functools.partial(windows_pattern, 4, True),
     released=Released(
         "olmo3",
         "Olmo3ForCausalLM",

@@ -2,33 +2,19 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol, Self
+from typing import Self
 
 from maxramp.model.keys import BYTES, ModelKeys
 from maxramp.model.pattern import Mixing
 from maxramp.stage import StageSpec
 
 
-class MixerSizes(Protocol):
+@dataclasses.dataclass(frozen=True)
+class AttentionSizes:
     """Widths of a mixer's weights, by their Hugging Face names, and the work without weights."""
 
     reads: Mapping[str, int]  # weights that read the residual stream: their output widths
     writes: Mapping[str, int]  # weights that write to it: their input widths
-
-    def row_products(self, tokens: int, mixing: Mixing) -> float:
-        """Counts the multiplications in a row of T tokens that involve no weight."""
-
-    def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
-        """Returns bytes of a pass on a device beside its products with weights: those that
-        remat_policy=minimal_with_context keeps, and all."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSizes:
-    """`MixerSizes` of attention."""
-
-    reads: Mapping[str, int]
-    writes: Mapping[str, int]
     heads: int  # of queries
     width: int  # of all heads
 
@@ -47,6 +33,8 @@ class AttentionSizes:
         return self.width * W * (2 * tokens - W)
 
     def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
+        """Returns bytes of a pass on a device beside its products with weights: those that
+        remat_policy=minimal_with_context keeps, and all."""
         tokens, itemsize = spec.device_tokens / spec.mesh.sizes["tensor"], BYTES[keys.dtype]
         result = tokens * self.width * itemsize
         # A kernel stores no scores; plain products store all, whatever the window. "autoselected"

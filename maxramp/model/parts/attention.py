@@ -230,7 +230,8 @@ def attend_plainly(q_BTHh, k, v, axes, mask, visible):
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=False):
     """Runs cuDNN's flash attention, or our own kernel for what cuDNN lacks: packed rows (which cost
     it a dense mask), some tokens of a row, scores with a cap, and some widths of heads."""
-    packed = mask.positions.segments_BT is not None
+    segments_BT = mask.positions.segments_BT
+    packed = segments_BT is not None
     only_ours = bool(mask.cap) or index_BT is not None
     only_ours |= not _cudnn_supports(q_BTHh.shape[-1])
     if has_triton() and (packed or only_ours):
@@ -250,7 +251,7 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=Fal
         q_BTHh,
         k_BSKh,
         v_BSKh,
-        mask=mask.positions.same_segment[:, None] if packed else None,
+        mask=(segments_BT[:, :, None] == segments_BT[:, None])[:, None] if packed else None,
         scale=mask.query_scale(q_BTHh.shape[-1]),
         is_causal=True,
         local_window_size=(mask.window - 1, 0) if mask.window else None,

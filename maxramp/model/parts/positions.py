@@ -9,9 +9,14 @@ queries and of keys.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+
+from maxramp.model.keys import Execution
+from maxramp.model.parts.rotary import Angles
+from maxramp.model.pattern import Rope
 
 
 @jax.tree_util.register_dataclass
@@ -56,10 +61,16 @@ class Positions:
         first = self.first_seen(tokens, window)[..., ::run] // run
         return jnp.arange(tokens // run, dtype=jnp.int32) - first + 1
 
-    @property
-    def same_segment(self) -> jax.Array:
-        """Whether two tokens share a segment: [B, T, S]."""
-        return self.segments_BT[:, :, None] == self.segments_BT[:, None, :]
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What all layers of a pass share."""
+
+    execution: Execution
+    positions: Positions
+    angles: Mapping[Rope, Angles]  # at the positions of the tokens
+    token_weight_BT: jax.Array | None = None  # each token's weight in the layers' sums
+    first_B: jax.Array | None = None  # int32, position of the first token, where layers have states
 
 
 def starts(segments_BT: jax.Array) -> jax.Array:
