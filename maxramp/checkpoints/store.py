@@ -21,9 +21,8 @@ import jax
 from maxramp.checkpoints import arrays
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints import starts as starts_lib
-from maxramp.checkpoints.best import Best, select_kinds
 from maxramp.checkpoints.changes import changes_since, seen_mixtures
-from maxramp.checkpoints.folder import Checkpoint
+from maxramp.checkpoints.folder import Best, Checkpoint, select_kinds
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.checkpoints.saving import Saves
 from maxramp.checkpoints.snapshots import Snapshots, list_held, local_folder

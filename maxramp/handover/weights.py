@@ -5,7 +5,6 @@ export) opens its weights here, and asks them for their arrays and for what a Hu
 says beside them.
 """
 
-import abc
 import contextlib
 import functools
 import os
@@ -39,45 +38,10 @@ _TRAINING_KEYS = (
 Note = Callable[[str], None]
 
 
-class Weights(abc.ABC):
-    """Weights on a disk or in a storage, whose arrays are still to be read.
-
-    Attributes:
-      path: of a checkpoint, or of a Hugging Face folder.
-      origin: the Hugging Face folder that they are, or that their run began with.
-      base: where a run's adapters have the weights below them; "" for weights of a whole model.
-      saved: the name of a state that a run has saved (`Checkpoint.saved`), or "".
-    """
-
-    path: str
-    origin: ModelFolder | None
-    base: str = ""
-    saved: str = ""
-
-    @property
-    @abc.abstractmethod
-    def keys(self) -> dict[str, Any]:
-        """The keys of the model and of its tokenizer."""
-
-    @property
-    @abc.abstractmethod
-    def adapted_model(self) -> str:
-        """The Hugging Face folder or name of the model that adapters adapt, or ""."""
-
-    @abc.abstractmethod
-    def prepare(
-        self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
-    ) -> Callable[[], Decoder]:
-        """Refuses weights that are not those of an abstract model; returns what reads them.
-
-        That gives them the shardings of `model`, and may raise a ConfigError too; adapters that
-        `model` has beyond these weights are missing in it. `note` takes a line about tensors and
-        keys that nothing reads.
-        """
-
-
-class ReleasedWeights(Weights):
+class ReleasedWeights:
     """Of a Hugging Face folder, of a model or of adapters."""
+
+    base = saved = ""
 
     def __init__(self, folder: ModelFolder):
         self.path, self.origin = (folder.adapter or folder).path, folder
@@ -135,8 +99,10 @@ class ReleasedWeights(Weights):
         return lambda: attach_adapters(load_own(), load_base())
 
 
-class SavedWeights(Weights):
+class SavedWeights:
     """Of a checkpoint."""
+
+    base = ""
 
     def __init__(self, checkpoint: Checkpoint, base: str = ""):
         """Opens a checkpoint's weights; `base` is where those below adapters are now, "" = where
@@ -204,6 +170,19 @@ class SavedWeights(Weights):
             return attach_adapters(load_own(), weights)
 
         return load
+
+
+# Weights on a disk or in a storage, whose arrays are still to be read.
+#   path: of a checkpoint, or of a Hugging Face folder.
+#   origin: the Hugging Face folder that they are, or that their run began with.
+#   base: where a run's adapters have the weights below them; "" for weights of a whole model.
+#   saved: the name of a state that a run has saved (`Checkpoint.saved`), or "".
+#   keys: the keys of the model and of its tokenizer.
+#   adapted_model: the Hugging Face folder or name of the model that adapters adapt, or "".
+#   prepare: refuses weights that are not those of an abstract model; returns what reads them, with
+#     the shardings of `model`; adapters that it has beyond these weights are missing. `note`
+#     takes a line about tensors and keys that nothing reads.
+Weights = ReleasedWeights | SavedWeights
 
 
 def open_weights(path: str, key: str = KEY) -> Weights:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxramp.checkpoints import arrays
-from maxramp.checkpoints.best import select_kinds
+from maxramp.checkpoints.folder import select_kinds
 from maxramp.checkpoints.pieces import Snapshot
 from maxramp.checkpoints.store import Checkpoints
 from maxramp.commandline import print_note

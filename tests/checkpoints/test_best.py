@@ -14,8 +14,7 @@ from test_checkpoint import Folder, config_of, first_state
 
 from maxramp import checkpoint as command
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.checkpoints.best import Best
-from maxramp.checkpoints.folder import Checkpoint, commit, find, read_whole
+from maxramp.checkpoints.folder import Best, Checkpoint, commit, find, read_whole
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
 from maxramp.run.metrics import LastEvaluation, read_records
