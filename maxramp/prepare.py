@@ -39,14 +39,13 @@ from maxramp.commandline import Parser, command, count, print_note
 from maxramp.config.load import load
 from maxramp.config.resolve import data_values
 from maxramp.data import preparation, tokenizers
-from maxramp.data.cached import describe_reading, progress
 from maxramp.data.chats.chats import ChatEncoder
 from maxramp.data.corpus import hash_of
 from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import MARK_KEYS, ChatKeys, DataKeys
 from maxramp.data.mixtures import escape_path, find_files, open_files
-from maxramp.data.shards import LIST, Preparation
+from maxramp.data.shards import LIST, Preparation, describe_reading
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import EXIT_FAILED, ConfigError
 from maxramp.files import place, storage
@@ -259,7 +258,7 @@ def prepare(options: argparse.Namespace, names: Sequence[str], keys: DataKeys) -
                 f"input      {count(len(files), 'file')}, {work.size / 1e6:,.1f} MB, in "
                 f"{count(len(work.shards), 'shard')}{earlier}"
             )
-            with progress(work.size) as show:
+            with preparation.progress(work.size) as show:
                 manifest = preparation.make(work, show)
     seconds = time.perf_counter() - start
     _say(f"done       {prepared.describe(manifest)} in {seconds:.1f}s (hash {manifest['hash']})")

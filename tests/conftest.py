@@ -43,8 +43,8 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data import opening
 from maxramp.data.batch import Batch, stack
-from maxramp.data.cached import prepare
 from maxramp.data.mixtures import find_mixtures
+from maxramp.data.preparation import prepare
 from maxramp.data.rows import Row
 from maxramp.errors import ConfigError
 from maxramp.parallel import mesh as mesh_lib

@@ -12,12 +12,12 @@ from rich.text import Text
 from maxramp.commandline import count
 from maxramp.data import tokenizers
 from maxramp.data.batch import Batch, stack
-from maxramp.data.cached import prepare
 from maxramp.data.chats.messages import PAIR
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.keys import MARK_KEYS, DataKeys
 from maxramp.data.mixtures import find_mixtures
+from maxramp.data.preparation import prepare
 from maxramp.data.rows import PADDING, Chain, Document, StreamRows
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.objectives.pairs import PAIRS

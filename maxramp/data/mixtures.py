@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxramp.data import tokenizers
-from maxramp.data.cached import plan_cached
 from maxramp.data.chats.chats import ChatEncoder
 from maxramp.data.files import formats, prepared
 from maxramp.data.files.megatron import MegatronFile
@@ -21,7 +20,7 @@ from maxramp.data.files.prepared import PreparedSet
 from maxramp.data.files.records import WHOLE, RecordFile
 from maxramp.data.hub import HubSet
 from maxramp.data.keys import MARK_KEYS, DataKeys
-from maxramp.data.shards import Preparation
+from maxramp.data.shards import Preparation, plan_cached
 from maxramp.data.texts import plan_text
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError

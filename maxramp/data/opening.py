@@ -14,11 +14,11 @@ import numpy as np
 
 from maxramp.commandline import count
 from maxramp.data import packing
-from maxramp.data.cached import prepare
 from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.data.files.megatron import MegatronFile, TokenStream
 from maxramp.data.keys import DataKeys
 from maxramp.data.mixtures import NAMES, Entry, Mixtures, find_mixtures
+from maxramp.data.preparation import prepare
 from maxramp.data.rows import LEFT_OUT, Chain, Documents, StreamRows, SyntheticRows, WholeRows
 from maxramp.data.texts import open_text
 from maxramp.errors import ConfigError

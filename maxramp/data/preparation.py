@@ -13,6 +13,8 @@ import multiprocessing
 import os
 import pathlib
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION
 from typing import Any
@@ -54,6 +56,53 @@ _BATCH_SIZE, _BATCH_COUNT = 1 << 20, 1024
 _HASHED_TOGETHER = 1 << 14  # bytes of hashes after which a maker looks whether it is to leave
 _AHEAD = 2  # batches that wait for each thread
 Show = Callable[[int, int, int], None]
+
+
+def prepare(work: Preparation, beat: Callable[[], None]) -> None:
+    """Makes a set, or waits for another process that does; `beat` is called meanwhile."""
+    for file in work.files:
+        if file.is_empty:
+            raise ConfigError(f"{file.path}: holds no records; leave it out")
+    done = ()
+
+    def show(*counts: int) -> None:
+        nonlocal done
+        if counts != done:  # what hangs is not kept alive
+            done = counts
+            beat()
+        show_progress(*counts)
+
+    with work.lock(beat), contextlib.ExitStack() as closing:
+        if work.is_prepared:
+            return
+        show_progress = lambda *counts: None  # noqa: E731
+        if work.processes:
+            print(f"data     {work.name}: preparing {work.size / 1e6:,.0f} MB, once", flush=True)
+            show_progress = closing.enter_context(progress(work.size))
+        make(work, show)
+
+
+@contextlib.contextmanager
+def progress(size: int) -> Iterator[Show]:
+    """Shows documents, tokens and bytes: a bar on a terminal, elsewhere a line at every tenth."""
+    from rich.progress import BarColumn, Progress, TimeRemainingColumn  # most starts show none
+
+    start, tenths = time.perf_counter(), 0
+    columns = (BarColumn(30), "{task.description}", TimeRemainingColumn())
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("starting", total=size)
+
+        def show(documents: int, tokens: int, done: int) -> None:
+            nonlocal tenths
+            rate = tokens / (time.perf_counter() - start)
+            line = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
+            bar.update(task, completed=done, description=line)
+            read = min(done * 10 // max(1, size), 9)  # ahead of what is made; `done` has the rest
+            if bar.disable and documents and read > tenths:
+                tenths = read
+                print(f"{tenths:>3}0%       {line}", flush=True)
+
+        yield show
 
 
 def make(work: Preparation, show: Show) -> dict[str, Any]:

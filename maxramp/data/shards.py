@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.pool import ThreadPool
 from typing import IO, Any
 
 from maxramp.data.chats.chats import ChatEncoder
@@ -26,7 +27,7 @@ from maxramp.data.files.prepared import PreparedSet
 from maxramp.data.files.records import RecordFile
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
-from maxramp.files.place import lock
+from maxramp.files.place import lock, place
 
 LIST = "bad_records.jsonl"  # in the folder of a set: what was left out of it, a line each
 _WORK, _LOCK = ".preparing", ".lock"
@@ -185,6 +186,32 @@ class Preparation:
                         if path.suffix == ".tmp":  # of a shard that was not finished
                             path.unlink()
                     self.work.rmdir()  # without a file of ours the folder is not ours
+
+
+def plan_cached(
+    name: str,
+    cache: str,
+    files: Sequence[RecordFile],
+    tokenizer: Tokenizer | None,
+    encoder: ChatEncoder | None = None,
+) -> Preparation:
+    """Returns the set for files, in a folder of data_cache_dir (`cache`) that is named by a hash of
+    the files' stamps and of how they are read.
+    """
+    first, *others = files
+    stamps = [first.stamp]  # of the hub there is one, whose download Ctrl-C can end here
+    # Thousands of files on slow storage: in threads.
+    with ThreadPool(16) as pool:
+        stamps += pool.map(lambda file: file.stamp, others)
+    how = describe_reading(tokenizer.hash if tokenizer else "", encoder)
+    folder = place(cache) / hash_of((prepared.VERSION, how, stamps))
+    label = f"data_cache_dir={cache}"
+    return Preparation(folder, label, name, files, how, tokenizer, encoder)
+
+
+def describe_reading(tokenizer: str, encoder: ChatEncoder | None) -> str:
+    """Returns what decides, besides the files, the tokens of a set."""
+    return f"{tokenizer} {encoder.made_by if encoder else ''}"
 
 
 def _try_lock(file: IO) -> bool:

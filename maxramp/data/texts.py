@@ -9,13 +9,12 @@ import sysconfig
 import numpy as np
 
 from maxramp.commandline import count
-from maxramp.data.cached import plan_cached
 from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import UTF16, BadRecord, RecordFile, is_utf16
 from maxramp.data.keys import DataKeys
 from maxramp.data.rows import StreamRows
-from maxramp.data.shards import Preparation
+from maxramp.data.shards import Preparation, plan_cached
 from maxramp.data.tokenizers import BEGIN, END, Tokenizer
 from maxramp.errors import ConfigError
 from maxramp.files import storage

@@ -13,11 +13,11 @@ import pytest
 from conftest import BASE, TINY, environment, make_config
 from test_formats import TEXTS, open_file, write_file
 
-from maxramp.data.cached import plan_cached
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter
 from maxramp.data.opening import open_rows
 from maxramp.data.rows import LEFT_OUT, MARKED, Document, Documents
+from maxramp.data.shards import plan_cached
 from maxramp.errors import ConfigError
 
 COLUMN, ALL = "train_data_columns=[body]", "eval_interval=-1"
@@ -186,9 +186,9 @@ OPEN = """
 import functools, sys
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.data import cached
+from maxramp.data import shards
 from maxramp.data.opening import open_rows
-cached.Preparation = functools.partial(cached.Preparation, shard_size=2000, workers=2)
+shards.Preparation = functools.partial(shards.Preparation, shard_size=2000, workers=2)
 if __name__ == "__main__":
     print(open_rows(resolve(load(sys.argv[1:]), 1, 1, 1).data, True).hash, flush=True)
 """
