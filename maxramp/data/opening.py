@@ -98,13 +98,13 @@ def open_sources(keys: DataKeys, mixtures: Mixtures) -> Corpus:
     if keys.dataset_type == "synthetic":
         return _open_synthetic(keys)
     length = keys.max_target_length
-    parts = [_open_part(keys, entry) for entry in mixtures.train]
-    held_out = []
+    parts, held_out = [_open_part(keys, entry) for entry in mixtures.train], []
+    packed = any(map(_is_separate, parts))
     for name, entries in mixtures.evaluated.items():
         chosen = [_open_part(keys, entry) for entry in entries]
+        packed = packed or any(map(_is_separate, chosen))
         digest = hash_of([length, [part.hash for part in chosen]])
         held_out.append(_hold_out(name, chosen, length, digest))
-    packed = any(map(_is_separate, parts))
     if not held_out:  # the end of every part of the first mixture
         ends = []
         for i, part in enumerate(parts):

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import gc
 import gzip
 import hashlib
 import io
@@ -10,6 +11,7 @@ import pathlib
 import pickle
 import shutil
 import struct
+import warnings
 
 import fsspec
 import numpy as np
@@ -123,6 +125,20 @@ def read(file, size=10**9) -> list:
 
 
 KINDS = ["jsonl", "gzip", "zstd", "parquet", "arrayrecord", "example"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reader_closes_its_files(kind, tmp_path):
+    """Also one that is left before the end."""
+    file = open_file(write_file(tmp_path, kind, TEXTS))
+    with warnings.catch_warnings(record=True) as caught:  # of files that the collector closes
+        warnings.simplefilter("always")
+        assert read(file, 1000) and file.where(3)
+        records = file.read(*file.split(10**9)[0][:2])
+        next(records)
+        del records
+        gc.collect()
+    assert not [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize("kind", KINDS)

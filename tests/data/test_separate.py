@@ -115,6 +115,20 @@ def test_rows_of_one_document_are_no_packed_rows(tmp_path):
     assert not corpus.packed and batch_of(corpus).segments is None
 
 
+def test_held_out_documents_are_apart_beside_a_train_file_of_one(tmp_path):
+    """As they are beside one of several."""
+    documents, segments = make_documents(60), []
+    write_megatron(tmp_path / "held_out", documents)
+    for name, train in (("one", [[list(range(200))]]), ("several", documents)):
+        write_megatron(tmp_path / name, train)
+        corpus, _ = opened(tmp_path / name, f"grain_eval_files={tmp_path}/held_out")
+        (part,) = corpus.held_out
+        rows = [part.items[i] for i in range(len(part.items))]
+        segments.append(stack(rows, text_fields(LENGTH, corpus.packed)).segments)
+    np.testing.assert_array_equal(*segments)
+    assert segments[0].max() > 1
+
+
 def test_documents_packed_while_they_are_read_can_be_joined_too(tmp_path):
     path = write_file(tmp_path, "jsonl", TEXTS[5:60])
     options = (path, "train_data_columns=[body]")

@@ -193,16 +193,16 @@ class JsonLines(RecordFile):
         """Opens the file for reading, decompressed by its suffix; positions are of decompressed
         bytes. A ConfigError where it cannot be read; the block raises no OSError of its own.
         """
-        file = storage.open_binary(self.path)
+        file = raw = storage.open_binary(self.path)
         if self._compression == "gzip":
-            file = gzip.GzipFile(fileobj=file)
+            file = gzip.GzipFile(fileobj=raw)
         elif self._compression == "zstd":
             arrow = optional("pyarrow", "pyarrow", self.path)
-            file = io.BufferedReader(arrow.CompressedInputStream(file, "zstd"), 1 << 20)
+            file = io.BufferedReader(arrow.CompressedInputStream(raw, "zstd"), 1 << 20)
         elif storage.is_remote(self.path):
-            file = io.BufferedReader(file, 1 << 20)
+            file = io.BufferedReader(raw, 1 << 20)
         try:
-            with file:
+            with raw, file:
                 yield file
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None)  # the system's, not the decompressor's
@@ -281,10 +281,11 @@ class ParquetFile(RecordFile):
             raise BadRecord(f"cannot be read ({error.args[0]})") from None
         return self._validate(records.without_nulls(value) if self.column == WHOLE else value)
 
-    def _open(self, metadata: Any = None) -> Any:
+    @contextlib.contextmanager
+    def _open(self, metadata: Any = None) -> Iterator[Any]:
         parquet = optional("pyarrow.parquet", "pyarrow", self.path)
-        source = storage.open_binary(self.path)
-        return self._call_arrow(lambda: parquet.ParquetFile(source, metadata=metadata))
+        with storage.open_binary(self.path) as source:
+            yield self._call_arrow(lambda: parquet.ParquetFile(source, metadata=metadata))
 
     @functools.cached_property
     def _metadata(self) -> Any:
