@@ -58,7 +58,11 @@ class MeshKeys(_Sizes):
         slices = num_slices or math.prod(max(1, size) for size in self.group("dcn").values())
         dcn = _fill(self.group("dcn"), slices, f"this job has {count(slices, 'slice')}")
         inside = num_devices // math.prod(dcn.values())
-        ici = _fill(self.group("ici"), inside, f"this job has {count(num_devices, 'device')}")
+        job = f"this job has {count(num_devices, 'device')}"
+        if num_devices == 1:
+            product = math.prod(self.sizes.values())
+            job += f"; hardware=cpu devices_per_node={product} makes {product} devices of a CPU"
+        ici = _fill(self.group("ici"), inside, job)
         return MeshKeys(**ici, **dcn)
 
 

@@ -57,6 +57,10 @@ def _shorten_plugin_error(record: logging.LogRecord) -> bool:
 def start(keys: BackendKeys) -> None:
     """Starts JAX with its cache of compiled programs, and joins the processes of the job."""
     take_hardware(keys.hardware)
+    if keys.hardware == "cpu" and keys.devices_per_node != -1:
+        devices = max(1, keys.devices_per_node // keys.processes_per_node)
+        with contextlib.suppress(RuntimeError):  # JAX runs already in this process
+            jax.config.update("jax_num_cpu_devices", devices)
     if keys.jax_cache_dir:
         try:
             if not is_address(keys.jax_cache_dir):  # JAX writes to storages too

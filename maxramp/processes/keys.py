@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxramp.keys.section import Keys, minimum, one_of
+from maxramp.keys.section import Keys, minimum, one_of, positive_or_open
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,3 +12,5 @@ class BackendKeys(Keys):
     hardware: str = one_of("auto", "cpu", "gpu", "tpu")
     jax_cache_dir: str
     join_timeout_seconds: int = minimum(1)
+    devices_per_node: int = positive_or_open()
+    processes_per_node: int = minimum(1)

@@ -81,3 +81,8 @@ def test_a_mesh_that_is_too_large_names_each_size_that_fits(devices, sizes, reme
     assert str(error.value).endswith(f"use {last}" if last else f"product divides {devices}")
     for name, size in keys(remedy).items():
         MeshKeys(**sizes_by_key | {name: size}).resolve(devices)
+
+
+def test_the_error_of_one_device_says_how_a_cpu_gets_more():
+    with pytest.raises(ConfigError, match="; hardware=cpu devices_per_node=6 makes 6 "):
+        make_config("ici_tensor_parallelism=2", "ici_context_parallelism=3", devices=1)

@@ -10,14 +10,17 @@ from conftest import BASE, command, environment
 from maxramp.processes import backend
 
 START = """
+import jax
 from maxramp.processes.keys import BackendKeys
 from maxramp.processes.backend import start
-start(BackendKeys("cpu", "gs://bucket/cache", 1))
+start(BackendKeys("cpu", "gs://bucket/cache", 1, devices_per_node=6, processes_per_node=2))
+print(jax.device_count())
 """
 
 
-def test_a_cache_in_a_storage_makes_no_local_folder(tmp_path):
-    subprocess.run([sys.executable, "-c", START], cwd=tmp_path, env=environment(), check=True)
+def test_a_cpu_has_the_devices_of_a_process_and_a_cache_in_a_storage_no_local_folder(tmp_path):
+    line = [sys.executable, "-c", START]
+    assert subprocess.check_output(line, cwd=tmp_path, env=environment(), text=True) == "3\n"
     assert not list(tmp_path.iterdir())
 
 
