@@ -6,13 +6,10 @@ import math
 import shutil
 import signal
 
-import jax
 import pytest
-from conftest import BASE, TINY, make_config, make_mesh, run
+from conftest import BASE, TINY, complete, make_config, run
 from jobs import start_until
-from test_checkpoint import Folder, config_of, first_state
 
-from maxramp import checkpoint as command
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Best, Checkpoint, commit, find, read_whole
 from maxramp.errors import ConfigError
@@ -123,27 +120,6 @@ def test_numbers_of_a_step():
 
 
 @pytest.mark.slow
-def test_it_stays(tmp_path, capsys):
-    """Whatever is removed besides; also what an earlier start found to be the best."""
-    how = "checkpoint_best=lowest eval_loss"
-    config = config_of("max_num_checkpoints_to_keep=1", how)
-    losses = {2: 2.0, 4: 2.5, 6: 4.0, 10: 1.0}
-    expected = {2: [2], 4: [2, 4], 6: [2, 6], 10: [10]}
-    for step, loss in losses.items():  # each in a start of its own
-        folder = Folder(tmp_path / "c", config)
-        stages, checkpoints = folder.ramp.to_json()["stages"], folder.checkpoints
-        with jax.set_mesh(make_mesh(config)), checkpoints:
-            checkpoints.start_saving()
-            record = checkpoints.record(step, 8, stages, config.values, {"eval_loss": loss})
-            checkpoints.save(record, first_state(), last=True)
-        assert folder.steps == expected[step] and not folder.warnings
-    assert find(place(tmp_path / "c" / "best")).name == "10"
-    assert command.ls(place(tmp_path / "c")) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "the best" in line)
-    assert line.split()[0] == "10"
-
-
-@pytest.mark.slow
 def test_a_run_whose_loss_rises_at_the_end(tmp_path, cache_dir):
     """A few lines are learnt by heart; killed and restarted, it keeps the same checkpoints."""
     lines = (BASE_TEXT[i : i + 60] for i in range(0, len(BASE_TEXT), 60))
@@ -155,8 +131,7 @@ def test_a_run_whose_loss_rises_at_the_end(tmp_path, cache_dir):
         *("checkpoint_period=70", "max_num_checkpoints_to_keep=1", f"jax_cache_dir={cache_dir}"),
         *("checkpoint_best=lowest eval_loss", f"base_output_directory={tmp_path}"),
     )
-    done = run(*line, "run_name=whole")
-    assert done.returncode == 0, done.stderr
+    done = complete(*line, "run_name=whole")
     records = read_records(tmp_path / "whole" / "metrics.jsonl")
     losses = {r["step"] + 1: r["eval_loss"] for r in records if "eval_loss" in r}
     best = min(losses, key=losses.get)
@@ -170,8 +145,7 @@ def test_a_run_whose_loss_rises_at_the_end(tmp_path, cache_dir):
     for step in (best - 5, best + 15):
         process = start_until(step, folder, signal.SIGKILL, *line, "run_name=killed")
         assert process.returncode == -signal.SIGKILL
-    done = run(*line, "run_name=killed")
-    assert done.returncode == 0, done.stderr
+    done = complete(*line, "run_name=killed")
     assert f"checkpoint {best} has the lowest eval_loss, {losses[best]:.4f}" in done.stdout
     for name in ("checkpoints", f"checkpoints/{best}/model"):
         names = {p.name for p in (tmp_path / "whole" / name).iterdir()}
@@ -179,8 +153,7 @@ def test_a_run_whose_loss_rises_at_the_end(tmp_path, cache_dir):
 
     shutil.rmtree(folder / "checkpoints" / "200")  # the best is then the newest
     write = ("--prompt", "a", "--max_new_tokens", "4", "--json")
-    by_name = run(str(folder / "checkpoints/best"), *write, module="generate")
-    assert by_name.returncode == 0, by_name.stderr
+    by_name = complete(str(folder / "checkpoints/best"), *write, module="generate")
     assert by_name.stdout == run(str(folder), *write, module="generate").stdout
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
-from conftest import BASE, TINY, make_config, make_mesh, run
+from conftest import BASE, TINY, complete, make_config, make_mesh, run
 from orbax.checkpoint import v1 as ocp
 
 from maxramp import checkpoint as command
@@ -548,8 +548,7 @@ def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
     keys += ["learning_rate_schedule_steps=30", "checkpoint_period=20"]
 
     def start(name, *more):
-        done = run(BASE, *keys, f"run_name={name}", *more)
-        assert done.returncode == 0, done.stderr
+        complete(BASE, *keys, f"run_name={name}", *more)
         return read_records(tmp_path / name / "metrics.jsonl")
 
     whole = start("whole", "steps=30")

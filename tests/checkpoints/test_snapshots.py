@@ -18,15 +18,7 @@ from object_stores import free_port
 from test_checkpoint import Folder, config_of, first_state
 
 from maxramp.checkpoints.folder import Checkpoint
-from maxramp.checkpoints.pieces import (
-    FileName,
-    Piece,
-    list_files,
-    read_part,
-    verify,
-    write_parts,
-    write_pieces,
-)
+from maxramp.checkpoints.pieces import FileName, list_files, verify, write_parts, write_pieces
 from maxramp.checkpoints.starts import Starts
 from maxramp.errors import EXIT_CONFIG, EXIT_LOST
 from maxramp.files.place import place
@@ -427,29 +419,6 @@ def test_a_damaged_file_is_left_out(tmp_path, cache_dir, calm):
     out, *_ = finish_run(cluster, "abc")
     assert "resume" not in out
     check(cluster, calm, same_devices=False)
-
-
-def test_a_file_is_read_as_it_was_written(tmp_path):
-    record = Checkpoint(
-        tmp_path / "4", 4, 48, [{"index": 0}], "corpus", {"steps": 9}, {}, saved="x"
-    )
-    name = FileName(4, "x", 0, 1)
-    values = np.arange(12, dtype="float32").reshape(3, 4), np.array(7, "uint32")
-    kinds = {"a": ("float32", [6, 4]), "b": ("uint32", [])}
-    pieces = [("a", [3, 0], values[0]), ("b", [], values[1])]
-    write_pieces(tmp_path / str(name), record, kinds, pieces)
-    assert list_files(tmp_path) == [name]
-    index = verify(tmp_path / str(name))
-    assert Checkpoint(record.path, **index["checkpoint"]) == record
-    for listed, (array, start, x) in zip(index["pieces"], pieces, strict=True):
-        piece = Piece(*listed)
-        data = read_part(tmp_path / str(name), piece.offset, piece.size)
-        assert (piece.array, piece.start) == (array, start)
-        np.testing.assert_array_equal(np.frombuffer(data, x.dtype).reshape(piece.shape), x)
-    own, other = Piece(*index["pieces"][0]).overlap([4, 1], [2, 2])
-    np.testing.assert_array_equal(values[0][own], [[5, 6], [9, 10]])
-    assert other == (slice(0, 2), slice(0, 2))
-    assert Piece(*index["pieces"][0]).overlap([0, 0], [3, 4]) is None
 
 
 def test_nothing_half_written_counts(tmp_path):

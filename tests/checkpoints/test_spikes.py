@@ -7,7 +7,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from conftest import BASE, TINY, make_mesh, run
+from conftest import BASE, TINY, complete, make_mesh
 from jobs import run_signalled
 from test_checkpoint import Folder, config_of, equal, first_state
 
@@ -109,8 +109,7 @@ def test_a_run_skips_nonsense_and_repeats_that_after_a_kill(tmp_path):
     write_text(tmp_path / "text.txt")
 
     def finish(name, *more, devices=1):
-        done = run(*arguments(tmp_path, f"run_name={name}", *more), devices=devices)
-        assert done.returncode == 0, done.stderr
+        done = complete(*arguments(tmp_path, f"run_name={name}", *more), devices=devices)
         records = read_records(tmp_path / name / "metrics.jsonl")
         names = ("bad_steps", "batch_fingerprint"), ("loss", "grad_norm")
         return done, records, *([[r[n] for n in both] for r in records] for both in names)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import command, run
+from conftest import command, complete, run
 from jobs import finish, start
 from later import Later
 from made_tasks import write_model, write_tasks
@@ -50,10 +50,9 @@ def ours(model, tasks, output, *more, begins=None):
     mark gets one line about whole texts.
     """
     line = ("--tasks", ",".join(NAMES), "--include_path", str(tasks), "--output_path", str(output))
-    done = run(
+    done = complete(
         str(model), *line, "--log_samples", *more, module="evaluate", optimized=True, timeout=600
     )
-    assert done.returncode == 0, done.stderr
     assert "|made_choices|" in done.stdout
     if begins is not None:
         assert done.stderr.count("as with lm-eval's own backend; add_bos=False") == begins

@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import run
+from conftest import complete
 from made_tasks import write_model, write_tasks
 
 from maxramp import evaluate
@@ -32,8 +32,7 @@ def test_scores_of_a_folders_task_are_those_of_its_answers(tmp_path, cache_dir, 
     line += ("--num_fewshot", "0")
     output = tmp_path / "new" / "found.json"
     line += ("--output_path", str(output), "--log_samples", f"jax_cache_dir={cache_dir}")
-    done = run(str(model), *line, module="evaluate")
-    assert done.returncode == 0, done.stderr
+    done = complete(str(model), *line, module="evaluate")
     assert f"{model}: limit: 3, num_fewshot: 0, " in done.stdout
     assert "|made_choices|" in done.stdout
     reading, *progress, last = done.stderr.splitlines()

@@ -9,7 +9,7 @@ import signal
 import sys
 
 import pytest
-from conftest import BASE, TINY, command, environment, run
+from conftest import BASE, TINY, command, complete, environment
 from forked import run_forked
 from jobs import finish, start
 from made_tasks import write_tasks
@@ -118,8 +118,7 @@ def evaluations(line, name):
 @pytest.fixture(scope="module")
 def whole(line):
     """A run that nothing ended: what it wrote, and its evaluations."""
-    done = run(*line, "run_name=whole", timeout=600)
-    assert done.returncode == 0, done.stderr
+    done = complete(*line, "run_name=whole", timeout=600)
     return done, evaluations(line, "whole")
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import BASE, run
+from conftest import BASE, complete
 from made_tasks import write_tasks
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 from small_models import write_folder
@@ -28,15 +28,13 @@ def test_a_run_with_adapters_is_evaluated_as_by_the_command(tmp_path, cache_dir,
     line += (f"evaluate_tasks_include_path={tasks}", "evaluate_tasks=[made_choices,made_writing]")
     line += ("evaluate_tasks_interval=4", f"jax_cache_dir={cache_dir}", "enable_tensorboard=False")
     line += (f"base_output_directory={tmp_path}", "run_name=all")
-    done = run(*line, devices=2, timeout=600)
-    assert done.returncode == 0, done.stderr
+    complete(*line, devices=2, timeout=600)
     records = [r for r in read_records(tmp_path / "all/metrics.jsonl") if "eval_seconds" in r]
     assert [r["consumed_samples"] for r in records] == [4, 8, 12, 16]
 
     output, names = tmp_path / "found.json", "made_choices,made_writing"
     asked = ("--tasks", names, "--include_path", str(tasks), "--output_path", str(output))
-    done = run(str(tmp_path / "all"), *asked, module="evaluate", timeout=600)
-    assert done.returncode == 0, done.stderr
+    complete(str(tmp_path / "all"), *asked, module="evaluate", timeout=600)
     results = json.loads(output.read_text())["results"]
     for name, metric in (
         ("made_choices", "acc"),

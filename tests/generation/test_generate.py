@@ -6,7 +6,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh, run
+from conftest import complete, make_config, make_mesh, run
 
 from maxramp import generate, prepare
 from maxramp.checkpoints.store import Checkpoints
@@ -58,8 +58,7 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
         text = bytes(t for t in answer["tokens"] if t < 256).decode(errors="replace")
         assert answer["answer"].replace("<s>", "").replace("</s>", "") == text
     assert answers[0]["tokens"] != answers[1]["tokens"]
-    done = run(*arguments, "ici_fsdp_parallelism=2", devices=2, module="generate")
-    assert done.returncode == 0, done.stderr
+    done = complete(*arguments, "ici_fsdp_parallelism=2", devices=2, module="generate")
     assert done.stdout == "".join(
         f"--- {i + 1} of 4\n{a['prompt']}{a['answer']}\n" for i, a in enumerate(answers)
     )

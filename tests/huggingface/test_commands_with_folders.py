@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import BASE, run
+from conftest import BASE, complete, run
 from preference_pairs import write_pairs, write_tokenizer
 from small_models import CONFIGS, write_file, write_folder
 
@@ -62,24 +62,19 @@ def test_a_run_continues_and_exports_without_the_folder_that_it_began_with(tmp_p
     folder = with_tokenizer(tmp_path)
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}")
     for name in "ab":
-        done = run(*train_arguments(tmp_path, name, *data))
-        assert done.returncode == 0, done.stderr
+        complete(*train_arguments(tmp_path, name, *data))
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "4")
     shutil.rmtree(folder)
     again = run(*train_arguments(tmp_path, "b", *data))
     assert again.returncode == 2 and "allow_changed=[tokenizer_path]" in again.stderr
-    again = run(*train_arguments(tmp_path, "b", *data, "allow_changed=[tokenizer_path]"))
-    assert again.returncode == 0, again.stderr
+    complete(*train_arguments(tmp_path, "b", *data, "allow_changed=[tokenizer_path]"))
     losses = [
         [record["loss"] for record in read_records(tmp_path / name / "metrics.jsonl")]
         for name in "ab"
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 4
     for name in "ab":
-        converted = run(
-            str(tmp_path / name), "--to", str(tmp_path / f"{name}-out"), module="convert"
-        )
-        assert converted.returncode == 0, converted.stderr
+        complete(str(tmp_path / name), "--to", str(tmp_path / f"{name}-out"), module="convert")
     a, b = (contents(tmp_path / f"{name}-out") for name in "ab")
     assert a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
@@ -245,12 +240,10 @@ def test_a_finished_run_is_exported_once(tmp_path, devices, mesh):
     with_tokenizer(tmp_path)
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}", "export_huggingface=true")
     command = train_arguments(tmp_path, "r", *data, *mesh)
-    done = run(*command, devices=devices)
-    assert done.returncode == 0, done.stderr
+    done = complete(*command, devices=devices)
     exported = tmp_path / "r" / "exported" / "4"
     assert f"wrote {exported}" in done.stdout
-    converted = run(str(tmp_path / "r"), "--to", str(tmp_path / "out"), module="convert")
-    assert converted.returncode == 0, converted.stderr
+    complete(str(tmp_path / "r"), "--to", str(tmp_path / "out"), module="convert")
     files = sorted(file.name for file in exported.iterdir())
     assert files == sorted(file.name for file in (tmp_path / "out").iterdir())
     for file in files:
@@ -271,8 +264,7 @@ def test_a_finished_run_is_exported_once(tmp_path, devices, mesh):
     assert trained.returncode == 0 and "6 is of another state than" in trained.stderr
     stale, now = (contents(tmp_path / "r" / "exported" / name) for name in ("6.stale", "6"))
     assert all(np.array_equal(stale[name], x) for name, x in before.items())
-    converted = run(str(tmp_path / "r"), "--to", str(tmp_path / "now"), module="convert")
-    assert converted.returncode == 0, converted.stderr
+    complete(str(tmp_path / "r"), "--to", str(tmp_path / "now"), module="convert")
     expected = contents(tmp_path / "now")
     assert all(np.array_equal(now[name], x) for name, x in expected.items())
     assert not all(np.array_equal(stale[name], x) for name, x in expected.items())
@@ -288,16 +280,14 @@ def test_a_run_keeps_the_side_files_of_its_first_weights(tmp_path):
     data = (*DATA, f"grain_train_files={tmp_path / 'texts.jsonl'}", "steps=1")
     first = (f"load_parameters_path={other}", "enable_checkpointing=False")
     for more in (first, ()):
-        done = run(*train_arguments(tmp_path, "r", *data, *more))
-        assert done.returncode == 0, done.stderr
+        complete(*train_arguments(tmp_path, "r", *data, *more))
         named = other if more else folder
         kept = {path.name: path.read_bytes() for path in (tmp_path / "r/huggingface").iterdir()}
         assert ("chat_template.jinja" in kept) == bool(more)
         assert all((named / name).read_bytes() == data for name, data in kept.items())
     full = (f"load_full_state_path={tmp_path / 'r'}", "steps=2", "export_huggingface=true")
     config = tmp_path / "r" / "config.yml"
-    done = run(str(config), f"base_output_directory={tmp_path}", "run_name=next", *full)
-    assert done.returncode == 0, done.stderr
+    complete(str(config), f"base_output_directory={tmp_path}", "run_name=next", *full)
     exported = json.loads((tmp_path / "next/exported/2/generation_config.json").read_bytes())
     assert exported == {"eos_token_id": 7}
 
@@ -317,8 +307,7 @@ def test_an_answer_to_a_chat_is_that_of_transformers(tmp_path):
     with torch.no_grad():
         whole = model.generate(**ids, max_new_tokens=12, do_sample=False)[0]
     line = ("--chat", "--prompt", "Who?", "--max_new_tokens", "12", "--temperature", "0", "--json")
-    done = run(str(folder), *line, module="generate", optimized=True)
-    assert done.returncode == 0, done.stderr
+    done = complete(str(folder), *line, module="generate", optimized=True)
     answer = json.loads(done.stdout)
     assert answer["prompt"] == text
     assert answer["tokens"] == whole[ids["input_ids"].shape[1] :].tolist()
@@ -369,8 +358,7 @@ def test_the_chat_template_of_a_run_is_exported(tmp_path):
     keys = ("use_sft=True", "dataset_type=grain", f"grain_train_files={tmp_path / 'chats.jsonl'}")
     keys += (f"chat_template={file}", "export_huggingface=True", "packing=False")
     for name, more in (("whole", ()), ("adapters", ("lora_rank=2",))):
-        done = run(*train_arguments(tmp_path, name, *keys, *more))
-        assert done.returncode == 0, done.stderr
+        complete(*train_arguments(tmp_path, name, *keys, *more))
         exported = tmp_path / name / "exported" / "4"
         assert (exported / "chat_template.jinja").read_text() == template
         chatting = open_model(str(exported), []).tokenizer()

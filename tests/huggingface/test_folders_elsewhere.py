@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import BASE, command, environment, run
+from conftest import BASE, command, complete, environment, run
 from jobs import finish, start
 from small_models import write_folder
 
@@ -36,8 +36,7 @@ def test_folders_in_a_storage_are_read_and_written(storage, tmp_path):
     root = place(f"{storage.address}/{tmp_path.name}")
     for path in folder.iterdir():
         (root / "in" / path.name).write_bytes(path.read_bytes())
-    done = run(str(root / "in"), "--to", str(root / "out"), module="convert")
-    assert done.returncode == 0, done.stderr
+    complete(str(root / "in"), "--to", str(root / "out"), module="convert")
     assert_equal(folder, root / "out")
     keys = (
         *(BASE, "model_name=hf", f"load_parameters_path={root / 'in'}", "steps=2"),
@@ -46,8 +45,7 @@ def test_folders_in_a_storage_are_read_and_written(storage, tmp_path):
         *("enable_rampup_batch_size=False", "per_device_batch_size=1"),
     )
     for more in (("run_name=r",), ("run_name=adapters", "lora_rank=2")):
-        trained = run(*keys, *more)
-        assert trained.returncode == 0, trained.stderr
+        complete(*keys, *more)
     assert open_model(str(root / "adapters/exported/2"), []).weights.adapted_model == str(
         root / "in"
     )

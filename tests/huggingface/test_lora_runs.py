@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import BASE, run
+from conftest import BASE, complete, run
 from small_models import CONFIGS, tensors, write_file, write_folder
 
 pytestmark = pytest.mark.slow
@@ -38,8 +38,7 @@ def test_adapters_restart_on_their_base_alone(tmp_path):
     it hands over begins another run, or makes a whole model."""
     base = write_folder(tmp_path / "base", "llama2")
     keys = train_arguments(tmp_path, "a", base, *LORA)
-    done = run(*keys)
-    assert done.returncode == 0, done.stderr
+    done = complete(*keys)
     assert "8,960 of adapters train" in done.stdout
     assert (tmp_path / "a/exported/4/adapter_model.safetensors").exists()
     before = losses(tmp_path / "a")
@@ -53,13 +52,11 @@ def test_adapters_restart_on_their_base_alone(tmp_path):
     write_file(base / "model.safetensors", tensors(CONFIGS["llama2"]))
     assert "lora_alpha=8.0 (now 4.0)" in refused(*keys, "lora_alpha=4")
     assert "checkpoints/2 were trained with lora_rank=4;" in refused(*keys, "lora_rank=2")
-    done = run(*keys)
-    assert done.returncode == 0, done.stderr
+    complete(*keys)
     assert losses(tmp_path / "a") == before
 
     adapter = tmp_path / "a/exported/4"
-    done = run(*train_arguments(tmp_path, "b", adapter, "steps=2"))
-    assert done.returncode == 0, done.stderr
+    done = complete(*train_arguments(tmp_path, "b", adapter, "steps=2"))
     assert "8,960 of adapters train" in done.stdout
     line = refused(*train_arguments(tmp_path, "c", adapter, "lora_alpha=3"))
     assert "lora_alpha=3" in line and "adapter" in line
@@ -67,8 +64,7 @@ def test_adapters_restart_on_their_base_alone(tmp_path):
     assert "adapts another model" in refused(*train_arguments(tmp_path, "c", adapter))
     write_folder(tmp_path / "base", "llama2")
     whole = ("--merge", "--to", str(tmp_path / "whole"))
-    done = run(str(tmp_path / "a"), *whole, module="convert")
-    assert done.returncode == 0, done.stderr
+    complete(str(tmp_path / "a"), *whole, module="convert")
     assert (tmp_path / "whole/config.json").exists()
     assert not (tmp_path / "whole/adapter_config.json").exists()
 
@@ -77,16 +73,13 @@ def test_adapters_keep_the_checkpoint_that_they_began_with(tmp_path):
     """They keep the checkpoint that they began with, wherever it lies later; no other does."""
     base = write_folder(tmp_path / "base", "llama2")
     whole = train_arguments(tmp_path, "r", base, "export_huggingface=False")
-    done = run(*whole)
-    assert done.returncode == 0, done.stderr
+    complete(*whole)
     config, lora = str(tmp_path / "r/config.yml"), (*LORA, "export_huggingface=True")
     lora = (config, "model_name=default", f"load_parameters_path={tmp_path / 'r'}", *lora)
     lora = (*lora, f"base_output_directory={tmp_path}", "run_name=l")
     for steps in (4, 6):
-        tuned = run(*lora, f"steps={steps}")
-        assert tuned.returncode == 0, tuned.stderr
-        done = run(*whole, f"steps={steps + 2}", "max_num_checkpoints_to_keep=9")
-        assert done.returncode == 0, done.stderr
+        tuned = complete(*lora, f"steps={steps}")
+        complete(*whole, f"steps={steps + 2}", "max_num_checkpoints_to_keep=9")
     assert "load_parameters_path" not in tuned.stdout
     exported = tmp_path / "l/exported/6"  # whole: no other tool opens what they adapt
     assert (exported / "config.json").exists() and not (exported / "adapter_config.json").exists()
@@ -104,6 +97,5 @@ def test_adapters_keep_the_checkpoint_that_they_began_with(tmp_path):
     assert names[0] == names[1]
     shutil.rmtree(tmp_path / "l/exported")
     again = (str(tmp_path / "moved/config.yml"), *lora[1:], "steps=6")
-    done = run(*again, f"load_parameters_path={tmp_path / 'moved'}")
-    assert done.returncode == 0, done.stderr
+    complete(*again, f"load_parameters_path={tmp_path / 'moved'}")
     assert {p.name: p.read_bytes() for p in exported.iterdir()} == names[0]

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import ROOT, command, run
+from conftest import ROOT, command, complete, run
 from jobs import finish, start
 from preference_pairs import pairs, write_pairs, write_tokenizer
 from small_models import write_folder
@@ -93,8 +93,7 @@ def test_adapters_of_chats_are_the_same_on_two_processes(folder):
     begun = run(*one, "stop_at_stage_end=True", devices=2)
     assert begun.returncode == 75, begun.stderr
     assert "20 chats to train on and 4 held out in held, in " in begun.stdout, begun.stdout
-    done = run(*one, devices=2)
-    assert done.returncode == 0, done.stderr
+    complete(*one, devices=2)
     refused = run(*one, "trainable_layers=[1,2]", devices=2)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "trainable_layers=[1, 3] (now [1, 2])" in refused.stderr
@@ -111,8 +110,7 @@ def test_adapters_of_chats_are_the_same_on_two_processes(folder):
     written = []
     asked = ("--chat", "--prompt", "5?", "--max_new_tokens", "6", "--temperature", "0", "--json")
     for path in (folder / "one", own):
-        answer = run(str(path), *asked, module="generate")
-        assert answer.returncode == 0, answer.stderr
+        answer = complete(str(path), *asked, module="generate")
         written.append(json.loads(answer.stdout.splitlines()[-1])["tokens"])
     assert written[0] == written[1]
 
@@ -123,8 +121,7 @@ def test_adapters_of_pairs_are_the_same_on_two_processes(folder):
     keys = ("max_target_length=95", f"grain_train_files={folder}/pairs.jsonl", "eval_interval=-1")
     keys += (f"phases={{0: {{global_batch_size: 4}}, 8: {{global_batch_size: 8, {ANOTHER}}}}}",)
     one = train_arguments(folder, "dpo", "pairs", *keys)
-    done = run(*one, devices=2)
-    assert done.returncode == 0, done.stderr
+    complete(*one, devices=2)
     printed = on_two_processes(folder, *train_arguments(folder, "dpo", "pairs_of_two", *keys))
     assert "log-probabilities of 24 pairs" in printed
     own, _ = assert_same(folder, "pairs", "pairs_of_two")
@@ -133,8 +130,7 @@ def test_adapters_of_pairs_are_the_same_on_two_processes(folder):
     assert first["rewards/margins"] == 0 < last["rewards/margins"]
 
     again = (*train_arguments(folder, "dpo", "again", *keys), f"load_parameters_path={own}")
-    done = run(*again, "learning_rate=0", "phases.8.learning_rate=0", devices=2)
-    assert done.returncode == 0, done.stderr
+    complete(*again, "learning_rate=0", "phases.8.learning_rate=0", devices=2)
     base_reference = reference(folder / "pairs")
     for name in ("pairs_of_two", "again"):
         np.testing.assert_allclose(reference(folder / name), base_reference, rtol=1e-5)
@@ -152,7 +148,6 @@ def test_adapters_of_changed_positions_are_exported_merged(folder):
     """What a run hands over is the whole model then, since PEFT opens the base as it was."""
     keys = ("max_target_length=95", f"grain_train_files={folder}/chats.jsonl", "num_epoch=1")
     keys += ("phases={0: {global_batch_size: 4}, 4: {rope_max_timescale: 50.0}}",)
-    done = run(*train_arguments(folder, "lora", "turned", *keys, "eval_interval=-1"), devices=2)
-    assert done.returncode == 0, done.stderr
+    complete(*train_arguments(folder, "lora", "turned", *keys, "eval_interval=-1"), devices=2)
     (own,) = (folder / "turned/exported").iterdir()
     assert json.loads((own / "config.json").read_text())["rope_theta"] == 50.0

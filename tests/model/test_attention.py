@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from maxramp.errors import ConfigError
 from maxramp.model.parts import attention, splash_attention
-from maxramp.model.parts.attention import AttentionMask, attend, select_for
+from maxramp.model.parts.attention import AttentionMask, attend, select, select_for
 from maxramp.model.parts.positions import Positions
 from maxramp.parallel.sharding import X_BTHh
 
@@ -162,6 +162,16 @@ def test_the_best_kernel_is_chosen(platform, keys, chosen):
 def test_a_kernel_that_cannot_work_is_refused(platform, keys, reason):
     with pytest.raises(ConfigError, match=f"attention=.*{reason}.*use attention=autoselected"):
         select_for(make_config(*keys).model, platform)
+
+
+def test_kernels_want_tokens_in_order():
+    """One place says so: autoselected falls back to the plain products."""
+    gpu = ("gpu", "bfloat16", 64, 128)
+    assert select("autoselected", *gpu) == "cudnn_flash"
+    assert select("autoselected", *gpu, in_order=False) == "dot_product"
+    for kernel, where in (("cudnn_flash", gpu), ("splash", ("tpu", *gpu[1:]))):
+        with pytest.raises(ConfigError, match=f"attention={kernel} needs tokens that lie in order"):
+            select(kernel, *where, in_order=False)
 
 
 @pytest.mark.parametrize("documents", (False, True))

@@ -8,7 +8,7 @@ import time
 import types
 
 import pytest
-from conftest import ROOT, TINY, command, environment, run
+from conftest import ROOT, TINY, command, complete, environment, run
 from preference_pairs import write_tokenizer
 
 from maxramp import grpo
@@ -41,8 +41,7 @@ def job(folder, name, *keys):
 def train_first(folder, *keys):
     """The model that jobs in a folder begin with, of random weights almost."""
     sums = (SUMS, *TINY, "base_num_decoder_layers=1", f"base_output_directory={folder}", "steps=2")
-    done = run(*sums, *keys)
-    assert done.returncode == 0, done.stderr
+    complete(*sums, *keys)
 
 
 def what_happened(folder, name):
@@ -58,8 +57,7 @@ def test_stopped_and_killed_it_is_the_same_run(tmp_path, cache_dir):
     """To the last bit of prompts, answers and losses; and it stays near to the same weights."""
     keys = (f"jax_cache_dir={cache_dir}",)
     train_first(tmp_path, *keys)
-    done = run(*job(tmp_path, "whole", *keys), module="grpo")
-    assert done.returncode == 0, done.stderr
+    done = complete(*job(tmp_path, "whole", *keys), module="grpo")
     assert "reward -" in done.stdout and (tmp_path / "whole" / "ramp.png").exists()
     records = tmp_path / "stopped" / "metrics.jsonl"
     for number, step in ((signal.SIGTERM, 3), (signal.SIGKILL, 9)):

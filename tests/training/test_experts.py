@@ -5,7 +5,6 @@ Shapes: N steps, R rows of a step, S tokens of a row and the one after it; L lay
 a token; others as in maxramp/model/.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -19,23 +18,17 @@ from test_step import (
     STEPS,
     TOLERANCE,
     by_name,
-    compiled_step,
     deviation,
     gated_mlp,
     make_config,
-    place,
     random_rows,
     reference_sums,
     train,
 )
 
 from maxramp.checkpoints import arrays
-from maxramp.data.batch import Batch
 from maxramp.data.rows import PADDING
-from maxramp.model.decoder import Decoder
-from maxramp.model.parts.routing import Router
 from maxramp.model.pipeline import order_by_layer
-from maxramp.training.balance import summing_positions
 from maxramp.training.state import abstract_state
 
 EXPERTS, PER_TOKEN, LAYERS = 8, 2, 4
@@ -220,35 +213,6 @@ def test_a_step_is_that_of_the_definitions(name):
     assert deviation(ours.change, change) < TOLERANCE
 
 
-def test_a_rows_terms_are_means_over_its_tokens_that_count_as_its_targets():
-    """By hand: two experts, of which a token takes one, with scores ln 3 and 0, or 0 and 0.
-
-    Row 0 has four tokens and one target: shares (3, 1) / 4, mean probabilities (5, 3) / 8, so a
-    balance of 2 (15 + 3) / 32 = 9/8. Row 1 has two of each: shares (1, 1) / 2, probabilities
-    (3, 5) / 8, a balance of 1. Of three targets that is (9/8 + 2) / 3, where tokens would give
-    (4 * 9/8 + 2) / 6. In a pass the shares are (4, 2) / 6, the probabilities (11, 13) / 24.
-    """
-    towards_0, towards_1, neither = (np.log(3), 0), (0, np.log(3)), (0, 0)
-    logits_BT2 = np.array([[towards_0] * 3 + [towards_1], [neither, towards_1, neither, neither]])
-    tokens_BT = np.array([[5, 5, 5, 5], [5, 5, PADDING, PADDING]])
-    is_target_BT = np.array([[False, False, True, False], [True, True, False, False]])
-    batch = Batch(tokens_BT, np.where(is_target_BT, 5, PADDING))
-    balance = {"row": (9 / 8 + 2) / 3, "pass": 2 * (4 / 6 * 11 / 24 + 2 / 6 * 13 / 24)}
-    z = (np.log(4) ** 2 + np.log(2) ** 2 + np.log(4) ** 2) / 3
-    for scope, expected in balance.items():
-        losses = ("load_balance_loss_weight=1", "router_z_loss_weight=1")
-        config = config_of(*losses, f"load_balance_loss_scope={scope}", "num_experts=2")
-        config = config.replace(num_experts_per_tok=1, base_num_decoder_layers=1)
-        with jax.set_mesh(make_mesh(config)):
-            router, key = Router(config.model, jax.random.key(0)), jax.random.key(0)
-            router.matrix_DE = router.matrix_DE.replace(jnp.eye(32, 2))
-            model = jax.eval_shape(functools.partial(Decoder, config.model), key)
-            token_weight_BT = summing_positions(model, batch, is_target_BT.sum(1)).token_weight_BT
-            aux = router(jnp.pad(logits_BT2, ((0, 0), (0, 0), (0, 30))), token_weight_BT)[1]
-        sums = {name: float(x_B.sum()) / 3 for name, x_B in aux.minimized.items()}
-        assert sums == pytest.approx({"load_balance_loss": expected, "router_z_loss": z})
-
-
 # --- Splits --------------------------------------------------------------------------------------
 
 TENSOR = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")
@@ -343,75 +307,6 @@ def test_the_balance_of_a_pass_depends_on_the_split():
 
 
 # --- What moves the weights ----------------------------------------------------------------------
-
-PLAIN = ("scan_layers=False", "remat_policy=none")
-HOW = {
-    "loop, remat full": (("remat_policy=full",), 1, 1),
-    "loop, passes": (("remat_policy=minimal",), 1, 2),
-    "pipeline": ((*PIPELINE, "remat_policy=none"), 8, 1),
-}
-
-
-@functools.cache
-def change_of_routers(losses, keys=PLAIN, devices=1, accumulation=1):
-    """Over two steps: in the first all experts had the same load in the last step."""
-    config = config_of(*losses, *keys, devices=devices)
-    first, last = order(train(config, padded_rows()[:2], accumulation))
-    name = "layers.sparse.mlp.router.matrix_DE"
-    return last[name] - first[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
-def test_every_auxiliary_loss_moves_the_routers(how):
-    """Losses of every layer do, by as much as with unrolled layers in one pass."""
-    weights = ("load_balance_loss_weight=1",)
-    for losses in (
-        weights,
-        (*weights, "load_balance_loss_scope=step"),
-        ("router_z_loss_weight=0.1",),
-    ):
-        moves, expected = (
-            change_of_routers(losses, *keys) - change_of_routers((), *keys)
-            for keys in (HOW[how], ())
-        )
-        assert (np.abs(expected).max((1, 2)) > 1e-4).all()
-        np.testing.assert_allclose(moves, expected, atol=1e-3 * np.abs(expected).max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", ("trainable_parameters_mask=[router]", "trainable_layers=[1]"))
-def test_what_is_chosen_moves_alone_and_as_it_would_with_all(keys):
-    changes = []
-    for more in ((), (keys,)):
-        training = train(config_of(*LOSSES, *more, *EXPERT, devices=8), padded_rows()[:1])
-        first, last = order(training)
-        changes.append({name: last[name] - first[name] for name in first})
-    whole, alone = changes
-    for name, change in alone.items():
-        expected = np.zeros_like(change)
-        if "router.matrix" in name and "router" in keys:
-            expected = whole[name]
-        if name.startswith("layers.") and "layers" in keys:
-            expected[1] = whole[name][1]
-        np.testing.assert_allclose(change, expected, atol=1e-6, err_msg=name)
-        assert whole[name].any(), name
-
-
-@pytest.mark.slow
-def test_a_skipped_step_keeps_counts_and_biases():
-    config = config_of("skip_bad_steps=2", **SIGMOID)
-    _, good = train(config, padded_rows()[:1]).states
-    nowhere = jax.tree.map(lambda w: w * jnp.nan, good.trained)
-    mesh = make_mesh(config)
-    with jax.set_mesh(mesh):
-        spoilt = dataclasses.replace(good, trained=nowhere)
-        after, metrics = compiled_step(config)(spoilt, place(padded_rows()[1:2], mesh))
-    assert metrics["bad_steps"] == 1
-    for kept in ("frozen", "buffers"):
-        before, kept_after = (by_name(getattr(state, kept)) for state in (good, after))
-        assert all(np.any(x) for x in before.values())
-        np.testing.assert_equal(kept_after, before)
 
 
 @pytest.mark.slow

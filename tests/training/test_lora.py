@@ -23,8 +23,6 @@ from maxramp.training.step import make_train_step
 CONSTANT = ("enable_rampup_batch_size=False", "per_device_batch_size=2", "opt_type=sgd")
 LORA = ("lora_rank=4", "lora_alpha=6", "gradient_clipping_threshold=0")
 RATE = 0.5
-# The number of each adapted weight's axes that it takes sums over, by its name.
-INPUTS = {"out_HhD": 2}
 
 
 def stepped(passes, *keys, consumed=0):

@@ -9,14 +9,12 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import BASE, TINY, make_config, run
+from conftest import BASE, TINY, complete, make_config
 from jax.sharding import NamedSharding
 from jobs import finish, run_signalled, start
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.data.order import Share
-from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END, ConfigError
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.axes import AXES
@@ -92,19 +90,6 @@ def test_a_state_has_the_same_specs_on_every_mesh(optimizer):
     before, after = (abstract_state(config.recipe, mesh) for mesh in (first, second))
     assert jax.tree.leaves(mesh_lib.attach_mesh(before, second)) == jax.tree.leaves(after)
     assert jax.tree.structure(before) == jax.tree.structure(after)
-
-
-def test_the_rows_of_a_process_follow_the_mesh():
-    """The second of two processes has the last four of eight devices: half of the rows."""
-    config = make_config(
-        *SAMPLES, *in_phase(320, OTHER), "phases.640={ici_fsdp_parallelism: 1, row_length: 8}",
-        "phases.640.ici_tensor_parallelism=4",
-    )  # fmt: skip
-    expansion, share = Expansion(mesh_lib.make_mesh(config.mesh), 1), Share(np.arange(4, 8)[None])
-    for stage in stages_of(config):
-        assert share.rows(stage.spec) == [*range(stage.spec.rows // 2, stage.spec.rows)]
-        batch = expansion.abstract_batch(stage.spec)
-        assert dict(batch.tokens.sharding.mesh.shape) == stage.spec.mesh.sizes
 
 
 def test_phases_fill_in_their_sizes_and_evaluations_have_rows_for_every_mesh():
@@ -221,16 +206,14 @@ def compare(folder, wanted):
 def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
     """It has two lengths of rows and an optimizer of optax. Killed after the change, it continues
     from a snapshot on half of the devices; or it ends at the change, in two processes."""
-    done = run(*run_keys(tmp_path / "one", cache_dir, "phases={64: {row_length: 16}}"), devices=4)
-    assert done.returncode == 0, done.stderr
+    complete(*run_keys(tmp_path / "one", cache_dir, "phases={64: {row_length: 16}}"), devices=4)
     wanted = read_records(tmp_path / "one" / "r" / "metrics.jsonl")
     assert len(wanted) == 10
 
     own = f"local_checkpoint_directory={tmp_path}/memory"
     killed = run_keys(tmp_path / "killed", cache_dir, *SNAPSHOTS, own)
     assert run_signalled(6, signal.SIGKILL, *killed, devices=4).returncode == -signal.SIGKILL
-    done = run(*killed, devices=2)
-    assert done.returncode == 0, done.stderr
+    done = complete(*killed, devices=2)
     assert re.search(r"from step [56] \(snapshot\)", done.stdout), done.stdout
     assert "(mesh tensor 2)" in done.stdout
     compare(tmp_path / "killed", wanted)

@@ -1,23 +1,19 @@
 """use_dpo in the step and in runs: the same pairs give the same update, however it is computed."""
 
-import dataclasses
 import json
 import shutil
-import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, make_config, make_mesh, run
-from jobs import start_till
+from conftest import ROOT, complete, make_config, make_mesh, run
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 
 from maxramp.data.batch import Batch
 from maxramp.data.rows import PADDING
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.run.metrics import read_records
-from maxramp.training import preferences
 from maxramp.training.state import initial_state
 from maxramp.training.step import eval_step, loss_of, make_train_step
 
@@ -118,19 +114,6 @@ def test_shown_numbers_follow_from_log_probabilities(expected):
     np.testing.assert_allclose(metrics["rewards/margins"], margin, rtol=1e-4, atol=1e-5)
 
 
-def test_equal_answers_are_recognized_anywhere_in_a_row():
-    """One token of difference, in the answer or before it, makes them differ."""
-    batch = equal_pairs()
-    assert preferences._are_equal(batch).all()
-    for row in range(B):
-        (places,) = np.nonzero(batch.segments[row] * (batch.targets[row] >= 0))
-        for field, place in (("tokens", places[0]), ("targets", places[-1])):
-            other = {field: getattr(batch, field).copy()}
-            other[field][row, place] += 1
-            equal = preferences._are_equal(dataclasses.replace(batch, **other))
-            assert np.flatnonzero(~equal).tolist() == [row]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tie_is_no_win(dtype):
@@ -158,11 +141,10 @@ def first(tmp_path_factory):
     sizes += ["base_num_query_heads=2", "base_num_kv_heads=1", "vocab_size=320"]
     sizes += [f"base_output_directory={folder}", "enable_tensorboard=False", "log_period=1"]
     base = str(ROOT / "configs/base.yml")
-    done = run(
+    complete(
         *(base, *sizes, "run_name=base", "steps=1", "dataset_type=synthetic", "eval_interval=-1"),
         *("enable_rampup_batch_size=False", "max_target_length=16", "learning_rate=0.02"),
     )
-    assert done.returncode == 0, done.stderr
     keys = dict(key.split("=", 1) for key in keys_of(folder, folder / "pairs.jsonl"))
     write_pairs(folder / "pairs.jsonl", pairs(24))
     keys |= {"load_parameters_path": str(folder / "base"), "learning_rate": "0.01"}
@@ -173,8 +155,7 @@ def first(tmp_path_factory):
     keys |= {"eval_interval": "2", "eval_fraction": "0.2", "eval_per_device_batch_size": "4"}
     keys |= {"enable_data_shuffling": "True", "num_epoch": "3"}
     arguments = [base, *sizes, *(f"{name}={value}" for name, value in keys.items())]
-    done = run(*arguments, "run_name=whole")
-    assert done.returncode == 0, done.stderr
+    done = complete(*arguments, "run_name=whole")
     return folder, arguments, done
 
 
@@ -214,8 +195,7 @@ def test_a_restart_is_exact(first, tmp_path):
     )
     assert begun.returncode == 75, begun.stderr
     assert "log-probabilities of 15 pairs" in begun.stdout
-    ended = run(*arguments, f"base_output_directory={tmp_path}", "run_name=killed")
-    assert ended.returncode == 0, ended.stderr
+    ended = complete(*arguments, f"base_output_directory={tmp_path}", "run_name=killed")
     assert "log-probabilities" not in ended.stdout
     assert losses(own) == losses(folder / "whole")
 
@@ -225,40 +205,13 @@ def test_branches_of_adapters(first):
     """They begin with the run's state, and with the weights that it adapts and stays near to."""
     folder, arguments, _ = first
     constant = ["warmup_steps_fraction=0", "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0"]
-    done = run(*arguments, *constant, "lora_rank=2", "run_name=adapted")
-    assert done.returncode == 0, done.stderr
+    complete(*arguments, *constant, "lora_rank=2", "run_name=adapted")
     line = ("--at", "2", "--sizes", "4,8", "--tokens", str(16 * 95))
-    done = run(str(folder / "adapted"), *line, module="branch")
-    assert done.returncode == 0, done.stderr
+    complete(str(folder / "adapted"), *line, module="branch")
     branch = folder / "adapted/branches/2-16/8"
     for record, expected in zip(losses(branch), losses(folder / "adapted")[2:], strict=True):
         assert record[-2:] == expected[-2:]
         assert record[:-2] == pytest.approx(expected[:-2], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_a_kill_in_the_pass_over_the_reference(first):
-    """kill -9: the next start makes what is not in the file, and all is as without a kill."""
-    folder, arguments, _ = first
-    write_pairs(folder / "many.jsonl", pairs(600))
-    line = (*arguments, f"grain_train_files={folder}/many.jsonl", "steps=2")
-    own = folder / "many_killed"
-
-    def count_pairs() -> int:
-        file = own / "reference.jsonl"
-        return file.read_bytes().count(b"\n") - 1 if file.exists() else 0
-
-    killed = start_till(lambda: count_pairs() > 40, signal.SIGKILL, *line, "run_name=many_killed")
-    assert killed.returncode == -signal.SIGKILL and 40 < count_pairs() < 600, killed.output
-    assert not list((own / "checkpoints").glob("*"))
-    left = 600 - count_pairs()
-    for name in ("many_killed", "many"):
-        done = run(*line, f"run_name={name}")
-        assert done.returncode == 0, done.stderr
-        assert f"log-probabilities of {left if name == 'many_killed' else 600} pairs" in done.stdout
-    assert losses(own) == losses(folder / "many")
-    files = ((folder / name / "reference.jsonl").read_bytes() for name in ("many", "many_killed"))
-    assert next(files) == next(files)
 
 
 @pytest.mark.slow

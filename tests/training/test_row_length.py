@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BASE, TINY, batch_of, make_config, make_mesh, run
+from conftest import BASE, TINY, batch_of, complete, make_config, make_mesh, run
 from jax.sharding import NamedSharding
 from jobs import run_signalled
 
@@ -145,8 +145,7 @@ def steps_of(folder):
 def test_restarts_at_every_change(tmp_path, cache_dir):
     """Uninterrupted; ended at every stage; killed before, at and after a change."""
     whole, staged, killed = (tmp_path / name for name in ("whole", "staged", "killed"))
-    done = run(*run_keys(whole, cache_dir))
-    assert done.returncode == 0, done.stderr
+    done = complete(*run_keys(whole, cache_dir))
     wanted = steps_of(whole)
     lengths = [r["row_length"] for r in wanted if isinstance(r, dict)]
     assert lengths == [8] * 15 + [16] * 5 + [32] * 10
@@ -177,8 +176,7 @@ def test_a_run_of_short_rows_reads_the_stream_of_short_rows(tmp_path, cache_dir)
     short = ("max_target_length=8", "global_batch_size=16", "total_samples=640")
     rows = run_keys(tmp_path / "rows", cache_dir, *common, *short)
     for keys in (cut, rows):
-        done = run(*keys)
-        assert done.returncode == 0, done.stderr
+        complete(*keys)
     records, wanted = (
         [(r["loss"], r["learning_rate"], r["consumed_tokens"]) for r in steps_of(tmp_path / name)]
         for name in ("cut", "rows")

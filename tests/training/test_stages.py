@@ -8,7 +8,7 @@ import time
 
 import jax
 import pytest
-from conftest import BASE, TINY, environment, make_config, make_mesh, run
+from conftest import BASE, TINY, complete, environment, make_config, make_mesh, run
 from forked import Forked, run_forked
 
 from maxramp.data.relay import Expansion
@@ -85,8 +85,7 @@ def losses(folder):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, cache_dir):
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = run(*arguments(folder, cache_dir))
-    assert done.returncode == 0, done.stderr
+    done = complete(*arguments(folder, cache_dir))
     return folder, done.stdout
 
 
