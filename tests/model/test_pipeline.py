@@ -20,7 +20,7 @@ from one_step import take_step
 
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
-from maxramp.model import order, pipeline
+from maxramp.model import pipeline
 from maxramp.model.families.table import FAMILIES, has_experts
 from maxramp.model.parts import attention
 from maxramp.model.parts.aux import Aux
@@ -215,14 +215,14 @@ def execution_of(microbatches):
 def test_layers_are_reordered_by_one_program(monkeypatch):
     """A run saves often: the program that puts layers in their own order is made once."""
     config = config_of("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", devices=2)
-    reordered, traced = order.merge_repeats, []
+    reordered, traced = pipeline.merge_repeats, []
     with jax.set_mesh(make_mesh(config)):
         model = first_state(config).model
         monkeypatch.setattr(
-            order, "merge_repeats", lambda *arguments: traced.append(1) or reordered(*arguments)
+            pipeline, "merge_repeats", lambda *arguments: traced.append(1) or reordered(*arguments)
         )
         for _ in range(2):
-            order.order_by_layer(model)
+            pipeline.order_by_layer(model)
     assert len(traced) <= len(jax.tree.leaves(model.layers))
 
 

@@ -56,7 +56,7 @@ def equal_pairs() -> Batch:
         for begin in (0, size):
             batch.targets[row, begin : begin + size - 1] = np.arange(1, size) + row
         batch.segments[row] = np.arange(T) >= size
-    batch.reference_log_probs[:] = -20, -20.001  # as if the second had rounded otherwise
+    batch.reference_log_probs[:] = 0, 40  # by which every first answer has gained
     return batch
 
 
@@ -117,19 +117,24 @@ def test_shown_numbers_follow_from_log_probabilities(expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tie_is_no_win(dtype):
-    """In pairs of two equal answers none is right; one of them is once its answers differ."""
+    """In pairs of two equal answers none is right; one is once a token differs, in an answer or
+    before it."""
     config = make_config(*KEYS, f"dtype={dtype}")
-    objective, results = loss_of(config.recipe), []
-    batch, zeros = equal_pairs(), (jnp.float32(0),) * len(objective.shown)
+    objective, batch = loss_of(config.recipe), equal_pairs()
+    zeros = (jnp.float32(0),) * len(objective.shown)
     evaluate = jax.jit(lambda m, b: eval_step(m, zeros, b, loss=objective))
-    for again in range(2):
+
+    def right_answers():
         with jax.set_mesh(make_mesh(config)):
             one_pass = jax.device_put(jax.tree.map(lambda x: x[None], batch), BATCH_ABT)
             sums = evaluate(initial_state(config.recipe).model, one_pass)
-        results.append(float(dict(zip(objective.shown, sums, strict=True))["rewards/accuracies"]))
-        batch.targets[3, 8] += 1 - again
-        batch.reference_log_probs[3] = 0, 40
-    assert results == [0, 1]
+        return dict(zip(objective.shown, sums, strict=True))["rewards/accuracies"]
+
+    assert right_answers() == 0
+    for array, place in ((batch.targets, 8), (batch.tokens, 0)):
+        array[3, place] += 1
+        assert right_answers() == 1
+        array[3, place] -= 1
 
 
 @pytest.fixture(scope="module")
