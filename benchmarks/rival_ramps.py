@@ -43,7 +43,8 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
     """Runs a file's ramp by a trainer's arithmetic and by maxramp's.
 
     Returns `trainer`; `rival` and `ours`, pairs of a step and the global batch from there on;
-    `lines` about the rival; `refused`, why maxramp takes the keys for wrong, or "".
+    `lines` about the rival; `refused`, why maxramp takes the keys for wrong, or ""; `steps` of the
+    run, below 1 where the file gives none.
     """
     name, read, run = TRAINERS[trainer]
     path, ours, refused = place(file), [], ""
@@ -61,13 +62,19 @@ def compare(trainer: str, file: str, devices: int | None) -> dict[str, Any]:
         ours = [(stage.first_step, stage.global_batch_size) for stage in stages]
     except ConfigError as error:
         refused = str(error)
-    return {"trainer": name, "rival": rival, "ours": ours, "lines": lines, "refused": refused}
+    steps = keys.get("steps", -1)
+    if rival and 0 < steps <= rival[-1][0]:
+        lines.append(
+            f"steps={steps} end the run inside the ramp, which ends at step {rival[-1][0]}"
+        )
+    both = {"trainer": name, "rival": rival, "ours": ours}
+    return both | {"lines": lines, "refused": refused, "steps": steps}
 
 
 def side_by_side(comparison: Mapping[str, Any]) -> list[tuple[int, int | None, int | None]]:
-    """Returns (step, the rival's batch, ours) of every step where one of the two changes."""
-    sides = comparison["rival"], comparison["ours"]
-    steps = sorted({step for side in sides for step, _ in side})
+    """Returns (step, the rival's batch, ours) of each step of the run where one of them changes."""
+    sides, end = (comparison["rival"], comparison["ours"]), comparison["steps"]
+    steps = sorted({step for side in sides for step, _ in side if end < 1 or step < end})
     return [(step, *(_batch_at(side, step) for side in sides)) for step in steps]
 
 
@@ -105,6 +112,7 @@ _MAXTEXT = {
     "gradient_accumulation_steps": 1,
     "enable_rampup_batch_size": False,
     "expansion_factor_real_data": -1.0,
+    "steps": -1,
 }
 
 
@@ -126,7 +134,7 @@ def _read_maxtext(path: Place) -> _Keys:
 
 def _run_maxtext(keys: _Keys, devices: int | None) -> tuple[_Batches, list[str]]:
     """Uses floats, as MaxText does."""
-    final, start, increment, samples, accumulation, has_ramp = keys.values()
+    final, start, increment, samples, accumulation, has_ramp, _ = keys.values()
     if not has_ramp:
         raise ConfigError(
             "holds no ramp; a file of MaxText is a config here: python -m maxramp.plan FILE"

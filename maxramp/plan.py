@@ -63,18 +63,18 @@ def main(arguments: list[str]) -> int:
     text = "plan the run of another trainer's FILE (for Megatron a file with its command line): "
     add("--trainer", metavar="NAME", help=text + ", ".join(TRAINERS))
     options = parser.parse_intermixed_args(arguments)
-    arguments = options.arguments
+    arguments, translation = options.arguments, []
     if options.trainer:
         arguments, left_out = translate_file(options.trainer, arguments)
-        if not options.json:
-            print(f"python -m maxramp.plan {shell_quote(arguments)}")
-            if left_out:
-                print(f"left out, without an equal here: {', '.join(left_out)}")
+        translation = [f"python -m maxramp.plan {shell_quote(arguments)}"]
+        if left_out:
+            translation.append(f"left out, without an equal here: {', '.join(left_out)}")
     config = load(arguments, "plan")
     if config.batch.is_open:
         config = _with_length(config)
     if options.fit:
-        print(CompileTarget.from_config(config, print_progress).largest_batch())
+        target = CompileTarget.from_config(config, print_progress)
+        print(*translation, target.largest_batch(), sep="\n")
         return 0
     plan = make_plan(config, find_sources(arguments))
     if options.trainer:
@@ -88,7 +88,12 @@ def main(arguments: list[str]) -> int:
         add_compiled(plan, place(options.compiled), config.planning)
     if options.plot:
         draw_plan(plan, place(options.plot))
-    print(json.dumps(plan, indent=2)) if options.json else print_plan(plan)
+    if options.json:
+        print(json.dumps(plan, indent=2))
+        return 0
+    for line in translation:
+        print(line)
+    print_plan(plan)
     return 0
 
 

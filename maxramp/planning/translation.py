@@ -39,9 +39,14 @@ def translate_file(trainer: str, arguments: Sequence[str]) -> tuple[list[str], l
 def _translate_megatron(path: Place) -> tuple[dict[str, Any], list[str]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace").replace("\\\n", " ")
-        return translate_flags(shlex.split(text, comments=True))
+        values, left_out = translate_flags(shlex.split(text, comments=True))
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"{path}: cannot be read as a command line: {error}") from None
+    if not values:
+        raise ConfigError(
+            f"{path}: no flag of Megatron is in it; --trainer maxtext reads MaxText's"
+        )
+    return values, left_out
 
 
 def _translate_nemo(path: Place) -> tuple[dict[str, Any], list[str]]:

@@ -176,10 +176,19 @@ def test_megatrons_scripts_keep_flags_in_variables(planned, form):
         ("megatron", "echo 'unclosed", "cannot be read as a command line"),
         ("nemo", "train: {global_batch_size: 4}\ndata: {global_batch_size: 8}\n", "keep one"),
         ("others", "", "must be one of maxtext, megatron, nemo"),
+        ("megatron", "base_config: base.yml\nsteps: 9\n", "--trainer maxtext reads MaxText's"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(trainer, text, message, planned):
     assert message in planned(trainer, text)
+
+
+def test_refusals_come_first_and_together(tmp_path, capsys):
+    """Before the command, which would fail."""
+    (tmp_path / "file").write_text("base_config: base.yml\neval_steps: 20\nquantization: int8\n")
+    assert plan.main([str(tmp_path / "file"), "--trainer", "maxtext"]) == 2
+    out, error = capsys.readouterr()
+    assert not out and "eval_steps=20 (MaxText's)" in error and "quantization=int8" in error
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,12 @@ def test_maxtext(compared):
     assert "trains on 68 of the 80 rows that its ramp loads" in comparison["lines"]
 
 
+def test_a_table_ends_with_the_run_and_says_that_the_ramp_does_not(compared):
+    comparison = compared("maxtext", MAXTEXT + "steps: 8\n", 4)
+    assert rival.side_by_side(comparison) == [(0, 4, 4), (5, 8, 8)]
+    assert "steps=8 end the run inside the ramp, which ends at step 10" in comparison["lines"]
+
+
 def test_maxtext_forgets_the_accumulation(compared):
     """Of a loaded batch of 32 its ramp takes 16; maxramp's batches are twice as large: 20 samples
     an increment are 3 steps of 8, 2 of 16, 1 of 24."""
