@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,7 @@ from maxramp.errors import ConfigError
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.run.metrics import read_records
 from maxramp.stage import text_fields
+from maxramp.training.state import abstract_state
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BASE = str(ROOT / "configs" / "base.yml")
@@ -264,6 +266,13 @@ def refused(*parts: str):
         yield
     line = str(caught.value)
     assert "\n" not in line and all(part in line for part in parts), line
+
+
+def check_refused_keys(keys: str, *parts: str) -> None:
+    """Keys in one line must be refused with these parts, once weights have shapes at the latest."""
+    with refused(*parts):
+        config = make_config(*re.split(r" (?=[\w.]+=)", keys))
+        abstract_state(config.recipe, mesh_lib.abstract_mesh(config.mesh.sizes))
 
 
 def check_refusal(done: subprocess.CompletedProcess, *parts: str) -> None:

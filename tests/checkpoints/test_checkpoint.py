@@ -388,14 +388,16 @@ def test_another_version(copied):
 
 
 def test_a_checkpoint_that_may_not_be_read_is_not_torn(copied, monkeypatch):
-    """It is refused, not put aside."""
+    """It counts as one, and is refused, not put aside."""
     if os.geteuid():
         pytest.skip("becoming another user needs root")
     monkeypatch.chdir(copied)  # for another user, the folders above are closed
     pathlib.Path("12", folder_lib.FILE).chmod(0o600)
+    pathlib.Path("8").chmod(0o700)
     copied.chmod(0o755)
     os.seteuid(65534)
     try:
+        assert folder_lib.steps_in(pathlib.Path()) == [8, 12]
         with pytest.raises(ConfigError, match="12/checkpoint.json: Permission denied; give"):
             folder_lib.read(pathlib.Path("12"))
     finally:

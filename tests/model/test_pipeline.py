@@ -3,7 +3,6 @@
 Shapes: R rows of a step, S tokens of a row and the one after it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BASE, TINY, batch_of, make_config, make_mesh
+from conftest import BASE, TINY, batch_of, make_config, make_mesh, refused, table
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from one_step import take_step
@@ -342,114 +341,62 @@ def test_a_plan_names_the_nearest_sizes(schedule):
     assert NEAREST[schedule] in str(error.value)
 
 
-PIPELINE = "ici_pipeline_parallelism=2 num_pipeline_microbatches=4"
-# Keys, and parts of the error.
-REFUSED = [
-    (
-        "ici_pipeline_parallelism=8",
-        ("base_num_decoder_layers=4", "8 stages", "ici_pipeline_parallelism=8"),
-    ),
-    (
-        "ici_pipeline_parallelism=2 num_pipeline_repeats=3",
-        ("base_num_decoder_layers=4", "num_pipeline_repeats=3"),
-    ),
-    (
-        "ici_pipeline_parallelism=2 num_layers_per_pipeline_stage=3",
-        ("base_num_decoder_layers=4", "num_layers_per_pipeline_stage=3"),
-    ),
-    (
-        "ici_pipeline_parallelism=2 num_pipeline_microbatches=3",
-        ("num_pipeline_microbatches=3", "2 stages", "use 2 or 4"),
-    ),
-    ("num_pipeline_microbatches=4", ("num_pipeline_microbatches=4", "ici_pipeline_parallelism=1")),
-    (
-        "ici_pipeline_parallelism=2 log_gradient_noise_scale=True",
-        ("log_gradient_noise_scale=True", "ici_pipeline_parallelism=2"),
-    ),
-    ("num_pipeline_microbatches=0", ("num_pipeline_microbatches=0",)),
-    (
-        f"{PIPELINE} eval_per_device_batch_size=3",
-        ("eval_per_device_batch_size=3", "use a multiple of 2"),
-    ),
-    (
-        f"{PIPELINE} enable_rampup_batch_size=True per_device_batch_size_start=2 "
-        "per_device_batch_size_increment=1",
-        ("per_device_batch_size 3 (stage 1)", "multiples of 2 rows", "2 or 4"),
-    ),
-    (
-        f"{PIPELINE} per_device_batch_size=-1 rampup_batch_size=[16,8,100] "
-        "global_batch_size=32 micro_batch_size=2",
-        ("stage 1", "24", "in multiples of 2 rows", "16 or 32"),
-    ),
-    (
-        f"{PIPELINE} per_device_batch_size=-1 global_batch_size=32 micro_batch_size=1",
-        ("stage 0", "micro_batch_size=1 is too little", "use micro_batch_size=2"),
-    ),
-    (
-        "ici_pipeline_parallelism=-1 ici_fsdp_parallelism=1 num_nodes=2 devices_per_node=4",
-        ("ici_pipeline_parallelism=-1", "num_nodes=2", "node_schedule=fixed"),
-    ),
-]
+# Keys, and parts of the error; all but the first lines have two stages.
+REFUSED = table("""
+ici_pipeline_parallelism=8 | base_num_decoder_layers=4 | 8 stages | ici_pipeline_parallelism=8
+ici_pipeline_parallelism=1 num_pipeline_microbatches=4 | num_pipeline_microbatches=4 | parallelism=1
+ici_pipeline_parallelism=-1 ici_fsdp_parallelism=1 num_nodes=2 devices_per_node=4 | num_nodes=2
+num_pipeline_repeats=3 | base_num_decoder_layers=4 | num_pipeline_repeats=3
+num_layers_per_pipeline_stage=3 | base_num_decoder_layers=4 | num_layers_per_pipeline_stage=3
+num_pipeline_microbatches=3 | num_pipeline_microbatches=3 | 2 stages | use 2 or 4
+num_pipeline_microbatches=0 | num_pipeline_microbatches=0
+log_gradient_noise_scale=True | log_gradient_noise_scale=True | ici_pipeline_parallelism=2
+""")
+# With four micro batches.
+REFUSED_ROWS = table("""
+eval_per_device_batch_size=3 | eval_per_device_batch_size=3 | use a multiple of 2
+enable_rampup_batch_size=True per_device_batch_size_start=2 per_device_batch_size_increment=1 \
+| per_device_batch_size 3 (stage 1) | multiples of 2 rows | 2 or 4
+per_device_batch_size=-1 rampup_batch_size=[16,8,100] global_batch_size=32 micro_batch_size=2 \
+| stage 1 | 24 | in multiples of 2 rows | 16 or 32
+per_device_batch_size=-1 global_batch_size=32 micro_batch_size=1 \
+| stage 0 | micro_batch_size=1 is too little | use micro_batch_size=2
+""")
+REFUSED += [[f"num_pipeline_microbatches=4 {keys}", *parts] for keys, *parts in REFUSED_ROWS]
 
 
-@pytest.mark.parametrize("keys, parts", REFUSED)
-def test_refused_in_one_line(keys, parts):
-    with one_line(parts):
-        ramp = RampupBatchManager(config_of(*keys.split()).batch, 8)
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_a_pipeline_of_other_sizes_is_refused_in_one_line(case):
+    keys, *parts = case
+    with refused(*parts):
+        config = config_of("ici_pipeline_parallelism=2", *keys.split())
+        ramp = RampupBatchManager(config.batch, 8)
         ramp.check(ramp.stages)
 
 
 # Keys of the batch alone, and parts of the error.
-REFUSED_BATCHES = [
-    ({"num_pipeline_microbatches": 0}, ("must be 1 or more",)),
-    ({"ici_pipeline_parallelism": -2}, ("must be 1 or more",)),
-    (
-        {"ici_pipeline_parallelism": -1, "num_pipeline_microbatches": 4},
-        ("num_pipeline_microbatches=4", "ici_pipeline_parallelism=-1 leaves their number open"),
-    ),
-    (
-        {"ici_pipeline_parallelism": 1, "num_pipeline_microbatches": 4},
-        ("ici_pipeline_parallelism=1 x dcn_pipeline_parallelism=1 is none",),
-    ),
-    (
-        {"num_pipeline_microbatches": 4, "global_batch_size": 64},
-        ("per_device_batch_size=1 is too little", "use per_device_batch_size=2"),
-    ),
-    (
-        {"num_pipeline_microbatches": 4, "per_device_batch_size": 3},
-        ("per_device_batch_size 3", "the nearest are 2 or 4", "or use fewer micro batches"),
-    ),
-    (
-        {
-            "num_pipeline_microbatches": 4,
-            "global_batch_size": 7,
-            "micro_batch_size": 2,
-            "per_device_batch_size": -1,
-            "devices_per_node": 1,
-        },
-        (
-            "any number of nodes from 1 to num_nodes=1 in multiples of 2 rows",
-            "use 6 or 8, or another multiple",
-            "or fewer micro batches",
-        ),
-    ),
-]
+REFUSED_BATCHES = table("""
+ici_pipeline_parallelism=-2 | must be 1 or more
+ici_pipeline_parallelism=-1 | num_pipeline_microbatches=4 | =-1 leaves their number open
+global_batch_size=64 | per_device_batch_size=1 is too little | use per_device_batch_size=2
+per_device_batch_size=3 | per_device_batch_size 3 | nearest are 2 or 4 | or use fewer micro batches
+global_batch_size=7 micro_batch_size=2 per_device_batch_size=-1 devices_per_node=1 \
+| any number of nodes from 1 to num_nodes=1 in multiples of 2 rows \
+| use 6 or 8, or another multiple | or fewer micro batches
+""")
 
 
-@pytest.mark.parametrize("changes, parts", REFUSED_BATCHES)
-def test_the_schedule_refuses_by_itself(changes, parts):
-    keys = {"ici_pipeline_parallelism": 2, "per_device_batch_size": 1, "devices_per_node": 4}
-    with one_line(parts):
-        ramp = RampupBatchManager(keys | changes)
+@pytest.mark.parametrize("case", REFUSED_BATCHES, ids=lambda case: case[0])
+def test_the_schedule_refuses_by_itself(case):
+    changes, *parts = case
+    keys = {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 4}
+    keys |= {"per_device_batch_size": 1, "devices_per_node": 4}
+    for change in changes.split():
+        name, value = change.split("=")
+        keys[name] = int(value)
+    with refused(*parts):
+        ramp = RampupBatchManager(keys)
         ramp.check(ramp.stages)
-
-
-@contextlib.contextmanager
-def one_line(parts):
-    with pytest.raises(ConfigError, match="^.*$") as error:  # `.` is no newline
-        yield
-    for part in parts:
-        assert part in str(error.value)
 
 
 def test_every_pass_has_whole_shares():

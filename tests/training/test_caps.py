@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from conftest import batch_of, make_config, make_mesh
 
-from maxramp.errors import ConfigError
 from maxramp.model.decoder import Decoder
 from maxramp.training.log_probs import scores, token_log_probs
 from maxramp.training.loss import next_token_prediction
@@ -55,17 +54,3 @@ def test_caps_of_logits_are_in_all_that_is_made_of_them(mesh):
     np.testing.assert_allclose(log_p_BT, cold, atol=1e-5)
     for own, other in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
         np.testing.assert_allclose(own, other, atol=1e-4 * np.abs(other).max())
-
-
-@pytest.mark.parametrize(
-    "keys, says",
-    [
-        (("base_num_decoder_layers=26",), "repeat after 6, .* no 2 parts .*; use no pipeline"),
-        (("base_num_decoder_layers=18",), "make no 2 parts that are alike; use 3 parts"),
-        (("sliding_window_size=0",), "decoder_block=gemma3 needs sliding_window_size=4096"),
-    ],
-)
-def test_layers_that_differ_need_matching_keys(keys, says):
-    family = ("decoder_block=gemma3", "use_qk_norm=True", "attn_logits_soft_cap=0")
-    with pytest.raises(ConfigError, match=says):
-        make_config(*TINY, *family, "ici_pipeline_parallelism=2", *keys)

@@ -9,7 +9,6 @@ import pytest
 from conftest import batch_of, make_config, make_mesh
 from one_step import take_step
 
-from maxramp.errors import ConfigError
 from maxramp.model.parts.attention import AttentionMask, attend
 from maxramp.model.parts.balanced_order import balanced_order, run_length
 from maxramp.model.parts.positions import Positions
@@ -185,20 +184,3 @@ def test_devices_have_equal_work(devices, window, documents):
     assert most_loaded(order_T) < 1.05
     if not window:
         assert most_loaded(np.arange(T)) > 1.05
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        (("max_target_length=30",), "use 28 or 32 tokens"),
-        (
-            ("base_num_query_heads=6", "base_num_kv_heads=2", "context_parallel_strategy=ulysses"),
-            "use 1, 2, 3, 6 of them, or context_parallel_strategy=all_gather",
-        ),
-        ((*EXPERTS, GATHERED, "capacity_factor=1.0"), "context_parallel_load_balance=False"),
-        (("phases={0: {row_length: 8}, 64: {row_length: 2}}",), "its 2 tokens"),
-    ],
-)
-def test_what_cannot_be_shared_out(keys, says):
-    with pytest.raises(ConfigError, match=says):
-        make_config(*parallel(context=4), *keys, devices=8)

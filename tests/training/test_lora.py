@@ -9,7 +9,6 @@ import pytest
 from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
-from maxramp.errors import ConfigError
 from maxramp.model.adapters import is_adapter, stored_part, without_adapters
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import LORA_MODULES
@@ -153,29 +152,3 @@ def test_names_are_those_of_every_family():
     for family in FAMILIES.values():
         named = {name.split(".")[-2] for name in family.tensors.values()}
         assert set(LORA_MODULES) >= {name for name in named if name.endswith("_proj")}
-
-
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        (["lora_targets=[lm_head]"], "lora_targets=.*lm_head.* must be some of matrix"),
-        (["trainable_parameters_mask=[norms]"], "norms.* must be some of matrix"),
-        (["trainable_parameters_mask=[scale]", "lora_rank=2"], "only adapters train"),
-        (["lora_rank=2", "log_gradient_noise_scale=True"], "frozen under lora_rank=2"),
-        (["lora_rank=2", "lora_dropout=1"], "lora_dropout=1.*below 1"),
-        (
-            ["lora_rank=2", "load_full_state_path=a"],
-            "load_full_state_path=a with lora_rank=2:.*load_parameters_path$",
-        ),
-        (["load_in_4bit=True"], "QLoRA"),
-    ],
-)
-def test_keys_that_adapters_refuse(keys, line):
-    with pytest.raises(ConfigError, match=line):
-        make_config(*keys)
-
-
-def test_a_mask_of_roles_that_are_not_there():
-    config = make_config("trainable_parameters_mask=[bias]")
-    with pytest.raises(ConfigError, match=r"no such weights; use some of embedding"):
-        abstract_state(config.recipe, make_mesh(config))

@@ -134,41 +134,6 @@ def test_fewer_nodes_must_have_the_mesh_of_every_phase():
     assert plan["stages"][0]["nodes"] == 1
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            ("phases.320.ici_tensor_parallelism=3",),
-            "phases.320: ici_data_parallelism=1 x ici_pipeline_parallelism=1 x "
-            "ici_fsdp_parallelism=-1 x ici_expert_parallelism=1 x ici_context_parallelism=1 x "
-            "ici_tensor_parallelism=3 makes "
-            "no mesh of 8",
-        ),
-        (
-            ("phases.320.ici_tensor_parallelism=4", "base_num_kv_heads=2"),
-            "phases.320: base_num_kv_heads=2 does not divide over the tensor axis of 4 devices",
-        ),
-        (
-            ("phases.320.ici_data_parallelism=-1",),
-            "phases.320: ici_fsdp_parallelism=-1 and ici_data_parallelism=-1: one -1",
-        ),
-        (
-            ("phases.320.ici_pipeline_parallelism=2",),
-            "phases.320.ici_pipeline_parallelism=2: no phase can change it, as other stages hold",
-        ),
-        (("phases.320.dcn_data_parallelism=2",), "no phase can change it, as the state moves"),
-        (
-            ("program=grpo", "max_completion_length=8", "phases.320.ici_tensor_parallelism=2"),
-            "phases.320.ici_tensor_parallelism: program=grpo takes one for the whole run",
-        ),
-    ],
-)
-def test_refused_in_one_line(keys, message):
-    with pytest.raises(ConfigError) as caught:
-        make_config(*SAMPLES, *keys)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_slices_whose_devices_would_change_their_order_are_refused():
     keys = ("phases.320.ici_tensor_parallelism=2", "dcn_data_parallelism=1")
     loaded = load([BASE, *TINY, *SAMPLES, *keys, "dcn_fsdp_parallelism=2"])

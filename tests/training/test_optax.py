@@ -2,7 +2,6 @@
 
 import functools
 import operator
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from jax.sharding import NamedSharding
 from test_moving import needs
 
 from maxramp.checkpoints.arrays import items_of, load, save
-from maxramp.errors import ConfigError
 from maxramp.keys.yamlfile import parse
 from maxramp.model.parts.weights import map_weights
 from maxramp.parallel.sharding import BATCH_ABT
@@ -155,32 +153,3 @@ def test_the_state_of_optax_is_restored_on_another_mesh(tmp_path):
     parts = read["optimizer"]["opt_state"].inner_states["optax"].inner_state
     rows_LD = parts[0].v_row.layers["dense"].mlp.up_DF[...]
     assert rows_LD.shape == (2, 32) and not rows_LD.sharding.is_fully_replicated
-
-
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        ("opt_type=optax.loin", "opt_type=optax.loin is not an optimizer of .* mean optax.lion"),
-        ("opt_type=optax.adopt", "did you mean optax.contrib.adopt"),
-        ("opt_type=optax.contrib.muon", "as layers are stacked; use opt_type=muon"),
-        ("opt_type=optax.polyak_sgd", "that takes a learning rate"),
-        ("opt_type=optax.contrib.momo", "argument: 'value'; a step gives gradients, weights and"),
-        (
-            "opt_type=optax.lion opt_arguments={weigth_decay: 1}",
-            "=1 is not .* mean weight_decay. it takes",
-        ),
-        ("opt_type=optax.lion opt_arguments={learning_rate: 1}", "give the key learning_rate"),
-        ("opt_type=optax.lion opt_arguments={mask: [scales]}", "must be a list of some of matrix"),
-        (
-            "opt_type=optax.lion opt_arguments={b1: high}",
-            "opt_arguments={'b1': 'high'}: unsupported",
-        ),
-        ("opt_type=optax.lion half_lives_in_samples=[adam_b2]", "optax counts steps: leave it out"),
-        ("opt_type=optax.lion adam_b2=0.9", "is read only with opt_type=adamw or muon, and"),
-        ("opt_type=muon opt_arguments={b1: 0.9}", "is read only with opt_type=optax[.][*], and"),
-        ("opt_type=lion", "is not one of adamw, sgd, muon, or .* such as optax.lion"),
-    ],
-)
-def test_what_optax_does_not_take_is_refused(keys, message):
-    with pytest.raises(ConfigError, match=message):
-        make_config(*re.split(" (?=[a-z_0-9]+=)", keys))

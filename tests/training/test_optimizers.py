@@ -12,7 +12,6 @@ from conftest import make_config, make_mesh
 from optax.contrib import MuonDimensionNumbers, muon
 from test_step import trained
 
-from maxramp.errors import ConfigError
 from maxramp.model.parts.weights import weights_of
 from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
@@ -221,8 +220,3 @@ def test_a_constant_gradient_has_the_same_effect_at_any_batch():
         for _ in range(int(200 / batch)):
             updates, state = momentum.update(g, state)
         assert updates["w"] == pytest.approx(-10, rel=1e-3)
-
-
-def test_half_lives_are_those_of_the_optimizer():
-    with pytest.raises(ConfigError, match=r"muon_beta is not a half-life of opt_type=adamw; use"):
-        make_config("half_lives_in_samples=[adam_b1, muon_beta]")

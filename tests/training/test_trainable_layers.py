@@ -6,7 +6,6 @@ import pytest
 from conftest import batch_of, make_mesh
 from test_step import make_config, train
 
-from maxramp.errors import ConfigError
 from maxramp.model.parts.weights import weights_of
 from maxramp.model.pipeline import order_by_layer
 from maxramp.training.loss import next_token_prediction
@@ -114,32 +113,3 @@ def test_biases_of_routers_move_in_chosen_layers_alone(keys):
 def init_shapes(config):
     with jax.sharding.use_abstract_mesh(make_mesh(config).abstract_mesh):
         return jax.eval_shape(lambda: init_state(config.recipe))
-
-
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        (["trainable_layers=[0,2]"], "2 is not one of the model's layers 0 to 1"),
-        (["trainable_layers=[1-2]"], "1-2.* must be numbers of layers"),
-        (["trainable_layers=[1,0]"], "must be numbers of layers from 0 up, rising"),
-        (
-            ["trainable_layers=[0]", "log_gradient_noise_scale=True"],
-            "frozen under trainable_layers",
-        ),
-        (
-            ["trainable_layers=[0]", "lora_rank=2", "allow_changed=[trainable_layers]"],
-            "handed over",
-        ),
-        (  # the first layer is dense
-            [
-                *("decoder_block=dots1", "use_qk_norm=True", "routed_score_func=sigmoid"),
-                *("routed_bias=True", "num_experts=4", "first_num_dense_layers=1"),
-                *("trainable_layers=[0]", "trainable_parameters_mask=[router]"),
-            ],
-            "layers of trainable_layers have no such weights",
-        ),
-    ],
-)
-def test_layers_and_keys_that_are_refused(keys, line):
-    with pytest.raises(ConfigError, match=line):
-        init_shapes(make_config(*keys))
