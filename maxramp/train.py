@@ -108,8 +108,8 @@ def _describe_rows(corpus: Corpus, config: Config) -> Iterator[str]:
         rows = available if limit == -1 else min(limit, available)
         few = "; few tokens make a noisy loss: hold out more" * (rows * length < _FEW_TOKENS)
         yield (
-            f"held out {f'{part.name}: ' * bool(part.name)}{rows:,} of {available:,} held-out rows "
-            f"in an evaluation, {rows * length:,} tokens at most{few}"
+            f"eval     {f'{part.name}: ' * bool(part.name)}{rows:,} of {available:,} held-out "
+            f"rows, {rows * length:,} tokens at most{few}"
         )
     mixed = [part for part in corpus.train if part.weight]
     if len(mixed) > 1:

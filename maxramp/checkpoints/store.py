@@ -12,6 +12,7 @@ import importlib.metadata
 import math
 import platform
 import secrets
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,6 +36,8 @@ from maxramp.processes import agreement
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import TrainState
 
+_SECONDS_BETWEEN_LINES = 10.0  # a run that saves every few steps does not fill its log
+
 
 class Checkpoints(contextlib.AbstractContextManager):
     """Saves, finds and removes the checkpoints of a run."""
@@ -54,6 +57,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         """
         self._keys = keys
         self._folder, self._warn = folder.absolute(), warn
+        self._say, self._last_line = say, -math.inf
         self._run, self._files = self._folder.parent, files
         self._saves = Saves(self._folder, keys, warn)
         self._data, self.reference = data, ""
@@ -247,7 +251,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         if step == self.newest:
             return
         checkpoint = dataclasses.replace(record, saved=secrets.token_hex(8))
-        self._saves.begin(step, self._writer(checkpoint, state))
+        self._saves.begin(step, self._writer(checkpoint, state, last))
         if last or not self._keys.async_checkpointing:
             self._saves.settle(last)
 
@@ -280,7 +284,8 @@ class Checkpoints(contextlib.AbstractContextManager):
             lambda: self._is_first and self.newest == step and add_to_record()
         )
 
-    def _writer(self, checkpoint: Checkpoint, state: TrainState) -> Callable[[], None]:
+    def _writer(self, checkpoint: Checkpoint, state: TrainState, last: bool) -> Callable[[], None]:
+        begin = time.monotonic()
         written = _start_work(lambda: arrays.save(checkpoint.path, state))
         recorded = _start_work(self._files.flush)
 
@@ -290,6 +295,10 @@ class Checkpoints(contextlib.AbstractContextManager):
                 if self._is_first:
                     recorded()
                     folder_lib.commit(checkpoint)
+                    now = time.monotonic()
+                    if last or now - self._last_line >= _SECONDS_BETWEEN_LINES:
+                        self._last_line = now
+                        self._say(f"save     checkpoint {checkpoint.step} in {now - begin:.1f} s")
                     self._add_to_best(checkpoint)
                     self._remove_old()
             except BaseException:

@@ -79,7 +79,7 @@ def _describe(sources: Corpus) -> str:
     train, held_out = (sum(len(part.items) for part in group) for group in parts)
     names = ", ".join(part.name for part in sources.held_out)
     return (
-        f"{shares}: {train} {sources.train[0].noun} to train on and {held_out} "
+        f"{shares}: {train:,} {sources.train[0].noun} to train on and {held_out:,} "
         f"held out{f' in {names}' if names else ''}"
     )
 

@@ -141,7 +141,7 @@ class JobContext:
             config = config.replace(total_samples=samples)
         changes = {}
         if position:  # before the folder changes: it may refuse
-            changes["keys"] = checkpoints.changes_since(position, config.values)
+            changes["changed"] = checkpoints.changes_since(position, config.values)
         # What an earlier start kept, which left no checkpoint, binds nobody.
         if not checkpoints.continues_run:
             agreement.decide_on_first(

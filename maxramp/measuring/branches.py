@@ -225,7 +225,7 @@ class Experiment:
 
     def _show(self, tell: Callable[[str], None], steps: str, line: str) -> None:
         """Tells how far a branch is, if a line of its log is that of a step."""
-        if step := re.match(r"step +(\d+) +stage .*?(loss [\d.]+)", line):
+        if step := re.match(r"step +(\d+)/\d+ +stage .*?(loss [\d.]+)", line):
             done = int(step[1]) - self._position.step
             tell(f"         step {done:,} of {steps}, {step[2]}")
 

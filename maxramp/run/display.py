@@ -96,10 +96,13 @@ class Display:
         if "rewards/margins" in record:
             accuracy, margin = record["rewards/accuracies"], record["rewards/margins"]
             pairs = f"accuracy {accuracy:.2f}  margin {margin:.3f}  "
+        tflops = record.get("tflops_per_device", 0.0)
+        rate = f"{tflops:.1f} TFLOP/s/device  " if tflops >= 1 else ""  # CPUs have less
         line = (
-            f"{step}  stage {stage} of 0-{self._last_stage}  batch "
-            f"{record['global_batch_size']:>4}  {self._result} {self._last[-1]:.4f}  {pairs}"
-            f"{record['tokens_per_second']:,.0f} tokens/s  {eta}"
+            f"{step}/{plan['total_steps']}  stage {stage}  batch {record['global_batch_size']:>4}  "
+            f"{self._result} {self._last[-1]:.4f}  {pairs}grad norm {record['grad_norm']:.3g}  "
+            f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
+            f"{rate}{eta}"
         )
         is_shown = record["step"] % self._log_period == 0
         is_shown |= record["step"] == plan["total_steps"] - 1
@@ -130,7 +133,7 @@ class Display:
         named = f" ({', '.join(sets)})" if sets else ""
         self._held_out = f", {number} on held-out {what}{named}"
         return (
-            f"{name} on held-out {what} {number}{named} ({record['eval_tokens']} tokens in "
+            f"eval {name} {number} on held-out {what}{named} ({record['eval_tokens']:,} tokens in "
             f"{seconds})"
         )
 

@@ -59,7 +59,7 @@ class BackgroundCompiler:
         with contextlib.suppress(TimeoutError):
             compiled.exception(_SILENT)
         if not compiled.done():
-            self.say(f"wait     {self._names[key]}: is being compiled")
+            self.say(f"wait     {self._names[key]}: still compiling")
         return compiled.result(), time.perf_counter() - start
 
     def lower(self) -> None:

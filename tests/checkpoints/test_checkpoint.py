@@ -276,6 +276,20 @@ def test_what_a_kill_left_is_removed(copied):
     assert {p.name for p in copied.iterdir()} == {"12", *mine}
 
 
+def test_a_save_prints_one_line_when_it_counts(tmp_path, capsys):
+    """Saves that follow within seconds print none, the last of a job always does."""
+    folder = Folder(tmp_path / "checkpoints", config_of()).save(4, 6, 8)
+    first = capsys.readouterr().out.splitlines()
+    with jax.set_mesh(make_mesh(folder.config)):
+        folder.begin(10, first_state(), last=True)
+    lines = first + capsys.readouterr().out.splitlines()
+    assert [line.partition(" in ")[0] for line in lines] == [
+        "save     checkpoint 4",
+        "save     checkpoint 10",
+    ]
+    assert folder.checkpoints.newest == 10
+
+
 def test_minutes_count_from_the_end_of_a_save(tmp_path):
     """However long the files take: no save is due while one is written."""
     folder = Folder(tmp_path / "c", config := config_of("checkpoint_period_minutes=1e-9"))

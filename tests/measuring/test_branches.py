@@ -214,8 +214,8 @@ def test_progress_is_that_of_the_log(checkpointed):
     """Of a step's line; a held-out loss is none."""
     experiment, shown = experiment_of(checkpointed), []
     for line in (
-        "step     20  stage 0 of 0-0  batch    8  loss 2.3456  1,989 tokens/s  9s left",
-        "step     30  loss on held-out text 1.8 (2 tokens in 1s)",
+        "step     20/84  stage 0  batch    8  loss 2.3456  grad norm 1.2  1,989 tokens/s  9s left",
+        "step     30  eval loss 1.8 on held-out text (2 tokens in 1s)",
         "done     320 steps",
     ):
         experiment._show(shown.append, "64 steps", line)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxramp.commandline import count
 from maxramp.data.files.megatron import MegatronFile, TokenStream
 from maxramp.data.rows import LEFT_OUT, LONG, MARKED, UNANSWERED, Document
 from maxramp.errors import ConfigError
@@ -141,7 +142,7 @@ def describe(manifest: dict[str, Any]) -> str:
     """Returns documents, tokens and targets of a set, for a person."""
     documents, tokens, chats = manifest["documents"], manifest["tokens"], manifest.get("chats")
     if not chats:
-        return f"{documents:,} documents, {tokens:,} tokens"
+        return f"{count(documents, 'document')}, {tokens:,} tokens"
     noun = find_objective(chats["made_by"]).noun
     share = chats["targets"] / tokens
     return f"{documents:,} {noun}, {tokens:,} tokens, {share:.1%} of them targets"
