@@ -95,7 +95,7 @@ def progress(size: int) -> Iterator[Show]:
         def show(documents: int, tokens: int, done: int) -> None:
             nonlocal tenths
             rate = tokens / (time.perf_counter() - start)
-            line = f"{documents:,} documents, {tokens:,} tokens, {rate:,.0f} tokens/s"
+            line = f"{count(documents, 'document')}, {tokens:,} tokens, {rate:,.0f} tokens/s"
             bar.update(task, completed=done, description=line)
             read = min(done * 10 // max(1, size), 9)  # ahead of what is made; `done` has the rest
             if bar.disable and documents and read > tenths:
