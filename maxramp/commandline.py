@@ -139,8 +139,28 @@ def short(number: float) -> str:
 
 
 def amount(number: float) -> str:
-    """Formats hours or money: in whole ones, below 100 in three digits: 51,649, 50.4, 0.0123."""
-    return f"{number:,.0f}" if number >= 99.95 else f"{number:.3g}"
+    """Formats hours or money in three digits, with at most two decimals: 51,649, 50.4, 0.12."""
+    if number >= 99.95:
+        return f"{number:,.0f}"
+    if 0 < number < 0.005:
+        return "<0.01"
+    return f"{number:.2f}" if 0 < number < 1 else f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds as 0.2s, 45s, 3m20s, 2h05m or 3d04h."""
+    if 0 < seconds < 0.95:
+        return f"{seconds:.1g}s"
+    s = round(seconds)
+    for big, small, (unit, part) in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
+        if s >= big:
+            return f"{s // big}{unit}{s % big // small:02d}{part}"
+    return f"{s}s"
+
+
+def run_time(hours: float) -> str:
+    """Formats how long a run takes: 51,649 hours, 50.4 hours, below one as `duration`."""
+    return f"{amount(hours)} hours" if hours >= 1 else duration(hours * 3600)
 
 
 def print_table(

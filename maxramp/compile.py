@@ -23,9 +23,11 @@ from maxramp.commandline import (
     amount,
     command,
     config_parser,
+    count,
     print_note,
     print_progress,
     print_table,
+    run_time,
     shell_quote,
 )
 from maxramp.config.load import load
@@ -34,6 +36,7 @@ from maxramp.files.place import Place, write_whole
 from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.compile_target import least_rows
 from maxramp.planning.compiled import compile_stages, compile_ways
+from maxramp.planning.run_length import with_length
 
 _FILE = "compiled.json"
 
@@ -52,6 +55,7 @@ def main(arguments: list[str]) -> int:
             "compile_topology is not given: the machine to compile for, such as v5p:8x8x16, "
             "v5p-2048 or h200:16x8"
         )
+    config = with_length(config, print_progress)
     if options.best:
         result, show = compile_ways(config, print_progress), print_ways
     else:
@@ -103,7 +107,7 @@ def print_ways(result: dict[str, Any]) -> None:
 
 def print_stages(result: dict[str, Any]) -> None:
     columns = "stage|steps|global batch|per device|accum.|peak memory|of it temporary|fits|step"
-    columns += f"|MFU|tokens/s|hours|{result['device']}-hours"
+    columns += f"|MFU|tokens/s|time|{result['device']}-hours"
 
     def row(s: dict[str, Any]) -> list[str]:
         left = s["memory_gib"]["limit"] - s["memory_gib"]["peak"]
@@ -112,7 +116,7 @@ def print_stages(result: dict[str, Any]) -> None:
         if not s["fits"]:
             return [*cells, f"no, {-left:.1f} over"]
         cells += [f"{left:.1f} GiB left", *_cells_of_step(s)]
-        return [*cells, amount(s["hours"]), amount(s["device_hours"])]
+        return [*cells, run_time(s["hours"]), amount(s["device_hours"])]
 
     print_table(columns.split("|"), map(row, result["stages"]))
     for label, text in _remarks(result):
@@ -127,7 +131,7 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     mesh = ", then ".join(dict.fromkeys(meshes))
     slices = f" in {result['num_slices']} slices" if result["num_slices"] > 1 else ""
-    number = f"{result['devices']} {device}s"
+    number = count(result["devices"], device)
     yield "machine", f"{result['compile_topology']}{slices}: {number}, mesh {mesh}"
     if result["grouped_matmul"]:
         yield "experts", f"by grouped_matmul={result['grouped_matmul']}"
@@ -147,11 +151,12 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     for s in (stage for stage in result["stages"] if stage["fits"]):
         inside, outside = _traffic(s)
-        yield (
-            "moves",
-            f"stage {s['index']}: {inside} GiB a step into each {device}, "
-            f"{s['collective_seconds']:.3g} s of the step wait for transfers",
-        )
+        if s["collective_gib"]:
+            yield (
+                "moves",
+                f"stage {s['index']}: {inside} GiB a step into each {device}, "
+                f"{s['collective_seconds']:.3g} s of the step wait for transfers",
+            )
         if s["network_gib"]:
             seconds = s["network_seconds"]
             beside = "" if seconds is None else f", {seconds:.3g} s if nothing runs beside it"
@@ -192,7 +197,7 @@ def _traffic(work: dict[str, Any]) -> tuple[str, str]:
 
 def _paid(totals: dict[str, Any], device: str) -> str:
     price = "" if totals["price"] is None else f", a price of {amount(totals['price'])}"
-    hours = f"{amount(totals['hours'])} hours, {amount(totals['device_hours'])} {device}-hours"
+    hours = f"{run_time(totals['hours'])}, {amount(totals['device_hours'])} {device}-hours"
     return hours + price
 
 

@@ -23,14 +23,12 @@ from maxramp.commandline import (
     count,
     print_progress,
     print_table,
+    run_time,
     shell_quote,
     short,
 )
-from maxramp.config.keys import Config
 from maxramp.config.load import find_sources, load
 from maxramp.config.resolve import meshes_of, resolve
-from maxramp.data.opening import open_rows
-from maxramp.data.order import RunRows
 from maxramp.files.place import place
 from maxramp.keys.numbers import show
 from maxramp.measuring.batch_check import check_batches
@@ -41,10 +39,9 @@ from maxramp.planning.beside import find_published, summarize_ramp
 from maxramp.planning.compile_target import CompileTarget
 from maxramp.planning.compiled import add_compiled
 from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
+from maxramp.planning.run_length import with_length
 from maxramp.planning.stages import with_nodes
 from maxramp.planning.translation import TRAINERS, translate_file
-from maxramp.rampup.phases import MIXTURE
-from maxramp.run.job_schedule import length_by_epochs
 from maxramp.stage import ROPE_KEYS
 
 
@@ -69,9 +66,7 @@ def main(arguments: list[str]) -> int:
         translation = [f"python -m maxramp.plan {shell_quote(arguments)}"]
         if left_out:
             translation.append(f"left out, without an equal here: {', '.join(left_out)}")
-    config = load(arguments, "plan")
-    if config.batch.is_open:
-        config = _with_length(config)
+    config = with_length(load(arguments, "plan"), print_progress)
     if options.fit:
         target = CompileTarget.from_config(config, print_progress)
         print(*translation, target.largest_batch(), sep="\n")
@@ -95,20 +90,6 @@ def main(arguments: list[str]) -> int:
         print(line)
     print_plan(plan)
     return 0
-
-
-def _with_length(config: Config) -> Config:
-    """Reads the data for the length of a run that is num_epoch passes over it."""
-    print_progress(f"reading the data: the run is num_epoch={config.data.num_epoch} passes over it")
-    planned = with_nodes(config)
-    devices = planned.batch.num_devices
-    later = [(p.first_sample, p.changes[MIXTURE]) for p in config.batch.changing(MIXTURE)]
-    resolved = resolve(planned, devices)
-    corpus = open_rows(resolved.data, True, later=later)
-    rows = len(RunRows(corpus.train, config.data.num_epoch, None, corpus.later))
-    batch = resolved.batch
-    samples, _ = length_by_epochs(batch, devices, None, rows, config.data.num_epoch)
-    return config.replace(total_samples=samples)
 
 
 def print_plan(plan: dict[str, Any]) -> None:
@@ -272,7 +253,7 @@ def _cost(totals: dict[str, Any], constant: str) -> tuple[str, str]:
     """Shows the run's hours, or how to get them; and its price, beside a `constant` batch's."""
     if not totals["hours"]:
         return "planned_tflops_per_device=N gives the hours (docs/pods.md)", ""
-    hours = f"{totals['node_hours']:,.0f} node-hours in {totals['hours']:,.0f} hours"
+    hours = f"{amount(totals['node_hours'])} node-hours in {run_time(totals['hours'])}"
     if not totals["price"]:
         return f"{hours}; price_per_device_hour=P gives the price", ""
     beside = amount(totals["constant_final_batch"]["price"])
@@ -286,19 +267,19 @@ def _compiled_lines(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         compiled, costs = stage["compiled"], ", which does not fit"
         if compiled["fits"]:
             costs = (
-                f", {compiled['step_seconds']:.3g} s a step, {amount(compiled['hours'])} hours, "
+                f", {compiled['step_seconds']:.3g} s a step, {run_time(compiled['hours'])}, "
                 f"{amount(compiled['device_hours'])} {compiled['device']}-hours on "
                 f"{compiled['machine']}"
             )
         needs = "{peak:.1f} of {limit:.1f} GiB".format(**compiled["memory_gib"])
         yield "compiled", f"stage {stage['index']}: {needs}{costs}"
     if run := plan["totals"].get("compiled"):
-        line = f"the run: {amount(run['hours'])} hours, {amount(run['device_hours'])} "
+        line = f"the run: {run_time(run['hours'])}, {amount(run['device_hours'])} "
         line += f"{run['device']}-hours"
         if run["price"]:
             line += f", a price of {amount(run['price'])}"
         if hours := plan["totals"]["hours"]:
-            line += f"; the {amount(hours)} hours above are at planned_tflops_per_device, these by "
+            line += f"; the {run_time(hours)} above are at planned_tflops_per_device, these by "
             line += "the step times that the compiler gives"
         yield "compiled", line
 

@@ -16,14 +16,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from maxramp.commandline import Parser, amount, command, print_table, short
+from maxramp.commandline import Parser, amount, command, duration, print_table, short
 from maxramp.config.load import load
 from maxramp.drawing import COLORS, make_panels, save_plot
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.measuring.wall_time import KINDS, wall_time
-from maxramp.run.display import duration
 
 _PRICE = "price_per_device_hour"
 _CONFIGS = "config.resolved.yml", "config.yml"
@@ -138,18 +137,26 @@ def draw(runs: Sequence[dict[str, Any]], path: Place) -> None:
     """Draws bars of where the time went, and the goodput over the hours since the first start."""
     figure, (bars, curves) = make_panels([0.8 + 0.45 * len(runs), 2.4], "wall time", share_x=False)
     names = [run["run"].rstrip("/").rpartition("/")[2] for run in runs]
+    longest = max(run["wall_seconds"] for run in runs)
+    unit, seconds = ("hours", 3600) if longest >= 5400 else ("minutes", 60)
     lefts = [0.0] * len(runs)
     for kind, shade in zip(KINDS, _SHADES, strict=True):
-        widths = [run["seconds"][kind] / 3600 for run in runs]
+        widths = [run["seconds"][kind] / seconds for run in runs]
         if any(widths):
-            bars.barh(range(len(runs)), widths, left=lefts, color=shade, label=kind)
+            drawn = bars.barh(range(len(runs)), widths, left=lefts, color=shade, label=kind)
+            is_wide = [width * seconds > 0.06 * longest for width in widths]
+            shares = [_share(run, kind) * wide for run, wide in zip(runs, is_wide, strict=True)]
+            bars.bar_label(drawn, shares, label_type="center", fontsize="small")
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     bars.set_yticks(range(len(runs)), names, parse_math=False)
     bars.invert_yaxis()
-    bars.set_xlabel("hours")
+    bars.set_xlabel(unit)
     for run, name in zip(runs, names, strict=True):
-        curves.plot(*zip(*run["goodput_by_hours"] or [(0, 0)], strict=True), label=name)
-    curves.set(xlabel="hours since the first start", ylabel="goodput", ylim=(0, 1), xlim=(0, None))
+        hours, shares = zip(*run["goodput_by_hours"] or [(0, 0)], strict=True)
+        curves.plot([hour * 3600 / seconds for hour in hours], shares, label=name)
+    curves.set(
+        xlabel=f"{unit} since the first start", ylabel="goodput", ylim=(0, 1), xlim=(0, None)
+    )
     if len(runs) > 1:
         curves.legend(frameon=False)
     handles = bars.get_legend_handles_labels()

@@ -15,9 +15,10 @@ import json
 import sys
 from typing import Any
 
-from maxramp.commandline import command, config_parser, print_table, show_keys
+from maxramp.commandline import command, config_parser, print_progress, print_table, show_keys
 from maxramp.config.load import load
 from maxramp.measuring.suggestion import suggest
+from maxramp.planning.run_length import with_length
 
 
 @command
@@ -29,7 +30,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--branch", metavar="RUN", help=text)
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_intermixed_args(arguments)
-    suggestion = suggest(load(options.arguments, "suggest"), options.noise, options.branch)
+    config = with_length(load(options.arguments, "suggest"), print_progress)
+    suggestion = suggest(config, options.noise, options.branch)
     print(json.dumps(suggestion, indent=2)) if options.json else print_suggestion(suggestion)
     return 0
 

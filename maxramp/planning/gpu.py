@@ -184,7 +184,7 @@ def count(
                 now += seconds
         return now
 
-    work.collective_seconds = run(hlo.parse(text), 1) - work.compute_seconds
+    work.collective_seconds = max(run(hlo.parse(text), 1) - work.compute_seconds, 0.0)
     return work
 
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from maxramp.commandline import count
+from maxramp.commandline import count, duration
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import OF_SET, TASK, Record
 from maxramp.stage import ROPE_KEYS
@@ -36,15 +36,6 @@ def describe_stage(plan: dict[str, Any], number: int, last: int) -> str:
         + (f", in rows of {stage['row_length']} tokens" if cut else "")
         + "".join(f", {name}={stage[name]}" for name in changed)
     )
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds as 45s, 3m20s, 2h05m or 3d04h."""
-    s = round(seconds)
-    for big, small, (unit, part) in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
-        if s >= big:
-            return f"{s // big}{unit}{s % big // small:02d}{part}"
-    return f"{s}s"
 
 
 class Display:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _LAST = 10  # recorded steps that the table of experts is the mean of
 _LEAST = 1 / 64  # times the mean load: where curves end
-_MOST = 16.0  # times the mean load: where colors end, and those of the least at one over it
+_MOST = 16.0  # times the mean load: where colors end at the latest, and at one over it
+_CELLS = 12, 16  # at most so many layers and experts have their loads written into the table
 
 
 def draw_experts(records: list[Record], path: pathlib.Path, run_name: str) -> None:
@@ -35,7 +36,7 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     loads_RLE = np.array([record[LOAD] for record in shown], float)
     layers, experts = loads_RLE.shape[1:]
     loads_RLE *= experts
-    height = min(4.0, 0.8 + 0.16 * layers)
+    height = min(4.0, 1.8 + 0.16 * layers)  # room for the label of the colors
     figure, (curves, table) = make_panels([2.6, height], f"{run_name}: load of experts", False)
     x = [record["consumed_samples"] for record in shown]
     extremes = ((loads_RLE.max(2), RED, "most loaded"), (loads_RLE.min(2), BLUE, "least loaded"))
@@ -51,15 +52,19 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     curves.set(xlim=(0, x[-1] * 1.01), ylabel="load over the mean\n(line: median layer, area: all)")
     curves.legend(frameon=False, fontsize="small", ncols=2, loc="center right")
     name_consumption([curves], 0)
-    colors = {"cmap": "RdBu_r", "vmin": -np.log2(_MOST), "vmax": np.log2(_MOST)}
     mean_LE = np.maximum(loads_RLE[-_LAST:].mean(0), 1e-9)
+    most = np.clip(np.ceil(np.abs(np.log2(mean_LE)).max()), 1, np.log2(_MOST))
+    colors = {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
     image = table.imshow(np.log2(mean_LE), aspect="auto", interpolation="nearest", **colors)
+    if layers <= _CELLS[0] and experts <= _CELLS[1]:
+        for (layer, expert), load in np.ndenumerate(mean_LE):
+            table.text(expert, layer, f"{load:.2g}", ha="center", va="center", fontsize="small")
     table.grid(visible=False)
     last = f"expert (mean of the last {len(loads_RLE[-_LAST:])} recorded steps)"
     table.set(xlabel=last, ylabel="layer of experts")
     for axis in (table.xaxis, table.yaxis):
         axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    ticks = np.log2([1 / _MOST, 0.25, 1, 4, _MOST])
+    ticks = np.linspace(-most, most, 5 if most % 2 == 0 else 3)
     form = {"extend": "both", "ticks": ticks, "format": lambda x, position: _show(2.0**x)}
     figure.colorbar(image, ax=table, label="load over the mean", **form)
     return figure

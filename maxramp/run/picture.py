@@ -3,10 +3,10 @@
 import pathlib
 from typing import TYPE_CHECKING
 
-from maxramp.commandline import count
 from maxramp.drawing import (
     BLUE,
     COLORS,
+    GREEN,
     ORANGE,
     PURPLE,
     RED,
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Not of the objective, or drawn in the large panel.
 _NOT_SMALL = ("grad_norm", "learning_rate", "bad_steps")
+_CHANGING = {"row_length": (PURPLE, "row length\n(tokens)"), "devices": (GREEN, "devices")}
+_WIDE_RANGE = 10.0  # a loss that falls to less than a share of this has a logarithmic axis
 _RESULTS = {
     "reward": ("reward", "mean reward", "reward on held-out prompts"),
     "loss": ("loss", "loss (nats per token)", "loss on held-out text"),
@@ -47,16 +49,16 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
     result = "reward" if any("reward" in record for record in steps) else "loss"
     tasks = _names_with(records, TASK)
     small = [*(name for name in _objective_names(steps) if name != result), *tasks]
-    row_lengths = {r["row_length"] for r in steps if "row_length" in r}
-    lengths = ["row_length"] if len(row_lengths) > 1 else []
-    heights = [1.6, *[0.9] * len(lengths), 3.0, *[0.9] * len(small)]
+    changing = [n for n in _CHANGING if len({r[n] for r in steps if n in r}) > 1]
+    heights = [1.6, *[1.2] * len(changing), 3.0, *[0.9] * len(small)]
     figure, panels = make_panels(heights, f"{run_name}: batch size and {result}")
     starts = [r["consumed_samples"] - r["global_batch_size"] for r in steps]
-    ends, colors = [*starts, steps[-1]["consumed_samples"]], (BLUE, PURPLE)
-    large, below = panels[: 2 + len(lengths)], panels[2 + len(lengths) :]
-    for name, axes, color in zip(["global_batch_size", *lengths], large, colors, strict=False):
-        label = "global batch\n(samples)" if name != "row_length" else "row length\n(tokens)"
-        draw_steps(axes, ends, [r[name] for r in steps], color, label)
+    ends = [*starts, steps[-1]["consumed_samples"]]
+    large, below = panels[: 2 + len(changing)], panels[2 + len(changing) :]
+    batches = [record["global_batch_size"] for record in steps]
+    draw_steps(large[0], ends, batches, BLUE, "global batch\n(samples)")
+    for name, axes in zip(changing, large[1:], strict=False):
+        draw_steps(axes, ends, [r.get(name, 0) for r in steps], *_CHANGING[name])
     _draw_result(large[-1], records, steps, result)
     _draw_skipped(large[-1], records)
     handles = [*large[-1].lines, *_draw_restarts(large, starts, steps)]
@@ -74,17 +76,15 @@ def figure_of(records: list[Record], run_name: str) -> "Figure | None":
 
 
 def _draw_restarts(panels: list["Axes"], starts: list[int], steps: list[Record]) -> list["Line2D"]:
-    """Draws lines where the run was continued, with the devices where their number changed."""
-    lines, before = [], steps[0].get("devices")
-    for start, record in zip(starts, steps, strict=True):
+    """Draws lines where the run was continued; in red where it has fewer devices from there on."""
+    lines: dict[str, Line2D] = {}
+    for start, before, record in zip(starts, [steps[0], *steps], steps, strict=False):
         if record.get("restarted"):
-            style = {"color": "0.4", "linestyle": ":", "linewidth": 1, "label": "restart"}
-            lines = [axes.axvline(start, **style) for axes in panels][:1]
-        if (now := record.get("devices", before)) != before:
-            label = {"xy": (start, 1), "xycoords": ("data", "axes fraction"), "fontsize": "small"}
-            panels[0].annotate(count(now, "device"), va="top", **label)
-            before = now
-    return lines
+            is_smaller = record.get("devices", 0) < before.get("devices", 0)
+            label = "restart on fewer devices" if is_smaller else "restart"
+            style = {"color": RED if is_smaller else "0.4", "linestyle": ":", "label": label}
+            lines[label] = [axes.axvline(start, linewidth=1, **style) for axes in panels][0]
+    return [*lines.values()]
 
 
 def _draw_skipped(axes: "Axes", records: list[Record]) -> None:
@@ -97,7 +97,13 @@ def _draw_skipped(axes: "Axes", records: list[Record]) -> None:
 def _draw_result(axes: "Axes", records: list[Record], steps: list[Record], result: str) -> None:
     has_pairs = any("rewards/margins" in record for record in steps)
     label, axis_label, held_out = _RESULTS["pairs" if has_pairs else result]
-    axes.plot(*_curve(steps, result), color=ORANGE, linewidth=1, label=label)
+    samples, values = _curve(steps, result)
+    axes.plot(samples, values, color=ORANGE, linewidth=1, label=label)
+    if label == "loss" and not has_pairs and max(values) > _WIDE_RANGE * min(values) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        axes.yaxis.set_major_formatter(lambda loss, position: f"{loss:g}")
+        axes.yaxis.set_minor_formatter("")
     for i, name in enumerate([f"eval_{result}", *_names_with(records, OF_SET)]):
         if not (evaluations := _records_with(records, name)):
             continue

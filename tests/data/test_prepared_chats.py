@@ -219,6 +219,9 @@ def test_a_run_and_its_restart(folder, cache_dir):
         for name in ("lines", "own")
     )
     assert one == other and len(one) > 20
+    suggested = run(*line, "--json", module="suggest")  # which reads the length, too
+    assert suggested.returncode == 0, suggested.stderr
+    assert json.loads(suggested.stdout)["rows"][0]["steps"] == len(one)
     line = ("--chat", "--prompt", "Who?", "--max_new_tokens", "2", "--json")
     answer = run(str(folder / "own"), *line, module="generate")
     assert answer.returncode == 0, answer.stderr
