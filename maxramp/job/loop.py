@@ -83,10 +83,14 @@ class _StepEnd:
         decision = self._policy and self._policy.decide(schedule.ramp, done)
         if decision:
             schedule.take_rung(done, decision.global_batch_size)
-            if decision.lower is not None:
-                self._log.add(noise_lower_bound=decision.lower)
+            self.log_bound()
             self._job.output.write_decision(decision, schedule.ramp)
         return decision
+
+    def log_bound(self) -> None:
+        """Adds the lower bound that decided to the record of the next step, the rung's first."""
+        if self._policy and self._policy.lower_bound is not None:
+            self._log.add(noise_lower_bound=self._policy.lower_bound)
 
     def save(self, done: int, last: bool) -> None:
         """Saves the state after `done` steps; `last`: the job trains no more, so it waits for the
@@ -209,6 +213,8 @@ def _train(job: Job, trainer: Trainer) -> int:
     profiler = Profiler(config.profiling, output.local / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)
     after_step = _StepEnd(job, trainer, log, numbers, policy)
+
+    after_step.log_bound()
 
     def stop(done: int) -> int:
         trainer.raise_failure()  # which asked for the end

@@ -77,11 +77,14 @@ class NoisePolicy:
     def __init__(self, keys: BatchKeys, periods: Mapping[str, Any] | None = None):
         self._keys, self._length = keys, ladder.period(keys)
         self._periods: dict[int, Period] = {}  # the last ones, by their number
+        # In rows, of the decision before the next step; None if none was measured there.
+        self.lower_bound: float | None = (periods or {}).get("lower_bound")
         if periods and periods["samples"] == self._length:
             self._periods = {int(n): Period(*sums) for n, sums in periods["sums"].items()}
 
     def to_json(self) -> dict[str, Any]:
-        return {"samples": self._length, "sums": {str(n): p for n, p in self._periods.items()}}
+        sums = {str(n): p for n, p in self._periods.items()}
+        return {"samples": self._length, "sums": sums, "lower_bound": self.lower_bound}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Adds a step to its period, unless it was skipped or its numbers are not finite."""
@@ -97,6 +100,7 @@ class NoisePolicy:
 
     def decide(self, ramp: RampupBatchManager, step: int) -> Decision | None:
         """Returns the rung to climb to before `step`, once the numbers of step - 2 are known."""
+        self.lower_bound = None
         batch, done = ramp.stages[0].global_batch_size, ramp.samples_before(step)
         rung = next(iter(ladder.rungs(self._keys, batch)), None)
         if rung is None or done >= self._keys.samples_of_run:
@@ -111,7 +115,10 @@ class NoisePolicy:
             return None
         periods = [self._periods.get(number, Period()) for number in (last - 1, last)]
         lower = min(period.lower_bound(self._keys.rampup_noise_factor) for period in periods)
-        return Decision(size, lower) if lower >= size else None
+        if lower < size:
+            return None
+        self.lower_bound = lower
+        return Decision(size, lower)
 
 
 def _exp(x: float) -> float:

@@ -158,7 +158,8 @@ def test_run_restart_and_replay(tmp_path, cache_dir):
 
 
 def exact(folder):
-    return [[r[name] for name in (*EXACT, "global_batch_size")] for r in steps_of(folder)]
+    names = *EXACT, "noise_lower_bound", "global_batch_size"
+    return [[r.get(name) for name in names] for r in steps_of(folder)]
 
 
 NOISY = [  # decided by what is measured
@@ -217,6 +218,12 @@ def test_a_run_killed_at_any_moment_is_the_run_left_alone(tmp_path, cache_dir):
     killed, kills = kill_until_done(tmp_path, cache_dir, 1, 25, [signal.SIGKILL, signal.SIGTERM])
     assert kills > 3
     assert_same_run(killed, job.run)
+    (tmp_path / "parts").mkdir()
+    for status in (75, 75, 0):  # every rung begins with a job of its own
+        keys = keys_of([*line, "stop_at_stage_end=True"])
+        with Job(tmp_path / "parts", cache_dir, *keys) as part:
+            assert part.statuses() == [status], part.printed("stderr")
+    assert_same_run(part.run, job.run)
 
 
 @pytest.mark.slow
