@@ -63,7 +63,8 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
         if reason:
             refused[reason].append(text)
         elif reason is None:
-            unknown.append((text, name))
+            meant = MEGATRON.get(name.replace("_", "-"), name).partition("=")[0]
+            unknown.append((text, meant))
         elif name not in FAMILY_KEYS:
             ignored.append(name)
     for text, reason in _refused_together(layers):

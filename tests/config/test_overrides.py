@@ -90,6 +90,7 @@ def test_all_unknown_keys_in_one_line(tmp_path):
         ("per_device_train_batch_size", "per_device_batch_size"),  # of another trainer
         ("moe_router_topk", "num_experts_per_tok"),
         ("n_routed_experts", "num_experts"),
+        ("lr", "learning_rate"),
         # Names that share most of their letters with a key that means something else.
         ("checkpoint_period_hours", None),
         ("adam_b3", None),
