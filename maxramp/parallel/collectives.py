@@ -1,6 +1,7 @@
 """`shard_map` over all axes, and the collectives for use inside it. Along axes of one device they
 are left out: XLA for CPUs copies arrays there, up to 3% of a step."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import platform
+from maxramp.parallel.sharding import BY_DEVICE, REPLICATED, stack_spec
 
 _UNUSED_BITS = 0x7FABCDEF  # a signaling NaN with a payload, which no arithmetic yields
 
@@ -136,3 +139,33 @@ def _wait_for_first(x: jax.Array, other: jax.Array | None) -> jax.Array:
     if other is None:
         return x
     return wait_for(x, other[(0,) * other.ndim].astype(jnp.float32) if other.ndim else other)
+
+
+def squares(tree: Any, *others: Any, function: Callable = lambda x: x) -> jax.Array:
+    """Returns each device's part, float32 [devices], of the squared norm of `function` of a tree's
+    arrays and those of other trees. For gradients that stay apart (`sharding.gradient_spec`) it is
+    the sum of the copies' squared norms."""
+    trees, mesh = [jax.tree.leaves(x) for x in (tree, *others)], jax.sharding.get_abstract_mesh()
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, trees)
+    axes = [{*jax.tree.leaves(tuple(spec.partitions)), *spec.unreduced} for spec in specs[0]]
+    shards = [math.prod(mesh.shape[axis] for axis in array_axes) for array_axes in axes]
+
+    def local(*trees: list[jax.Array]) -> jax.Array:
+        values = (function(*arrays).astype(jnp.float32) for arrays in zip(*trees, strict=True))
+        own = [jnp.sum(jnp.square(x)) for x in values]
+        # An array that several devices hold counts once.
+        return sum(s * (n / mesh.size) for s, n in zip(own, shards, strict=True))[None]
+
+    return map_shards(local, tuple(specs), BY_DEVICE)(*trees)
+
+
+# In one order, so that the last bit of a clipped gradient does not depend on how devices lie on
+# hosts.
+def add_up(parts: jax.Array) -> jax.Array:
+    """Adds the devices' parts, [..., devices] -> [...]."""
+    spec = stack_spec(BY_DEVICE, parts.ndim - 1)
+
+    def local(held: jax.Array) -> jax.Array:
+        return all_gather(held, AXES, dimension=held.ndim - 1)
+
+    return map_shards(local, spec, REPLICATED)(parts).sum(-1)

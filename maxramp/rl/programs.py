@@ -28,11 +28,10 @@ from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
 from maxramp.training import balance
 from maxramp.training.background_compiler import BackgroundCompiler
-from maxramp.training.context import share_out
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.log_probs import token_log_probs
 from maxramp.training.state import TrainState
-from maxramp.training.step import loss_of, update, zero_sums
+from maxramp.training.step import loss_of, share_out, update, zero_sums
 
 # Programs that do not depend on the size of a part.
 _SHARED = ("preparing weights", "zeroing sums", "the update", "later updates")

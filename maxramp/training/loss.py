@@ -92,7 +92,7 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
         parts_BTsd = x_BTD.reshape(*shape[:2], -1, shard)
         x_BTD = jnp.pad(parts_BTsd, (*((0, 0),) * 3, (0, gap))).reshape(*shape[:2], -1)
         sums, gradients = _blocks(x_BTD, head_DV, targets_BT, *keys, with_gradients)
-        # Added in one order, as the norm of the gradients (`norm.add_up`).
+        # Added in one order, as the norm of the gradients (`add_up`).
         sums = all_gather(jnp.stack(sums)[None], BATCH_AXES).sum(0)
         if with_gradients:
             # XLA for TPUs would keep logits' gradients until the layers' backward pass is done.

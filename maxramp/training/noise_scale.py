@@ -34,9 +34,9 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.norm import RowScale
 from maxramp.model.parts.weights import Weight, map_weights, weights_of
+from maxramp.parallel.collectives import add_up, squares
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, HEADS_BHh, stack_spec
 from maxramp.training.keys import OptimizerKeys
-from maxramp.training.norm import add_up, squares
 from maxramp.training.optimizers.adamw import AdamState
 from maxramp.training.optimizers.table import adam_state
 

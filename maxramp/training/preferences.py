@@ -101,7 +101,7 @@ def answer_log_probs(
 
 
 def _sum_rows(x_nB: jax.Array) -> jax.Array:
-    """Sums over rows, [n, B] -> [n], in one order, as the norm of the gradients (`norm.add_up`)."""
+    """Sums over rows, [n, B] -> [n], in one order, as the norm of the gradients (`add_up`)."""
 
     def local(x_nB: jax.Array) -> jax.Array:
         return all_gather(x_nB.sum(1)[None], ROW_AXES).sum(0)

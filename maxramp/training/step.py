@@ -6,6 +6,7 @@ Shapes: A gradient accumulation steps, B rows of a micro batch.
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,21 +17,23 @@ import optax
 from maxramp.data.batch import Batch
 from maxramp.model.adapters import add_dropout, dropout_of
 from maxramp.model.decoder import Decoder
+from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.balanced_order import balanced_order, run_length
 from maxramp.model.parts.weights import join_parts
+from maxramp.model.pattern import Pattern
 from maxramp.objectives.chats import CHATS
 from maxramp.objectives.pairs import PAIRS
 from maxramp.objectives.rewards import REWARDS
 from maxramp.objectives.text import TEXT
-from maxramp.parallel.axes import COPY_AXES
-from maxramp.parallel.collectives import wait_for
-from maxramp.parallel.sharding import BATCH_ABT, gradient_spec
+from maxramp.parallel.axes import COPY_AXES, TOKEN_AXES
+from maxramp.parallel.collectives import add_up, map_shards, squares, wait_for
+from maxramp.parallel.mesh import axis_size
+from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT, gradient_spec
 from maxramp.training import balance, noise_scale
-from maxramp.training.context import share_out
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Loss, next_token_prediction
-from maxramp.training.norm import add_up, squares
 from maxramp.training.optimizers.half_lives import STEADY
 from maxramp.training.optimizers.table import make_optimizer
 from maxramp.training.policy import policy_gradient
@@ -76,6 +79,32 @@ def cut(batch: Batch, length: int) -> Batch:
         return jax.lax.reshape(x, shape, out_sharding=BATCH_ABT)
 
     return dataclasses.replace(jax.tree.map(shorter, batch), hashes=batch.hashes)
+
+
+def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
+    """Puts the tokens of a micro batch in the order of the devices that have them. Where tokens
+    attend to gathered keys, this balances the number of keys that each device's tokens see."""
+    devices, tensor, T = axis_size(*TOKEN_AXES), axis_size("tensor"), batch.tokens.shape[1]
+    is_gathered = keys.context_strategy(tensor, devices) == "all_gather"
+    if devices == 1 or not is_gathered or not keys.context_parallel_load_balance:
+        return batch
+    positions = batch.token_positions
+    windows = Counter(layer.mixing(keys).window for layer in pattern)
+    run = run_length(T // devices)
+    costs_Bn = sum(n * positions.count_blocks(T, run, window) for window, n in windows.items())
+    costs_Bn = jax.reshard(jnp.broadcast_to(costs_Bn, (len(batch.tokens), T // run)), ROWS_BT)
+    order = functools.partial(balanced_order, run=run, devices=devices)
+    index_BT = map_shards(order, ROWS_BT, ROWS_BT)(costs_Bn)
+    at_BT = positions.segment_positions(T)
+    at_BT = jnp.broadcast_to(positions.order(T), batch.tokens.shape) if at_BT is None else at_BT
+
+    def move(x: jax.Array) -> jax.Array:
+        if x.shape != index_BT.shape:
+            return x
+        return jnp.take_along_axis(jax.reshard(x, ROWS_BT), index_BT, 1)
+
+    moved = jax.tree.map(move, dataclasses.replace(batch, positions=at_BT))
+    return dataclasses.replace(moved, index=index_BT)
 
 
 def train_step(

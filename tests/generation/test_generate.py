@@ -13,8 +13,8 @@ from maxramp.checkpoints.store import Checkpoints
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
 from maxramp.files.run_folder import RunFiles
+from maxramp.generate import AnswerText
 from maxramp.generation.generator import Answer
-from maxramp.generation.text import AnswerText
 from maxramp.handover.opening import open_model
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.state import initial_state
