@@ -27,12 +27,8 @@ from maxramp.config.load import load
 from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
-from maxramp.handover.first_weights import (
-    check_first_weights,
-    find_first_weights,
-    key_of_first_weights,
-)
 from maxramp.handover.opening import ModelSource, PromptTokenizer, open_model
+from maxramp.handover.weights import check_first_weights, find_first_weights, key_of_first_weights
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.keys import base

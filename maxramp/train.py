@@ -42,7 +42,7 @@ from maxramp.data.opening import open_rows
 from maxramp.data.order import RunRows
 from maxramp.data.relay import Expansion
 from maxramp.evaluation.in_run import RunTasks, hash_of_tasks
-from maxramp.handover.first_weights import check_first_weights
+from maxramp.handover.weights import check_first_weights
 from maxramp.job import start
 from maxramp.job.loop import train
 from maxramp.job.reference import add_reference

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils.epath.gpath import PosixGPath
 from orbax.checkpoint import v1 as ocp
@@ -179,13 +180,10 @@ def restore(
     else:
         loaded = load(checkpoint.path, items)
     model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
-    recent = loaded.get(_RECENT) or jax.tree.map(_zeros, abstract.recent)
+    recent = loaded.get(_RECENT) or {
+        name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in abstract.recent.items()
+    }
     return dataclasses.replace(abstract.with_model(model), **loaded["optimizer"], recent=recent)
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    zeros = np.zeros(like.shape, like.dtype)
-    return jax.make_array_from_callback(like.shape, like.sharding, zeros.__getitem__)
 
 
 def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:

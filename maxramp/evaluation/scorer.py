@@ -74,7 +74,6 @@ class Scorer:
         self._options = compiler_options(self._mesh.devices.flat[0].platform)
         self._score = Jitted(self._mesh, self._scores, compiler_options=self._options or None)
         self._generators: dict[GenerationConfig, Generator] = {}
-        self._written: dict[tuple, list[Hashable]] = {}  # programs by the shape of their rows
         shape = self._mesh.shape
         self._ranks = math.prod(shape[axis] for axis in ROW_AXES)
         self._parts = math.prod(shape[axis] for axis in TOKEN_AXES)
@@ -188,18 +187,15 @@ class Scorer:
     def _expect_writing(self, generator: Generator, count: int, longest: int) -> list[Hashable]:
         """Announces the programs that answer `count` prompts; returns their keys."""
         B, P, S = shape = generator.shape(count, longest)
-        if (generator.config, shape) not in self._written:
-            programs = generator.trace_programs(self._abstract, count, longest)
-            keys = []
-            for name, trace in programs.items():
-                key = name, self, generator.config
-                if name != "preparing weights":
-                    key = *key, shape
-                    name = f"{name}, {B} rows of {P} tokens and up to {S - P} more"
-                self._announce(key, name, trace)
-                keys.append(key)
-            self._written[generator.config, shape] = keys
-        return self._written[generator.config, shape]
+        keys = []
+        for name, trace in generator.trace_programs(self._abstract, count, longest).items():
+            key = name, self, generator.config
+            if name != "preparing weights":
+                key = *key, shape
+                name = f"{name}, {B} rows of {P} tokens and up to {S - P} more"
+            self._announce(key, name, trace)
+            keys.append(key)
+        return keys
 
     def trace(self, B: int, T: int) -> jax.stages.Traced:
         sharding = NamedSharding(self._mesh, ROWS_BT)

@@ -67,15 +67,6 @@ class ModelFolder:
         adapter_keys = self.adapter.keys if self.adapter else {}
         return config_json.read_keys(self.config, f"{self.path}/config.json") | adapter_keys
 
-    @property
-    def longest_text(self) -> int:
-        """How many tokens the longest text has that the model is for."""
-        return config_json.longest_text(self.config, f"{self.path}/config.json")
-
-    def describe_unread(self) -> list[str]:
-        """Returns a line for each key of config.json that nothing reads."""
-        return config_json.describe_unread(self.config, f"{self.path}/config.json")
-
     def source_file(self, name: str) -> str:
         """Returns the file that a key of `keys` comes from."""
         if self.adapter and name in self.adapter.keys:

@@ -22,8 +22,7 @@ from maxramp.config.resolve import meshes_of, resolve
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import EXIT_PREEMPTED, EXIT_STAGE_END, ConfigError, Stopped, report
 from maxramp.handover.export import export_run
-from maxramp.handover.first_weights import FirstWeights, pin_first_weights
-from maxramp.handover.weights import SavedWeights, keep_released
+from maxramp.handover.weights import FirstWeights, SavedWeights, keep_released, pin_first_weights
 from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.weights import fingerprint_of_weights

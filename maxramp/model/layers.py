@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import Execution
-from maxramp.model.parts import rotary
 from maxramp.model.parts.aux import Aux, join_layers
-from maxramp.model.parts.positions import Pass, Positions
+from maxramp.model.parts.positions import Angles, Pass, Positions, rotary_angles
 from maxramp.model.parts.routing import CHOICES
 from maxramp.model.parts.splash_attention import CONTEXT
 from maxramp.model.parts.weights import STAGE_PRODUCTS, relabel
@@ -129,10 +128,10 @@ def _loop(body: Callable, x_BTD: jax.Array, blocks: Any, is_compiled_once: bool)
 
 def find_angles(
     pattern: Pattern, keys: RopeKeys, positions_T: jax.Array, head_dim: int
-) -> dict[Rope, rotary.Angles]:
+) -> dict[Rope, Angles]:
     """Returns the angles of all layers with rotary positions, at positions [T] or [B, T]."""
     ropes = dict.fromkeys(layer.mixing(keys).rope for layer in pattern)
-    return {rope: rotary.angles(rope, positions_T, head_dim) for rope in ropes if rope}
+    return {rope: rotary_angles(rope, positions_T, head_dim) for rope in ropes if rope}
 
 
 def one_by_one(pattern: Pattern, stacks: Stacks) -> tuple[Any, ...]:

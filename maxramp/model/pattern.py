@@ -15,14 +15,14 @@ def yarn_amplitude(factor: float) -> float:
 
 @dataclasses.dataclass(frozen=True, order=True)  # a key of trees
 class Rope:
-    """How fast the pairs of a head's numbers rotate with the position (`parts.rotary`)."""
+    """How fast the pairs of a head's numbers rotate with the position (`parts.positions`)."""
 
     # pair i rotates by position / (factor * max_timescale^(2i/h)) (Su et al., arXiv 2104.09864)
     max_timescale: float
     factor: float = 1.0
     # Except for "default", pairs with more than `high` rotations in `length` tokens have a factor
     # of 1, those with fewer than `low` the whole factor, and between them it blends
-    # (`parts.rotary`).
+    # (`parts.positions`).
     kind: str = "default"
     low: float = 1.0
     high: float = 4.0

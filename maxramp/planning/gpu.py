@@ -17,7 +17,7 @@ import numpy as np
 from maxramp.errors import ConfigError
 from maxramp.keys.section import refuse
 from maxramp.keys.yamlfile import read_yaml
-from maxramp.model.parts.balanced_order import run_length
+from maxramp.model.parts.positions import run_length
 from maxramp.planning import hlo
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from maxramp.model.parts.balanced_order import balanced_order
+from maxramp.model.parts.positions import balanced_order
 from maxramp.planning.topology import Chip
 from maxramp.training.device_memory import GIB
 

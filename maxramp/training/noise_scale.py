@@ -131,7 +131,7 @@ def _moment(gradients: Decoder, opt_state: optax.PartitionState) -> AdamState | 
 def _adam_squares(gradients: Decoder, keys: OptimizerKeys, adam: AdamState) -> jax.Array:
     """Squares the layers' gradients over sqrt(v) + eps; not finite before the first step."""
     # A factor of the root, so that each weight needs one division.
-    correction = adam.root_factor
+    correction = jax.lax.rsqrt(1 - adam.zeros_in_nu)
 
     def divide(g: jax.Array, v: jax.Array, correction: jax.Array) -> jax.Array:
         return g / (jnp.sqrt(v.astype(jnp.float32)) * correction + keys.adam_eps)

@@ -19,7 +19,7 @@ from maxramp.model.adapters import add_dropout, dropout_of
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.aux import Aux
-from maxramp.model.parts.balanced_order import balanced_order, run_length
+from maxramp.model.parts.positions import balanced_order, run_length
 from maxramp.model.parts.weights import join_parts
 from maxramp.model.pattern import Pattern
 from maxramp.objectives.chats import CHATS

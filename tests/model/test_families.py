@@ -10,9 +10,8 @@ from conftest import make_config, make_mesh
 
 from maxramp.model.decoder import Decoder
 from maxramp.model.families.table import FAMILIES
-from maxramp.model.parts import rotary
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.positions import Pass, Positions
+from maxramp.model.parts.positions import Pass, Positions, rotary_angles
 from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
 
 # transformers' ROPE_INIT_FUNCTIONS["llama3"] at rope_theta 500,000, low_freq_factor 1,
@@ -37,7 +36,7 @@ KEYS = (
 def test_scaled_rotary_frequencies(factor, head_dim):
     """The angles at position 1, by Llama 3.1's and 3.2's factors."""
     rope = Rope(500_000.0, factor, "llama3.1", low=1.0, high=4.0, length=8192)
-    cos, sin = rotary.angles(rope, jnp.array([1]), head_dim)
+    cos, sin = rotary_angles(rope, jnp.array([1]), head_dim)
     angles = np.arctan2(sin[0], cos[0])
     for pair, frequency in FREQUENCIES[factor, head_dim].items():
         assert angles[pair] == pytest.approx(frequency, rel=2e-6)
@@ -80,7 +79,7 @@ def test_layers_run_in_the_order_of_the_pattern(monkeypatch, name):
 
     def one_by_one(model):
         x_BTD = look_up(model.embedding_VD[...], tokens_BT)
-        angles = {ROPE: rotary.angles(ROPE, jnp.arange(24), 16)}
+        angles = {ROPE: rotary_angles(ROPE, jnp.arange(24), 16)}
         shared = Pass(config.model, Positions(), angles)
         for layer, block in zip(pattern, model.one_by_one().layers, strict=True):
             x_BTD, _ = block(x_BTD, layer.mixing(config.model), shared)

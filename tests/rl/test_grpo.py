@@ -16,8 +16,8 @@ from maxramp.checkpoints.folder import Checkpoint, commit, read
 from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.handover.first_weights import pin_first_weights
 from maxramp.handover.opening import PromptTokenizer
+from maxramp.handover.weights import pin_first_weights
 from maxramp.rl.prompts import FilePrompts, Sums, check_enough, open_prompts
 from maxramp.run.metrics import read_records
 from maxramp.stage import ROPE_KEYS

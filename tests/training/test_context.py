@@ -10,8 +10,7 @@ from conftest import batch_of, make_config, make_mesh
 from one_step import take_step
 
 from maxramp.model.parts.attention import AttentionMask, attend
-from maxramp.model.parts.balanced_order import balanced_order, run_length
-from maxramp.model.parts.positions import Positions
+from maxramp.model.parts.positions import Positions, balanced_order, run_length
 from maxramp.parallel.sharding import ROWS_BT, TOKENS_BT, X_BTHh
 
 ROWS = 16

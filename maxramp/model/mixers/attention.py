@@ -16,8 +16,7 @@ from flax import nnx
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import LANES, AttentionMask, attend, attend_plainly
 from maxramp.model.parts.norm import RMSNorm
-from maxramp.model.parts.positions import Pass
-from maxramp.model.parts.rotary import rotate
+from maxramp.model.parts.positions import Pass, rotate
 from maxramp.model.parts.weights import Weight, apply_elementwise, dense, normal, zeros
 from maxramp.model.pattern import Mixing
 from maxramp.parallel.collectives import map_shards

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
 from maxramp.model.keys import ModelKeys, key_copies, select_strategy
-from maxramp.model.parts.balanced_order import run_length
-from maxramp.model.parts.positions import Positions
+from maxramp.model.parts.positions import Positions, run_length
 from maxramp.model.parts.splash_attention import LANES, splash_attention
 from maxramp.model.parts.weights import static
 from maxramp.parallel.axes import TOKEN_AXES

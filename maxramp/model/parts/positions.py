@@ -9,14 +9,16 @@ queries and of keys.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from maxramp.model.keys import Execution
-from maxramp.model.parts.rotary import Angles
 from maxramp.model.pattern import Rope
+
+Angles = tuple[jax.Array, jax.Array]  # cosine and sine
 
 
 @jax.tree_util.register_dataclass
@@ -98,3 +100,80 @@ def query_blocks(
     begin_Bk = (last_Bq[:, None] < start_k1).sum(-1, dtype=jnp.int32)
     end_Bk = (first_Bq[:, None] < start_k1 + keys).sum(-1, dtype=jnp.int32)
     return jnp.minimum(begin_Bk, end_Bk), end_Bk
+
+
+# Rotary positions: each pair of a head's numbers rotates by an angle that grows with the position.
+# H heads, h head width.
+
+
+def rotary_angles(rope: Rope, positions_T: jax.Array, head_dim: int) -> Angles:
+    """Returns the cosine and sine for every position and pair: float32 [T, h/2], or [B, T, h/2]."""
+    fraction = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    timescale = rope.max_timescale**fraction
+    share = 0.0  # how much of a pair keeps the speed that it has without the factor
+    if rope.kind == "llama3.1":  # arXiv 2407.21783; its reference code
+        rotations = rope.length / (2 * math.pi * timescale)
+        share = jnp.clip((rotations - rope.low) / (rope.high - rope.low), 0, 1)
+    if rope.kind == "yarn":  # arXiv 2309.00071, section 3.2, in pairs, not in rotations
+        first, last = _pair(rope, rope.high, head_dim), _pair(rope, rope.low, head_dim)
+        if rope.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        pairs = jnp.arange(head_dim // 2, dtype=jnp.float32)
+        share = 1 - jnp.clip((pairs - first) / (last - first or 0.001), 0, 1)
+    if rope.factor != 1:
+        timescale /= share + (1 - share) / rope.factor
+    angle = positions_T.astype(jnp.float32)[..., None] / timescale
+    return jnp.cos(angle) * rope.amplitude, jnp.sin(angle) * rope.amplitude
+
+
+def _pair(rope: Rope, rotations: float, head_dim: int) -> float:
+    """Returns the pair, perhaps a fraction, that rotates this often in `length` tokens."""
+    timescale = rope.length / (2 * math.pi * rotations)
+    return head_dim * math.log(timescale) / (2 * math.log(rope.max_timescale))
+
+
+def rotate(x_BTHh: jax.Array, angles: Angles) -> jax.Array:
+    """Rotates the pairs (x_i, x_{i + h/2}) of every head by `angles`."""
+    cos_T1h, sin_T1h = (part[..., None, :] for part in angles)
+    first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
+    rotated = (first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h)
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTHh.dtype)
+
+
+# An order of a row's tokens that gives devices along `context` equal work in attention.
+#
+# Where tokens attend to keys gathered from all devices, a token costs as much as it sees. A row is
+# cut into runs of tokens. Each device gets the same number of runs and nearly the same cost, which
+# follows from what documents and windows let tokens see, not from positions. C devices, m runs of a
+# device, n = C m runs.
+_FEWEST_RUNS = 16  # of a device, for runs longer than a kernel's smallest blocks
+
+
+def run_length(tokens: int) -> int:
+    """Returns the tokens of a run, for a device's `tokens` of a row."""
+    most = max(128, tokens // _FEWEST_RUNS)
+    return next((n for n in (512, 256, 128) if tokens % n == 0 and n <= most), 1)
+
+
+def balanced_order(costs_Bn: jax.Array, run: int, devices: int) -> jax.Array:
+    """Assigns runs to devices by their costs: the costliest run left goes to the least busy device.
+
+    Returns int32 [B, T]: indices in the row of the first device's tokens, then of the next one's,
+    each rising.
+    """
+    n = costs_Bn.shape[1]
+
+    def order(costs_n: jax.Array) -> jax.Array:
+        costliest_mC = jnp.argsort(-costs_n).reshape(n // devices, devices)
+
+        def assign(loads_C: jax.Array, runs_C: jax.Array) -> tuple[jax.Array, jax.Array]:
+            devices_C = jnp.argsort(loads_C)
+            return loads_C.at[devices_C].add(costs_n[runs_C]), devices_C
+
+        _, devices_mC = jax.lax.scan(assign, jnp.zeros(devices), costliest_mC)
+        device_n = jnp.zeros(n, jnp.int32).at[costliest_mC].set(devices_mC)
+        runs_n = jnp.argsort(device_n, stable=True)
+        return (runs_n[:, None] * run + jnp.arange(run)).reshape(n * run)
+
+    return jax.vmap(order)(costs_Bn.astype(jnp.float32)).astype(jnp.int32)

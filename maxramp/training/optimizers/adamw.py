@@ -18,11 +18,6 @@ class AdamState(NamedTuple):
     zeros_in_mu: jax.Array  # float32, 1 before the first step
     zeros_in_nu: jax.Array
 
-    @property
-    def root_factor(self) -> jax.Array:
-        """The factor that corrects the bias of a root of nu; not finite before the first step."""
-        return jax.lax.rsqrt(1 - self.zeros_in_nu)
-
 
 def transform(keys: OptimizerKeys, rate: Any, pace: Pace) -> optax.GradientTransformation:
     """Makes AdamW's update at one learning rate and pace; table.py loads it by name."""
