@@ -275,8 +275,9 @@ def check_refused_keys(keys: str, *parts: str) -> None:
         abstract_state(config.recipe, mesh_lib.abstract_mesh(config.mesh.sizes))
 
 
-def check_refusal(done: subprocess.CompletedProcess, *parts: str) -> None:
-    """A command must have refused its arguments: with status 2 and one line with these parts."""
-    assert (done.returncode, done.stdout) == (2, ""), done
+def check_refusal(done: subprocess.CompletedProcess, *parts: str, begun: bool = False) -> None:
+    """A command must have refused its arguments: with status 2 and one line with these parts, and
+    with no other output unless it had `begun` to work."""
+    assert done.returncode == 2 and (begun or done.stdout == ""), done
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert len(done.stderr) < 500 and all(part in done.stderr for part in parts), done.stderr

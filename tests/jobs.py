@@ -32,20 +32,20 @@ def run_signalled(step: int, number: int, *arguments: str, devices: int = 1):
     return run_forked(line, environment(devices))
 
 
+def member(port: int, processes: int, number: int, host: str = "127.0.0.1") -> dict[str, str]:
+    """The variables of a process of a job."""
+    names = ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")
+    values = (f"{host}:{port}", processes, number)
+    return {f"MAXRAMP_{name}": str(value) for name, value in zip(names, values, strict=True)}
+
+
 def start(command, processes, devices, folders, optimized=False, process=Forked):
     """Starts a job; process i stands in folders[i]."""
-    port, job = free_port(), []
-    for i in range(processes):
-        job.append(
-            process(
-                command,
-                env=environment(devices, optimized)
-                | {"MAXRAMP_COORDINATOR": f"127.0.0.1:{port}"}
-                | {"MAXRAMP_NUM_PROCESSES": str(processes), "MAXRAMP_PROCESS_ID": str(i)},
-                cwd=folders[i],
-            )
-        )
-    return job
+    port, variables = free_port(), environment(devices, optimized)
+    return [
+        process(command, env=variables | member(port, processes, i), cwd=folders[i])
+        for i in range(processes)
+    ]
 
 
 def finish(job, timeout=300):

@@ -208,6 +208,17 @@ min_nodes=0
 node_schedule=greedy | node_schedule=greedy | nemo
 stop_at_stage_end=True enable_checkpointing=False
 learning_rate_by=tokens
+expansion_factor_real_data=0 | expansion_factor_real_data=0 | and above 0; or -1
+expansion_factor_real_data=-2 | expansion_factor_real_data=-2 | and above 0; or -1
+expansion_factor_real_data=1.5 | must be a whole number of processes
+expansion_factor_real_data=two | expansion_factor_real_data=two must be a number, not text
+expansion_factor_real_data=.nan | must be a finite number
+expansion_factor_real_data=2 text_files=nowhere dataset_type=text | \
+    expansion_factor_real_data=2: one of that many processes reads for the others, but this job \
+    has 1; use 1
+grain_packing_type=first_fit | is not one of concat_then_split, best_fit
+packing=2 | packing=2 must be True or False, not an integer
+grain_worker_count=-1 | must be 0 or more
 batch_size_lr_scaling=cube
 planned_tflops_per_device=0
 """,

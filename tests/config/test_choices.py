@@ -1,7 +1,7 @@
 """Keys that are given although the choice that reads them is not made."""
 
 import pytest
-from conftest import BASE
+from conftest import BASE, refused, table
 
 from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
@@ -72,31 +72,21 @@ def test_the_table_names_keys_and_values_that_exist():
                 assert bounds[key]["holds"](value), condition
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (
-            "opt_type=sgd adam_b1=0.8",
-            "adam_b1=0.8 is read only with opt_type=adamw or muon, and opt_type=sgd here; give "
-            "opt_type=adamw or muon, or leave adam_b1 out",
-        ),
-        (
-            "lora_alpha=32",
-            "lora_alpha=32.0 is read only with lora_rank, and lora_rank=0 here; give lora_rank "
-            "above 0, or leave lora_alpha out",
-        ),
-        (
-            "gradient_accumulation_steps=2 global_batch_size=8",
-            "gradient_accumulation_steps=2 is not read with global_batch_size=8; leave one of them "
-            "out",
-        ),
-        ("phases.1M.rope_factor=4", "phases.1M: rope_factor=4.0 is read only with rope_type="),
-    ],
-)
+ERRORS = table("""
+opt_type=sgd adam_b1=0.8 | adam_b1=0.8 is read only with opt_type=adamw or muon, and opt_type=sgd \
+    here; give opt_type=adamw or muon, or leave adam_b1 out
+lora_alpha=32 | lora_alpha=32.0 is read only with lora_rank, and lora_rank=0 here; give lora_rank \
+    above 0, or leave lora_alpha out
+gradient_accumulation_steps=2 global_batch_size=8 | gradient_accumulation_steps=2 is not read with \
+    global_batch_size=8; leave one of them out
+phases.1M.rope_factor=4 | phases.1M: rope_factor=4.0 is read only with rope_type=
+""")
+
+
+@pytest.mark.parametrize(("arguments", "line"), ERRORS)
 def test_the_error_names_the_choice(arguments, line):
-    with pytest.raises(ConfigError) as error:
+    with refused(line):
         load([BASE, *arguments.split()])
-    assert str(error.value).startswith(line)
 
 
 def test_files_and_what_they_are_copied_from(tmp_path):

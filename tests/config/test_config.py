@@ -267,28 +267,13 @@ def test_nothing_is_left_open():
     assert config.evaluation.eval_per_device_batch_size == 16
     # Alternatives that are not used, and figures that a plan does not know.
     assert {key for key in KEYS if config.values[key] == -1} == {
-        "total_samples",
-        "total_tokens",
-        "base_moe_mlp_dim",
-        "query_pre_attn_scalar",
-        "rope_attention_factor",
-        "local_rope_max_timescale",
-        "capacity_factor",
-        "n_routing_groups",
-        "topk_routing_group",
-        "global_batch_size",
-        "global_batch_tokens",
-        "micro_batch_size",
-        "row_length",
-        "rampup_decision_samples",
-        "learning_rate_schedule_steps",
-        "planned_tflops_per_device",
-        "price_per_device_hour",
-        "device_memory_gib",
-        "evaluate_tasks_interval",
-        "checkpoint_period_samples",
-        "checkpoint_period_minutes",
-        "checkpoint_keep_period",
+        *("total_samples", "total_tokens", "base_moe_mlp_dim", "query_pre_attn_scalar"),
+        *("rope_attention_factor", "local_rope_max_timescale", "capacity_factor"),
+        *("n_routing_groups", "topk_routing_group", "global_batch_size", "global_batch_tokens"),
+        *("micro_batch_size", "row_length", "rampup_decision_samples"),
+        *("learning_rate_schedule_steps", "planned_tflops_per_device", "price_per_device_hour"),
+        *("device_memory_gib", "evaluate_tasks_interval", "checkpoint_period_samples"),
+        *("checkpoint_period_minutes", "checkpoint_keep_period"),
     }
 
 

@@ -1,7 +1,7 @@
 """Keys that a family or its experts do not allow are one line that names what is allowed."""
 
 import pytest
-from conftest import make_config
+from conftest import make_config, table
 
 from maxramp.errors import ConfigError
 
@@ -10,67 +10,41 @@ DOTS = "decoder_block=dots1 use_qk_norm=True routed_score_func=sigmoid routed_bi
 DOTS += "num_experts=8 num_experts_per_tok=2"
 
 
-@pytest.mark.parametrize(
-    "keys, error",
-    [
-        ("sliding_window_size=5", "sliding_window_size=5 .* give decoder_block=mistral"),
-        ("use_qk_norm=true", "use_qk_norm=True .* give decoder_block=qwen3"),
-        ("decoder_block=qwen2", "attention_bias=False: .*=qwen2 needs attention_bias=True"),
-        (
-            "decoder_block=gemma3",
-            "use_qk_norm=False, sliding_window_size=0: .* needs use_qk_norm=True sliding_w",
-        ),
-        (
-            "decoder_block=qwen3 use_qk_norm=true attention_bias=true",
-            "attention_bias=True is read only with decoder_block=qwen2",
-        ),
-        ("decoder_block=dots1 num_experts=4", "use_qk_norm=False, .*=dots1 needs use_qk_norm=True"),
-        (
-            "decoder_block=mixtral num_experts=4 lora_rank=4",
-            r"lora_targets=\['matrix'\]: experts have no adapters; use lora_targets=\[q_proj,",
-        ),
-        ("num_experts=8", "decoder_block=llama2 here; give decoder_block"),
-        ("load_balance_loss_weight=0.1", "decoder_block=llama2 here"),
-        ("decoder_block=mixtral", "num_experts=1: .* has experts; give 2 or more"),
-        (
-            f"{MIXTRAL} num_experts_per_tok=9",
-            "num_experts_per_tok=9 of num_experts=8: .* give 8 or fewer",
-        ),
-        (
-            f"{MIXTRAL} num_experts=6 ici_expert_parallelism=4",
-            "num_experts=6 does not divide over the expert axis of 4 dev.*ici_expert_parallelism",
-        ),
-        (
-            "ici_expert_parallelism=2",
-            "ici_expert_parallelism=2 .*=llama2 has no experts .*ici_fsdp_parallelism",
-        ),
-        (
-            f"{MIXTRAL} phases_unit=samples phases.80.ici_expert_parallelism=16",
-            "phases.80: .*ici_expert_parallelism=16",
-        ),
-        (
-            f"{DOTS} n_routing_groups=3 topk_routing_group=1",
-            "n_routing_groups=3 topk_routing_group=1: give both or neither",
-        ),
-        (
-            "decoder_block=olmoe use_qk_norm=True num_experts=8 head_dim=6",
-            "base_num_query_heads x head_dim = .*=olmoe has base_emb_dim=.*change one",
-        ),
-        (f"{DOTS} first_num_dense_layers=2", "first_num_dense_layers=2 of .*fewer"),
-        (
-            f"{DOTS} first_num_dense_layers=1 ici_pipeline_parallelism=2 base_num_decoder_layers=4",
-            "first_num_dense_layers=1: the 2 stages of a pipeline .* use 0, or no pipeline",
-        ),
-        (
-            f"{DOTS} routed_bias_update_rate=0.001 lora_rank=4 lora_targets=[q_proj]",
-            "routed_bias_update_rate=0.001 moves .* frozen under lora_rank=4; use 0",
-        ),
-        (
-            f"{DOTS} routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix]",
-            r"routed_bias_update_rate=0.001 moves .* frozen under .*mask=\['matrix'\]; use 0",
-        ),
-    ],
-)
+# The keys, and what the line must hold, a regular expression.
+CASES = table("""
+sliding_window_size=5 | sliding_window_size=5 .* give decoder_block=mistral
+use_qk_norm=true | use_qk_norm=True .* give decoder_block=qwen3
+decoder_block=qwen2 | attention_bias=False: .*=qwen2 needs attention_bias=True
+decoder_block=gemma3 | use_qk_norm=False, sliding_window_size=0: .* needs use_qk_norm=True sliding_w
+decoder_block=qwen3 use_qk_norm=true attention_bias=true | attention_bias=True is read only with \
+    decoder_block=qwen2
+decoder_block=dots1 num_experts=4 | use_qk_norm=False, .*=dots1 needs use_qk_norm=True
+decoder_block=mixtral num_experts=4 lora_rank=4 | lora_targets=\\['matrix'\\]: experts have no \
+    adapters; use lora_targets=\\[q_proj,
+num_experts=8 | decoder_block=llama2 here; give decoder_block
+load_balance_loss_weight=0.1 | decoder_block=llama2 here
+decoder_block=mixtral | num_experts=1: .* has experts; give 2 or more
+MIXTRAL num_experts_per_tok=9 | num_experts_per_tok=9 of num_experts=8: .* give 8 or fewer
+MIXTRAL num_experts=6 ici_expert_parallelism=4 | num_experts=6 does not divide over the expert \
+    axis of 4 dev.*ici_expert_parallelism
+ici_expert_parallelism=2 | ici_expert_parallelism=2 .*=llama2 has no experts .*ici_fsdp_parallelism
+MIXTRAL phases_unit=samples phases.80.ici_expert_parallelism=16 | phases.80: \
+    .*ici_expert_parallelism=16
+DOTS n_routing_groups=3 topk_routing_group=1 | n_routing_groups=3 topk_routing_group=1: give both \
+    or neither
+decoder_block=olmoe use_qk_norm=True num_experts=8 head_dim=6 | base_num_query_heads x head_dim = \
+    .*=olmoe has base_emb_dim=.*change one
+DOTS first_num_dense_layers=2 | first_num_dense_layers=2 of .*fewer
+DOTS first_num_dense_layers=1 ici_pipeline_parallelism=2 base_num_decoder_layers=4 | \
+    first_num_dense_layers=1: the 2 stages of a pipeline .* use 0, or no pipeline
+DOTS routed_bias_update_rate=0.001 lora_rank=4 lora_targets=[q_proj] | \
+    routed_bias_update_rate=0.001 moves .* frozen under lora_rank=4; use 0
+DOTS routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix] | \
+    routed_bias_update_rate=0.001 moves .* frozen under .*mask=\\['matrix'\\]; use 0
+""")
+
+
+@pytest.mark.parametrize(("keys", "error"), CASES)
 def test_one_line(keys, error):
     with pytest.raises(ConfigError, match=f"^.*{error}.*$"):  # `.` is no newline
-        make_config(*keys.split())
+        make_config(*keys.replace("MIXTRAL", MIXTRAL).replace("DOTS", DOTS).split())

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import yaml
-from conftest import BASE, run
+from conftest import BASE, complete
 
 from maxramp.checkpoints.snapshots import local_folder
 from maxramp.config import load as loading
@@ -117,16 +117,9 @@ def test_a_long_line_names_everything():
 
 def test_renamed_keys_are_taken_with_a_line():
     values, notes = load(
-        "cosine_learning_rate_final_fraction=0.25",
-        "attention=flash",
-        "trainer.max_steps=9",
-        "eval_steps=-1",
-        "model.rampup_batch_size=[16,16,96]",
-        "++model.global_batch_size=32",
-        "dtype=bf16",
-        "model.micro_batch_size=2",
-        "trainer.devices=8",
-        "run.name=007",
+        *("cosine_learning_rate_final_fraction=0.25", "attention=flash", "trainer.max_steps=9"),
+        *("eval_steps=-1", "model.rampup_batch_size=[16,16,96]", "++model.global_batch_size=32"),
+        *("dtype=bf16", "model.micro_batch_size=2", "trainer.devices=8", "run.name=007"),
     )
     assert values == {
         "learning_rate_final_fraction": 0.25,
@@ -150,12 +143,8 @@ def test_harmless_keys_are_ignored_with_a_line():
     values, notes = load(
         "gcs_metrics=True",
         "logical_axis_rules=[['a', 'b']]",
-        "hf_access_token=secret",
-        "model.num_moe_experts=1",
-        "use_ring_of_experts=True",
-        "ici_context_parallelism=1",
-        "quantization=",
-        "exp_manager.x=1",
+        *("hf_access_token=secret", "model.num_moe_experts=1", "use_ring_of_experts=True"),
+        *("ici_context_parallelism=1", "quantization=", "exp_manager.x=1"),
     )
     assert values == {}
     (line,) = notes
@@ -338,8 +327,7 @@ def test_the_table_fits_the_keys():
 
 def test_the_commands_print_the_lines():
     """On stderr, and once: what a command prints for programs is on stdout."""
-    done = run(BASE, "trainer.max_steps=100", "gcs_metrics=True", "--json", module="plan")
-    assert done.returncode == 0, done.stderr
+    done = complete(BASE, "trainer.max_steps=100", "gcs_metrics=True", "--json", module="plan")
     assert done.stderr.splitlines() == [
         "note: trainer.max_steps=100: taken as steps=100",
         "note: ignored, as nothing here depends on them: gcs_metrics",

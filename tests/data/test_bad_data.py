@@ -3,19 +3,20 @@
 import gzip
 import json
 import pathlib
+import shlex
 import shutil
 import struct
 import sys
 
 import numpy as np
 import pytest
-from conftest import make_config, open_sources
-from test_bad_input import execute, keys
+from conftest import BASE, check_refusal, make_config, open_sources, refused, steps_of, table
+from in_process import run_here
+from test_bad_input import PLAIN, Case, execute, keys
 from test_formats import example, write_array_record, write_megatron, write_parquet, write_zstd
 
 from maxramp import prepare
 from maxramp.data.opening import open_rows
-from maxramp.errors import ConfigError
 
 pytest.importorskip("tokenizers")
 
@@ -58,6 +59,8 @@ def make_files(f: pathlib.Path) -> None:
         "unknown.xyz": b"text",
         "no.parquet": b"text" * 100,
         "no.array_record": b"text" * 100,
+        "nothing.txt": b"",
+        "blank_text.jsonl": b'{"text": ""}',
         "no.json": b"text",
         "no.model": b"text",
         "no.tiktoken": b"text",
@@ -146,171 +149,158 @@ def _make_sets(f: pathlib.Path) -> None:
     index.write_bytes(data[:34] + sizes.tobytes() + starts.tobytes() + data[34 + 12 * documents :])
 
 
-def grain(files: str, *names: str, **more: str) -> tuple[list[str], tuple[str, ...]]:
-    """A corpus of these files with other keys besides; what the line must name."""
-    options = [f"grain_train_files={files}", *(f"{name}={value}" for name, value in more.items())]
-    return ["dataset_type=grain", *options], names
-
-
-TOKENS = {"tokenize_train_data": "False"}
-CASES = {
-    # The keys.
-    "no files": (["dataset_type=grain"], ("dataset_type=grain", "grain_train_files")),
-    "files of another dataset_type": (
-        ["dataset_type=synthetic", "grain_train_files={f}/good.jsonl"],
-        ("grain_train_files=", "dataset_type=grain", "synthetic"),
-    ),
-    "two columns": grain("{f}/good.jsonl", "['text', 'id']", train_data_columns="[text,id]"),
-    "no such format": grain("{f}/good.jsonl", "grain_file_type=csv", grain_file_type="csv"),
-    "weight 0": grain(
-        "{f}/good.jsonl,0;{f}/good.parquet,1", '"{f}/good.jsonl,0"', "not a number above 0"
-    ),
-    "negative weight": grain("{f}/good.jsonl,-1", 'weight "-1"', "above 0"),
-    "weight of text": grain("{f}/good.jsonl,much;{f}/good.parquet,1", '"much"', "{f}/good.jsonl"),
-    "no weight": grain("{f}/good.jsonl;{f}/good.parquet,1", "no weight", "glob,weight"),
-    "empty entry": grain("{f}/good.jsonl,1;", 'entry ""', "glob,weight"),
-    "missing file": grain("{f}/nowhere.jsonl", "{f}/nowhere.jsonl", "no such file"),
-    "missing file of a mixture": grain("{f}/good.jsonl,1;{f}/*.csv,1", "{f}/*.csv", "no such file"),
-    "missing evaluation file": grain(
-        "{f}/good.jsonl", "grain_eval_files", "{f}/no*.jsonl", grain_eval_files="{f}/no*.jsonl"
-    ),
-    "files of two formats": grain(
-        "{f}/good.[jp]*", "{f}/good.jsonl (jsonl)", "{f}/good.parquet (parquet)"
-    ),
-    "name of no format": grain("{f}/unknown.xyz", "{f}/unknown.xyz", "grain_file_type="),
-    "a folder": grain("{f}", "{f}", "not a prepared set", "folder/*"),
-    "rows and documents": grain("{f}/good.bin,1;{f}/good.jsonl,1", "{f}/good.jsonl", "do not mix"),
-    "storage of no package": grain("nope://bucket/a.jsonl", "nope://"),
-    # JSON lines.
-    "cut line": grain("{f}/cut.jsonl", "{f}/cut.jsonl: line 40", "not JSON"),
-    "a list": grain("{f}/list.jsonl", "{f}/list.jsonl: line 2", "not a JSON object"),
-    "a number for text": grain("{f}/number.jsonl", "{f}/number.jsonl: line 3", "int '3'"),
-    "nothing for text": grain("{f}/null.jsonl", "{f}/null.jsonl: line 2", "text is null"),
-    "missing field": grain(
-        "{f}/field.jsonl", "{f}/field.jsonl: line 2", "has no text", "body, url"
-    ),
-    "Latin-1": grain(
-        "{f}/latin.jsonl",
-        "{f}/latin.jsonl: line 1: is not UTF-8 text (byte 13 is 0xe9)",
-        "iconv -f LATIN1 -t UTF-8",
-    ),
-    "UTF-16": grain("{f}/utf16.jsonl", "{f}/utf16.jsonl: line 1", "iconv -f UTF-16 -t UTF-8"),
-    "UTF-16 without a mark": grain("{f}/utf16_be.jsonl", "line 1: is UTF-16 and not UTF-8"),
-    "half a surrogate pair": grain(
-        "{f}/surrogate.jsonl", "{f}/surrogate.jsonl: line 2", "'\\ud83d'", "character 3"
-    ),
-    "brackets without end": grain("{f}/deep.jsonl", "{f}/deep.jsonl: line 2", "not JSON"),
-    "lists of ids": grain("{f}/ragged.jsonl", "ragged.jsonl: line 1", "[1, [2, 3]]", **TOKENS),
-    "ids for text": grain("{f}/tokens.jsonl", "{f}/tokens.jsonl: line 1", "tokenize_train_data"),
-    "text for ids": grain("{f}/good.jsonl", "good.jsonl: line 1", "no list of token ids", **TOKENS),
-    "negative id in a document": grain("{f}/negative.jsonl", "line 2", "-2", **TOKENS),
-    "fractions for ids": grain("{f}/floats.jsonl", "floats.jsonl: line 1", **TOKENS),
-    "id above the vocabulary in a document": grain(
-        "{f}/tokens.jsonl", "record 0", "token id 3", "vocab_size=3", **TOKENS, vocab_size="3"
-    ),
-    "empty file": grain("{f}/empty.jsonl", "{f}/empty.jsonl", "no records"),
-    "empty shard of many": grain("{f}/[eg]*.jsonl", "{f}/empty.jsonl", "no records"),
-    "blank lines": grain("{f}/blank.jsonl", "{f}/blank.jsonl", "no records"),
-    "cut gzip": grain("{f}/cut.jsonl.gz", "{f}/cut.jsonl.gz", "cut off"),
-    "no gzip": grain("{f}/plain.jsonl.gz", "{f}/plain.jsonl.gz", "not a gzip"),
-    "cut zstd": grain("{f}/cut.jsonl.zst", "{f}/cut.jsonl.zst", "cut off"),
-    # Text.
-    "binary text": grain("{f}/binary.txt", "{f}/binary.txt", "zero byte at 2"),
-    "UTF-16 text": grain("{f}/utf16.txt", "{f}/utf16.txt", "is UTF-16 and not UTF-8"),
-    "Latin-1 text": grain("{f}/latin.txt", "{f}/latin.txt", "UTF-8", "byte 3"),
-    "ids in text": grain("{f}/latin.txt", "{f}/latin.txt", "no list of token ids", **TOKENS),
-    # Parquet.
-    "cut Parquet": grain("{f}/cut.parquet", "{f}/cut.parquet", "torn"),
-    "no Parquet": grain("{f}/no.parquet", "{f}/no.parquet", "not a Parquet"),
-    "flipped Parquet": grain("{f}/flipped.parquet", "{f}/flipped.parquet"),
-    "Latin-1 in Parquet": grain("{f}/latin.parquet", "latin.parquet: record 1", "UTF-8", "byte 3"),
-    "missing column": grain(
-        "{f}/good.parquet",
-        "{f}/good.parquet",
-        "has no body",
-        "text, id",
-        train_data_columns="[body]",
-    ),
-    "column of numbers": grain(
-        "{f}/good.parquet", "good.parquet: record 0", "int '0'", train_data_columns="[id]"
-    ),
-    "null in a column": grain("{f}/null.parquet", "{f}/null.parquet: record 1", "text is null"),
-    "empty Parquet": grain("{f}/empty.parquet", "{f}/empty.parquet", "no records"),
-    # ArrayRecord.
-    "cut ArrayRecord": grain("{f}/cut.array_record", "{f}/cut.array_record", "torn"),
-    "no ArrayRecord": grain("{f}/no.array_record", "{f}/no.array_record", "not an ArrayRecord"),
-    "flipped ArrayRecord": grain("{f}/flipped.array_record", "flipped.array_record: record "),
-    "empty ArrayRecord": grain("{f}/empty.array_record", "{f}/empty.array_record", "no records"),
-    "missing feature": grain(
-        "{f}/examples.array_record", "examples.array_record: record 0", "has no text", "body, id"
-    ),
-    "feature of ids": grain("{f}/ids.array_record", "ids.array_record: record 0", "not text"),
-    "row of another length": grain(
-        "{f}/short.array_record", "record 5", "16 tokens", "max_target_length=15", **TOKENS
-    ),
-    "bytes of no type": grain("{f}/odd.array_record", "record 5", "67 bytes", "int32", **TOKENS),
-    # Megatron.
-    "wrong magic": grain("{f}/magic", "{f}/magic.idx", "not a Megatron index"),
-    "unknown version": grain("{f}/version.bin", "{f}/version.idx", "of version 1", "x02"),
-    "unknown dtype": grain("{f}/code.bin", "{f}/code.idx", "dtype code 99"),
-    "float tokens": grain("{f}/float.bin", "{f}/float.idx", "dtype code 7"),
-    "cut index": grain("{f}/cut_idx.bin", "{f}/cut_idx.idx", "torn", "40 sequences"),
-    "cut header": grain("{f}/header.bin", "{f}/header.idx", "torn", "20 bytes"),
-    "index beyond the file": grain(
-        "{f}/cut_bin.bin", "{f}/cut_bin.idx: sequence 39", "cut_bin.bin"
-    ),
-    "tokens beyond the index": grain("{f}/long_bin.bin", "{f}/long_bin.bin", "2728 bytes"),
-    "index of parts": grain("{f}/parts.bin", "{f}/parts.idx: sequence 0", "from byte 4"),
-    "negative length": grain("{f}/size.bin", "{f}/size.idx: sequence 7", "-1 tokens"),
-    "borders": grain("{f}/borders.bin", "{f}/borders.idx", "document borders"),
-    "no .bin": grain("{f}/no_bin.idx", "{f}/no_bin.bin", "cannot be read"),
-    "no .idx": grain("{f}/no_idx.bin", "{f}/no_idx.idx", "cannot be read"),
-    "no tokens": grain("{f}/nothing.bin", "{f}/nothing.bin", "no tokens"),
-    "id above the vocabulary": grain(
-        "{f}/high.bin", "{f}/high.bin: document 0", "token id 400", "320"
-    ),
-    "negative id": grain("{f}/negative.bin", "{f}/negative.bin: document 0, token 2", "-3"),
-    "id beyond 32 bits": grain("{f}/huge.bin", "{f}/huge.bin: document 0", str(2**32 + 5)),
-    # Prepared sets.
-    "unfinished set": grain("{f}/set_unfinished", "{f}/set_unfinished", "not finished"),
-    "torn manifest": grain("{f}/set_torn", "{f}/set_torn/manifest.json", "torn"),
-    "manifest of another version": grain(
-        "{f}/set_version", "set_version/manifest.json", "version 7"
-    ),
-    "lost shard": grain("{f}/set_lost", "{f}/set_lost/shard-00000.bin", "cannot be read"),
-    "short shard": grain("{f}/set_short", "{f}/set_short/shard-00000.bin", "bytes", "torn"),
-    "another index": grain(
-        "{f}/set_exchanged", "shard-00000.idx is not the one that was prepared", "prepare the set"
-    ),
-    "shard of another dtype": grain("{f}/set_dtype", "shard-00000.bin", "int16", "uint16"),
-    "ids above the vocabulary": grain(
-        "{f}/set_good", "{f}/set_good", "257", "vocab_size=256", "320", vocab_size="256"
-    ),
-    "set shorter than a row": grain("{f}/set_tiny", "{f}/set_tiny", "not one row", "17"),
-    # Tokenizers.
-    "vocabulary of the bytes": grain("{f}/good.jsonl", "vocab_size=256", "258", vocab_size="256"),
-    "no tokenizer": grain("{f}/good.jsonl", "tokenizer_path", tokenizer_type="huggingface"),
-    **{
-        f"missing {kind}": grain(
-            "{f}/good.jsonl", "{f}/nowhere", tokenizer_type=kind, tokenizer_path="{f}/nowhere"
-        )
-        for kind in ("huggingface", "sentencepiece", "tiktoken")
-    },
-    **{
-        f"no {kind}": grain(
-            "{f}/good.jsonl",
-            f"{{f}}/{name}",
-            f"not a {kind} tokenizer",
-            tokenizer_type=kind,
-            tokenizer_path=f"{{f}}/{name}",
-        )
-        for kind, name in {
-            "huggingface": "no.json",
-            "sentencepiece": "no.model",
-            "tiktoken": "no.tiktoken",
-        }.items()
-    },
+# What is opened: words without a "=" are grain_train_files, and `ids` is tokenize_train_data=False;
+# and what the line must name. {f} is the folder of the files.
+TABLES = {
+    "Keys": """
+{f}/good.jsonl train_data_columns=[text,id] | ['text', 'id']
+{f}/good.jsonl grain_file_type=csv | grain_file_type=csv
+{f}/good.jsonl,0;{f}/good.parquet,1 | "{f}/good.jsonl,0" | not a number above 0
+{f}/good.jsonl,-1 | weight "-1" | above 0
+{f}/good.jsonl,much;{f}/good.parquet,1 | "much" | {f}/good.jsonl
+{f}/good.jsonl;{f}/good.parquet,1 | no weight | glob,weight
+{f}/good.jsonl,1; | entry "" | glob,weight
+{f}/good.jsonl,nan | weight "nan"
+,1 | entry ",1"
+{f}/nowhere.jsonl | {f}/nowhere.jsonl | no such file
+{f}/good.jsonl,1;{f}/*.csv,1 | {f}/*.csv | no such file
+{f}/good.jsonl grain_eval_files={f}/no*.jsonl | grain_eval_files | {f}/no*.jsonl
+{f}/good.[jp]* | {f}/good.jsonl (jsonl) | {f}/good.parquet (parquet)
+{f}/unknown.xyz | {f}/unknown.xyz | grain_file_type=
+{f} | {f} | not a prepared set | folder/*
+{f}/good.bin,1;{f}/good.jsonl,1 | {f}/good.jsonl | do not mix
+nope://bucket/a.jsonl | nope://
+dataset_type=grain | dataset_type=grain | grain_train_files
+dataset_type=synthetic grain_train_files={f}/good.jsonl | grain_train_files= | dataset_type=grain \
+    | synthetic
+hf_path=a/b | hf_path=a/b is read only with dataset_type=hf
+train_split=tiny | train_split=tiny is read only with dataset_type=hf
+dataset_type=hf | dataset_type=hf needs hf_path
+dataset_type=hf hf_path=a/b grain_train_files=x | files=x is read only
+{f}/good.jsonl 'eval_sets={wiki: nowhere/*.jsonl}' | eval_sets.wiki: nowhere/*.jsonl: no such file
+{f}/good.jsonl 'eval_sets={wiki: }' | eval_sets={'wiki': None} must give names of letters
+{f}/good.jsonl 'eval_sets={a/b: x.jsonl}' | must give names of letters
+{f}/good.jsonl 'eval_sets={wiki: [a, b]}' | must give names of letters
+{f}/good.jsonl eval_sets=wiki.jsonl | must be a mapping of names to files | not text
+{f}/good.jsonl 'eval_sets={wiki: x}' grain_eval_files=x.jsonl | x.jsonl is held out too and has no \
+    name
+dataset_type=text 'eval_sets={wiki: x}' | is read only with dataset_type=grain
+""",
+    "JSON lines": """
+{f}/cut.jsonl | {f}/cut.jsonl: line 40 | not JSON
+{f}/list.jsonl | {f}/list.jsonl: line 2 | not a JSON object
+{f}/number.jsonl | {f}/number.jsonl: line 3 | int '3'
+{f}/null.jsonl | {f}/null.jsonl: line 2 | text is null
+{f}/field.jsonl | {f}/field.jsonl: line 2 | has no text | body, url
+{f}/latin.jsonl | {f}/latin.jsonl: line 1: is not UTF-8 text (byte 13 is 0xe9) | iconv -f LATIN1 \
+    -t UTF-8
+{f}/utf16.jsonl | {f}/utf16.jsonl: line 1 | iconv -f UTF-16 -t UTF-8
+{f}/utf16_be.jsonl | line 1: is UTF-16 and not UTF-8
+{f}/surrogate.jsonl | {f}/surrogate.jsonl: line 2 | '\\ud83d' | character 3
+{f}/deep.jsonl | {f}/deep.jsonl: line 2 | not JSON
+{f}/ragged.jsonl ids | ragged.jsonl: line 1 | [1, [2, 3]]
+{f}/tokens.jsonl | {f}/tokens.jsonl: line 1 | tokenize_train_data
+{f}/good.jsonl ids | good.jsonl: line 1 | no list of token ids
+{f}/negative.jsonl ids | line 2 | -2
+{f}/floats.jsonl ids | floats.jsonl: line 1
+{f}/tokens.jsonl ids vocab_size=3 | record 0 | token id 3 | vocab_size=3
+{f}/empty.jsonl | {f}/empty.jsonl | no records
+{f}/[eg]*.jsonl | {f}/empty.jsonl | no records
+{f}/blank.jsonl | {f}/blank.jsonl | no records
+{f}/cut.jsonl.gz | {f}/cut.jsonl.gz | cut off
+{f}/plain.jsonl.gz | {f}/plain.jsonl.gz | not a gzip
+{f}/cut.jsonl.zst | {f}/cut.jsonl.zst | cut off
+""",
+    "Text": """
+{f}/binary.txt | {f}/binary.txt | zero byte at 2
+{f}/utf16.txt | {f}/utf16.txt | is UTF-16 and not UTF-8
+{f}/latin.txt | {f}/latin.txt | UTF-8 | byte 3
+{f}/latin.txt ids | {f}/latin.txt | no list of token ids
+""",
+    "Parquet": """
+{f}/cut.parquet | {f}/cut.parquet | torn
+{f}/no.parquet | {f}/no.parquet | not a Parquet
+{f}/flipped.parquet | {f}/flipped.parquet
+{f}/latin.parquet | latin.parquet: record 1 | UTF-8 | byte 3
+{f}/good.parquet train_data_columns=[body] | {f}/good.parquet | has no body | text, id
+{f}/good.parquet train_data_columns=[id] | good.parquet: record 0 | int '0'
+{f}/null.parquet | {f}/null.parquet: record 1 | text is null
+{f}/empty.parquet | {f}/empty.parquet | no records
+""",
+    "ArrayRecord": """
+{f}/cut.array_record | {f}/cut.array_record | torn
+{f}/no.array_record | {f}/no.array_record | not an ArrayRecord
+{f}/flipped.array_record | flipped.array_record: record 
+{f}/empty.array_record | {f}/empty.array_record | no records
+{f}/examples.array_record | examples.array_record: record 0 | has no text | body, id
+{f}/ids.array_record | ids.array_record: record 0 | not text
+{f}/short.array_record ids | record 5 | 16 tokens | max_target_length=15
+{f}/odd.array_record ids | record 5 | 67 bytes | int32
+""",
+    "Megatron's files": """
+{f}/magic | {f}/magic.idx | not a Megatron index
+{f}/version.bin | {f}/version.idx | of version 1 | x02
+{f}/code.bin | {f}/code.idx | dtype code 99
+{f}/float.bin | {f}/float.idx | dtype code 7
+{f}/cut_idx.bin | {f}/cut_idx.idx | torn | 40 sequences
+{f}/header.bin | {f}/header.idx | torn | 20 bytes
+{f}/cut_bin.bin | {f}/cut_bin.idx: sequence 39 | cut_bin.bin
+{f}/long_bin.bin | {f}/long_bin.bin | 2728 bytes
+{f}/parts.bin | {f}/parts.idx: sequence 0 | from byte 4
+{f}/size.bin | {f}/size.idx: sequence 7 | -1 tokens
+{f}/borders.bin | {f}/borders.idx | document borders
+{f}/no_bin.idx | {f}/no_bin.bin | cannot be read
+{f}/no_idx.bin | {f}/no_idx.idx | cannot be read
+{f}/nothing.bin | {f}/nothing.bin | no tokens
+{f}/high.bin | {f}/high.bin: document 0 | token id 400 | 320
+{f}/negative.bin | {f}/negative.bin: document 0, token 2 | -3
+{f}/huge.bin | {f}/huge.bin: document 0 | 4294967301
+""",
+    "Prepared sets": """
+{f}/set_unfinished | {f}/set_unfinished | not finished
+{f}/set_torn | {f}/set_torn/manifest.json | torn
+{f}/set_version | set_version/manifest.json | version 7
+{f}/set_lost | {f}/set_lost/shard-00000.bin | cannot be read
+{f}/set_short | {f}/set_short/shard-00000.bin | bytes | torn
+{f}/set_exchanged | shard-00000.idx is not the one that was prepared | prepare the set
+{f}/set_dtype | shard-00000.bin | int16 | uint16
+{f}/set_good vocab_size=256 | {f}/set_good | 257 | vocab_size=256 | 320
+{f}/set_tiny | {f}/set_tiny | not one row | 17
+""",
+    "Tokenizers": """
+{f}/good.jsonl vocab_size=256 | vocab_size=256 | 258
+{f}/good.jsonl tokenizer_type=huggingface | tokenizer_path
+{f}/good.jsonl tokenizer_type=huggingface tokenizer_path={f}/nowhere | {f}/nowhere
+{f}/good.jsonl tokenizer_type=sentencepiece tokenizer_path={f}/nowhere | {f}/nowhere
+{f}/good.jsonl tokenizer_type=tiktoken tokenizer_path={f}/nowhere | {f}/nowhere
+{f}/good.jsonl tokenizer_type=huggingface tokenizer_path={f}/no.json | {f}/no.json | not a \
+    huggingface tokenizer
+{f}/good.jsonl tokenizer_type=sentencepiece tokenizer_path={f}/no.model | {f}/no.model | not a \
+    sentencepiece tokenizer
+{f}/good.jsonl tokenizer_type=tiktoken tokenizer_path={f}/no.tiktoken | {f}/no.tiktoken | not a \
+    tiktoken tokenizer
+{f}/good.jsonl tokenizer_path={f} | tokenizer_path={f} | no tokenizer.json
+{f}/good.jsonl tokenizer_path=a/b/Llama-3.1-8B | a/b/Llama | no such file | nor a name
+{f}/good.jsonl tokenizer_path={f}/good.bin | {f}/good.bin | tokenizer_type
+{f}/good.jsonl tokenizer_type=bytes tokenizer_path=a.json | =bytes | =a.json
+dataset_type=text tokenizer_path={f}/no.json | tokenizer_path={f}/no.json | dataset_type=text
+dataset_type=text tokenizer_type=tiktoken | tokenizer_type=tiktoken | dataset_type=text
+dataset_type=text split_special_tokens=False | split_special_tokens=False | dataset_type=text
+""",
 }
+CASES = [case for text in TABLES.values() for case in table(text)]
+
+
+def keys_of(words: str, f: pathlib.Path) -> list[str]:
+    """The keys that the words of a table stand for."""
+    keys = ["vocab_size=320"]
+    for word in shlex.split(words.replace("{f}", str(f))):
+        if word == "ids":
+            keys.append("tokenize_train_data=False")
+        else:
+            is_key = "=" in word
+            keys += [word] if is_key else ["dataset_type=grain", f"grain_train_files={word}"]
+    return keys
 
 
 @pytest.fixture(scope="module")
@@ -320,21 +310,15 @@ def f(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-def check_line(line: str, names: tuple[str, ...], f: pathlib.Path) -> None:
-    assert len(line.splitlines()) == 1 and len(line) < 500, line
-    for part in names:
-        assert part.replace("{f}", str(f)) in line, line
+def parts_of(names: list[str], f: pathlib.Path) -> list[str]:
+    return [name.replace("{f}", str(f)) for name in names]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_line(name, f):
-    arguments, names = CASES[name]
-    options = [argument.replace("{f}", str(f)) for argument in arguments]
-    if not any(argument.startswith("vocab_size=") for argument in options):
-        options.append("vocab_size=320")
-    with pytest.raises(ConfigError) as caught:
-        open_sources(make_config(*options).data)
-    check_line(str(caught.value), names, f)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_one_line(case, f):
+    words, *names = case
+    with refused(*parts_of(names, f)):
+        open_sources(make_config(*keys_of(words, f)).data)
 
 
 @pytest.mark.parametrize(
@@ -353,25 +337,20 @@ def test_held_out_documents_that_predict_nothing(more, names, tmp_path):
     (tmp_path / "held.jsonl").write_text('{"text": "y"}\n')
     keys = (f"grain_train_files={tmp_path}/a.jsonl", "add_bos=False", "add_eos=False")
     options = (*keys, *(key.replace("{f}", str(tmp_path)) for key in more))
-    with pytest.raises(ConfigError) as caught:
-        config = make_config("dataset_type=grain", *options)
-        open_rows(config.data, True)
-    check_line(str(caught.value), (*names, "eval_interval=-1"), tmp_path)
+    with refused(*names, "eval_interval=-1"):
+        open_rows(make_config("dataset_type=grain", *options).data, True)
     unread = make_config("dataset_type=grain", *options, "eval_interval=-1")
     assert len(open_rows(unread.data, True).train[0].items)
 
 
-@pytest.mark.parametrize("name", list(CASES)[::4])
-def test_nothing_is_trained(name, f, tmp_path):
+@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case[0])
+def test_nothing_is_trained(case, f, tmp_path):
     """As a run, one of them as a process: exit status 2 and the line, no step, no checkpoint."""
-    arguments, names = CASES[name]
-    options = [argument.replace("{f}", str(f)) for argument in arguments]
-    if not any(argument.startswith("vocab_size=") for argument in options):
-        options.append("vocab_size=320")
-    outcome = execute(keys(" ".join(options)), f, tmp_path / "run", started=name == list(CASES)[0])
-    assert outcome.status == 2, outcome.stderr
-    assert outcome.stderr.startswith("error: ") and outcome.stdout == "" and not outcome.trained
-    check_line(outcome.stderr.removesuffix("\n"), names, f)
+    words, *names = case
+    line = Case(words, [BASE, *PLAIN, *keys_of(words, f)], ())
+    done, has_trained = execute(line, f, tmp_path / "run", started=case is CASES[0])
+    check_refusal(done, *parts_of(names, f))
+    assert not has_trained
 
 
 @pytest.mark.slow
@@ -379,113 +358,93 @@ def test_a_bad_row_far_inside_is_not_trained_on(f, tmp_path):
     """Files are too large to read before training: their rows are looked at as they come."""
     options = f"dataset_type=grain grain_train_files={f}/far.bin vocab_size=264 run_name=far"
     case = keys(f"{options} enable_data_shuffling=False steps=40 per_device_batch_size=50")
-    outcome = execute(case, f, tmp_path / "run", started=True, limited=False)
-    assert outcome.status == 2
-    names = ("{f}/far.bin: document 0, token 20000", "token id 300", "vocab_size=264")
-    check_line(outcome.stderr.removesuffix("\n"), names, f)
-    lines = (tmp_path / "run" / "output" / "far" / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in lines]
+    done, _ = execute(case, f, tmp_path / "run", started=True, limited=False)
+    assert done.returncode == 2
+    names = (f"{f}/far.bin: document 0, token 20000", "token id 300", "vocab_size=264")
+    assert all(name in done.stderr for name in names) and done.stderr.count("\n") == 1
+    steps = [record["step"] for record in steps_of(tmp_path / "run" / "output" / "far")]
     assert steps == list(range(20_000 // 16 // 50))[: len(steps)]  # the row is in step 25
 
 
 PACKAGES = {
-    "pyarrow": grain("{f}/good.parquet"),
-    "tokenizers": grain(
-        "{f}/good.jsonl", tokenizer_type="huggingface", tokenizer_path="{f}/no.json"
-    ),
-    "sentencepiece": grain(
-        "{f}/good.jsonl", tokenizer_type="sentencepiece", tokenizer_path="{f}/no.model"
-    ),
-    "tiktoken": grain("{f}/good.jsonl", tokenizer_type="tiktoken", tokenizer_path="{f}/a.tiktoken"),
+    "pyarrow": "{f}/good.parquet",
+    "tokenizers": "{f}/good.jsonl tokenizer_path={f}/no.json",
+    "sentencepiece": "{f}/good.jsonl tokenizer_path={f}/no.model",
+    "tiktoken": "{f}/good.jsonl tokenizer_path={f}/no.tiktoken",
 }
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_that_is_not_installed(package, f, monkeypatch):
     """The line that installs it."""
-    (f / "a.tiktoken").write_text("YQ== 0\n")
-    monkeypatch.setitem(sys.modules, package, None)
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        ConfigError, match=f"needs the package {package}: python -m pip install "
-    ) as caught:
-        options = [argument.replace("{f}", str(f)) for argument in PACKAGES[package][0]]
-        open_sources(make_config(*options, "vocab_size=320").data)
-    check_line(str(caught.value), ("'.[data]'",), f)
+    monkeypatch.setitem(sys.modules, package, None)
+    with refused(f"needs the package {package}: python -m pip install ", "'.[data]'"):
+        open_sources(make_config(*keys_of(PACKAGES[package], f)).data)
 
 
-PREPARE = {
-    "no input": ("--output {o}", ("no INPUT",)),
-    "no output": ("{f}/good.jsonl", ("no --output",)),
-    "missing input": ("{f}/nowhere.jsonl --output {o}", ("{f}/nowhere.jsonl", "no such file")),
-    "option": ("{f}/good.jsonl --output {o} --outptu", ("--outptu",)),
-    "word for a number": ("{f}/good.jsonl --output {o} --workers many", ("--workers", "many")),
-    "no workers": ("{f}/good.jsonl --output {o} --workers 0", ("--workers 0",)),
-    "no shard": ("{f}/good.jsonl --output {o} --shard_megabytes -1", ("--shard_megabytes -1",)),
-    "key": ("{f}/good.jsonl --output {o} tokenizer_typ=bytes", ("did you mean tokenizer_type",)),
-    "key of training": ("{f}/good.jsonl --output {o} steps=3", ("steps=3", "tokenizer_path")),
-    "far output": ("{f}/good.jsonl --output gs://bucket/a", ("gs://bucket/a", "local")),
-    "far output of one slash": ("{f}/good.jsonl --output gs:/bucket/a", ("gs:/bucket/a", "local")),
-    "file for output": ("{f}/good.jsonl --output {f}/good.bin", ("{f}/good.bin", "write")),
-    "prepared input": ("{f}/set_good --output {o}", ("{f}/set_good", "prepared set")),
-    "text and tokens": ("{f}/good.jsonl {f}/good.bin --output {o}", ("INPUT", "tokens")),
-    "small BPE": ("{f}/good.jsonl --output {o} --train_bpe 100", ("--train_bpe 100", "258")),
-    "BPE of tokens": ("{f}/good.bin --output {o} --train_bpe 300", ("--train_bpe 300", "tokens")),
-    "no documents": ("{f}/empty.jsonl --output {o}", ("0 documents",)),
-    "torn input": ("{f}/cut_bin.bin --output {o}", ("{f}/cut_bin.idx: sequence 39",)),
-    "cut document": ("{f}/cut.jsonl --output {o}", ("{f}/cut.jsonl: line 40", "not JSON")),
-    "cut stream": ("{f}/cut.jsonl.zst --output {o}", ("{f}/cut.jsonl.zst", "cut off")),
-    "half a surrogate pair": (
-        "{f}/surrogate.jsonl --output {o}",
-        ("{f}/surrogate.jsonl: line 2", "\\ud83d"),
-    ),
-    "Latin-1 in Parquet": ("{f}/latin.parquet --output {o}", ("{f}/latin.parquet: record 1",)),
-    "input that cannot be read": (
-        "{f}/broken.txt --output {o}",
-        ("{f}/broken.txt: cannot be read: Input/output error",),
-    ),
-    "input that no BPE can read": (
-        "{f}/broken.txt --output {o} --train_bpe 300",
-        ("{f}/broken.txt: cannot be read: Input/output error",),
-    ),
-    "input in the output": ("{f}/good.jsonl --output {f}", ("--output {f} holds ",)),
-    "null document": ("{f}/null.parquet --output {o}", ("{f}/null.parquet: record 1",)),
-    "flipped document": (
-        "{f}/flipped.array_record --output {o}",
-        ("flipped.array_record: record",),
-    ),
-    "negative token": ("{f}/negative.bin --output {o}", ("{f}/negative.bin: document 0", "-3")),
-    "inspected folder": ("--inspect {f}", ("{f}", "not a prepared set")),
-    "inspected file": (
-        "--inspect {f}/good.jsonl",
-        ("good.jsonl is not a prepared set", "use_dpo=true"),
-    ),
-    "inspected torn set": ("--inspect {f}/set_short", ("shard-00000.bin", "torn")),
-}
+# Of maxramp.prepare; {o} stands for --output and a new folder.
+PREPARE = table("""
+{o} | no INPUT
+{f}/good.jsonl | no --output
+{f}/nowhere.jsonl {o} | {f}/nowhere.jsonl | no such file
+{f}/good.jsonl {o} --outptu | --outptu
+{f}/good.jsonl {o} --workers many | --workers | many
+{f}/good.jsonl {o} --workers 0 | --workers 0
+{f}/good.jsonl {o} --shard_megabytes -1 | --shard_megabytes -1
+{f}/good.jsonl {o} tokenizer_typ=bytes | did you mean tokenizer_type
+{f}/good.jsonl {o} steps=3 | steps=3 | tokenizer_path
+{f}/good.jsonl --output gs://bucket/a | gs://bucket/a | local
+{f}/good.jsonl --output gs:/bucket/a | gs:/bucket/a | local
+{f}/good.jsonl --output {f}/good.bin | {f}/good.bin | write
+{f}/set_good {o} | {f}/set_good | prepared set
+{f}/good.jsonl {f}/good.bin {o} | INPUT | tokens
+{f}/good.jsonl {o} --train_bpe 100 | --train_bpe 100 | 258
+{f}/good.bin {o} --train_bpe 300 | --train_bpe 300 | tokens
+{f}/empty.jsonl {o} | 0 documents
+{f}/cut_bin.bin {o} | {f}/cut_bin.idx: sequence 39
+{f}/cut.jsonl {o} | {f}/cut.jsonl: line 40 | not JSON
+{f}/cut.jsonl.zst {o} | {f}/cut.jsonl.zst | cut off
+{f}/surrogate.jsonl {o} | {f}/surrogate.jsonl: line 2 | \\ud83d
+{f}/latin.parquet {o} | {f}/latin.parquet: record 1
+{f}/broken.txt {o} | {f}/broken.txt: cannot be read: Input/output error
+{f}/broken.txt {o} --train_bpe 300 | {f}/broken.txt: cannot be read: Input/output error
+{f}/good.jsonl --output {f} | --output {f} holds 
+{f}/null.parquet {o} | {f}/null.parquet: record 1
+{f}/flipped.array_record {o} | flipped.array_record: record
+{f}/negative.bin {o} | {f}/negative.bin: document 0 | -3
+--inspect {f} | {f} | not a prepared set
+--inspect {f}/good.jsonl | good.jsonl is not a prepared set | use_dpo=true
+--inspect {f}/set_short | shard-00000.bin | torn
+{f}/good.jsonl {o} --shard_megabytes nan | --shard_megabytes nan | above 0 and finite
+{f}/good.jsonl {o} --shard_megabytes inf | --shard_megabytes inf | above 0 and finite
+{f}/good.jsonl {o} --shard_megabytes 1e305 | --shard_megabytes 1e+305 | above 0 and finite
+{f}/good.jsonl {o} --max_bad_records=-1 | --max_bad_records
+{f}/good.jsonl {o} --max_bad_records=0.1 | --max_bad_records
+{f}/good.jsonl {o} --max_bad_records= | --max_bad_records
+{f}/empty.jsonl {o} --train_bpe 300 | --train_bpe 300: the inputs hold no text
+{f}/nothing.txt {o} --train_bpe 300 --tokenizer_only | --train_bpe 300: the inputs hold no text
+{f}/blank_text.jsonl {o} --train_bpe 300 --tokenizer_only | --train_bpe 300: the inputs hold no text
+{f}/good.jsonl {o} --train_bpe 300 tokenizer_path={f}/no.json | --train_bpe | {f}/no.json
+{f}/good.jsonl {o} --train_bpe 300 tokenizer_type=tiktoken | --train_bpe | tiktoken
+{f}/good.bin {o} tokenizer_path={f}/no.json | tokenizer_path={f}/no.json | tokens
+{f}/good.jsonl {o} tokenizer_path={f} | tokenizer_path={f} | no tokenizer.json
+""")
 
 
-@pytest.mark.parametrize("name", PREPARE)
-def test_refused_by_prepare(name, f, tmp_path, capfd):
-    text, names = PREPARE[name]
-    options = text.replace("{f}", str(f)).replace("{o}", str(tmp_path / "set")).split()
-    assert prepare.main(options) == 2
-    error = capfd.readouterr().err
-    assert error.startswith("error: ")
-    check_line(error.removesuffix("\n"), names, f)
-    assert not (tmp_path / "set" / "manifest.json").exists()
-
-
-def test_there_are_enough():
-    assert len(CASES) >= 25
+@pytest.mark.parametrize("case", PREPARE, ids=lambda case: case[0])
+def test_refused_by_prepare(case, f, tmp_path):
+    words, *names = case
+    output = f"--output {tmp_path}/set"
+    options = words.replace("{f}", str(f)).replace("{o}", output).split()
+    check_refusal(run_here(*options, module="prepare"), *parts_of(names, f), begun=True)
+    assert not {path.name for path in tmp_path.rglob("*")} & {"manifest.json", "tokenizer.json"}
 
 
 def test_good_files_are_not_refused(f):
     """What the cases are made from opens: a case fails for its own reason alone."""
-    alone = ("good.jsonl", "good.parquet", "good.array_record", "good.bin", "good", "set_good")
-    cases = [grain(f"{f}/{name}") for name in alone]
-    cases.append(grain(f"{f}/rows.array_record", **TOKENS))
-    cases.append(grain(f"{f}/good.jsonl,1;{f}/good.parquet,2"))
-    for arguments, _ in cases:
-        config = make_config(*arguments, "vocab_size=320")
-        assert len(open_sources(config.data).train[0].items)
+    names = ("good.jsonl", "good.parquet", "good.array_record", "good.bin", "good", "set_good")
+    lines = [f"{{f}}/{name}" for name in names]
+    for line in (*lines, "{f}/rows.array_record ids", "{f}/good.jsonl,1;{f}/good.parquet,2"):
+        assert len(open_sources(make_config(*keys_of(line, f)).data).train[0].items)

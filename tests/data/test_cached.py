@@ -196,8 +196,6 @@ if __name__ == "__main__":
 
 def start(source, cache):
     line = [sys.executable, "-c", OPEN, BASE, *TINY, *keys(source, cache), "steps=1"]
-    merged = dict(argument.split("=", 1) for argument in line[4:])
-    line = [*line[:4], *(f"{name}={value}" for name, value in merged.items())]
     return subprocess.Popen(line, env=environment(), text=True, stdout=subprocess.PIPE)
 
 

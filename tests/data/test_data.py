@@ -206,17 +206,6 @@ def test_synthetic_rows_are_a_function_of_seed_and_row():
     assert not np.array_equal(row, open_sources(keys).held_out[0].items[0].tokens)
 
 
-def test_too_few_rows_say_what_would_do(texts):
-    config = small(texts, "steps=100000")
-    with pytest.raises(ConfigError, match=r"use num_epoch=\d+, or at most steps=\d+") as caught:
-        read_run(config)
-    wanted = str(caught.value).split("num_epoch=")[2].split(",")[0]
-    steps = str(caught.value).rsplit("steps=", 1)[1]
-    enough = small(texts, "steps=100000", f"num_epoch={wanted}")
-    make_loader(enough)[0].close()
-    read_run(small(texts, f"steps={steps}"))
-
-
 @pytest.mark.parametrize("unit, row", (("total_samples", 1), ("total_tokens", 16)))
 def test_too_few_rows_for_a_ramp_that_decides(texts, unit, row):
     """However it decides: the run's samples, and what the last rung's step may take beyond them."""

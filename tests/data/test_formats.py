@@ -1,7 +1,6 @@
 """Files of documents and tokens, read as what independent writers put into them."""
 
 import base64
-import dataclasses
 import gc
 import gzip
 import hashlib
@@ -423,13 +422,6 @@ def test_documents_of_a_corpus(tmp_path):
     np.testing.assert_array_equal(elsewhere[17].tokens, part.items[17].tokens)
 
 
-def test_evaluation_files_leave_the_training_files_whole(tmp_path):
-    write_file(tmp_path, "jsonl", TEXTS)
-    write_file(tmp_path, "parquet", TEXTS[:7])
-    opened = corpus(f"{tmp_path}/*.jsonl", f"grain_eval_files={tmp_path}/*.parquet")
-    assert (len(opened.train[0].items), len(opened.held_out[0].items)) == (len(TEXTS), 7)
-
-
 def test_a_mixture_keeps_its_weights(tmp_path):
     for kind in ("jsonl", "gzip"):
         write_file(tmp_path, kind, TEXTS)
@@ -439,19 +431,12 @@ def test_a_mixture_keeps_its_weights(tmp_path):
     assert parse_mixture("k", "a*") == [("a*", 1.0)]
 
 
-def test_rows_of_records_and_of_streams(tmp_path):
+def test_rows_of_records_are_kept(tmp_path):
     rows = [list(range(i, i + 17)) for i in range(50)]
     path = write_file(tmp_path, "arrayrecord", rows)
     opened = corpus(path, "tokenize_train_data=False", "eval_fraction=0", "eval_interval=-1")
     assert opened.train[0].noun == "rows"
     assert [opened.train[0].items[i].tokens.tolist() for i in range(50)] == rows
-    stream = write_megatron(tmp_path / "m", [[row] for row in rows])
-    keys = ("separate_documents=False", "eval_fraction=0", "eval_interval=-1")
-    opened = corpus(tmp_path / "m", *keys)  # by the name that both files share
-    assert len(opened.train[0].items) == (len(stream) - 1) // 16
-    assert opened.train[0].items[3].tokens.tolist() == stream[48:65]
-    elsewhere = pickle.dumps(opened.train[0].items)
-    assert len(elsewhere) < 1500 and pickle.loads(elsewhere)[3].tokens.tolist() == stream[48:65]
 
 
 def test_the_hash_is_of_the_tokens(tmp_path):
@@ -495,21 +480,3 @@ def test_what_the_hash_of_a_token_file_covers(tmp_path):
     # A set whose tokens were exchanged later has another hash.
     shutil.copy(tmp_path / "1set/shard-00000.bin", tmp_path / "0set")
     assert corpus(tmp_path / "0set").train[0].hash not in prepared_hashes
-
-
-def test_what_a_process_that_opens_nothing_is_told(tmp_path):
-    """All but the items, as JSON."""
-    opened = corpus(write_file(tmp_path, "jsonl", TEXTS))
-    received = Corpus.from_summary(json.loads(json.dumps(opened.summary)))
-    assert received.summary == opened.summary
-    for ours, part in ((received.train, opened.train), (received.held_out, opened.held_out)):
-        assert ours == [dataclasses.replace(part[0], items=range(len(part[0].items)))]
-
-
-@pytest.mark.parametrize(
-    "value", ["a,0;b,1", "a,-1;b,1", "a,x;b,1", "a;b,1", "a,1;", ",1", "a,nan"]
-)
-def test_no_mixture(value):
-    with pytest.raises(ConfigError) as caught:
-        parse_mixture("grain_train_files", value)
-    assert value in str(caught.value)

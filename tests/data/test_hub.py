@@ -179,16 +179,6 @@ def test_a_split_may_be_a_part(monkeypatch):
     assert asked == [("an-org/texts", "en:1", "train[:10%]+test")] * 2
 
 
-def test_a_set_is_not_written_into_a_data_set(tmp_path, monkeypatch, capsys):
-    """A folder is one that is here."""
-    (tmp_path / "an-org" / "texts").mkdir(parents=True)
-    (tmp_path / "an-org" / "texts" / "a.jsonl").write_text("")
-    monkeypatch.chdir(tmp_path)
-    options = ["hf_path=an-org/texts", "--output", "an-org/texts", COLUMN]
-    assert prepare_lib.main(options) == 2
-    assert "--output an-org/texts holds a.jsonl, which" in capsys.readouterr().err
-
-
 def test_no_such_data_set_is_one_line(data_set):
     for keys, message in (
         (["hf_path=an-org/nothing"], "neither the cache of datasets nor the hub gives it"),
@@ -199,17 +189,3 @@ def test_no_such_data_set_is_one_line(data_set):
             open_sources(make_config("dataset_type=hf", "vocab_size=264", *data_set, *keys).data)
         line = str(caught.value)
         assert line.startswith("hf_path=") and message in line and "\n" not in line
-
-
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    (
-        (["hf_path=a/b"], "hf_path=a/b is read only with dataset_type=hf"),
-        (["train_split=tiny"], "train_split=tiny is read only with dataset_type=hf"),
-        (["dataset_type=hf"], "dataset_type=hf needs hf_path"),
-        (["dataset_type=hf", "hf_path=a/b", "grain_train_files=x"], "files=x is read only"),
-    ),
-)
-def test_keys_that_do_not_go_together(keys, named):
-    with pytest.raises(ConfigError, match=named):
-        make_config(*keys)

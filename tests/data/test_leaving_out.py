@@ -80,12 +80,6 @@ def test_too_many_bad_records_end_it(tmp_path, capfd):
     assert len(documents(tmp_path / "set")) == len(texts)
 
 
-@pytest.mark.parametrize("text", ("-1", "0.1", "many", ""))
-def test_no_number_of_bad_records(text, capfd):
-    assert prepare_lib.main(["a.jsonl", "--output", "set", f"--max_bad_records={text}"]) == 2
-    assert "--max_bad_records" in (error := capfd.readouterr().err) and error.count("\n") == 1
-
-
 def test_bad_records_of_other_formats(tmp_path):
     """In the place of a bad record stands what is wrong with it, and reading goes on."""
     parquet = tmp_path / "null.parquet"

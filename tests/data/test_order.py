@@ -58,20 +58,6 @@ def test_a_mixture_ends_where_a_part_does(weights):
     assert mixture.locate(length) == (ended, available[ended])
 
 
-def test_every_epoch_of_every_part_is_whole_and_shuffled_anew():
-    parts = [Part("a", 0.75, list(range(30))), Part("b", 0.25, list(range(100, 110)))]
-    rows = RunRows(parts, num_epoch=4, seed=3)
-    assert len(rows) == 120 * 4 // 3 and rows.length(4) == (160, "a")
-    read = [rows[i] for i in range(160)]
-    from_a = [row for row in read if row < 100]
-    epochs = [from_a[i : i + 30] for i in range(0, 120, 30)]
-    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-    assert read == [rows[i] for i in reversed(range(160))][::-1]
-    in_order = RunRows(parts, num_epoch=4, seed=None)
-    assert [in_order[i] for i in range(160) if in_order[i] < 100] == 4 * list(range(30))
-
-
 PARTS = [Part(name, 1, list(range(1000 * i, 1000 * i + 997))) for i, name in enumerate("abc")]
 
 

@@ -101,22 +101,6 @@ def test_a_row_is_a_pair(tmp_path):
             assert text.count("<|im_start|>") == len(record[name])
 
 
-def test_parquet(tmp_path):
-    """Columns of lists of structs, and of texts."""
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    texts = [{"prompt": f"{i}?", "chosen": "y" * (i + 1), "rejected": "no"} for i in range(4)]
-    for name, records in {"lists": pairs(6), "texts": texts}.items():
-        parquet.write_table(arrow.Table.from_pylist(records), tmp_path / f"{name}.parquet")
-        lines, _ = opened(tmp_path, records)
-        other, _ = opened(tmp_path, records, f"grain_train_files={tmp_path}/{name}.parquet")
-        one, same = lines.train[0].items, other.train[0].items
-        assert len(one) == len(same) == len(records)
-        for i in range(len(one)):
-            for a, b in zip(one[i], same[i], strict=True):
-                np.testing.assert_array_equal(a, b)
-
-
 def test_hashes_are_of_the_tokens(tmp_path):
     """Not of the reference, which a restart may know only later."""
     corpus, config = opened(tmp_path, pairs(4))

@@ -1,7 +1,6 @@
 """A ramp that is replaced while batches are read has the rows of one known from the start."""
 
 import contextlib
-import multiprocessing
 import shutil
 
 import numpy as np
@@ -11,7 +10,6 @@ from conftest import make_config, make_mesh
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
 from maxramp.data.relay import Expansion
-from maxramp.errors import TrainingError
 from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
 
 STEPS = 13
@@ -71,32 +69,16 @@ def ramps(known):
     return replaced
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_stage_that_is_decided_while_batches_are_read_has_its_rows(known, expected, workers):
-    """Killed in its second stage, and started again there, too."""
-    keys, ramp_at = config("0:8", f"grain_worker_count={workers}"), ramps(known)
-    assert ramp_at[-1].to_json()["stages"] == known.to_json()["stages"]
-    with loading(keys, ramp_at[0]) as loader:
-        for step in range(8):
-            assert rows(loader, step, ramp_at[step]) == expected[step]
-        if workers:
-            for process in multiprocessing.active_children():
-                process.kill()
-            with pytest.raises(TrainingError, match="could not be read"):
-                for step in range(8, STEPS):
-                    rows(loader, step, ramp_at[7])
-    with loading(keys, ramp_at[6], first_step=6) as loader:
-        for step in range(6, STEPS):
-            assert rows(loader, step, ramp_at[step]) == expected[step]
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_who_cleans_the_temporary_folder_stops_no_run(known, expected, workers, tmp_path):
-    """As a system does with files that are some days old."""
+def test_a_stage_that_is_decided_while_batches_are_read_has_its_rows(
+    known, expected, workers, tmp_path
+):
+    """Also where somebody cleans the temporary folder, as a system does after some days."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path))
         patch.setattr("tempfile.tempdir", None)
         keys, ramp_at = config("0:8", f"grain_worker_count={workers}"), ramps(known)
+        assert ramp_at[-1].to_json()["stages"] == known.to_json()["stages"]
         with loading(keys, ramp_at[0]) as loader:
             for step in range(STEPS):
                 assert rows(loader, step, ramp_at[step]) == expected[step]

@@ -5,14 +5,12 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import BASE, make_config, open_sources
+from conftest import make_config, open_sources, refused, table
 from test_formats import TEXTS, write_file, write_megatron
 
 from maxramp import prepare
-from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.data.files import prepared
-from maxramp.errors import ConfigError
 
 hf = pytest.importorskip("tokenizers")
 
@@ -36,24 +34,19 @@ def f(tmp_path_factory):
     return folder
 
 
-def loaded(*keys: str):
-    return load([BASE, *keys])
-
-
 @pytest.mark.parametrize(
-    ("path", "kind"),
-    (
-        ("{f}/one/tokenizer.json", "huggingface"),
-        ("{f}/one", "huggingface"),
-        ("gs://bucket/tokenizer.json", "huggingface"),
-        ("assets/tokenizer_llama3.tiktoken", "tiktoken"),
-        ("assets/tokenizer.MODEL", "sentencepiece"),
-        ("", "bytes"),
-    ),
+    ("kind", "paths"),
+    [
+        ("huggingface", ["{f}/one/tokenizer.json", "{f}/one", "gs://bucket/tokenizer.json"]),
+        ("tiktoken", ["assets/tokenizer_llama3.tiktoken"]),
+        ("sentencepiece", ["assets/tokenizer.MODEL"]),
+        ("bytes", [""]),
+    ],
 )
-def test_the_type_follows_from_the_file(path, kind, f):
-    path = path.replace("{f}", str(f))
-    assert make_config(*GRAIN, f"tokenizer_path={path}").data.tokenizer_type == kind
+def test_the_type_follows_from_the_file(kind, paths, f):
+    for path in paths:
+        keys = make_config(*GRAIN, f"tokenizer_path={path.replace('{f}', str(f))}")
+        assert keys.data.tokenizer_type == kind
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -92,70 +85,24 @@ def test_settings_of_another_use_change_no_ids(f, tmp_path):
     assert other.encode_with_offsets(TEXTS[20])[0].tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("keys", "names"),
-    (
-        ([*GRAIN, "tokenizer_path={f}"], ("tokenizer_path={f}", "no tokenizer.json")),
-        ([*GRAIN, "tokenizer_path=a/b/Llama-3.1-8B"], ("a/b/Llama", "no such file", "nor a name")),
-        ([*GRAIN, "tokenizer_path={f}/megatron.bin"], ("{f}/megatron.bin", "tokenizer_type")),
-        ([*GRAIN, "tokenizer_type=bytes", "tokenizer_path=a.json"], ("=bytes", "=a.json")),
-        (["tokenizer_path={f}/one"], ("tokenizer_path={f}/one", "dataset_type=text")),
-        (["tokenizer_type=tiktoken"], ("tokenizer_type=tiktoken", "dataset_type=text")),
-        (["split_special_tokens=False"], ("split_special_tokens=False", "dataset_type=text")),
-    ),
-)
-def test_refused_before_anything_is_read(keys, names, f):
-    with pytest.raises(ConfigError) as caught:
-        loaded(*(key.replace("{f}", str(f)) for key in keys))
-    check(caught, names, f)
+SETS = table("""
+{f}/set_one,1;{f}/set_two,1 | {f}/set_one was | 400 ids | {f}/set_two with | 300 ids
+{f}/set_bytes grain_eval_files={f}/set_two | {f}/set_bytes was | bytes of 258 | {f}/set_two with
+{f}/set_* | {f}/set_bytes was | {f}/set_one with
+{f}/set_one tokenizer_path={f}/two | tokenizer_path={f}/two | {f}/set_one | 400 ids
+{f}/set_bytes tokenizer_path={f}/two | tokenizer_path={f}/two | {f}/set_bytes | bytes
+{f}/set_one split_special_tokens=False | split_special_tokens=False | {f}/set_one | tokens=True
+{f}/set_one tokenizer_type=sentencepiece | tokenizer_type=sentencepiece | {f}/set_one | huggingface
+{f}/set_one tokenizer_path={f}/none.json | {f}/none.json | cannot be read
+""")
 
 
-def check(caught, names, f):
-    line = str(caught.value)
-    assert len(line.splitlines()) == 1
-    for name in names:
-        assert name.replace("{f}", str(f)) in line, line
-
-
-@pytest.mark.parametrize(
-    ("keys", "names"),
-    (
-        (
-            ["grain_train_files={f}/set_one,1;{f}/set_two,1"],
-            ("{f}/set_one was", "400 ids", "{f}/set_two with", "300 ids"),
-        ),
-        (
-            ["grain_train_files={f}/set_bytes", "grain_eval_files={f}/set_two"],
-            ("{f}/set_bytes was", "bytes of 258", "{f}/set_two with"),
-        ),
-        (["grain_train_files={f}/set_*"], ("{f}/set_bytes was", "{f}/set_one with")),
-        (
-            ["grain_train_files={f}/set_one", "tokenizer_path={f}/two"],
-            ("tokenizer_path={f}/two", "{f}/set_one", "400 ids"),
-        ),
-        (
-            ["grain_train_files={f}/set_bytes", "tokenizer_path={f}/two"],
-            ("tokenizer_path={f}/two", "{f}/set_bytes", "bytes"),
-        ),
-        (
-            ["grain_train_files={f}/set_one", "split_special_tokens=False"],
-            ("split_special_tokens=False", "{f}/set_one", "split_special_tokens=True"),
-        ),
-        (
-            ["grain_train_files={f}/set_one", "tokenizer_type=sentencepiece"],
-            ("tokenizer_type=sentencepiece", "{f}/set_one", "huggingface"),
-        ),
-        (
-            ["grain_train_files={f}/set_one", "tokenizer_path={f}/none.json"],
-            ("{f}/none.json", "cannot be read"),
-        ),
-    ),
-)
-def test_sets_of_another_tokenizer(keys, names, f):
-    options = [key.replace("{f}", str(f)) for key in keys]
-    with pytest.raises(ConfigError) as caught:
-        open_sources(make_config("dataset_type=grain", "vocab_size=448", *options).data)
-    check(caught, names, f)
+@pytest.mark.parametrize("case", SETS, ids=lambda case: case[0])
+def test_sets_of_another_tokenizer(case, f):
+    words, *names = (cell.replace("{f}", str(f)) for cell in case)
+    options = f"dataset_type=grain vocab_size=448 grain_train_files={words}".split()
+    with refused(*names):
+        open_sources(make_config(*options).data)
 
 
 def test_sets_of_the_same_tokenizer(f):
@@ -177,21 +124,3 @@ def test_what_is_not_used_is_said(f):
         assert "not used" not in open_sources(make_config(*keys).data).description
     maxtexts = "tokenizer_path=assets/tokenizer.llama2"
     assert make_config("dataset_type=synthetic", maxtexts).data.tokenizer_type == "bytes"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    (
-        ("{f}/jsonl.jsonl --train_bpe 300 tokenizer_path={f}/one", ("--train_bpe", "{f}/one")),
-        ("{f}/jsonl.jsonl --train_bpe 300 tokenizer_type=tiktoken", ("--train_bpe", "tiktoken")),
-        ("{f}/megatron.bin tokenizer_path={f}/one", ("tokenizer_path={f}/one", "tokens")),
-        ("{f}/jsonl.jsonl tokenizer_path={f}", ("tokenizer_path={f}", "no tokenizer.json")),
-    ),
-)
-def test_refused_by_prepare(arguments, names, f, tmp_path, capfd):
-    options = arguments.replace("{f}", str(f)).split()
-    assert prepare.main([*options, COLUMN, "--output", str(tmp_path / "set")]) == 2
-    line = capfd.readouterr().err
-    assert line.startswith("error: ") and line.count("\n") == 1
-    for name in names:
-        assert name.replace("{f}", str(f)) in line, line

@@ -3,17 +3,15 @@
 import json
 
 import pytest
-from conftest import BASE, TINY, run
+from conftest import BASE, TINY, complete, run, steps_of
 
 from maxramp.files.place import place
-from maxramp.run.metrics import read_records
 
 pytestmark = pytest.mark.slow
 
 
 def ran(*arguments, module):
-    done = run(*map(str, arguments), module=module)
-    assert done.returncode == 0, done.stderr
+    done = complete(*map(str, arguments), module=module)
     return done.stdout
 
 
@@ -36,7 +34,7 @@ def test_measuring(storages, cache_dir, tmp_path):
     result = json.loads((window / "branch.json").read_bytes())
     assert result["run"] == str(folder) and result["noise"]
     for size in (8, 16):
-        steps = [r for r in read_records(window / str(size) / "metrics.jsonl") if "loss" in r]
+        steps = steps_of(window / str(size))
         assert [r["step"] for r in steps] == list(range(20, 20 + 64 // size))
     assert json.loads(ran(*line, "--json", module="branch")) == result  # read, not trained again
     suggestion = ran(
@@ -64,6 +62,6 @@ def test_a_launch(storages, cache_dir, tmp_path):
         "launch   1 process for 1 node of 1 device",
         "launch   2 processes for 2 nodes of 1 device",
     ]
-    steps = [r for r in read_records(address / "grown" / "metrics.jsonl") if "loss" in r]
+    steps = steps_of(address / "grown")
     assert [r["step"] for r in steps] == list(range(30))
     assert "finished" in ran(*line, module="launch")

@@ -7,8 +7,9 @@ import time
 
 import object_stores
 import pytest
-from conftest import BASE, TINY, command, environment
+from conftest import BASE, TINY, command, environment, steps_of
 from forked import Forked, run_forked
+from jobs import member, wait_until
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.files.place import place, remove_tree
@@ -18,26 +19,22 @@ pytestmark = pytest.mark.slow
 KEYS = [
     *TINY,
     "step_batch_size_schedule=0:8 400:16",
-    "step_batch_size_unit=samples",
-    "micro_batch_size=8",
-    "steps=120",
-    "dataset_type=synthetic",
-    "eval_interval=50",
-    "eval_samples=8",
-    "checkpoint_period=20",
-    "max_num_checkpoints_to_keep=2",
-    "log_period=20",
-    "enable_tensorboard=True",
-    "run_name=run",
+    *("step_batch_size_unit=samples", "micro_batch_size=8", "steps=120", "dataset_type=synthetic"),
+    *("eval_interval=50", "eval_samples=8", "checkpoint_period=20"),
+    *("max_num_checkpoints_to_keep=2", "log_period=20", "enable_tensorboard=True", "run_name=run"),
 ]
 SAME = ("step", "loss", "eval_loss", "grad_norm", "batch_fingerprint", "consumed_samples")
 
 
 def start(address, cache_dir, storage, *more, module="train"):
     """A maxramp command; all that it prints comes from its stdout."""
-    keys = dict(key.split("=", 1) for key in (*KEYS, *more))
-    keys |= {"jax_cache_dir": cache_dir, "base_output_directory": str(address)}
-    arguments = [BASE, *(f"{name}={value}" for name, value in keys.items())]
+    arguments = [
+        BASE,
+        *KEYS,
+        f"jax_cache_dir={cache_dir}",
+        f"base_output_directory={address}",
+        *more,
+    ]
     printed = tempfile.NamedTemporaryFile()  # noqa: SIM115
     line = command(*arguments, module=module)
     return Forked(line, environment() | storage.environment, stdout=printed, stderr=printed)
@@ -51,13 +48,6 @@ def finish(process):
 
 def records(run):
     return [{k: r.get(k) for k in SAME} for r in read_records(run / "metrics.jsonl")]
-
-
-def wait_until(condition, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +155,7 @@ def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     if status == 403:
         assert "was not saved" in printed or "it is tried again" in printed
     run = address / "run"
-    steps = [r for r in read_records(run / "metrics.jsonl") if "loss" in r]
+    steps = steps_of(run)
     last = folder_lib.read(folder_lib.find(run)).step
     assert [r["step"] for r in steps] == list(range(last))
     waited = [r["step_seconds"] - r["compile_seconds"] for r in steps[20:]]
@@ -179,13 +169,8 @@ def test_processes_of_one_job(storage, cache_dir, calm, tmp_path):
     address = place(f"{storage.address}/{tmp_path.name}")
     port, jobs = object_stores.free_port(), []
     for index in range(2):
-        job = {
-            "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
-            "MAXRAMP_NUM_PROCESSES": "2",
-            "MAXRAMP_PROCESS_ID": str(index),
-        }
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in job.items():
+            for name, value in member(port, 2, index).items():
                 patch.setenv(name, value)
             jobs.append(start(address, cache_dir, storage, "steps=60", "micro_batch_size=4"))
     for job in jobs:

@@ -9,7 +9,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import BASE, run
+from conftest import BASE, complete
 from jobs import wait_until
 from test_launch import Launched, arguments, gone, plan, rows_of, steps_of
 
@@ -25,12 +25,8 @@ ELASTIC = (
     "elastic=True",
     "per_device_batch_size=4",
     "step_batch_size_schedule=0:12 480:8 640:16",
-    "steps=70",
-    "node_schedule=fixed",
-    "checkpoint_period=5",
-    "node_rest_seconds=5",
-    "ici_data_parallelism=-1",
-    "ici_fsdp_parallelism=1",
+    *("steps=70", "node_schedule=fixed", "checkpoint_period=5", "node_rest_seconds=5"),
+    *("ici_data_parallelism=-1", "ici_fsdp_parallelism=1"),
 )
 
 
@@ -46,8 +42,7 @@ def same_training(folder, alone) -> None:
 def undisturbed(tmp_path_factory, cache_dir):
     folder = tmp_path_factory.mktemp("alone")
     keys = [x for x in ELASTIC if not x.startswith(("elastic", "node_rest"))]
-    done = run(*arguments(folder, cache_dir, *keys, "num_nodes=1", "run_name=alone"))
-    assert done.returncode == 0, done.stderr
+    complete(*arguments(folder, cache_dir, *keys, "num_nodes=1", "run_name=alone"))
     return folder / "alone"
 
 

@@ -3,12 +3,14 @@
 import os
 import pathlib
 import random
+import shlex
 import signal
 import subprocess
 import sys
 
 import pytest
-from conftest import BASE, ROOT, TINY, command, environment, run
+from conftest import BASE, TINY, check_refusal, command, complete, environment, run, steps_of, table
+from in_process import run_here
 from jobs import wait_until
 
 from maxramp.checkpoints.folder import Checkpoint, commit
@@ -18,25 +20,14 @@ from maxramp.launch import slurm, slurm_job
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
 from maxramp.processes import bound
-from maxramp.run.metrics import read_records
 
-RL = str(ROOT / "configs" / "post_train" / "rl.yml")
 # 2, 4 and 8 rows a step, two a device: 1, 2 and 4 nodes. 20 + 20 + 10 steps.
 GROWING = [
     *TINY,
-    "hardware=cpu",
-    "num_nodes=4",
-    "devices_per_node=1",
-    "per_device_batch_size=2",
+    *("hardware=cpu", "num_nodes=4", "devices_per_node=1", "per_device_batch_size=2"),
     "step_batch_size_schedule=0:2 40:4 120:8",
-    "step_batch_size_unit=samples",
-    "steps=50",
-    "checkpoint_period=5",
-    "eval_interval=-1",
-    "log_period=5",
-    "join_timeout_seconds=60",
-    "restart_minutes=0",
-    "dataset_type=synthetic",
+    *("step_batch_size_unit=samples", "steps=50", "checkpoint_period=5", "eval_interval=-1"),
+    *("log_period=5", "join_timeout_seconds=60", "restart_minutes=0", "dataset_type=synthetic"),
     "enable_data_shuffling=False",  # rows by their number alone
 ]
 NASTY = """a run $(touch pwned) `touch pwned` 'single' "double" $HOME; touch pwned #"""
@@ -44,18 +35,12 @@ NASTY = """a run $(touch pwned) `touch pwned` 'single' "double" $HOME; touch pwn
 
 def arguments(folder: pathlib.Path, cache_dir: str, *more: str) -> list[str]:
     words = [*GROWING, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}", *more]
-    keys = dict(word.split("=", 1) for word in words)
-    return [BASE, *(f"{name}={value}" for name, value in keys.items())]
+    return [BASE, *words]
 
 
 def plan(folder: pathlib.Path, *more: str) -> Run:
     line = arguments(folder, "", *more)
     return Run.from_config(load(line), line)
-
-
-def steps_of(folder: pathlib.Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    return [r for r in read_records(path) if "loss" in r] if path.exists() else []
 
 
 def rows_of(folder: pathlib.Path) -> list[tuple]:
@@ -69,8 +54,7 @@ def rows_of(folder: pathlib.Path) -> list[tuple]:
 def uninterrupted(tmp_path_factory, cache_dir) -> pathlib.Path:
     """The same run in one process on one device."""
     folder = tmp_path_factory.mktemp("one")
-    done = run(*arguments(folder, cache_dir, "run_name=one"))
-    assert done.returncode == 0, done.stderr
+    complete(*arguments(folder, cache_dir, "run_name=one"))
     return folder / "one"
 
 
@@ -144,24 +128,6 @@ def test_a_run_grows_from_job_to_job_and_survives_a_kill(uninterrupted, tmp_path
     assert rows_of(tmp_path / NASTY) == rows_of(uninterrupted)
     assert gone(launched)
     assert not list(tmp_path.rglob("pwned")) and not pathlib.Path("pwned").exists()
-
-
-@pytest.mark.long
-def test_a_pipeline_grows(uninterrupted, tmp_path, cache_dir):
-    """Two stages run on one node, then on two nodes, of which one is killed; their mesh changes
-    there, and once more later."""
-    keys = ("ici_pipeline_parallelism=2", "num_nodes=2", "devices_per_node=2")
-    keys += ("phases_unit=samples", "phases.40={ici_data_parallelism: -1, ici_fsdp_parallelism: 1}")
-    keys += ("phases.120={ici_data_parallelism: 1, ici_fsdp_parallelism: -1}",)
-    keys += ("per_device_batch_size=1", "run_name=stages")
-    launched = Launched(arguments(tmp_path, cache_dir, *keys), tmp_path / "stages")
-    os.kill(launched.wait_for(21, trainers=2)[1], signal.SIGKILL)
-    assert launched.end() == 0, launched.text()
-    jobs = [x.split()[1] for x in launched.text().splitlines() if x.startswith("launch   ")]
-    assert jobs == ["1", "2", "exit", "2"], launched.text()
-    assert "the state moved to stage 2 x fsdp 2" in launched.text()
-    assert rows_of(tmp_path / "stages") == rows_of(uninterrupted)
-    assert gone(launched)
 
 
 @pytest.mark.long
@@ -267,74 +233,54 @@ def test_the_number_of_a_stage_survives_a_changed_ramp(tmp_path):
 SLURM = ["--cluster", "slurm"]
 DATA = ["ici_data_parallelism=-1", "ici_fsdp_parallelism=1"]
 GKE = [
-    "--cluster",
-    "gke",
-    "container_image=a",
-    "gke_accelerator=nvidia-h200-141gb",
-    "gke_bucket=b",
-    "base_output_directory=/mnt/shared/r",
-    "devices_per_node=8",
+    *("--cluster", "gke", "container_image=a", "gke_accelerator=nvidia-h200-141gb", "gke_bucket=b"),
+    *("base_output_directory=/mnt/shared/r", "devices_per_node=8"),
     "step_batch_size_schedule=0:16 800:64",
 ]
 TPU = [*GKE, "gke_accelerator=tpu-v5p-slice", "devices_per_node=4", "--dry-run"]
-REFUSED = {
-    "no cluster": ([], ("--cluster",)),
-    "unknown cluster": (["--cluster", "nomad"], ("--cluster", "nomad", "slurm")),
-    "no sbatch": (SLURM, ("no sbatch on the path", "--dry-run")),
-    "no kubectl": (GKE, ("no kubectl on the path", "--dry-run")),
-    "devices of a node": ([*SLURM, "devices_per_node=-1"], ("devices_per_node=-1",)),
-    "nodes that hold no stage": (
-        [*SLURM, "node_schedule=fixed", "num_nodes=3", *DATA],
-        ("stage 0", "global batch of 2", "does not divide"),
-    ),
-    "processes": (
-        [*SLURM, "processes_per_node=3", "devices_per_node=8", "num_nodes=1"],
-        ("processes_per_node=3", "devices_per_node=8"),
-    ),
-    "no checkpoints": ([*SLURM, "enable_checkpointing=False"], ("enable_checkpointing=False",)),
-    "account": ([*SLURM, "slurm_account=a; id"], ("slurm_account=a; id",)),
-    "time": ([*SLURM, "slurm_time=1\n#SBATCH --uid=0"], ("slurm_time=1",)),
-    "option": ([*SLURM, 'slurm_options=["--x y"]'], ("slurm_options", "--x y")),
-    "no option": ([*SLURM, "slurm_options=[3]"], ("slurm_options", "3")),
-    "setup line": ([*SLURM, "setup_lines=[3]"], ("setup_lines", "3")),
-    "address of a storage": (
-        [*SLURM, "base_output_directory=gs://bucket/runs"],
-        ("base_output_directory=gs://bucket/runs", "slurm", "mount"),
-    ),
-    "percent": ([*SLURM, "run_name=50%"], ("50%", "run_name")),
-    "runtime": ([*SLURM, "container_runtime=docker"], ("container_runtime=docker", "apptainer")),
-    "mesh": ([*SLURM, "ici_fsdp_parallelism=3"], ("ici_fsdp_parallelism=3", "mesh of 4")),
-    "grace": ([*SLURM, "grace_seconds=0"], ("grace_seconds=0",)),
-    "no image": ([*GKE, "container_image="], ("container_image", "gke")),
-    "no accelerator": ([*GKE, "gke_accelerator="], ("gke_accelerator",)),
-    "two storages": ([*GKE, "gke_volume_claim=c"], ("gke_bucket=b", "gke_volume_claim=c")),
-    "outside of the storage": (
-        [*GKE, "base_output_directory=/elsewhere"],
-        ("base_output_directory=/elsewhere", "gke_mount_path=/mnt/shared"),
-    ),
-    "namespace": ([*GKE, "gke_namespace=A b"], ("gke_namespace=A b",)),
-    "pods of several processes": ([*GKE, "processes_per_node=8"], ("processes_per_node=8",)),
-    "TPU that is none": ([*TPU, "gke_accelerator=tpu-v9"], ("tpu-v9", "tpu-v5p-slice")),
-    "no topology": (TPU, ("gke_topology", "tpu-v5p-slice")),
-    "topology that is none": ([*TPU, "gke_topology=3x3x3"], ("v5p:3x3x3",)),
-    "no whole slices": ([*TPU, "gke_topology=2x2x4"], ("2 nodes", "gke_topology=2x2x4", "16")),
-}
+REFUSED = table("""
+steps=50 | --cluster
+--cluster nomad | --cluster | nomad | slurm
+SLURM | no sbatch on the path | --dry-run
+GKE | no kubectl on the path | --dry-run
+SLURM devices_per_node=-1 | devices_per_node=-1
+SLURM node_schedule=fixed num_nodes=3 DATA | stage 0 | global batch of 2 | does not divide
+SLURM processes_per_node=3 devices_per_node=8 num_nodes=1 | processes_per_node=3 | \
+    devices_per_node=8
+SLURM enable_checkpointing=False | enable_checkpointing=False
+SLURM 'slurm_account=a; id' | slurm_account=a; id
+SLURM 'slurm_options=["--x y"]' | slurm_options | --x y
+SLURM 'slurm_options=[3]' | slurm_options | 3
+SLURM 'setup_lines=[3]' | setup_lines | 3
+SLURM base_output_directory=gs://bucket/runs | base_output_directory=gs://bucket/runs | slurm | \
+    mount
+SLURM run_name=50% | 50% | run_name
+SLURM container_runtime=docker | container_runtime=docker | apptainer
+SLURM ici_fsdp_parallelism=3 | ici_fsdp_parallelism=3 | mesh of 4
+SLURM grace_seconds=0 | grace_seconds=0
+GKE container_image= | container_image | gke
+GKE gke_accelerator= | gke_accelerator
+GKE gke_volume_claim=c | gke_bucket=b | gke_volume_claim=c
+GKE base_output_directory=/elsewhere | base_output_directory=/elsewhere | gke_mount_path=/mnt/shared
+GKE 'gke_namespace=A b' | gke_namespace=A b
+GKE processes_per_node=8 | processes_per_node=8
+TPU gke_accelerator=tpu-v9 | tpu-v9 | tpu-v5p-slice
+TPU | gke_topology | tpu-v5p-slice
+TPU gke_topology=3x3x3 | v5p:3x3x3
+TPU gke_topology=2x2x4 | 2 nodes | gke_topology=2x2x4 | 16
+""")
+REFUSED.append(["SLURM 'slurm_time=1\n#SBATCH --uid=0'", "slurm_time=1"])
+NAMED = {"SLURM": SLURM, "DATA": DATA, "GKE": GKE, "TPU": TPU}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_launched_is_refused_in_one_line(name, tmp_path, capsys, monkeypatch):
-    more, parts = REFUSED[name]
-    monkeypatch.setenv("PATH", str(tmp_path))
-    flags, keys = [], []
-    for word in more:
-        (keys if "=" in word and not word.startswith("--") else flags).append(word)
-    status = main([*arguments(tmp_path / "out", "", *keys), *flags])
-    printed = capsys.readouterr()
-    assert (status, printed.out) == (2, ""), printed
-    assert printed.err.startswith("error: ") and len(printed.err.splitlines()) == 1, printed.err
-    assert len(printed.err) < 500
-    for part in parts:
-        assert part in printed.err
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_what_cannot_be_launched_is_refused_in_one_line(case, tmp_path):
+    line, *parts = case
+    line = [word for name in shlex.split(line) for word in NAMED.get(name, [name])]
+    line.sort(key=lambda word: word.startswith("--") or "=" not in word)  # flags come last
+    words = arguments(tmp_path / "out", "", *line)
+    path = {"PATH": str(tmp_path)}
+    check_refusal(run_here(*words, module="launch.__main__", environment=path), *parts)
     assert not (tmp_path / "out").exists()
 
 
@@ -361,29 +307,3 @@ def test_jobs_run_the_program_that_a_config_is_for(tmp_path, capsys):
     fitted = run(*line, "--fit", module="plan")
     assert fitted.returncode == 2
     assert "only the steps of maxramp.train are compiled" in fitted.stderr
-
-
-@pytest.mark.long
-def test_reinforcement_learning_on_growing_nodes(tmp_path, cache_dir):
-    """Prompts, answers and losses of a chain on 1 and then 2 nodes are those of its batches."""
-    keys = [*TINY, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]
-    keys += ["hardware=cpu", "eval_interval=-1"]
-    assert run(BASE, *keys, "run_name=first", "steps=2").returncode == 0
-    keys += [f"load_parameters_path={tmp_path / 'first'}", "rewards=[maxramp.rl.tasks:brevity]"]
-    keys += ["step_batch_size_schedule=0:2 8:4", "step_batch_size_unit=samples", "steps=8"]
-    keys += ["micro_batch_size=2", "num_generations=4", "max_completion_length=6", "grpo_beta=0"]
-    grown = run(
-        *(RL, *keys, "run_name=grown", "num_nodes=2", "devices_per_node=1", "restart_minutes=0"),
-        *("--cluster", "local"),
-        module="launch",
-    )
-    assert grown.returncode == 0, grown.stdout + grown.stderr
-    starts = [line for line in grown.stdout.splitlines() if line.startswith("launch ")]
-    assert [line.split()[1] for line in starts] == ["1", "2"], grown.stdout
-    assert run(RL, *keys, "run_name=whole", module="grpo").returncode == 0
-
-    def shown(name):
-        names = ("step", "global_batch_size", "batch_fingerprint", "reward")
-        return [tuple(record[n] for n in names) for record in steps_of(tmp_path / name)]
-
-    assert len(shown("grown")) == 8 and shown("grown") == shown("whole")

@@ -46,13 +46,8 @@ CHAINS = {
 }
 CONFIG = [
     *TINY,
-    "hardware=cpu",
-    "num_nodes=1",
-    "devices_per_node=1",
-    "max_restarts=2",
-    "enable_rampup_batch_size=False",
-    "per_device_batch_size=2",
-    "run_name=x",
+    *("hardware=cpu", "num_nodes=1", "devices_per_node=1", "max_restarts=2"),
+    *("enable_rampup_batch_size=False", "per_device_batch_size=2", "run_name=x"),
 ]
 JOB = """
 cd "$0" || exit 99

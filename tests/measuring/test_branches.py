@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BASE, TINY, make_config, run
+from conftest import BASE, TINY, complete, make_config, run
 
 from maxramp import branch, suggest
 from maxramp.checkpoints.folder import Checkpoint, commit
@@ -265,12 +265,10 @@ def test_branches_train_on_the_rows_of_their_run_at_scaled_rates(tmp_path, cache
     keys += ["batch_size_lr_reference=initial", "lr_schedule_type=wsd", "adam_b2=0.8"]
     keys += ["eval_per_device_batch_size=64", "eval_interval=40", "export_huggingface=True"]
     keys += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", "run_name=run"]
-    done = run(BASE, *keys)
-    assert done.returncode == 0, done.stderr
+    done = complete(BASE, *keys)
     folder = tmp_path / "run"
     line = [str(folder), "--at", "20", "--sizes", "8,16,32", "--tokens", "1K"]
-    done = run(*line, module="branch")
-    assert done.returncode == 0, done.stderr
+    done = complete(*line, module="branch")
     assert "largest   batch" in done.stdout and "rows (norms' scales)" in done.stdout
     assert "caution   in a short window" in done.stdout and "tokens/s" not in done.stdout
     assert "tokens/s" in (folder / "branches" / "20-64" / "8.log").read_text()

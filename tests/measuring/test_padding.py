@@ -5,11 +5,10 @@ import json
 import random
 
 import pytest
-from conftest import BASE, TINY, run
+from conftest import BASE, TINY, complete, steps_of
 
 from maxramp import suggest
 from maxramp.measuring.noise import noise_blocks
-from maxramp.run.metrics import read_records
 
 LENGTHS = 16, 64
 LADDER = ["rampup_policy=noise", "rampup_ladder=[8,16]", "warmup_steps_fraction=0"]
@@ -31,16 +30,9 @@ def padded(tmp_path_factory, cache_dir):
         line += ["eval_interval=-1", "total_samples=960", "num_epoch=2", "eval_fraction=0"]
         line += ["rampup_noise_factor=40", "rampup_decision_samples=156", "tokenizer_type=bytes"]
         line += [f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}"]
-        keys = dict(key.split("=", 1) for key in line)
-        keys |= {"run_name": length, "max_target_length": length}
-        done = run(BASE, *(f"{name}={value}" for name, value in keys.items()))
-        assert done.returncode == 0, done.stderr
+        done = complete(BASE, *line, f"run_name={length}", f"max_target_length={length}")
         runs[length] = folder / str(length), done.stdout
     return texts, runs
-
-
-def steps_of(folder):
-    return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
 
 
 def test_targets_are_counted_beside_tokens(padded):
@@ -99,7 +91,6 @@ def test_padding_changes_no_suggestion(padded, tmp_path, capsys):
         for planned in LENGTHS:
             keys = [BASE, *TINY, "dataset_type=grain", "grain_train_files=x", "packing=False"]
             keys += ["eval_interval=-1", "total_samples=960", "global_batch_size=8", "--json"]
-            keys = [key for key in keys if not key.startswith("max_target_length")]
             keys += [f"max_target_length={planned}", "devices_per_node=1"]
             keys += ["--noise", str(runs[measured][0]), "--branch", str(path)]
             assert suggest.main(keys) == 0

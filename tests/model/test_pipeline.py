@@ -195,7 +195,7 @@ def test_a_tied_embedding():
 @pytest.mark.parametrize("kernel, length", [("splash", 128), ("packed", 32)])
 def test_a_kernel(monkeypatch, kernel, length):
     """Those of TPUs and of GPUs, interpreted, with the segments of the micro batch that a stage is
-    at. cuDNN's cannot be; tests/planning/test_pipelines.py compiles it."""
+    at. cuDNN's cannot be; tests/planning/test_compiled_steps.py compiles it."""
     small = ("base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=2")
     small += (f"max_target_length={length}",)
     one = trained("ici_fsdp_parallelism=1", *small, devices=1, packed=True)

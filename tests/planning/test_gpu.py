@@ -23,8 +23,7 @@ CLUSTER = [
 
 
 def arguments(*more: str) -> list[str]:
-    merged = dict(argument.split("=", 1) for argument in (*CLUSTER, *more))
-    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
+    return [BASE, *CLUSTER, *more]
 
 
 def compiled(*more: str):

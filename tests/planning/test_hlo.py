@@ -213,6 +213,13 @@ def test_the_reader_of_programs():
     assert work.collective_seconds == pytest.approx(reduced)
 
 
+ADD_TWO = """%add_two (i: s32[]) -> s32[] {
+  %i.0 = s32[] parameter(0)
+  %two.0 = s32[] constant(2)
+  ROOT %sum.0 = s32[] add(%i.0, %two.0)
+}
+
+"""
 SAYS_9 = ("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
 LOOPS = {
     "unrolled by two, and counted before": (3, SAYS_9, ("constant(1)", "constant(2)")),
@@ -231,6 +238,11 @@ LOOPS = {
         5,
         ("tuple(%next.3,", "tuple(%kept.3,"),
         ("  ROOT %o.3", "  %kept.3 = s32[] copy(%next.3)\n  ROOT %o.3"),
+    ),
+    "a step that a fusion adds": (
+        3,
+        ("add(%i.3, %one.3)", "fusion(%i.3), kind=kLoop, calls=%add_two"),
+        ("%cond (", f"{ADD_TWO}%cond ("),
     ),
     "thousands of turns": (2000, ("constant(5)", "constant(2000)")),
     "a limit that the compiler alone knows": (9, SAYS_9, ("constant(5)", "custom-call()")),

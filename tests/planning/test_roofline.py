@@ -73,37 +73,6 @@ def test_a_slow_product_hides_a_transfer():
     )
 
 
-def test_a_loop_whose_turns_follow_from_its_counter():
-    """From 1 in steps of 2 up to below 8: four turns, as the compiler says otherwise."""
-    counted = PROGRAM.replace('"known_trip_count":{"n":"4"}', "")
-    counted = counted.replace(
-        "  %l.4 =",
-        """  %one.4 = s32[] constant(1)
-  %start.4 = s32[] copy(%one.4)
-  %s.4 = (f32[8,16]{1,0}, f32[4,16,8]{2,1,0}, s32[]) tuple(%a.4, %a.4, %start.4)
-  %l.4 =""",
-    )
-    counted = counted.replace("  ROOT %lt.3 =", "  %n.3 = s32[] constant(8)\n  ROOT %lt.3 =")
-    counted = counted.replace("tuple(%x.2, %w.2, %i.2)", "tuple(%x.2, %w.2, %next.2)").replace(
-        "  %g.2 =", "  %next.2 = s32[] fusion(%i.2), kind=kLoop, calls=%add_two\n  %g.2 ="
-    )
-    counted = (
-        """
-%add_two (i: s32[]) -> s32[] {
-  %i.0 = s32[] parameter(0)
-  %two.0 = s32[] constant(2)
-  ROOT %sum.0 = s32[] add(%i.0, %two.0)
-}
-"""
-        + counted
-    )
-    work, expected = (gpu.count(text, TWO_NODES, RATES) for text in (counted, PROGRAM))
-    assert work.flops == expected.flops
-    assert work.collective_bytes == expected.collective_bytes
-    with pytest.raises(ValueError, match="the loop l.4 does not say how often it runs"):
-        gpu.count(counted.replace("constant(8)", "custom-call()"), TWO_NODES, RATES)
-
-
 def test_one_node_has_no_network():
     work = gpu.count(PROGRAM, [0] * 8, RATES)
     assert sum(work.network_bytes.values()) == 0

@@ -9,12 +9,10 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import BASE, ROOT, TINY, run
+from conftest import BASE, ROOT, TINY
 from jobs import finish, start, wait_until
 
-from maxramp.config.load import load
 from maxramp.data.files.megatron import MegatronWriter
-from maxramp.errors import ConfigError
 from maxramp.run.metrics import read_records
 
 PROGRAM = [sys.executable, str(ROOT / "tests" / "hosts.py")]
@@ -23,12 +21,8 @@ TRAIN = [sys.executable, "-m", "maxramp.train"]
 # Eight steps on batches of 16, 32 and 48 rows, and held-out rows that no batch divides.
 RAMP = [
     "step_batch_size_schedule=0:16, 48:32, 144:48",
-    "step_batch_size_unit=samples",
-    "total_samples=240",
-    "text_files=text",
-    "eval_interval=4",
-    "eval_samples=-1",
-    "eval_fraction=0.1",
+    *("step_batch_size_unit=samples", "total_samples=240", "text_files=text", "eval_interval=4"),
+    *("eval_samples=-1", "eval_fraction=0.1"),
 ]
 
 
@@ -54,15 +48,14 @@ def data(tmp_path_factory):
 
 def keys(devices, *more, factor=1, tensor=1, accumulation=1):
     """Returns the arguments of a job; `accumulation` is that of the last stage."""
-    values = dict(argument.split("=", 1) for argument in (*TINY, *RAMP))
-    values |= {
-        "per_device_batch_size": 48 / devices / accumulation,
-        "eval_per_device_batch_size": 16 / devices,
-        "ici_tensor_parallelism": tensor,
-        "expansion_factor_real_data": factor,
-    }
-    values |= dict(argument.split("=", 1) for argument in more)
-    return [BASE, *(f"{name}={value}" for name, value in values.items())]
+    return [
+        *(BASE, *TINY, *RAMP),
+        f"per_device_batch_size={48 / devices / accumulation}",
+        f"eval_per_device_batch_size={16 / devices}",
+        f"ici_tensor_parallelism={tensor}",
+        f"expansion_factor_real_data={factor}",
+        *more,
+    ]
 
 
 def folders(data, processes, factor):
@@ -141,36 +134,6 @@ def test_rows_depend_on_no_reader(data, alone, processes, devices, factors):
         if processes % factor == 0 and processes * devices % tensor == 0
     ]
     check(data, alone, processes, devices, cases)
-
-
-REFUSED = {
-    "expansion_factor_real_data=0": "and above 0; or -1",
-    "expansion_factor_real_data=-2": "and above 0; or -1",
-    "expansion_factor_real_data=1.5": "must be a whole number of processes",
-    "expansion_factor_real_data=two": "must be a number, not text",
-    "expansion_factor_real_data=.nan": "must be a finite number",
-    "grain_packing_type=first_fit": "is not one of concat_then_split, best_fit",
-    "packing=2": "must be True or False, not an integer",
-    "grain_worker_count=-1": "must be 0 or more",
-}
-
-
-@pytest.mark.parametrize(("argument", "reason"), REFUSED.items(), ids=REFUSED)
-def test_wrong_reading_keys_are_refused(argument, reason):
-    with pytest.raises(ConfigError) as caught:
-        load([BASE, argument])
-    name, _, value = argument.partition("=")
-    assert str(caught.value).startswith(f"{name}={value.removeprefix('.')}") and reason in str(
-        caught.value
-    )
-
-
-def test_a_factor_that_does_not_divide_the_processes_is_refused():
-    """The error comes before the data is opened."""
-    done = run(*keys(1, "text_files=nowhere", factor=2))
-    assert done.returncode == 2 and not done.stdout
-    line = "expansion_factor_real_data=2: one of that many processes reads for the others, but this"
-    assert done.stderr == f"error: {line} job has 1; use 1\n"
 
 
 MIXTURE = ("dataset_type=grain", "grain_train_files=a.jsonl,0.7;b.jsonl,0.3", "num_epoch=9")

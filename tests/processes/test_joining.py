@@ -12,7 +12,7 @@ import time
 import pytest
 from conftest import BASE, TINY, command, environment
 from forked import Forked
-from jobs import wait_until
+from jobs import member, wait_until
 from object_stores import free_port
 
 from maxramp.errors import ConfigError, TrainingError
@@ -25,13 +25,8 @@ KEYS += ("join_timeout_seconds=3", "steps=2", "run_name=x")
 def start(folder, cache_dir, process_id: int, count: int, port: int, host="127.0.0.1", **keys):
     """Starts one process of a job."""
     line = [BASE, *KEYS, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}"]
-    variables = {
-        "MAXRAMP_COORDINATOR": f"{host}:{port}",
-        "MAXRAMP_NUM_PROCESSES": str(count),
-        "MAXRAMP_PROCESS_ID": str(process_id),
-    }
     line += [f"{name}={value}" for name, value in keys.items()]
-    return Forked(command(*line), environment() | variables)
+    return Forked(command(*line), environment() | member(port, count, process_id, host))
 
 
 def one_line(process: Forked, status: int, *parts: str) -> None:

@@ -268,12 +268,8 @@ def test_nemos_rule_skips_nodes_without_a_mesh():
     config = documented(micro_batch_size=4, num_nodes=4, **changes)
     assert [s.nodes for s in RampupBatchManager(config).stages] == [1, 2, 3, 4]
     config = loaded(
-        "rampup_batch_size=[32,32,10000]",
-        "global_batch_size=128",
-        "micro_batch_size=4",
-        "num_nodes=4",
-        "devices_per_node=8",
-        "node_schedule=nemo",
+        *("rampup_batch_size=[32,32,10000]", "global_batch_size=128", "micro_batch_size=4"),
+        *("num_nodes=4", "devices_per_node=8", "node_schedule=nemo"),
     )
     ramp = RampupBatchManager(config.batch, meshes=meshes_of(config))
     # 128 columns do not divide over the 24 devices of 3 nodes, and 96 rows fill none of 2 nodes.
@@ -361,9 +357,3 @@ def test_the_global_batch_does_not_depend_on_the_job():
         split = sizes(config, devices)
         assert [b for b, _ in split] == [128, 256, 384, 512]
         assert [a for _, a in split] == [16 // devices] * 4
-
-
-def test_keys_that_an_object_lacks_have_the_defaults_of_base_yml():
-    few = BatchKeys.read(SimpleNamespace(per_device_batch_size=1))
-    for name in ("node_time_tolerance", "planned_pass_overhead", "node_schedule"):
-        assert getattr(few, name) == getattr(loaded().batch, name)

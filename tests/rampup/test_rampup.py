@@ -1,5 +1,6 @@
 """The stage list against hand-computed schedules and a brute-force simulation."""
 
+import math
 import random
 from fractions import Fraction
 from types import SimpleNamespace
@@ -8,11 +9,13 @@ import ml_collections
 import numpy as np
 import pytest
 import yaml
-from conftest import BASE
+from conftest import BASE, make_config
 
 from maxramp.errors import ConfigError
+from maxramp.parallel.mesh import make_mesh
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
+from maxramp.stage import text_fields
 
 
 def settings(**changes):
@@ -166,13 +169,9 @@ def test_keys_left_out_have_the_defaults_of_base_yml():
     left_out = BatchKeys.read({"per_device_batch_size": 1})
     differ = {name for name in BatchKeys.names() if getattr(left_out, name) != base[name]}
     assert differ == {
-        "enable_rampup_batch_size",
-        "per_device_batch_size_start",
-        "per_device_batch_size_increment",
-        "global_rampup_samples",
-        "per_device_batch_size",
-        "max_target_length",
-        "steps",
+        *("enable_rampup_batch_size", "per_device_batch_size_start"),
+        *("per_device_batch_size_increment", "global_rampup_samples", "per_device_batch_size"),
+        *("max_target_length", "steps"),
     }
 
 
@@ -309,3 +308,41 @@ def test_negative_positions_are_refused():
     for question in (ramp.stage_at_step, ramp.stage_at_sample, ramp.samples_before):
         with pytest.raises(ValueError, match="before"):
             question(-1)
+
+
+# --- What a stage says that its steps are --------------------------------------------------------
+
+
+def ramp_of(*arguments, fields=text_fields):
+    keys = ("rampup_batch_size=[8,8,100]", "global_batch_size=32", "micro_batch_size=2")
+    config = make_config(*keys, "ici_tensor_parallelism=2", *arguments)
+    return RampupBatchManager(config.batch, 8, fields=fields)
+
+
+def test_a_stage_is_all_of_its_shape():
+    for stage in ramp_of("max_target_length=48", "remat_policy=minimal").stages:
+        spec = stage.spec
+        assert spec.samples == stage.global_batch_size and spec.rows == stage.spec.rows
+        assert spec.accumulation == stage.gradient_accumulation_steps
+        assert (spec.tokens, spec.remat_policy) == (48, "minimal")
+        assert math.prod(spec.mesh.sizes.values()) == stage.devices
+        assert spec.mesh.ranks == stage.devices // spec.mesh.model_parallel_size == 4
+        assert [field.suffix for field in spec.fields] == [(48,), (48,), (2,)]
+
+
+def test_equal_stages_share_a_program_and_others_do_not():
+    """And by nothing else: what is equal shares its programs."""
+    first = ramp_of().stages
+    assert [stage.spec for stage in first] == [stage.spec for stage in ramp_of().stages]
+    others = [
+        ramp_of("max_target_length=32"),
+        ramp_of("remat_policy=minimal_with_context"),
+        ramp_of("ici_data_parallelism=2"),
+        ramp_of(fields=lambda tokens: text_fields(tokens, separate=True)),
+    ]
+    assert len({ramp.stages[0].spec for ramp in others} | {s.spec for s in first}) == 8
+
+
+def test_a_mesh_of_equal_sizes_is_the_same():
+    first, second = (ramp_of().stages[0].spec.mesh for _ in range(2))
+    assert make_mesh(first) is make_mesh(second)

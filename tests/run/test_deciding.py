@@ -1,7 +1,6 @@
 """The ramp that decides, in a run: it is replaced where a rung is taken, as at a restart there."""
 
 import json
-import pathlib
 import random
 import shutil
 import signal
@@ -9,21 +8,16 @@ import time
 
 import numpy as np
 import pytest
-from conftest import BASE, TINY, make_config, run
+from conftest import BASE, TINY, complete, make_config, steps_of
 from test_faults import Job
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
 from maxramp.run.job_schedule import plan_job, ramp_change
-from maxramp.run.metrics import read_records
 
 POLICY = [
-    "rampup_policy=noise",
-    "rampup_ladder=[8,16,32]",
-    "total_samples=2400",
-    "warmup_steps_fraction=0",
-    "rampup_latest=[600,1300]",
-    "rampup_noise_factor=1e-9",
+    *("rampup_policy=noise", "rampup_ladder=[8,16,32]", "total_samples=2400"),
+    *("warmup_steps_fraction=0", "rampup_latest=[600,1300]", "rampup_noise_factor=1e-9"),
 ]
 EXACT = ("loss", "learning_rate", "batch_fingerprint", "stage", "consumed_samples")
 
@@ -109,19 +103,13 @@ def test_a_decision_that_needs_another_job_ends_this_one(tmp_path, key):
 def arguments(tmp_path, cache_dir, name, *more):
     keys = [*TINY, "eval_interval=-1", "checkpoint_period=20", *POLICY, *more]
     keys += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}", f"run_name={name}"]
-    merged = dict(argument.split("=", 1) for argument in keys)
-    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
-
-
-def steps_of(folder: pathlib.Path) -> list[dict]:
-    return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+    return [BASE, *keys]
 
 
 @pytest.mark.slow
 def test_run_restart_and_replay(tmp_path, cache_dir):
     """The run, the same from an early checkpoint on other devices, and as a fixed ramp."""
-    done = run(*arguments(tmp_path, cache_dir, "run"))
-    assert done.returncode == 0, done.stderr
+    done = complete(*arguments(tmp_path, cache_dir, "run"))
     assert "ramp     batch 16 from step" in done.stdout
     whole = steps_of(tmp_path / "run")
     batches = [r["global_batch_size"] for r in whole]
@@ -141,16 +129,14 @@ def test_run_restart_and_replay(tmp_path, cache_dir):
     fixed = [f"{k}={v}" for k, v in plan["as_fixed_ramp"].items()]
     fixed.append("log_gradient_noise_scale=True")  # the same program, so to the last bit
     keys = [k for k in arguments(tmp_path, cache_dir, "fixed", *fixed) if "rampup_" not in k]
-    done = run(*keys)
-    assert done.returncode == 0, done.stderr
+    done = complete(*keys)
     pairs = zip(whole, steps_of(tmp_path / "fixed"), strict=True)
     assert all(a[name] == b[name] for a, b in pairs for name in EXACT)
 
     for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
         if int(checkpoint.name) > 20:
             shutil.rmtree(checkpoint)
-    done = run(*arguments(tmp_path, cache_dir, "run"), devices=2)
-    assert done.returncode == 0, done.stderr
+    done = complete(*arguments(tmp_path, cache_dir, "run"), devices=2)
     again = steps_of(tmp_path / "run")
     for name in EXACT[2:]:
         assert [r[name] for r in again] == [r[name] for r in whole]
@@ -176,63 +162,47 @@ def keys_of(line):
 _JOBS = "base_output_directory", "run_name", "jax_cache_dir"
 
 
-def kill_until_done(tmp_path, cache_dir, processes, most, numbers):
-    """Starts a run until it is done, and kills a process of it after some steps; how often."""
+def kill_until_done(tmp_path, cache_dir):
+    """Starts two processes until the run is done, and kills one after some steps; how often."""
     folder = tmp_path / "killed"
     folder.mkdir()
     draw = random.Random(0)
     keys = keys_of(arguments(tmp_path, cache_dir, "run", *NOISY, "steps=-1"))
     for kills in range(30):
-        with Job(folder, cache_dir, *keys, processes=processes) as job:
+        with Job(folder, cache_dir, *keys, processes=2) as job:
             path = job.run / "metrics.jsonl"
             before = len(steps_of(job.run)) if path.exists() else 0
-            until = before - 7 + draw.randrange(5, most)
+            until = before - 7 + draw.randrange(5, 60)
             running = job.processes
             while all(process.poll() is None for process in running):
                 restarted = job.printed().count("\nstep ")
                 if kills < 12 and restarted and len(steps_of(job.run)) > until:
-                    draw.choice(running).send_signal(draw.choice(numbers))
+                    draw.choice(running).send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM]))
                     break
                 time.sleep(0.02)
             statuses = job.statuses()
             assert set(statuses) <= {0, 76, 77, -signal.SIGKILL}, job.printed("stderr")
-        if statuses == [0] * processes:
+        if statuses == [0, 0]:
             return job.run, kills
     raise AssertionError("the run does not end")
 
 
-def assert_same_run(run, other):
-    assert exact(run) == exact(other)
-    stages = [json.loads((path / "plan.json").read_text())["stages"] for path in (run, other)]
-    assert stages[0] == stages[1]
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_any_moment_is_the_run_left_alone(tmp_path, cache_dir):
-    """By SIGKILL and SIGTERM: rungs, rows and losses to the last bit."""
-    line = arguments(tmp_path, cache_dir, "run", *NOISY, "steps=-1")
-    with Job(tmp_path, cache_dir, *keys_of(line)) as job:
-        assert job.statuses() == [0], job.printed("stderr")
-    assert {row[-1] for row in exact(job.run)} == {8, 16, 32}
-    assert any("noise_lower_bound" in r for r in steps_of(job.run))
-    killed, kills = kill_until_done(tmp_path, cache_dir, 1, 25, [signal.SIGKILL, signal.SIGTERM])
-    assert kills > 3
-    assert_same_run(killed, job.run)
-    (tmp_path / "parts").mkdir()
-    for status in (75, 75, 0):  # every rung begins with a job of its own
-        keys = keys_of([*line, "stop_at_stage_end=True"])
-        with Job(tmp_path / "parts", cache_dir, *keys) as part:
-            assert part.statuses() == [status], part.printed("stderr")
-    assert_same_run(part.run, job.run)
-
-
 @pytest.mark.slow
 def test_two_processes_decide_alike(tmp_path, cache_dir):
-    """Left alone, and killed on the way."""
+    """Left alone, and killed on the way at any moment: rungs, rows and losses to the last bit."""
     line = arguments(tmp_path, cache_dir, "run", *NOISY, "steps=-1")
     with Job(tmp_path, cache_dir, *keys_of(line), processes=2) as job:
         assert job.statuses() == [0, 0], job.printed("stderr")
     assert {row[-1] for row in exact(job.run)} == {8, 16, 32}
-    killed, kills = kill_until_done(tmp_path, cache_dir, 2, 60, [signal.SIGKILL, signal.SIGTERM])
+    assert any("noise_lower_bound" in r for r in steps_of(job.run))
+    killed, kills = kill_until_done(tmp_path, cache_dir)
     assert kills > 1
-    assert_same_run(killed, job.run)
+    (tmp_path / "parts").mkdir()
+    for status in (75, 75, 0):  # every rung begins with a job of its own
+        keys = keys_of([*line, "stop_at_stage_end=True"])
+        with Job(tmp_path / "parts", cache_dir, *keys, processes=2) as part:
+            assert part.statuses() == [status] * 2, part.printed("stderr")
+    for run in (killed, part.run):
+        assert exact(run) == exact(job.run)
+        plans = [json.loads((path / "plan.json").read_text()) for path in (run, job.run)]
+        assert plans[0]["stages"] == plans[1]["stages"]

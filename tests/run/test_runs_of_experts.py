@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from conftest import BASE, TINY, run
+from conftest import BASE, TINY, complete, steps_of
 from jobs import run_signalled
 
 from maxramp.errors import EXIT_PREEMPTED
@@ -24,18 +24,14 @@ def arguments(tmp_path, cache_dir):
     def line(name, *more):
         keys = [*TINY, *MIXTURE, *RAMP, f"jax_cache_dir={cache_dir}", f"run_name={name}"]
         keys += [f"base_output_directory={tmp_path}", *more]
-        merged = dict(argument.split("=", 1) for argument in keys)
-        return [BASE, *(f"{key}={value}" for key, value in merged.items())]
+        return [BASE, *keys]
 
     return line
 
 
 def assert_same_run(folder, expected):
     """The same rows, and all that is computed of them but for rounding."""
-    actual, wanted = (
-        [r for r in read_records(path / "metrics.jsonl") if "loss" in r]
-        for path in (folder, expected)
-    )
+    actual, wanted = (steps_of(path) for path in (folder, expected))
     for one, other in zip(actual, wanted, strict=True):
         for name in ("step", "batch_fingerprint", "consumed_samples", "target_tokens"):
             assert one[name] == other[name]
@@ -69,13 +65,11 @@ def test_a_ramp_with_a_restart_is_one_run_on_any_mesh(arguments, tmp_path, share
     """Batch and passes grow fourfold; in the middle of a stage 2 devices take over from 8."""
     if not (shared / "plain").exists():
         where = f"base_output_directory={shared}"
-        done = run(*arguments("plain", "micro_batch_size=8", where))
-        assert done.returncode == 0, done.stderr
+        complete(*arguments("plain", "micro_batch_size=8", where))
     first, later = MESHES[mesh]
     stopped = run_signalled(11, signal.SIGTERM, *arguments("run", *first), devices=8)
     assert stopped.returncode == EXIT_PREEMPTED, stopped.stderr
-    done = run(*arguments("run", "micro_batch_size=4", *later), devices=2)
-    assert done.returncode == 0, done.stderr
+    complete(*arguments("run", "micro_batch_size=4", *later), devices=2)
     assert_same_run(tmp_path / "run", shared / "plain")
 
 
@@ -97,8 +91,7 @@ def test_experts_that_move_in_a_phase_learn_as_those_that_stay(tmp_path, cache_d
     phases = "phases={48: {ici_expert_parallelism: 4}, 96: {ici_expert_parallelism: 1}}"
     loads = {}
     for name, keys in {"stays": [], "moves": ["ici_expert_parallelism=2", phases]}.items():
-        done = run(*common, *keys, f"run_name={name}", devices=8)
-        assert done.returncode == 0, done.stderr
+        done = complete(*common, *keys, f"run_name={name}", devices=8)
         assert f"see      {tmp_path}/{name}/ramp.png, experts.png, metrics.jsonl" in done.stdout
         loads[name] = read_records(tmp_path / name / "metrics.jsonl")
     assert "83,104 weights, 46,240 of them for a token" in done.stdout

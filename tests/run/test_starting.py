@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from conftest import BASE, TINY, make_config, run
+from conftest import BASE, TINY, complete, make_config, run
 
 from maxramp.checkpoints.folder import Checkpoint, commit, read
 from maxramp.errors import ConfigError
@@ -18,9 +18,7 @@ def arguments(tmp_path, cache_dir, name, *more):
         BASE,
         *TINY,
         "enable_rampup_batch_size=False",  # one program
-        "per_device_batch_size=2",
-        "checkpoint_period=10",
-        "eval_interval=-1",
+        *("per_device_batch_size=2", "checkpoint_period=10", "eval_interval=-1"),
         f"jax_cache_dir={cache_dir}",
         f"base_output_directory={tmp_path}",
         f"run_name={name}",
@@ -30,9 +28,8 @@ def arguments(tmp_path, cache_dir, name, *more):
 
 def test_a_longer_run_says_how_the_learning_rate_jumps(tmp_path, cache_dir):
     """A curve that is stretched begins where it would be, not where the short one ended."""
-    assert run(*arguments(tmp_path, cache_dir, "r", "steps=20")).returncode == 0
-    done = run(*arguments(tmp_path, cache_dir, "r", "steps=30"))
-    assert done.returncode == 0, done.stderr
+    complete(*arguments(tmp_path, cache_dir, "r", "steps=20"))
+    done = complete(*arguments(tmp_path, cache_dir, "r", "steps=30"))
     records = read_records(tmp_path / "r" / "metrics.jsonl")
     assert [record["step"] for record in records if record.get("restarted")] == [20]
     rates = [record["learning_rate"] for record in records]
@@ -50,8 +47,7 @@ def test_a_longer_run_says_how_the_learning_rate_jumps(tmp_path, cache_dir):
 def test_a_finished_run_is_evaluated_once_when_a_start_asks_for_it(tmp_path, cache_dir):
     line = arguments(tmp_path, cache_dir, "r", "steps=4", "eval_samples=8")
     for interval in (-1, 2, 2):
-        done = run(*line, f"eval_interval={interval}")
-        assert done.returncode == 0, done.stderr
+        complete(*line, f"eval_interval={interval}")
     evaluations = [r for r in read_records(tmp_path / "r" / "metrics.jsonl") if "eval_loss" in r]
     assert [record["step"] for record in evaluations] == [3]
     saved = read(tmp_path / "r" / "checkpoints" / "4")
@@ -200,7 +196,7 @@ def test_weights_that_are_not_there(tmp_path, cache_dir, key, path, message):
 
 def test_weights_of_another_model(tmp_path, cache_dir):
     """Before anything is compiled."""
-    assert run(*arguments(tmp_path, cache_dir, "small", "steps=2")).returncode == 0
+    complete(*arguments(tmp_path, cache_dir, "small", "steps=2"))
     keys = (f"load_parameters_path={tmp_path / 'small'}", "base_mlp_dim=128", "steps=2")
     done = run(*arguments(tmp_path, str(tmp_path / "cache"), "other", *keys))
     assert done.returncode == 2 and "[2, 32, 128]" in done.stderr, done.stderr

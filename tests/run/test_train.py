@@ -1,7 +1,6 @@
 """The main job as a user runs it: real processes, real text, real kills."""
 
 import json
-import os
 import pathlib
 import random
 import re
@@ -12,9 +11,8 @@ import events
 import numpy as np
 import pytest
 import yaml
-from conftest import BASE, TINY, command, environment, make_config, run
-from forked import Forked
-from jobs import run_signalled
+from conftest import BASE, TINY, command, complete, make_config, run, steps_of
+from jobs import finish, run_signalled, start
 
 from maxramp.checkpoints.folder import steps_in
 from maxramp.errors import EXIT_PREEMPTED
@@ -35,33 +33,22 @@ EXACT = ("stage", "global_batch_size", "consumed_samples", "target_tokens", "los
 EXACT += ("batch_fingerprint",)
 
 RAMP = [
-    "per_device_batch_size=8",
-    "per_device_batch_size_start=2",
-    "per_device_batch_size_increment=2",
-    "global_rampup_samples=300",
-    "steps=115",
-    "checkpoint_period=25",
-    "eval_interval=25",
-    "eval_samples=16",
+    *("per_device_batch_size=8", "per_device_batch_size_start=2"),
+    *("per_device_batch_size_increment=2", "global_rampup_samples=300", "steps=115"),
+    *("checkpoint_period=25", "eval_interval=25", "eval_samples=16"),
 ]
 
 
 def arguments(tmp_path, cache_dir, name, *more):
     keys = [*TINY, *RAMP, f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]
-    merged = dict(argument.split("=", 1) for argument in (*keys, f"run_name={name}", *more))
-    return [BASE, *(f"{name}={value}" for name, value in merged.items())]
-
-
-def steps_of(folder: pathlib.Path) -> list[dict]:
-    return [r for r in read_records(folder / "metrics.jsonl") if "loss" in r]
+    return [BASE, *keys, f"run_name={name}", *more]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, cache_dir):
     """One run to its end: its folder and what it printed."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    done = run(*arguments(folder, cache_dir, "a run", "enable_tensorboard=True"))
-    assert done.returncode == 0, done.stderr
+    done = complete(*arguments(folder, cache_dir, "a run", "enable_tensorboard=True"))
     return folder / "a run", done
 
 
@@ -171,7 +158,7 @@ def test_stopped_in_every_stage_it_is_the_same_run(uninterrupted, tmp_path, cach
     for first, end in ((1, 50), (51, 75), (76, 92), (93, 114)):
         stopped = run_signalled(rng.randrange(first, end), signal.SIGTERM, *line)
         assert stopped.returncode == EXIT_PREEMPTED and not stopped.stderr, stopped.stderr
-    assert run(*line).returncode == 0
+    complete(*line)
     assert_same_run(tmp_path / "stopped", uninterrupted[0])
 
 
@@ -183,7 +170,7 @@ def test_killed_it_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path, cac
     for first, end in ((30, 49), (60, 114)):
         killed = run_signalled(rng.randrange(first, end), signal.SIGKILL, *line)
         assert killed.returncode == -signal.SIGKILL
-    assert run(*line).returncode == 0
+    complete(*line)
     assert_same_run(folder, uninterrupted[0])
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"100", "115"}
 
@@ -197,24 +184,21 @@ def test_muon_and_half_lives_in_samples_through_a_kill(tmp_path, cache_dir):
     """
     named = ",".join(half_lives("muon"))
     more = (
-        "opt_type=muon",
-        "muon_consistent_rms=0.2",
-        "muon_weight_decay=0.1",
+        *("opt_type=muon", "muon_consistent_rms=0.2", "muon_weight_decay=0.1"),
         "learning_rate=3e-3",
     )
     more += (f"half_lives_in_samples=[{named}]", "batch_size_lr_scaling=sqrt")
-    assert run(*arguments(tmp_path, cache_dir, "whole", *more)).returncode == 0
+    complete(*arguments(tmp_path, cache_dir, "whole", *more))
     line = arguments(tmp_path, cache_dir, "killed", *more)
     assert run_signalled(60, signal.SIGKILL, *line).returncode == -signal.SIGKILL
     shutil.copytree(tmp_path / "killed", tmp_path / "moved")
     first = steps_in(tmp_path / "moved" / "checkpoints")[-1]
-    assert run(*line).returncode == 0
+    complete(*line)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
     mesh = ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "per_device_batch_size=2")
     mesh += ("per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.5")
-    done = run(*arguments(tmp_path, cache_dir, "moved", *more, *mesh), devices=4)
-    assert done.returncode == 0, done.stderr
+    complete(*arguments(tmp_path, cache_dir, "moved", *more, *mesh), devices=4)
     moved, whole = (steps_of(tmp_path / name) for name in ("moved", "whole"))
     assert [r["batch_fingerprint"] for r in moved] == [r["batch_fingerprint"] for r in whole]
     for ours, theirs in zip(moved[first : first + 10], whole[first:], strict=False):
@@ -242,18 +226,9 @@ def test_another_model_is_refused_in_one_line(uninterrupted, cache_dir):
 @pytest.mark.parametrize("rate", ["1e30", "1e37"])
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path, cache_dir, rate):
     """One line, exit status 1, and no checkpoint of the spoilt state."""
-    line = arguments(
-        tmp_path,
-        cache_dir,
-        "bad",
-        f"learning_rate={rate}",
-        "warmup_steps_fraction=0",
-        "checkpoint_period=1",
-        "opt_type=sgd",
-        "gradient_clipping_threshold=0",
-        "enable_rampup_batch_size=False",  # one program
-        "eval_interval=-1",
-    )
+    keys = ("enable_rampup_batch_size=False", "eval_interval=-1", "warmup_steps_fraction=0")
+    keys += ("checkpoint_period=1", "opt_type=sgd", "gradient_clipping_threshold=0")
+    line = arguments(tmp_path, cache_dir, "bad", f"learning_rate={rate}", *keys)
     done = run(*line)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
     step = int(re.search(r"at step (\d+)", done.stderr)[1])
@@ -266,24 +241,12 @@ def test_two_processes_train_as_one(tmp_path, cache_dir):
     more = ("steps=8", "per_device_batch_size=4", "per_device_batch_size_start=2")
     more += ("per_device_batch_size_increment=2", "global_rampup_samples=16", "eval_interval=-1")
     line = arguments(tmp_path, cache_dir, "one", *more)
-    assert run(*line, devices=2).returncode == 0
-    port = 20000 + os.getpid() % 20000
-    processes = [
-        Forked(
-            command(*arguments(tmp_path, cache_dir, "two", *more)),
-            environment()
-            | {
-                "MAXRAMP_COORDINATOR": f"127.0.0.1:{port}",
-                "MAXRAMP_NUM_PROCESSES": "2",
-                "MAXRAMP_PROCESS_ID": str(i),
-            },
-        )
-        for i in range(2)
-    ]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    complete(*line, devices=2)
+    line = command(*arguments(tmp_path, cache_dir, "two", *more))
+    job = finish(start(line, 2, 1, [tmp_path] * 2))
+    assert [status for *_, status in job] == [0, 0], job
     assert_same_run(tmp_path / "two", tmp_path / "one")
-    printed = [line for line in outputs[1][0].splitlines() if not line.startswith("[Gloo]")]
+    printed = [line for line in job[1][0].splitlines() if not line.startswith("[Gloo]")]
     assert not printed, "only the first process speaks"
 
 

@@ -1,0 +1,45 @@
+"""The drivers that try runs at random, as a user starts them.
+
+Longer ones, and of starts that are all alike: benchmarks/chaos.py --kills 25 --same-shape.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment
+
+LONG = pytest.mark.long
+
+
+def drive(name, *arguments):
+    """Runs a driver of benchmarks that must succeed."""
+    line = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", (1, pytest.param(2, marks=LONG)))
+def test_what_holds_of_every_run_where_features_meet(tmp_path, seed):
+    pytest.importorskip("transformers")
+    drive("joints.py", f"--seed={seed}", "--count=5", "--tries=0", f"--folder={tmp_path}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--seed=2"],
+        pytest.param(["--seed=3", "--pipelines"], marks=LONG),
+        pytest.param(["--seed=4", "--adaptive"], marks=LONG),
+    ],
+)
+def test_nothing_is_lost_by_kills_at_random(tmp_path, cache_dir, options):
+    report = tmp_path / "report.json"
+    line = [*options, f"--folder={tmp_path}", f"--json={report}", f"jax_cache_dir={cache_dir}"]
+    drive("chaos.py", "--kills=3", *line)
+    report = json.loads(report.read_text())
+    assert sum(report["ends"].values()) == 3
+    assert report["missing_steps"] == report["repeated_steps"] == 0 and not report["bad"]
