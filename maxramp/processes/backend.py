@@ -15,8 +15,9 @@ import types
 
 import jax
 
-# Clusters that JAX knows, without joining one; what keeps compiled programs. No public name does.
-from jax._src import clusters, compiler
+# Clusters that JAX knows, without joining one; what keeps compiled programs; the machine's devices.
+# No public name does.
+from jax._src import clusters, compiler, hardware_utils
 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.storage import allow_many_files
@@ -34,6 +35,9 @@ def take_hardware(hardware: str) -> None:
     logging.getLogger("jax._src.xla_bridge").addFilter(_shorten_plugin_error)
     if hardware != "auto":
         jax.config.update("jax_platforms", _PLATFORMS[hardware])
+    elif "TPU_SKIP_MDS_QUERY" in os.environ:  # JAX sees no TPU, and libtpu complains without these
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
 
 
 def start_devices(hardware: str) -> None:
@@ -49,6 +53,8 @@ def start_devices(hardware: str) -> None:
 
 def _shorten_plugin_error(record: logging.LogRecord) -> bool:
     if record.exc_info:
+        if "xla_cuda" in record.getMessage() and not hardware_utils.has_visible_nvidia_gpu():
+            return False
         reason = " ".join(str(record.exc_info[1]).split())
         record.msg, record.args, record.exc_info = f"{record.getMessage()}: {reason}", (), None
     return True

@@ -6,6 +6,7 @@ import sys
 import jax
 import pytest
 from conftest import BASE, command, environment
+from jax._src import hardware_utils
 
 from maxramp.processes import backend
 
@@ -52,10 +53,12 @@ def initialize():  # as NVIDIA's, which looks for its libraries where a GPU may 
     ],
 )
 def test_a_plugin_that_fails_prints_one_line_where_an_accelerator_may_be(arguments, says, tmp_path):
-    """It is not asked where no accelerator is, and has one line where one may be."""
-    folder = tmp_path / "jax_plugins" / "broken"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(PLUGIN)
+    """It is not asked where no accelerator is, and has one line where one may be; NVIDIA's has none
+    without a GPU, and libtpu none without a TPU."""
+    for name in ("broken", *["xla_cuda99"] * (not hardware_utils.has_visible_nvidia_gpu())):
+        folder = tmp_path / "jax_plugins" / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(PLUGIN)
     variables = environment()
     del variables["JAX_PLATFORMS"]
     variables["PYTHONPATH"] += f":{tmp_path}"
