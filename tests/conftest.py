@@ -33,12 +33,6 @@ import object_stores
 import pytest
 from forked import run_forked
 from jax.experimental.compilation_cache import compilation_cache
-from seconds import (  # noqa: F401
-    pytest_addoption,
-    pytest_collection_finish,
-    pytest_runtest_makereport,
-    pytest_terminal_summary,
-)
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve

@@ -1,9 +1,10 @@
-"""A step of training on the mesh of a config, and what an evaluation finds before it."""
+"""A step of training on the mesh of a config, what an evaluation finds before it, and weights."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from conftest import make_mesh
 from jax.sharding import NamedSharding
 
@@ -32,3 +33,11 @@ def take_step(config, batch):
         after, metrics = jax.jit(step)(state, batch)
         models = (order_by_layer(x.model) for x in (state, after))
         return *map(jax.device_get, (*models, metrics)), sums
+
+
+def by_name(tree):
+    """Arrays as numpy, by their path."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): np.asarray(x)
+        for path, x in jax.tree.leaves_with_path(tree)
+    }

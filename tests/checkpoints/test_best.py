@@ -14,7 +14,7 @@ from maxramp.checkpoints import folder as folder_lib
 from maxramp.checkpoints.folder import Best, Checkpoint, commit, find, read_whole
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
-from maxramp.run.metrics import LastEvaluation, read_records
+from maxramp.run.metrics import read_records
 
 
 def write(folder, how="lowest eval_loss", evaluated_on="data", **values):
@@ -89,17 +89,6 @@ def test_what_is_wrong_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="have no task_sums, but eval_loss, task_sums_acc"):
         Best("highest task_sums", {"eval": "data"}).check(["eval_loss", "task_sums_acc"])
     Best("highest task_sums_acc", {"eval": "data"}).check(["eval_loss", "task_sums_acc"])
-
-
-def test_numbers_of_a_step():
-    """Of both evaluations after it, held-out text and tasks; none of another step."""
-    last = LastEvaluation()
-    last({"step": 3, "loss": 1.0})
-    assert last.numbers_after(3) == {}
-    last({"step": 3, "consumed_samples": 9, "eval_loss": 2.0, "eval_seconds": 1.0})
-    last({"step": 3, "consumed_samples": 9, "task_sums_acc": 0.5, "eval_seconds": 1.0})
-    assert last.numbers_after(3) == {"eval_loss": 2.0, "task_sums_acc": 0.5}
-    assert last.numbers_after(4) == {}
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
-from conftest import BASE, TINY, complete, make_config, make_mesh, run
+from conftest import BASE, TINY, make_config, make_mesh, run
 from orbax.checkpoint import v1 as ocp
 
 from maxramp import checkpoint as command
@@ -25,7 +25,6 @@ from maxramp.errors import ConfigError
 from maxramp.files.run_folder import RunFiles
 from maxramp.handover.weights import open_weights
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.run.metrics import read_records
 from maxramp.training.state import abstract_state, initial_state
 
 # 8 rows to sample 80, then 16, then 24: stages end at steps 10 and 15.
@@ -554,26 +553,6 @@ def test_a_run_with_a_number_for_a_name(saved_folder, tmp_path, capsys):
 
 
 # --- A new run from another's checkpoint ---------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_new_run_goes_on_from_a_full_state(tmp_path, cache_dir):
-    """load_full_state_path: the rows and losses of the run that was never cut in two."""
-    keys = [*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "eval_interval=-1"]
-    keys += [f"jax_cache_dir={cache_dir}", f"base_output_directory={tmp_path}"]
-    keys += ["learning_rate_schedule_steps=30", "checkpoint_period=20"]
-
-    def start(name, *more):
-        complete(BASE, *keys, f"run_name={name}", *more)
-        return read_records(tmp_path / name / "metrics.jsonl")
-
-    whole = start("whole", "steps=30")
-    path = tmp_path / "whole" / "checkpoints" / "20"
-    rest = start("rest", "steps=30", f"load_full_state_path={path}")
-    for name in ("step", "loss", "batch_fingerprint", "consumed_samples", "learning_rate"):
-        assert [r[name] for r in rest] == [r[name] for r in whole[20:]]
-    assert folder_lib.steps_in(tmp_path / "rest" / "checkpoints") == [30]
-    assert not any("restarted" in r for r in rest)  # it is a new run
 
 
 def test_the_state_of_a_finished_run_leaves_nothing_to_do(tmp_path, cache_dir):

@@ -68,6 +68,10 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
     "arguments, error",
     [
         (["--temperature", "-1"], "--temperature=-1 must be 0, which is greedy, or 0.001 or more"),
+        (["--temperature", "nan"], "--temperature=nan"),
+        (["--temperature", "1e-30"], "--temperature=1e-30"),
+        (["--top_k", "-1"], "--top_k=-1"),
+        (["--top_p", "0"], "--top_p=0 must be above 0 and at most 1"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0 must be 1 or more"),
         (["--seed", "-3"], "--seed -3 must be 0 or more"),
         (["--stop", ""], "--stop '' would end every answer"),

@@ -4,16 +4,11 @@ import importlib.util
 import json
 import pathlib
 
-import jax
 import numpy as np
 import pytest
-from conftest import BASE, ROOT, batch_of, complete, make_mesh, run
+from conftest import ROOT, complete, run
 from later import Later
 from opened import config_of, load, logits
-
-from maxramp.handover.opening import open_model
-from maxramp.run.metrics import read_records
-from maxramp.training.loss import next_token_prediction
 
 torch = Later("torch")
 transformers = Later("transformers")
@@ -49,47 +44,6 @@ def test_logits_and_greedy_text(smollm2):
     answer = complete(str(smollm2), *line, module="generate", optimized=True)
     written = json.loads(answer.stdout)["tokens"]
     assert written == ids[prompt["input_ids"].shape[1] :].tolist()
-
-
-@pytest.mark.long
-def test_continued_training_and_out_again(smollm2, tmp_path):
-    """40 steps of a ramp; transformers finds the loss of what comes out to be ours."""
-    paragraphs = [
-        paragraph
-        for path in sorted((ROOT / "docs").glob("*.md"))
-        for paragraph in path.read_text().split("\n\n")
-    ]
-    lines = [json.dumps({"text": text}) for text in paragraphs]
-    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
-    complete(
-        *(BASE, "model_name=hf", f"load_parameters_path={smollm2}", "run_name=tuned"),
-        *(f"base_output_directory={tmp_path}", "dataset_type=grain", "packing=true"),
-        *(f"grain_train_files={tmp_path / 'docs.jsonl'}", "max_target_length=64", "steps=40"),
-        *("per_device_batch_size_start=1", "per_device_batch_size_increment=1"),
-        *("per_device_batch_size=3", "global_rampup_samples=40", "learning_rate=1e-4"),
-        *("checkpoint_period=-1", "checkpoint_stage_ends=false", "eval_interval=40"),
-        *("eval_samples=8", "export_huggingface=true"),
-        timeout=600,
-        optimized=True,
-    )
-    records = read_records(tmp_path / "tuned" / "metrics.jsonl")
-    losses = [record["loss"] for record in records if "loss" in record]
-    batches = [record["global_batch_size"] for record in records if "loss" in record]
-    assert sorted(set(batches)) == [1, 2, 3] and len(losses) == 40
-    assert np.mean(losses[-10:]) < np.mean(losses[:10]) - 0.2
-
-    model, tokenizer = opened(tmp_path / "tuned" / "exported" / "40")
-    tokens_BT = tokens_of(tokenizer, TEXT).repeat(jax.device_count(), 0)
-    length = tokens_BT.shape[1] - 1
-    source = open_model(str(tmp_path / "tuned"), [f"max_target_length={length}"])
-    weights, recipe = source.load(), source.config.recipe
-    objective = next_token_prediction(recipe.loss, recipe.model)
-    with jax.set_mesh(make_mesh(source.config)):
-        total, aux = jax.jit(objective)(weights, batch_of(tokens_BT))
-    rows = torch.tensor(tokens_BT, dtype=torch.long)
-    with torch.no_grad():
-        theirs = model(rows, labels=rows).loss.item()
-    assert abs(float(total) / float(aux.shown["tokens"]) - theirs) < 1e-5 * theirs
 
 
 def test_unpacked_without_torch(smollm2, tmp_path):

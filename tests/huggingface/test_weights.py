@@ -364,22 +364,6 @@ def test_a_config_json_of_another_computation_is_refused(changes, says):
         config_json.read_keys(CONFIGS["llama2"] | changes, "FILE")
 
 
-def test_what_config_json_leaves_open_is_filled_in():
-    """As transformers' classes fill it in."""
-    few = {"hidden_size": 64, "num_attention_heads": 32, "intermediate_size": 8, "vocab_size": 9}
-    few["num_hidden_layers"] = 1
-    for kind, heads, width, window in (
-        ("llama", 32, 2, 0),
-        ("mistral", 8, 2, 4096),
-        ("qwen2", 32, 2, 0),
-        ("qwen3", 32, 128, 0),
-    ):
-        keys = config_json.read_keys({"model_type": kind, **few}, "")
-        assert (keys["base_num_kv_heads"], keys["head_dim"]) == (heads, width)
-        assert keys.get("sliding_window_size", 0) == window
-        assert keys["rope_max_timescale"] == 10_000 and keys["normalization_layer_epsilon"] == 1e-6
-
-
 @pytest.mark.parametrize("name", ["llama2", "mixtral"])
 def test_an_export_continues_where_it_was_stopped(tmp_path, monkeypatch, name):
     """What it has written stays as it is; another model's begins anew."""

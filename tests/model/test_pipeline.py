@@ -15,7 +15,7 @@ import pytest
 from conftest import BASE, TINY, batch_of, make_config, make_mesh, refused, table
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from one_step import take_step
+from one_step import by_name, take_step
 
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
@@ -64,13 +64,6 @@ def place(config, mesh, accumulation, packed):
 def first_state(config):
     """The initial weights, with layers in the pipeline's order."""
     return jax.jit(functools.partial(init_state, config.recipe))()
-
-
-def by_name(model):
-    return {
-        jax.tree_util.keystr(path): np.asarray(x, np.float32)
-        for path, x in jax.tree.leaves_with_path(model)
-    }
 
 
 def matrices(weights_LDF):

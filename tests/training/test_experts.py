@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_mesh
+from one_step import by_name
 from test_step import (
     LENGTH,
     ROWS,
     STEPS,
     TOLERANCE,
-    by_name,
     deviation,
     gated_mlp,
     make_config,

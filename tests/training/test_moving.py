@@ -17,9 +17,7 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.errors import EXIT_STAGE_END, ConfigError
 from maxramp.parallel import mesh as mesh_lib
-from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import EMBEDDING_VD, MLP_IN_DF, REPLICATED, HEADS_IN_DHh
-from maxramp.planning import hlo, topology
 from maxramp.planning.compile_target import CompileTarget
 from maxramp.planning.plan import estimate, make_plan
 from maxramp.rampup.schedule import RampupBatchManager
@@ -63,23 +61,6 @@ def test_arrays_move_one_after_another():
     # all, and its eighth of that.
     size = 4 * (3 * 64 * 32 // 4 + 32 * 8 * 4 // 4 + 1)
     assert moving.peak_bytes(before, arrays) == size + 4 * 64 * 32 // 8
-
-
-@pytest.mark.parametrize("sizes", [((1, 8, 1), (2, 2, 2)), ((2, 2, 2), (1, 8, 1))])
-def test_no_device_gathers_an_array(sizes):
-    """Where copies and heads change at once, XLA by itself would gather every array whole."""
-    devices = mesh_lib.make_mesh(make_config().mesh).devices
-    types = (mesh_lib.AXIS_TYPE,) * len(AXES)
-    before, after = (
-        jax.sharding.Mesh(devices.reshape(d, 1, f, 1, 1, t), AXES, axis_types=types)
-        for d, f, t in sizes
-    )
-    x = jax.ShapeDtypeStruct((64, 32), np.float32, sharding=NamedSharding(before, EMBEDDING_VD))
-    (programs,) = moving.lower([x], after).values()
-    texts = [program.compile().as_text() for program in programs]
-    work = [hlo.count(text, topology.CHIPS["v5p"]).collective_bytes for text in texts]
-    shard = mesh_lib.bytes_per_device(mesh_lib.attach_mesh(x, after))
-    assert 0 < sum(sum(kinds.values()) for kinds in work) < 2 * shard
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "optax.adafactor"])

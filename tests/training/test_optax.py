@@ -13,12 +13,11 @@ from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 from test_moving import needs
 
-from maxramp.checkpoints.arrays import items_of, load, save
 from maxramp.keys.yamlfile import parse
 from maxramp.model.parts.weights import map_weights
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.planning.compiled import compile_stages
-from maxramp.training.state import abstract_state, init_state
+from maxramp.training.state import init_state
 from maxramp.training.step import make_train_step
 
 ROWS, STEPS = 16, 4
@@ -133,23 +132,3 @@ def test_compilers_take_the_step(topology):
         assert sum(adafactor[kinds].values()) <= 1.02 * sum(adamw[kinds].values())
     held = [stage["memory_gib"]["arguments"] for stage in (adafactor, adamw)]
     assert held[0] == pytest.approx(held[1] / 3, rel=0.1)
-
-
-@pytest.mark.slow
-def test_the_state_of_optax_is_restored_on_another_mesh(tmp_path):
-    """Factored moments, which have fewer axes than their weights."""
-    keys = ("opt_type=optax.adafactor", "opt_arguments={min_dim_size_to_factor: 8}")
-    state = new_state(make_config(*keys, *MESH))
-    save(tmp_path / "saved", state)()
-    mesh = make_mesh(config := make_config(*keys, "ici_tensor_parallelism=2", devices=4))
-    abstract = items_of(abstract_state(config.recipe, mesh))
-    with jax.set_mesh(mesh):
-        read = load(tmp_path / "saved", abstract)
-    for x, wanted, first in zip(
-        *map(jax.tree.leaves, (read, abstract, items_of(state))), strict=True
-    ):
-        assert x.sharding == wanted.sharding
-        np.testing.assert_array_equal(x, first)
-    parts = read["optimizer"]["opt_state"].inner_states["optax"].inner_state
-    rows_LD = parts[0].v_row.layers["dense"].mlp.up_DF[...]
-    assert rows_LD.shape == (2, 32) and not rows_LD.sharding.is_fully_replicated

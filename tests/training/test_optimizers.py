@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import one_step
 import optax
 import pytest
 from conftest import make_config, make_mesh
@@ -29,8 +30,7 @@ RATE = 0.1
 
 
 def by_name(tree):
-    leaves = jax.tree.leaves_with_path(order_by_layer(tree))
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+    return one_step.by_name(order_by_layer(tree))
 
 
 def moved(*keys, paces=(STEADY,) * 3, devices=8):
@@ -72,7 +72,7 @@ def as_optax(transformation, weights, gradients, steps=3):
 def dimensions(name):
     """The axes of a stack of matrices, [L, ...] or with experts [L, E, ...], that its product sums
     over, and those that it makes."""
-    experts, letters = re.search("_(E?)([A-Za-z]+)'?]?[.]value", name).groups()
+    experts, letters = re.search("_(E?)([A-Za-z]+)$", name).groups()
     cut, first = 1 if letters[0] == "D" else len(letters) - 1, 1 + len(experts)
     axes = tuple(range(first, first + len(letters)))
     return MuonDimensionNumbers(axes[:cut], axes[cut:])

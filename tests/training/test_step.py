@@ -15,6 +15,7 @@ import pytest
 from conftest import DEVICES, batch_of, make_mesh, numpy_fingerprint
 from conftest import make_config as make_tiny_config
 from jax.sharding import NamedSharding
+from one_step import by_name
 
 from maxramp.data.rows import PADDING
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
@@ -66,14 +67,6 @@ def initial_state(config):
 def compiled_step(config):
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     return jax.jit(make_train_step(config.recipe, rate))
-
-
-def by_name(tree):
-    """Arrays as numpy, by their path."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): np.asarray(x)
-        for path, x in jax.tree.leaves_with_path(tree)
-    }
 
 
 @dataclasses.dataclass

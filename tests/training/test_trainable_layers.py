@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import batch_of, make_mesh
+from one_step import by_name
 from test_step import make_config, train
 
 from maxramp.model.parts.weights import weights_of
@@ -29,17 +30,12 @@ def stepped(*keys, steps=1, devices=8):
     return config, *trees, float(training.metrics["grad_norm"][-1])
 
 
-def by_path(model):
-    leaves = jax.tree.leaves_with_path(model, is_leaf=lambda x: hasattr(x, "role"))
-    return {jax.tree_util.keystr(path): np.asarray(weight[...]) for path, weight in leaves}
-
-
 def assert_others_stay(before, after):
     """All but the layers CHOSEN, which move, keep their bits."""
     others = [number for number in range(4) if number not in CHOSEN]
-    for name, weight in by_path(after).items():
-        first = by_path(before)[name]
-        kept = others if ".layers" in name else slice(None)
+    for name, weight in by_name(after).items():
+        first = by_name(before)[name]
+        kept = others if "layers" in name else slice(None)
         np.testing.assert_array_equal(weight[kept], first[kept], err_msg=name)
 
 
@@ -54,12 +50,12 @@ def test_a_step_is_that_of_one_by_hand():
     rows = batch_of(ROWS[0])
     with jax.set_mesh(make_mesh(config)):
         mean = jax.jit(jax.grad(lambda model: objective(model, rows)[0] / (16 * 16)))
-        gradient = by_path(mean(before))
-    layer_gradients = {name: g[CHOSEN] for name, g in gradient.items() if ".layers" in name}
+        gradient = by_name(mean(before))
+    layer_gradients = {name: g[CHOSEN] for name, g in gradient.items() if "layers" in name}
     norm = np.sqrt(sum(np.square(g).sum() for g in layer_gradients.values()))
     assert grad_norm == pytest.approx(norm, rel=1e-4)
     for name, g in layer_gradients.items():
-        moved = by_path(before)[name][CHOSEN] - by_path(after)[name][CHOSEN]
+        moved = by_name(before)[name][CHOSEN] - by_name(after)[name][CHOSEN]
         np.testing.assert_allclose(
             moved, RATE * 0.01 / norm * g, atol=1e-3 * np.abs(moved).max() + 1e-7, err_msg=name
         )
@@ -83,13 +79,13 @@ def test_chosen_layers_move_as_if_all_trained(keys):
     *_, whole, _, _ = stepped(*keys, *roles)
     chosen = f"trainable_layers={CHOSEN}"
     _, before, after, _, _ = stepped(*keys, chosen)
-    for name, weight in by_path(after).items():
-        if ".layers" in name:
-            wanted = by_path(whole)[name][CHOSEN]
+    for name, weight in by_name(after).items():
+        if "layers" in name:
+            wanted = by_name(whole)[name][CHOSEN]
             np.testing.assert_allclose(weight[CHOSEN], wanted, atol=1e-5, err_msg=name)
     config, before, after, moments, _ = stepped(*keys, chosen, steps=2)
     assert_others_stay(before, after)
-    changed = sum((x != by_path(before)[name]).sum() for name, x in by_path(after).items())
+    changed = sum((x != by_name(before)[name]).sum() for name, x in by_name(after).items())
     trained = init_shapes(config).trained
     assert changed == pytest.approx(num_trained(trained, CHOSEN), rel=0.02)
     for weight in weights_of(moments):
@@ -104,8 +100,8 @@ def test_biases_of_routers_move_in_chosen_layers_alone(keys):
     experts = ("decoder_block=dots1", "use_qk_norm=True", "num_experts=4", "base_moe_mlp_dim=16")
     experts += ("routed_score_func=sigmoid", "routed_bias=True", "routed_bias_update_rate=0.01")
     _, before, after, *_ = stepped(*experts, *keys, f"trainable_layers={CHOSEN}", devices=1)
-    name = next(name for name in by_path(before) if "bias_E" in name)
-    moved = (by_path(after)[name] != by_path(before)[name]).any(1)
+    name = next(name for name in by_name(before) if "bias_E" in name)
+    moved = (by_name(after)[name] != by_name(before)[name]).any(1)
     first = 1 if keys else 0
     assert np.flatnonzero(moved).tolist() == [number - first for number in CHOSEN]
 
