@@ -14,17 +14,17 @@ from maxramp.errors import ConfigError, report
 COMMANDS = {
     "train": "trains a model, or continues a run",
     "plan": "shows what a run will do: stages, nodes, cost, memory",
-    "prepare": "tokenizes documents into files that training reads by row number",
+    "prepare": "tokenizes documents into a data set for training",
     "launch": "starts a run here, under SLURM or on GKE, and restarts it until it is done",
-    "compile": "compiles every stage for a TPU pod, without a TPU",
+    "compile": "compiles every stage for a TPU pod or GPU cluster, without one",
     "generate": "writes text with the weights of a run",
-    "evaluate": "evaluates a model on the tasks of lm-eval, the field's harness",
-    "grpo": "improves a model by rewards: reinforcement learning",
-    "convert": "writes a trained model as a folder that transformers opens",
+    "evaluate": "evaluates a model on tasks of lm-eval",
+    "grpo": "trains a model by reinforcement learning (GRPO)",
+    "convert": "exports a trained model in Hugging Face's format",
     "report": "shows where the wall time of runs went, and what they cost",
-    "noise": "shows how noisy a run's gradients are, and for how large a batch",
+    "noise": "shows the gradient noise scale of a run",
     "suggest": "suggests a ramp for a run, or none, from what was measured",
-    "branch": "measures how large the batch may be at a checkpoint, by training at several sizes",
+    "branch": "measures the critical batch size at a checkpoint, by training at several sizes",
     "checkpoint": "lists, shows and verifies the checkpoints of a run",
 }
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("usage: python -m maxramp COMMAND ...   or   maxramp COMMAND ...\n")
         for command, what in COMMANDS.items():
             print(f"  {command:<12}{what}")
-        print("\nmaxramp COMMAND --help says more of one. A first run, in about a minute:\n")
+        print("\nmaxramp COMMAND --help explains one. A first run, in about a minute:\n")
         print("  maxramp train configs/base.yml")
         return 0
     if name == "--version":

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     add("--sizes", required=True, help="global batch sizes, comma-separated: 8,16,32,64")
     text = "tokens that each branch trains on, such as 20M (a tenth of the run's)"
     add("--tokens", default="", metavar="N", help=text)
-    text = "by how many nats per token a loss may be above that of a smaller size (0.01)"
+    text = "nats per token that a loss may be above a smaller size's (0.01)"
     add("--tolerance", type=float, default=0.01, metavar="NATS", help=text)
     add("--json", action="store_true", help="print the result as JSON when all is done")
     add("keys", nargs="*", metavar="key=value", help="for every branch")

@@ -45,8 +45,8 @@ _FILE = "compiled.json"
 def main(arguments: list[str]) -> int:
     parser = config_parser(__doc__)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    text = "compile the last stage alone, under each remat_policy in its largest micro batches, "
-    text += "and list the ways that fit, the fastest first"
+    text = "compile the last stage with each remat_policy and its largest micro batches, and list "
+    text += "what fits, fastest first"
     parser.add_argument("--best", action="store_true", help=text)
     options = parser.parse_intermixed_args(arguments)
     config = load(options.arguments, "compile")

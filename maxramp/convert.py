@@ -1,12 +1,12 @@
-"""Writes a trained model as a folder that transformers opens.
+"""Exports a trained model in Hugging Face's format: a folder that transformers opens.
 
 python -m maxramp.convert RUN[/checkpoints/STEP] --to FOLDER [options] [key=value ...]
 python -m maxramp.convert MODEL.gguf --to FOLDER [--dtype DTYPE]
 
 RUN is the folder of a run, one of its checkpoints, or a Hugging Face model. FOLDER may be an
 address such as gs://bucket/model. If it is interrupted, run the same command again to continue.
-key=value sets the mesh (ici_fsdp_parallelism=4) and hardware. MODEL.gguf is a Llama; its weights
-are written as the numbers that they stand for, in float32.
+key=value sets the mesh (ici_fsdp_parallelism=4) and hardware. MODEL.gguf holds a Llama; its
+quantized weights become float32.
 """
 
 if __name__ == "__main__":  # before the imports that take a second

@@ -1,4 +1,4 @@
-"""Evaluates a run or a released model on the tasks of lm-eval, the field's harness.
+"""Evaluates a run or a released model on tasks of lm-eval.
 
 python -m maxramp.evaluate RUN --tasks NAME,NAME [options] [key=value ...]
 

@@ -176,13 +176,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--prompt", **texts, help="text to continue; may be given several times")
     text = 'more prompts: JSON lines with "prompt", as for maxramp.grpo'
     add("--prompt_file", metavar="FILE", help=text)
-    add("--chat", action="store_true", help="take each --prompt for what a user says in a chat")
+    add("--chat", action="store_true", help="apply the chat template: a prompt is a user's message")
     for name, kind, default, what in (
         ("samples", int, 1, "answers to each prompt (1)"),
         ("max_new_tokens", int, None, "longest answer (as long as max_target_length allows)"),
-        ("temperature", float, 1.0, "of sampling; 0 always takes the likeliest token (1)"),
-        ("top_k", int, 0, "sample from the N likeliest tokens; 0 = from all (0)"),
-        ("top_p", float, 1.0, "sample from the likeliest tokens of this total probability (1)"),
+        ("temperature", float, 1.0, "sampling temperature; 0 is greedy (1)"),
+        ("top_k", int, 0, "sample from the N most likely tokens; 0 = all (0)"),
+        ("top_p", float, 1.0, "sample from the most likely tokens of this total probability (1)"),
         ("seed", int, 0, "of sampling (0)"),
     ):
         add(f"--{name}", type=kind, default=default, metavar="N", help=what)

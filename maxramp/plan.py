@@ -315,7 +315,7 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     by_source = itertools.groupby(plan["defaults"], key=lambda one: one["source"])
     defaults = [f"{', '.join(x['key'] for x in group)} ({s})" for s, group in by_source]
     if defaults:
-        yield "not given", "; ".join(defaults)
+        yield "defaults", "; ".join(defaults)
 
 
 def _mesh_text(sizes: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizes documents into files that training reads by row number.
+"""Tokenizes documents into a data set for training, whose rows are read by number.
 If it is interrupted, run the same command again to continue.
 
 python -m maxramp.prepare INPUT... --output DIR [--train_bpe SIZE] [key=value ...]
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "leave out up to N records that cannot be read (0)"
     add("--max_bad_records", type=int, metavar="N", default=0, help=text)
     add("--deduplicate", action="store_true", help="leave out documents that equal an earlier one")
-    text = "print what a prepared set or a file of chats holds, or what a config trains on of these"
+    text = "show documents and rows of a prepared set, a file of chats, or a config's data"
     add("--inspect", metavar="DIR", help=text)
     return parser
 

@@ -2,8 +2,8 @@
 
 python -m maxramp.report RUN [RUN ...] [price_per_device_hour=P] [--plot FILE] [--json]
 
-RUN is the folder of a run, which may be running. Of one run it shows stages and jobs too, of
-several the runs side by side (docs/running.md).
+RUN is the folder of a run, finished or running. One run is shown with its stages and jobs, several
+side by side (docs/running.md).
 """
 
 if __name__ == "__main__":  # before the imports that take a second

@@ -135,7 +135,7 @@ class ModelSource:
         `say` prints a line, on the first process.
         """
         say = say if jax.process_index() == 0 else lambda line: None
-        say(f"reading the weights of {self.path}")
+        say(f"loading the weights of {self.path}")
         slices, processes = mesh_lib.num_slices(), jax.process_count()
         self.config = resolve(self.config, jax.device_count(), slices, processes)
         model = abstract_state(self.config.recipe, mesh_lib.make_mesh(self.config.mesh)).model

@@ -62,7 +62,7 @@ def unpack(path: str, to: Place, dtype: str) -> None:
     except Exception as error:  # the reader and tokenizers raise many kinds
         reason = f"{type(error).__name__}: {reason_of(error)}"
         raise ConfigError(f"{path}: is not a GGUF file, or is torn ({reason})") from None
-    print_progress(f"reading the weights of {path}")
+    print_progress(f"loading the weights of {path}")
 
     unfinished = to.with_name(f".{to.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -36,7 +36,7 @@ def test_scores_of_a_folders_task_are_those_of_its_answers(tmp_path, cache_dir, 
     assert f"{model}: limit: 3, num_fewshot: 0, " in done.stdout
     assert "|made_choices|" in done.stdout
     reading, *progress, last = done.stderr.splitlines()
-    assert reading == f"reading the weights of {model}"
+    assert reading == f"loading the weights of {model}"
     assert last.startswith("made_choices: ")
     assert all(text.startswith(("ready", "tasks")) for text in progress)  # on a slow machine
     report = json.loads(output.read_text())

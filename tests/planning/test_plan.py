@@ -417,7 +417,7 @@ def test_a_plan_names_what_it_takes_from_the_demo(capsys):
     assert main([BASE, *keys, "ici_data_parallelism=2", "per_device_batch_size=8"]) == 0
     lines = {line[:10].strip(): line[10:] for line in capsys.readouterr().out.splitlines()}
     others = "opt_type=adamw, remat_policy=none, weight_dtype=float32, steps=320 (configs/base.yml)"
-    assert f"learning_rate=0.003, {others}; dtype=bfloat16 (configs/models" in lines["not given"]
+    assert f"learning_rate=0.003, {others}; dtype=bfloat16 (configs/models" in lines["defaults"]
     assert (
         "in Megatron's words: weights, gradients and the optimizer's state over 4 ranks"
         in (lines["mesh"])
