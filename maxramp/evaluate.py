@@ -25,12 +25,13 @@ from typing import Any
 import jax
 import yaml
 
-from maxramp.commandline import Parser, Throttle, command, print_progress
+from maxramp.commandline import Parser, Throttle, command, print_note, print_progress
 from maxramp.errors import ConfigError
 from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.server import EvalOptions, EvalServer
-from maxramp.files.place import is_near, place, write_whole
+from maxramp.files.place import Place, is_near, place, write_whole
 from maxramp.handover.opening import ModelSource, open_model
+from maxramp.handover.weights import SavedWeights
 from maxramp.keys.yamlfile import parse as parse_value
 from maxramp.processes import backend
 from maxramp.processes.agreement import report_lost_peers, run_on_first
@@ -71,7 +72,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--system_instruction", metavar="TEXT", help="begin each chat or prompt with this")
     text = "how answers are sampled, such as temperature=0.7,max_gen_toks=64 (as the task says)"
     add("--gen_kwargs", default="", metavar="NAME=VALUE,...", help=text)
-    add("--output_path", default="", metavar="FILE", help="write the results here, as JSON")
+    add(
+        "--output_path",
+        default="",
+        metavar="FILE",
+        help="write the results here, as JSON (RUN/evaluations)",
+    )
     add("--log_samples", action="store_true", help="write every question and answer there too")
     add("keys", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
@@ -124,6 +130,14 @@ def _check_output(path: str) -> None:
         raise ConfigError(f"--output_path {path} cannot be written: {error.strerror}") from None
 
 
+def _path_in_run(opened: ModelSource) -> Place | None:
+    """Returns where the scores of a run's checkpoint are kept; None for a released model."""
+    if not isinstance(opened.weights, SavedWeights):
+        return None
+    checkpoint, now = opened.weights.checkpoint, time.strftime("%Y-%m-%dT%H-%M-%S")
+    return checkpoint.path.parent.parent / "evaluations" / f"{checkpoint.step}_{now}.json"
+
+
 def _run_tasks(options: argparse.Namespace, opened: ModelSource, watchdog: Watchdog) -> None:
     start = time.perf_counter()
     tokenizer = opened.tokenizer()
@@ -160,9 +174,15 @@ def _run_tasks(options: argparse.Namespace, opened: ModelSource, watchdog: Watch
         results = harness.evaluate(tasks, lm, eval_options)
         results["config"]["model_args"] = {"path": opened.path}
         try:  # before the table: a reader who has gone away ends this process
-            if options.output_path:
+            path = place(options.output_path) if options.output_path else _path_in_run(opened)
+            if path:
                 text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
-                write_whole(place(options.output_path), text.encode())
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, text.encode())
+        except OSError as error:  # of a run that is somebody else's
+            if options.output_path:
+                raise
+            print_note(f"{path} cannot be written: {error.strerror}; --output_path names a file")
         finally:
             shown = ", ".join(f"{name}: {value!r}" for name, value in settings.items())
             print(f"{opened.path}: {shown}")

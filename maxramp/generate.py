@@ -1,6 +1,7 @@
 """Writes text with the weights of a run or of a released model.
 
 python -m maxramp.generate RUN --prompt TEXT [options] [key=value ...]
+python -m maxramp.generate RUN --chat [options] [key=value ...]
 
 RUN is a run's folder, one of its checkpoints, or a Hugging Face model (its folder or its name).
 Answers are printed as they are written, one after the other. key=value sets the mesh
@@ -26,7 +27,7 @@ from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Answer, GenerationConfig, Generator
 from maxramp.generation.sampling import Sampling
-from maxramp.handover.opening import ChatText, PromptTokenizer, open_model
+from maxramp.handover.opening import ChatText, ModelSource, PromptTokenizer, open_model
 from maxramp.parallel.compiler import compiler_options
 from maxramp.processes import backend
 from maxramp.processes.ending import run
@@ -75,6 +76,11 @@ class AnswerText:
         self._shown += len(text)
         return text
 
+    @property
+    def text(self) -> str:
+        """The text so far, with what may become part of a stop text."""
+        return self._text
+
     def _more(self, tokens: np.ndarray, whole: bool) -> str:
         """Returns the text that the last of these tokens add; `whole` if no more tokens come."""
         tokens = np.concatenate([self._prompt, tokens])
@@ -98,53 +104,82 @@ def main(arguments: list[str]) -> int:
     tokenizer = trained.tokenizer()
     texts = [*map(_replace_bad_bytes, options.prompt)]
     if options.chat:
-        texts = [_user_chat(text, tokenizer) for text in texts]
+        texts = [_chat_text([_message("user", text)], tokenizer) for text in texts]
     if options.prompt_file:
         texts += FilePrompts(options.prompt_file, None, tokenizer=tokenizer).texts
     texts = [prompt for prompt in texts for _ in range(options.samples)]
-    prompts = tokenizer.encode(texts)
-    vocab_size, decode = tokenizer.tokenizer.vocab_size, tokenizer.tokenizer.decode
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, vocab_size)
-    config = GenerationConfig(options.max_new_tokens, sampling, options.seed, tuple(tokenizer.ends))
     backend.start(trained.config.backend)
-    model = trained.load(print_progress)
-    compiler = compiler_options(jax.default_backend())
-    generator = Generator(trained.config.model, model, config, compiler)
-    weights = generator.prepare(model)
-    del model
-
-    stops = [*map(_replace_bad_bytes, options.stop)]
-    written = [AnswerText(decode, prompt, stops) for prompt in prompts]
-    heads = [f"--- {n} of {len(texts)}\n" * (len(texts) > 1) for n in range(1, len(texts) + 1)]
-    unprinted = [
-        (head + text, answer) for head, text, answer in zip(heads, texts, written, strict=True)
-    ]
-    every = 1
-    if options.json:  # all at once, or often enough to notice stop texts
-        every = _STOP_INTERVAL if stops else trained.config.model.max_target_length
-    start, first = time.perf_counter(), None
-    for answers in generator.stream(weights, prompts, every=every):
-        first = first or (time.perf_counter(), _count_tokens(answers))
-        for text, answer in zip(written, answers, strict=True):
-            text.read(answer)
-        if jax.process_index() == 0 and not options.json:
-            _print_new(unprinted)
-        if all(text.done for text in written):
-            break
-    seconds = time.perf_counter() - start
-    if jax.process_index():
+    if not texts and jax.process_count() > 1:
+        raise ConfigError(
+            "--chat without --prompt is a conversation, of one process; give a --prompt"
+        )
+    writer = _Writer(trained, tokenizer, options)
+    if texts:
+        writer.write(texts)
         return 0
-    if options.json:
-        _print_json(texts, written, answers)
-    first_seconds, first_tokens = first[0] - start, first[1]
-    later_tokens = _count_tokens(answers) - first_tokens
-    speed = ", compiling included"
-    if later_tokens:  # not if all came at once
-        speed = f"; the first after {first_seconds:.1f} s, with the compile, then "
-        speed += f"{later_tokens / (seconds - first_seconds):,.1f} tokens/s"
-    tokens = sum(text.tokens for text in written)
-    print(f"{count(tokens, 'token')} in {seconds:.1f} s{speed}", file=sys.stderr)
+    messages = []
+    print_progress("end the conversation with Ctrl-D")
+    while text := _read_message():
+        messages.append(_message("user", text))
+        [answer] = writer.write([_chat_text(messages, tokenizer)])
+        messages.append(_message("assistant", answer))
     return 0
+
+
+class _Writer:
+    """Writes answers to prompts with a model, and prints them."""
+
+    def __init__(
+        self, trained: ModelSource, tokenizer: PromptTokenizer, options: argparse.Namespace
+    ):
+        self._tokenizer, self._options = tokenizer, options
+        vocab_size = tokenizer.tokenizer.vocab_size
+        sampling = Sampling(options.temperature, options.top_k, options.top_p, vocab_size)
+        ends = tuple(tokenizer.ends)
+        config = GenerationConfig(options.max_new_tokens, sampling, options.seed, ends)
+        model = trained.load(print_progress)
+        compiler = compiler_options(jax.default_backend())
+        self._generator = Generator(trained.config.model, model, config, compiler)
+        self._weights = self._generator.prepare(model)
+        self._longest = trained.config.model.max_target_length
+
+    def write(self, texts: Sequence[str]) -> list[str]:
+        """Answers prompts, and prints the answers as they are written; after plain text, as the end
+        of that. Returns the answers.
+        """
+        options = self._options
+        prompts = self._tokenizer.encode(texts)
+        stops = [*map(_replace_bad_bytes, options.stop)]
+        decode = self._tokenizer.tokenizer.decode
+        written = [AnswerText(decode, prompt, stops) for prompt in prompts]
+        heads = [f"--- {n} of {len(texts)}\n" * (len(texts) > 1) for n in range(1, len(texts) + 1)]
+        shown = ["" if isinstance(text, ChatText) else text for text in texts]
+        unprinted = [(a + b, answer) for a, b, answer in zip(heads, shown, written, strict=True)]
+        every = 1
+        if options.json:  # all at once, or often enough to notice stop texts
+            every = _STOP_INTERVAL if stops else self._longest
+        start, first = time.perf_counter(), None
+        for answers in self._generator.stream(self._weights, prompts, every=every):
+            first = first or (time.perf_counter(), _count_tokens(answers))
+            for text, answer in zip(written, answers, strict=True):
+                text.read(answer)
+            if jax.process_index() == 0 and not options.json:
+                _print_new(unprinted)
+            if all(text.done for text in written):
+                break
+        seconds = time.perf_counter() - start
+        if jax.process_index() == 0:
+            if options.json:
+                _print_json(texts, written, answers)
+            first_seconds, first_tokens = first[0] - start, first[1]
+            later_tokens = _count_tokens(answers) - first_tokens
+            speed = ", compiling included"
+            if later_tokens:  # not if all came at once
+                speed = f"; the first after {first_seconds:.1f} s, with the compile, then "
+                speed += f"{later_tokens / (seconds - first_seconds):,.1f} tokens/s"
+            tokens = sum(text.tokens for text in written)
+            print(f"{count(tokens, 'token')} in {seconds:.1f} s{speed}", file=sys.stderr)
+        return [text.text for text in written]
 
 
 def _count_tokens(answers: Sequence[Answer]) -> int:
@@ -154,13 +189,13 @@ def _count_tokens(answers: Sequence[Answer]) -> int:
 def _print_json(
     prompts: Sequence[str], written: Sequence[AnswerText], answers: Sequence[Answer]
 ) -> None:
-    """Prints a JSON line for each answer; for process 0. Each text must be unprinted, as text.new()
-    gives a text once. `tokens` and `log_probs` include a stop text's.
+    """Prints a JSON line for each answer; for process 0. `tokens` and `log_probs` include a stop
+    text's.
     """
     for prompt, text, answer in zip(prompts, written, answers, strict=True):
         line = {
             "prompt": prompt,
-            "answer": text.new(),
+            "answer": text.text,
             "truncated": answer.truncated and not text.stopped,
             "tokens": answer.tokens[: text.tokens].tolist(),
             "log_probs": [float(f"{x:.6g}") for x in answer.log_probs[: text.tokens]],
@@ -176,7 +211,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--prompt", **texts, help="text to continue; may be given several times")
     text = 'more prompts: JSON lines with "prompt", as for maxramp.grpo'
     add("--prompt_file", metavar="FILE", help=text)
-    add("--chat", action="store_true", help="apply the chat template: a prompt is a user's message")
+    text = "apply the chat template: a prompt is a user's message, the answer alone is printed; "
+    add("--chat", action="store_true", help=text + "without prompts, hold a conversation")
     for name, kind, default, what in (
         ("samples", int, 1, "answers to each prompt (1)"),
         ("max_new_tokens", int, None, "longest answer (as long as max_target_length allows)"),
@@ -190,8 +226,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--json", action="store_true", help="print one JSON object per answer")
     add("keys", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(arguments)
-    if not (options.prompt or options.prompt_file):
-        raise ConfigError("no prompt is given; use --prompt TEXT, or --prompt_file FILE")
+    if not (options.prompt or options.prompt_file or options.chat):
+        raise ConfigError("no prompt is given; use --prompt TEXT, --prompt_file FILE, or --chat")
+    if options.samples > 1 and not (options.prompt or options.prompt_file):
+        raise ConfigError(f"--samples {options.samples}: a conversation has one answer at a time")
     if "" in options.stop:
         raise ConfigError("--stop '' would end every answer before its first token; give a text")
     for name in ("samples", "max_new_tokens"):
@@ -208,11 +246,25 @@ def _replace_bad_bytes(argument: str) -> str:
     return argument.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def _user_chat(text: str, tokenizer: PromptTokenizer) -> ChatText:
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _chat_text(messages: Sequence[dict[str, str]], tokenizer: PromptTokenizer) -> ChatText:
     try:
-        return tokenizer.chat([{"role": "user", "content": text}])
+        return tokenizer.chat(messages)
     except BadRecord as bad:
-        raise ConfigError(f"--prompt {text}: {bad}") from None
+        raise ConfigError(f"--chat {messages[-1]['content']}: {bad}") from None
+
+
+def _read_message() -> str:
+    """Reads what the user says next from stdin; "" at its end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    for line in sys.stdin:
+        if text := _replace_bad_bytes(line.strip()):
+            return text
+    return ""
 
 
 def _print_new(unprinted: list[tuple[str, AnswerText]]) -> None:

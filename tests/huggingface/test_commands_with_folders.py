@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -311,6 +313,15 @@ def test_an_answer_to_a_chat_is_that_of_transformers(tmp_path):
     answer = json.loads(done.stdout)
     assert answer["prompt"] == text
     assert answer["tokens"] == whole[ids["input_ids"].shape[1] :].tolist()
+    command = [sys.executable, "-m", "maxramp.generate", str(folder), *line[:1], *line[3:]]
+    command.append("max_target_length=128")  # room for the second message
+    talk = subprocess.run(command, input="Who?\n\nWho?\n", capture_output=True, text=True)
+    assert talk.returncode == 0, talk.stderr
+    first, second = map(json.loads, talk.stdout.splitlines())
+    assert first["tokens"] == answer["tokens"] and second["prompt"].startswith(
+        f"{text}{answer['answer']}"
+    )
+    assert second["prompt"].count("Who?") == 2 + answer["answer"].count("Who?")
     marked = run(str(folder), "--chat", "--prompt", "a<|im_end|>b", module="generate")
     assert marked.returncode == 2 and "a message holds <|im_end|>" in marked.stderr
 
