@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from maxramp.commandline import short
-from maxramp.planning.beside import find_published
+from maxramp.planning.plan import find_published
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Weights of the models, by the sources that the files name; those of all experts.

@@ -35,10 +35,9 @@ from maxramp.measuring.batch_check import check_batches
 from maxramp.model.size import describe_weights
 from maxramp.parallel.axes import SHARD_AXES
 from maxramp.parallel.mesh import format_sizes
-from maxramp.planning.beside import find_published, summarize_ramp
 from maxramp.planning.compile_target import CompileTarget
 from maxramp.planning.compiled import add_compiled
-from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, make_plan
+from maxramp.planning.plan import SMALL_BUBBLE, draw_plan, find_published, make_plan, summarize_ramp
 from maxramp.planning.run_length import with_length
 from maxramp.planning.stages import with_nodes
 from maxramp.planning.translation import TRAINERS, translate_file

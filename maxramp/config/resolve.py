@@ -18,8 +18,7 @@ from maxramp.model.keys import ModelKeys, key_copies
 from maxramp.parallel.axes import NAME_IN_KEYS, ROW_AXES
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import ladder, layout
-from maxramp.rampup.keys import BatchKeys
-from maxramp.rampup.shape import Meshes
+from maxramp.rampup.keys import BatchKeys, Meshes
 from maxramp.training.keys import optimizer_names
 
 

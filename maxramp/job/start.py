@@ -32,7 +32,7 @@ from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend
 from maxramp.processes.ending import Preemption, Watchdog
 from maxramp.processes.nodes import count_nodes
-from maxramp.rampup.shape import Meshes
+from maxramp.rampup.keys import Meshes
 from maxramp.run.job_schedule import (
     JobSchedule,
     length_by_epochs,

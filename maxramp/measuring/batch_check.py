@@ -13,8 +13,8 @@ from maxramp.measuring import laws
 from maxramp.measuring.noise import Block, noise_blocks, run_records
 from maxramp.measuring.rebatching import Rebatching, ramp_keys
 from maxramp.objectives.text import TEXT
+from maxramp.rampup.keys import Meshes
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.rampup.shape import Meshes
 
 # A batch is far above the laws at this many times their largest; DeepSeek-V4's ramp comes to 3.4.
 _FAR = 4.0

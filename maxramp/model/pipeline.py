@@ -116,7 +116,7 @@ def run(
 ) -> tuple[jax.Array, Aux]:
     """Runs all rows through all layers, tick by tick; returns x and the sums of all rows.
 
-    Under a mesh whose stage axis has S > 1 devices. `rampup/shape.py` refuses other sizes.
+    Under a mesh whose stage axis has S > 1 devices. `rampup/keys.py` refuses other sizes.
 
     Args:
       run_layers: takes layers [l, S, ...], and x and positions of a tick.

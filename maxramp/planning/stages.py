@@ -17,11 +17,10 @@ from maxramp.planning import machine
 from maxramp.planning.keys import PlanKeys
 from maxramp.processes import backend
 from maxramp.rampup import ladder
-from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.keys import BatchKeys, Meshes
 from maxramp.rampup.layout import pass_price, rows_per_device_limit
 from maxramp.rampup.phases import MESH_KEYS
 from maxramp.rampup.schedule import RampupBatchManager, ResumePoint, Stage
-from maxramp.rampup.shape import Meshes
 
 # From the resolved batch keys to where the run stands.
 Origin = Callable[[BatchKeys], ResumePoint]

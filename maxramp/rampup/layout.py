@@ -14,9 +14,8 @@ from fractions import Fraction
 from maxramp.errors import ConfigError
 from maxramp.keys.numbers import exact, nearest_multiples, show
 from maxramp.parallel.axes import ROW_AXES
-from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.keys import BatchKeys, Meshes
 from maxramp.rampup.notations import Threshold
-from maxramp.rampup.shape import Meshes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 from maxramp.errors import ConfigError
 from maxramp.keys.numbers import plain_number
 from maxramp.rampup import ladder, layout, notations
-from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.keys import BatchKeys, Meshes
 from maxramp.rampup.layout import Layouts
 from maxramp.rampup.notations import Threshold
-from maxramp.rampup.shape import Meshes
 from maxramp.stage import Fields, StageSpec, text_fields
 
 

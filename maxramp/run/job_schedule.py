@@ -10,9 +10,8 @@ from maxramp.commandline import count
 from maxramp.errors import ConfigError
 from maxramp.keys import base
 from maxramp.rampup import ladder
-from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.keys import BatchKeys, Meshes
 from maxramp.rampup.schedule import RampupBatchManager, ResumePoint, Stage
-from maxramp.rampup.shape import Meshes
 from maxramp.stage import Fields, text_fields
 from maxramp.training.keys import LearningRateKeys
 from maxramp.training.learning_rate import LearningRate

@@ -32,7 +32,6 @@ from maxramp.rampup import ladder
 from maxramp.rampup.adaptive import Decision
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.display import Display
-from maxramp.run.experts import draw_experts
 from maxramp.run.job_schedule import JobSchedule
 from maxramp.run.jobs import FILE as JOBS
 from maxramp.run.jobs import Jobs, read_jobs
@@ -325,9 +324,7 @@ class Output:
             self.say(f"see      {self.folder}/{', '.join(written)}")
 
     def _draw(self) -> None:
-        records = read_records(self.local / "metrics.jsonl")
-        draw_run(records, self.local / "ramp.png", self._keys.run_name)
-        draw_experts(records, self.local / "experts.png", self._keys.run_name)
+        draw_run(read_records(self.local / "metrics.jsonl"), self.local, self._keys.run_name)
 
 
 def _describe_position(schedule: JobSchedule, num_devices: int) -> str:

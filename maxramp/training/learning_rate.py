@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
-from maxramp.rampup.curve import Curve
+from maxramp.rampup.ladder import Curve
 from maxramp.rampup.phases import WARMUP
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.keys import LearningRateKeys

@@ -16,7 +16,7 @@ from jobs import wait_until
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.launch import slurm, slurm_job
+from maxramp.launch import slurm
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
 from maxramp.processes import bound
@@ -169,7 +169,7 @@ def test_a_batch_script_passes_every_argument_as_it_is(tmp_path):
     (line,) = [x for x in script.splitlines() if x.startswith("exec ")]
     program = line.replace("exec ", "printf '%s\\0' ", 1)
     words = subprocess.check_output(["bash", "-c", program], cwd=tmp_path, text=True).split("\0")
-    assert words[:3] == [sys.executable, "-m", "maxramp.launch.slurm_job"]
+    assert words[:3] == [sys.executable, "-m", "maxramp.launch.slurm"]
     assert words[3:-1] == launch.command()[3:]
     assert not list(tmp_path.rglob("pwned"))
     options = [x for x in script.splitlines() if x.startswith("#SBATCH")]
@@ -180,13 +180,13 @@ def test_a_batch_script_passes_every_argument_as_it_is(tmp_path):
 def test_trainers_run_in_the_container_of_either_runtime(tmp_path):
     keys = ["container_image=/images/a b.sqsh", "container_mounts=/data:/data", "run_name=x"]
     launch = plan(tmp_path, *keys)
-    options = slurm_job.container_options(launch.config.launch)
+    options = slurm.container_options(launch.config.launch)
     assert options[0] == "--container-image=/images/a b.sqsh"
-    assert slurm_job.trainer_command(launch)[0] == "python"
+    assert slurm.trainer_command(launch)[0] == "python"
     launch = plan(tmp_path, *keys, "container_runtime=apptainer")
     words = ["apptainer", "exec", "--nv", "--bind", "/data:/data", "/images/a b.sqsh", "python"]
-    assert slurm_job.trainer_command(launch)[:7] == words
-    assert slurm_job.container_options(launch.config.launch) == []
+    assert slurm.trainer_command(launch)[:7] == words
+    assert slurm.container_options(launch.config.launch) == []
 
 
 def dry_run(capsys, cluster: str, *line: str) -> str:

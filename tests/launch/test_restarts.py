@@ -18,7 +18,7 @@ from jobs import wait_until
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
-from maxramp.launch import gke_pod, local, slurm, slurm_job
+from maxramp.launch import gke_pod, local, slurm
 from maxramp.launch.jobs import Run
 
 # What each job does: its exit status, the step of the checkpoint that it leaves before it ends, and
@@ -133,7 +133,7 @@ def follow_slurm(folder: pathlib.Path, run: Run, monkeypatch) -> int:
     for name, value in under_slurm(folder, run).items():
         monkeypatch.setenv(name, value)
     for _ in range(9):
-        status = slurm_job.follow(run)
+        status = slurm.follow(run)
         if not (folder / "next").exists():
             return status
         restarts, *words = (folder / "next").read_text().split()
@@ -178,7 +178,7 @@ def test_a_stage_on_other_nodes_is_handed_over(tmp_path, monkeypatch, signals):
     (run.folder / "next_stage.json").write_text('{"nodes": 3}')
     for name, value in under_slurm(tmp_path, run).items():
         monkeypatch.setenv(name, value)
-    assert slurm_job.follow(run) == 75
+    assert slurm.follow(run) == 75
     assert (tmp_path / "next").read_text().split() == ["0", "--nodes=3", "job.sh"]
     assert gke_pod.follow(run, 1, tmp_path / "message") == 0
     assert json.loads((tmp_path / "message").read_text()) == {"step": 20, "nodes": 3}
@@ -244,11 +244,11 @@ def test_a_time_limit_that_comes_before_any_progress_counts(
             path = run.folder / "checkpoints" / str(checkpoint)
             path.mkdir(parents=True)
             commit(Checkpoint(path, checkpoint, 2, [], "", {}, {}))
-        monkeypatch.setattr(slurm_job, "_LAST", float("inf"))
+        monkeypatch.setattr(slurm, "_LAST", float("inf"))
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reached = pool.submit(reach_the_limit)
-        assert slurm_job.follow(run) == 76
+        assert slurm.follow(run) == 76
         reached.result()
     os.kill(int(srun.read_text()), signal.SIGKILL)
     assert (tmp_path / "next").read_text().split() == [restarts, "--nodes=1", "job.sh"]

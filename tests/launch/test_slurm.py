@@ -140,8 +140,8 @@ def test_jobs_that_leave_no_checkpoint_end_the_chain(cluster, tmp_path):
     folder = run.folder / "slurm"
     folder.mkdir(parents=True)
     program = "import pathlib, sys\nfrom test_restarts import read\n"
-    program += "from maxramp.launch import slurm_job\n"
-    program += f"sys.exit(slurm_job.follow(read(pathlib.Path({str(tmp_path)!r}))))"
+    program += "from maxramp.launch import slurm\n"
+    program += f"sys.exit(slurm.follow(read(pathlib.Path({str(tmp_path)!r}))))"
     lines = [
         "#!/bin/bash",
         "#SBATCH --output=%j.log",

@@ -16,8 +16,15 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.errors import ConfigError
 from maxramp.keys.base import base
-from maxramp.measuring.branches import Branch, Experiment, compare, difference, parse_sizes, window
-from maxramp.measuring.inheritance import DEFAULTED
+from maxramp.measuring.branches import (
+    DEFAULTED,
+    Branch,
+    Experiment,
+    compare,
+    difference,
+    parse_sizes,
+    window,
+)
 from maxramp.model.parts.weights import new_weight
 from maxramp.rampup import RampupBatchManager
 from maxramp.run.metrics import MetricsLog, as_json, evaluation_from_sums, read_records

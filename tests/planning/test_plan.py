@@ -117,7 +117,7 @@ def test_the_legend_covers_no_curve(tmp_path, monkeypatch):
             for k, x in enumerate(losses)
         ]
         records.append({"step": 4, "eval_loss": losses[-1], "consumed_samples": 40})
-        draw_run(records, tmp_path / "ramp.png", "a run: batch size and loss")
+        draw_run(records, tmp_path, "a run: batch size and loss")
     assert (tmp_path / "ramp.png").stat().st_size > 10_000
     for figure in kept:
         (legend,) = figure.legends

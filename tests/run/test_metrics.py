@@ -13,9 +13,8 @@ from conftest import make_config
 from tensorboardX import SummaryWriter
 
 from maxramp.errors import TrainingError
-from maxramp.run.experts import figure_of as figure_of_experts
 from maxramp.run.metrics import Dispatched, MetricsLog, loads_of, read_records, tag_of
-from maxramp.run.picture import figure_of
+from maxramp.run.picture import figure_of, figure_of_experts
 from maxramp.run.writers import JsonlWriter, tensorboard_writers
 
 STAGE = types.SimpleNamespace(
