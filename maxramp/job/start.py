@@ -30,8 +30,8 @@ from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.planning.stages import PassCost
 from maxramp.processes import agreement, backend
+from maxramp.processes.agreement import count_nodes
 from maxramp.processes.ending import Preemption, Watchdog
-from maxramp.processes.nodes import count_nodes
 from maxramp.rampup.keys import Meshes
 from maxramp.run.job_schedule import (
     JobSchedule,

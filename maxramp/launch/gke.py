@@ -30,7 +30,7 @@ from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
 from maxramp.launch.keys import TPUS
 from maxramp.launch.supervisor import stop_on_signals, supervise
 from maxramp.planning import topology
-from maxramp.processes.nodes import VARIABLE
+from maxramp.processes.agreement import VARIABLE
 
 _PORT = 8476
 _KILLED = 137

@@ -24,7 +24,7 @@ from maxramp.errors import (
 )
 from maxramp.launch.jobs import Run
 from maxramp.launch.supervisor import JobEnd, say
-from maxramp.processes.nodes import VARIABLE
+from maxramp.processes.agreement import VARIABLE
 
 _PERIOD = 3.0  # seconds between two looks at the cluster
 _POOL = "cloud.google.com/gke-nodepool"

@@ -13,7 +13,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near
 from maxramp.keys.section import refuse
 from maxramp.planning.stages import PlannedRun
-from maxramp.processes.nodes import VARIABLE
+from maxramp.processes.agreement import VARIABLE
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.job_schedule import resume_point
 

@@ -160,7 +160,7 @@ class SlurmCluster:
         self._run, self._keys, self._folder = run, run.config.launch, run.folder / "slurm"
         self._id, self._node = os.environ["SLURM_JOB_ID"], os.environ.get("SLURMD_NODENAME", "")
         self._limit = self._read_limit()
-        self._file = self._folder / f"{self._id}.nodes"  # for the trainer (`processes.nodes`)
+        self._file = self._folder / f"{self._id}.nodes"  # for the trainer (`processes.agreement`)
         self._losses = Appending(self._folder / "lost_nodes")  # a line for every loss
         self.is_stopped = False
         self._is_leaving = False  # another job continues

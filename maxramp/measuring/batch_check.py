@@ -1,4 +1,8 @@
-"""Checks a run's batches against published laws (`measuring/laws.py`) and its own noise scale."""
+"""Checks a run's batches against published laws and its own noise scale.
+
+Laws of the batch size give the tokens of a step (rows x max_target_length) by the tokens that a run
+has trained on by then, D. docs/noise.md compares them.
+"""
 
 import contextlib
 import math
@@ -9,7 +13,6 @@ from maxramp.commandline import short, show_keys
 from maxramp.config.keys import Config
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place
-from maxramp.measuring import laws
 from maxramp.measuring.noise import Block, noise_blocks, run_records
 from maxramp.measuring.rebatching import Rebatching, ramp_keys
 from maxramp.objectives.text import TEXT
@@ -25,6 +28,38 @@ _LEAST_TOKENS = 10**9  # of a run: the laws were measured on longer ones
 _EARLY = 0.01  # of a run, in which a batch costs little, however large it is
 
 
+class Law(NamedTuple):
+    """coefficient * D**exponent, in tokens."""
+
+    coefficient: float
+    exponent: float
+
+    def batch(self, tokens: float) -> float:
+        return self.coefficient * tokens**self.exponent
+
+    def tokens(self, batch: float) -> float:
+        return (batch / self.coefficient) ** (1 / self.exponent)
+
+
+# Bergsma et al., arXiv 2505.13738, figure 1, in sequences of 2,048: AdamW, 111M to 3.3B weights. At
+# the critical batch a run takes twice the tokens of small batches, at n times it 1 + n times.
+BEST = Law(2048 * 0.0306, 0.383)
+CRITICAL = Law(2048 * 0.0471, 0.462)
+# Islamov et al., arXiv 2603.21191: D^(2/3), from 256 rows of 1,024 at 1.3B tokens (table 1): Scion,
+# which is close to Muon.
+SCION = Law(2**18 / 1.3e9 ** (2 / 3), 2 / 3)
+
+
+def largest_batch(tokens: float) -> float:
+    """Returns the batch of the most generous law, in tokens, for `tokens` trained on."""
+    return max(CRITICAL.batch(tokens), SCION.batch(tokens))
+
+
+def tokens_of_largest(batch: float) -> float:
+    """Returns the tokens of a run from which on `largest_batch` is at least `batch`."""
+    return min(CRITICAL.tokens(batch), SCION.tokens(batch))
+
+
 class _StageBatch(NamedTuple):
     """A stage's batch, and where the stage lies in the run."""
 
@@ -38,7 +73,7 @@ class _StageBatch(NamedTuple):
     def excess(self) -> float:
         """The batch over the largest by the laws. These are of runs with one batch throughout, so
         a stage counts as the end of such a run."""
-        return self.batch / laws.largest_batch(self.tokens)
+        return self.batch / largest_batch(self.tokens)
 
     def largest_noise(self, curve: Sequence[Block]) -> float:
         """Returns the upper end of the noise scale over the stage, in rows; infinity if that is not
@@ -80,7 +115,7 @@ def check_batches(config: Config, meshes: Meshes, run: Place, consumed: int = 0)
     if not above:
         return []
     worst = above[0]
-    best, most = laws.BEST.batch(worst.tokens), laws.largest_batch(worst.tokens)
+    best, most = BEST.batch(worst.tokens), largest_batch(worst.tokens)
     return [
         f"stage {worst.index} has batches of {short(worst.batch)} tokens{noise} up to "
         f"{short(worst.tokens)} tokens of the run, where laws find {short(best)} best and more "
@@ -119,7 +154,7 @@ def _remedy(config: Config, meshes: Meshes, ramp: RampupBatchManager) -> str:
     early = int(_EARLY * total)
 
     def begin(size: int) -> int:
-        return math.ceil(laws.tokens_of_largest(size * row) / row)
+        return math.ceil(tokens_of_largest(size * row) / row)
 
     def largest(sample: int) -> int:
         """Returns the largest batch that the laws and the run's own batch there allow."""

@@ -5,21 +5,17 @@ run writes never go back (`run/jobs.py`): a job has what was written between its
 one's, and each record the time since the one before it. So the shares add up to the wall time.
 """
 
-import array
-import contextlib
-import io
-import json
 import math
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, is_near
+from maxramp.files.place import Place
 from maxramp.processes.lifeline import ORDERLY
-from maxramp.run.jobs import FILE, parse_event, read_jobs
-from maxramp.run.metrics import is_count
+from maxramp.run.jobs import FILE, is_event, read_jobs
+from maxramp.run.metrics import is_count, read_lines
 
 # What the wall time went into. Of steps that count: `steps` is their work, and compiles, data and
 # snapshots are what they waited for. `starts` reach to a job's first step, `ends` come after its
@@ -102,8 +98,7 @@ def _read_jobs(run: Place) -> tuple[list[dict[str, Any]], list[str]]:
             f"{run / FILE}: no line is the start of a job as a run writes it; put the file back "
             "as it was"
         )
-    with _open(run / FILE) as file:
-        odd = sum(parse_event(line) is None and not _is_torn(line) for line in file)
+    odd = sum(not is_event(value) for value in read_lines(run / FILE))
     return jobs, [_left_out(odd, FILE)] if odd else []
 
 
@@ -120,8 +115,7 @@ def _read_records(
     tables = []
     for name in ("metrics.jsonl", "metrics.dropped.jsonl"):
         table, odd = _read(run / name)
-        tables.append(table if tables else _drop_repeated(table))
-        odd += len(table) - len(tables[-1])
+        tables.append(table)
         warnings += [_left_out(odd, name)] if odd else []
     table = np.concatenate(tables)
     records = dict(zip(_COLUMNS, table.T, strict=True))
@@ -133,50 +127,22 @@ def _read_records(
     return _select(records, order[early:]), owner[early:]
 
 
-def _drop_repeated(table: np.ndarray) -> np.ndarray:
-    """Drops records of a step that an earlier one has; evaluations share a step."""
-    step, seconds = (table[:, _COLUMNS.index(name)] for name in ("step", "step_seconds"))
-    keys = np.where(np.isnan(seconds), -1.0 - np.arange(len(table)), step)
-    return table[np.sort(np.unique(keys, return_index=True)[1])]
-
-
 def _read(path: Place) -> tuple[np.ndarray, int]:
     """Reads the records' numbers [records, len(_COLUMNS)], and counts the lines left out."""
-    numbers, odd = array.array("d"), 0
-    with _open(path) as file:
-        for line in file:
-            record = _parse(line)
-            numbers.extend(record or ())
-            odd += record is None and not _is_torn(line)
-    return np.array(numbers).reshape(-1, len(_COLUMNS)), odd
+    rows = list(map(_numbers, read_lines(path)))
+    records = list(filter(None, rows))
+    return np.array(records, float).reshape(-1, len(_COLUMNS)), len(rows) - len(records)
 
 
-def _open(path: Place) -> IO[bytes]:
-    if is_near(path) and path.is_file():
-        return path.open("rb")
-    return io.BytesIO(path.read_bytes() if path.is_file() else b"")
-
-
-def _parse(line: bytes) -> list[float] | None:
-    """Returns the columns of a record; None for a line that is none, or that has something else for
-    a number.
+def _numbers(value: Any) -> list[float | None] | None:
+    """Returns the columns of a record; None for a value that is none, or that has something else
+    for a number.
     """
-    with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(line)
-        if isinstance(record, dict) and all(is_count(record.get(name)) for name in _NEEDED):
-            numbers = [record.get(name) for name in _COLUMNS]
-            if type(record["step"]) is int and all(x is None or is_count(x) for x in numbers):
-                return [math.nan if x is None else x for x in numbers]
-    return None
-
-
-def _is_torn(line: bytes) -> bool:
-    """Returns whether a line is no JSON, as a kill leaves it."""
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return True
-    return False
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        return None
+    numbers = [value.get(name) for name in _COLUMNS]
+    is_whole = all(is_count(value.get(name)) for name in _NEEDED)
+    return numbers if is_whole and all(x is None or is_count(x) for x in numbers) else None
 
 
 def _divide(records: Columns, owner: np.ndarray, starts: np.ndarray) -> Columns:

@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import os
+import pathlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -16,6 +18,7 @@ from maxramp.errors import START_AGAIN, ConfigError, PeerLostError, TrainingErro
 
 _T = TypeVar("_T")
 _KEYS = itertools.count()  # numbers of keys in the store that all processes share
+VARIABLE = "MAXRAMP_AVAILABLE_NODES"  # the path of a file that holds the number of nodes
 _MEETING_MS = 3_600_000  # the watchdog ends a process that hangs for as long
 
 
@@ -142,3 +145,16 @@ def report_lost_peers() -> Iterator[None]:
             f"another process of the job has ended (its own output says why); {START_AGAIN}; what "
             f"was noticed here: {' '.join(str(error).split())[:200]}"
         ) from None
+
+
+def count_nodes() -> int | None:
+    """Returns what process 0 reads, on all; None if the launcher counts no nodes."""
+    return decide_on_first(_read_nodes) if VARIABLE in os.environ else None
+
+
+def _read_nodes() -> int:
+    path = os.environ[VARIABLE]
+    try:
+        return int(pathlib.Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{VARIABLE}={path}: {error}; it must hold a number of nodes") from None

@@ -65,7 +65,9 @@ class Period(NamedTuple):
         squares = self.variance_variance / y**2 - 2 * self.signal_variance / (x * y)
         squares = max(0.0, squares + self.signal_signal / x**2)
         error = math.sqrt(self.steps / (self.steps - 1) * squares)
-        return factor * y / x * self.rows / self.targets * _exp(-_Z * error)
+        # The same to the last bit on every host, unlike the C library's.
+        exp = float(decimal.Decimal(-_Z * error).exp())
+        return factor * y / x * self.rows / self.targets * exp
 
 
 class NoisePolicy:
@@ -89,8 +91,8 @@ class NoisePolicy:
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Adds a step to its period, unless it was skipped or its numbers are not finite."""
         names = "norms_noise_signal", "norms_noise_variance"
-        values = [record.get(name) for name in names]
-        if record.get("bad_steps") or not all(map(_is_finite, values)):
+        values = [record.get(name, math.nan) for name in names]
+        if record.get("bad_steps") or not all(map(math.isfinite, values)):
             return
         rows = record["global_batch_size"]
         number = (record["consumed_samples"] - rows) // self._length
@@ -119,12 +121,3 @@ class NoisePolicy:
             return None
         self.lower_bound = lower
         return Decision(size, lower)
-
-
-def _exp(x: float) -> float:
-    """Computes exp to the same last bit on every host, unlike the C library."""
-    return float(decimal.Decimal(x).exp())
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, float) and math.isfinite(value)

@@ -16,7 +16,7 @@ from typing import Any
 
 from maxramp.files.place import Place
 from maxramp.files.run_folder import Appending, start_time
-from maxramp.run.metrics import Record, is_count, read_last
+from maxramp.run.metrics import Record, is_count, read_last, read_lines
 
 FILE = "jobs.jsonl"
 # What an event needs.
@@ -96,20 +96,14 @@ def read_jobs(run: Place) -> list[dict[str, Any]]:
     """Reads the events of jobs.jsonl, from the first start on; none without the file. Other lines,
     such as one that a kill tore, are left out.
     """
-    path = run / FILE
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    events = [event for event in map(parse_event, lines) if event]
+    events = filter(is_event, read_lines(run / FILE))
     return list(itertools.dropwhile(lambda event: event["event"] != "start", events))
 
 
-def parse_event(line: bytes) -> dict[str, Any] | None:
-    """Parses a line of jobs.jsonl; returns None if it holds no whole event."""
-    with contextlib.suppress(ValueError, RecursionError):
-        event = json.loads(line)
-        needed = _NUMBERS.get(str(event.get("event")), ()) if isinstance(event, dict) else ()
-        if needed and all(is_count(event.get(name)) for name in needed):
-            return event
-    return None
+def is_event(value: Any) -> bool:
+    """Tells whether a value of jobs.jsonl is a whole event."""
+    needed = _NUMBERS.get(str(value.get("event")), ()) if isinstance(value, dict) else ()
+    return bool(needed) and all(is_count(value.get(name)) for name in needed)
 
 
 def _process_start() -> float:

@@ -7,6 +7,7 @@ is already queued.
 
 import bisect
 import concurrent.futures
+import contextlib
 import dataclasses
 import io
 import json
@@ -14,7 +15,7 @@ import math
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import jax
@@ -347,12 +348,20 @@ def _kind_of_evaluation(record: Record) -> str | None:
     return TASKS if any(name.startswith(TASK) for name in record) else HELD_OUT
 
 
+def read_lines(path: Place) -> Iterator[Any]:
+    """Yields the JSON values of a file's lines, none without the file; leaves out what is no JSON,
+    such as a line that a kill tore.
+    """
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            yield json.loads(line)
+
+
 def read_records(path: Place) -> list[Record]:
     """Reads all records of metrics.jsonl; empty without one. Lines that are no record are left out,
     such as one that a kill tore.
     """
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [record for record in map(_parse, lines) if record is not None]
+    return list(filter(_is_record, read_lines(path)))
 
 
 def read_last(path: pathlib.Path) -> Record:
@@ -371,8 +380,10 @@ def is_count(value: Any) -> bool:
 
 
 def _parse(line: bytes) -> Record | None:
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+        return record if _is_record(record) else None
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and type(value.get("step")) is int

@@ -24,8 +24,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from maxramp.errors import ConfigError, install
 from maxramp.files.place import keep_id
 from maxramp.files.run_folder import Appending
@@ -70,6 +68,7 @@ class EventWriter(Appending):
 
     def __call__(self, record: Record) -> None:
         from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.summary import make_histogram
 
         if not self._begun:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -82,7 +81,7 @@ class EventWriter(Appending):
             if self._over == "step" or name in _OVER_SAMPLES or name.startswith((TASK, OF_SET))
         ]
         for tag, loads in loads_of(record).items() if self._over == "step" else ():
-            values.append(summary_pb2.Summary.Value(tag=tag, histo=_histogram(loads)))
+            values.append(summary_pb2.Summary.Value(tag=tag, histo=make_histogram(loads, 30)))
         summary = summary_pb2.Summary(value=values)
         self._add(event_pb2.Event(step=record[self._over], summary=summary))
 
@@ -94,21 +93,6 @@ class EventWriter(Appending):
         length = struct.pack("<Q", len(data))
         checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
         self.append(length + next(checksums) + data + next(checksums))
-
-
-def _histogram(values: np.ndarray) -> Any:
-    from tensorboardX.proto.summary_pb2 import HistogramProto
-
-    counts, edges = np.histogram(values, 30)
-    return HistogramProto(
-        min=values.min(),
-        max=values.max(),
-        num=values.size,
-        sum=values.sum(),
-        sum_squares=(values**2).sum(),
-        bucket_limit=edges[1:],
-        bucket=counts,
-    )
 
 
 class WandbWriter:

@@ -11,7 +11,7 @@ from maxramp import plan, suggest
 from maxramp.config.load import load
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.files.place import place
-from maxramp.measuring import laws
+from maxramp.measuring import batch_check as laws
 from maxramp.measuring.batch_check import check_batches
 from maxramp.planning.stages import PlannedRun, with_nodes
 

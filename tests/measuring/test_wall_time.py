@@ -151,7 +151,6 @@ def test_a_step_is_lost_where_it_was_trained_first(tmp_path):
         (STARTS[1:], [*FIRST[:50], *SECOND], "50 records from before the first job"),
         (STARTS, [{"step": 3}, *SECOND], "1 line of metrics.jsonl"),
         (STARTS, [step_of(49, 1100.5, step_seconds="x"), *SECOND], "1 line of metrics.jsonl"),
-        (STARTS, [*SECOND, SECOND[5] | {"time": 1160.0}], "1 line of metrics.jsonl"),
         (STARTS, [*SECOND, step_of(50.5, 1160.0)], "1 line of metrics.jsonl"),
         (STARTS, [record | {"save_seconds": None} for record in SECOND], ""),
         (['{"event": "sta', *STARTS], ['{"step', *SECOND], ""),  # torn by a kill
