@@ -188,12 +188,6 @@ class _StepEnd:
 
 
 def train(job: Job, trainer: Trainer) -> int:
-    """Trains the steps of a job, as `_train` does, and records its exit status."""
-    job.output.status = _train(job, trainer)
-    return job.output.status
-
-
-def _train(job: Job, trainer: Trainer) -> int:
     """Trains the steps of a job: 0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a
     stage (everything is saved); a TrainingError where the run cannot go on.
     """
@@ -219,6 +213,7 @@ def _train(job: Job, trainer: Trainer) -> int:
     def stop(done: int) -> int:
         trainer.raise_failure()  # which asked for the end
         output.say_stopped(done - 1 if done > first_step else None)
+        output.status = EXIT_PREEMPTED
         return EXIT_PREEMPTED
 
     if pending and not after_step.evaluate_position(pending):

@@ -33,6 +33,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import Jitted
 from maxramp.parallel.sharding import REPLICATED
 from maxramp.processes import agreement
+from maxramp.run.metrics import read_lines
 from maxramp.stage import StageSpec, text_fields
 from maxramp.training.preferences import answer_log_probs
 from maxramp.training.state import abstract_state
@@ -154,10 +155,8 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[Any]]:
     line that a kill has torn.
     """
     head, log_probs = {}, []
-    lines = path.read_bytes().splitlines() if path.exists() else []
     with contextlib.suppress(ValueError, LookupError, TypeError):
-        for number, line in enumerate(lines, -1):
-            value = json.loads(line)
+        for number, value in enumerate(read_lines(path), -1):
             if number < 0:
                 head = {name: value[name] for name in _HEAD}
                 continue

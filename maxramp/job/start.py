@@ -33,13 +33,7 @@ from maxramp.processes import agreement, backend
 from maxramp.processes.agreement import count_nodes
 from maxramp.processes.ending import Preemption, Watchdog
 from maxramp.rampup.keys import Meshes
-from maxramp.run.job_schedule import (
-    JobSchedule,
-    length_by_epochs,
-    plan_job,
-    ramp_change,
-    rate_change,
-)
+from maxramp.run.job_schedule import JobSchedule, length_by_epochs, ramp_change, rate_change
 from maxramp.run.output import Output
 from maxramp.stage import Fields
 from maxramp.training.state import TrainState, abstract_state, initial_state
@@ -151,7 +145,7 @@ class JobContext:
         batch = config.batch
         # Whatever nodes come while the job starts, it grows at a save.
         available = None if count_nodes() is None else devices // batch.devices_per_node
-        schedule = plan_job(
+        schedule = JobSchedule(
             *(batch, config.checkpoints, devices, self.meshes),
             restart_passes=PassCost(config).restart,
             position=position,
@@ -278,6 +272,7 @@ class Job(JobContext):
         if schedule.last_step < schedule.ramp.total_steps:
             schedule.available_nodes = count_nodes()
             self.output.write_next_stage(schedule)
+            self.output.status = EXIT_STAGE_END
             return EXIT_STAGE_END
         if schedule.first_step >= schedule.ramp.total_steps:
             if isinstance(schedule.position, Snapshot):  # which nobody saves, and nobody else reads

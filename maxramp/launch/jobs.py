@@ -116,11 +116,6 @@ class Run:
         choices = [nodes for stage in self.stages for nodes in self.node_choices(stage)]
         return list(dict.fromkeys([*choices, self.next_nodes]))
 
-    def fewest_within(self, nodes: int) -> int:
-        """Returns the fewest nodes on which every stage of a job with up to `nodes` can run."""
-        choices = map(self.node_choices, self.stages)
-        return max((min(some) for some in choices if nodes in some), default=nodes)
-
     def stages_on(self, nodes: int) -> str:
         """Names the stages that are planned on that many nodes: "0, 1, 2"."""
         return ", ".join(str(stage.index) for stage in self.stages if stage.nodes == nodes)

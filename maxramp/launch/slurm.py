@@ -124,7 +124,11 @@ def batch_script(run: Run) -> str:
 
 def _node_range(run: Run, nodes: int) -> str:
     """Returns the value of --nodes of a job that has its stage on `nodes`."""
-    return f"{run.fewest_within(nodes)}-{nodes}" if run.config.launch.elastic else f"{nodes}"
+    if not run.config.launch.elastic:
+        return f"{nodes}"
+    choices = map(run.node_choices, run.stages)
+    fewest = max((min(some) for some in choices if nodes in some), default=nodes)
+    return f"{fewest}-{nodes}"
 
 
 def _batch_options(run: Run) -> list[str]:

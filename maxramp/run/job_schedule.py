@@ -1,8 +1,7 @@
 """The schedule of a job: where it continues its run, and where it ends."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.checkpoints.keys import CheckpointKeys
@@ -45,15 +44,6 @@ def _ramp_before(position: Checkpoint, num_devices: int) -> RampupBatchManager:
     return RampupBatchManager(keys, num_devices, resume_point(keys, position))
 
 
-class Ramps(NamedTuple):
-    """The stages of a run from a point on."""
-
-    known: RampupBatchManager  # on this job's devices; if noise decides the ramp, its next stage
-    expected: RampupBatchManager  # on this job's devices, with the rungs that are expected
-    planned: RampupBatchManager  # those that are expected, on the nodes that the plan gives them
-
-
-@dataclasses.dataclass
 class JobSchedule:
     """The stages of a run from where a job continues it, and where the job ends.
 
@@ -61,22 +51,38 @@ class JobSchedule:
     replaces it.
     """
 
-    # the checkpoint that the job continues from; None for a run that begins
-    position: Checkpoint | None
-    point: dataclasses.InitVar[ResumePoint]  # where it begins
-    make_ramps: Callable[[ResumePoint], Ramps]
-    keys: CheckpointKeys  # where a job ends before its run does
-    num_devices: int  # of this job
-    available_nodes: int | None = None  # for a job; None: as many as are planned
-    # the end of this job: of the run, or of a stage under `stop_at_stage_end` or
-    # `stop_at_node_change`. Under the latter, a job on fewer devices than the plan gives its stage
-    # ends where it starts.
-    last_step: int = dataclasses.field(init=False)
-    stages: list[Stage] = dataclasses.field(init=False)  # those that this job runs, or may run
-
-    def __post_init__(self, point: ResumePoint):
-        self.ramp, self._expected, self.planned = self.make_ramps(point)
+    def __init__(
+        self,
+        batch: BatchKeys,
+        keys: CheckpointKeys,
+        num_devices: int,
+        meshes: Meshes,
+        restart_passes: float,
+        position: Checkpoint | None = None,
+        fields: Fields = text_fields,
+        available_nodes: int | None = None,
+    ):
+        """Plans a job from where its run stands at `position`; None for a run that begins. `meshes`
+        are those of later jobs by devices, `restart_passes` are `PassCost.restart`,
+        `available_nodes` are those for a job; None: as many as are planned.
+        """
+        self._batch, self._keys, self._num_devices = batch, keys, num_devices
+        self._nodes = {"meshes": meshes, "restart_passes": restart_passes}
+        self._fields, self.position, self.available_nodes = fields, position, available_nodes
+        self._make_ramps(resume_point(batch, position))
         self._find_end()
+
+    def _make_ramps(self, point: ResumePoint) -> None:
+        """Makes the stages from a point on: on this job's devices, where noise decides the ramp
+        without later ones and with those that are expected; and the latter on the nodes that the
+        plan gives them.
+        """
+        batch, fields, devices = self._batch, self._fields, self._num_devices
+        expected = point._replace(rungs=ladder.expected_rungs(batch, point.sample, point.rungs))
+        self.ramp = self._expected = RampupBatchManager(batch, devices, point, fields=fields)
+        if expected.rungs:
+            self._expected = RampupBatchManager(batch, devices, expected, fields=fields)
+        self.planned = RampupBatchManager(batch, None, expected, fields=fields, **self._nodes)
 
     @property
     def first_step(self) -> int:
@@ -86,10 +92,9 @@ class JobSchedule:
         """Replaces the ramp from a step on, as at a restart there; the job may end there."""
         nodes, sample = self._fit(self.planned.stages[0]).nodes, self.ramp.samples_before(step)
         stages, rungs = self.ramp.to_json()["stages"], [(sample, global_batch_size)]
-        point = ResumePoint(step, sample, stages, rungs)
-        self.ramp, self._expected, self.planned = self.make_ramps(point)
+        self._make_ramps(ResumePoint(step, sample, stages, rungs))
         moves = self._fit(self.planned.stages[0]).nodes != nodes
-        ends = self.keys.stop_at_stage_end or (self.keys.stop_at_node_change and moves)
+        ends = self._keys.stop_at_stage_end or (self._keys.stop_at_node_change and moves)
         self.last_step = step if ends else self.ramp.total_steps
 
     def _fit(self, stage: Stage) -> Stage:
@@ -109,7 +114,7 @@ class JobSchedule:
     def end_for_nodes(self, step: int, available_nodes: int) -> bool:
         """Ends the job before a step whose stage takes more nodes now; whether it does."""
         self.available_nodes = available_nodes
-        if self._planned_at(step).devices > self.num_devices:
+        if self._planned_at(step).devices > self._num_devices:
             self.last_step = step
         return self.last_step == step
 
@@ -121,7 +126,11 @@ class JobSchedule:
             step += 1
 
     def _find_end(self) -> None:
-        ramp, step, keys = self.ramp, self.first_step, self.keys
+        """Finds the end of this job: of the run, or of a stage under `stop_at_stage_end` or
+        `stop_at_node_change`; and the stages that it runs, or may run. Under the latter, a job on
+        fewer devices than the plan gives its stage ends where it starts.
+        """
+        ramp, step, keys = self.ramp, self.first_step, self._keys
         stages, planned = self._expected.stages, [self._fit(stage) for stage in self.planned.stages]
         self.last_step, self.stages = ramp.total_steps, stages[:1]
         if step >= self.last_step:
@@ -133,7 +142,7 @@ class JobSchedule:
             if keys.stop_at_stage_end or (at_node_change and planned[index].nodes != nodes)
         )
         end = next(ends, len(planned))
-        missing = planned[0].devices - self.num_devices
+        missing = planned[0].devices - self._num_devices
         if at_node_change and (missing > 0 or (missing and self.available_nodes)):
             end = 0  # the stage may not fit into this job; another one takes it
         self._expected.check(stages[:end])
@@ -143,33 +152,6 @@ class JobSchedule:
         known = len(ramp.stages) == len(stages)
         reached = [stage for stage in stages if stage.first_step < self.last_step or not known]
         self.stages = reached[: max(1, end)]
-
-
-def plan_job(
-    batch: BatchKeys,
-    keys: CheckpointKeys,
-    num_devices: int,
-    meshes: Meshes,
-    restart_passes: float,
-    position: Checkpoint | None = None,
-    fields: Fields = text_fields,
-    available_nodes: int | None = None,
-) -> JobSchedule:
-    """Plans a job from where its run stands at `position`. `meshes` are those of later jobs by
-    devices, `restart_passes` are `PassCost.restart`, `available_nodes` as in `JobSchedule`.
-    """
-
-    def make_ramps(point: ResumePoint) -> Ramps:
-        expected = point._replace(rungs=ladder.expected_rungs(batch, point.sample, point.rungs))
-        known = on_devices = RampupBatchManager(batch, num_devices, point, fields=fields)
-        if expected.rungs:
-            on_devices = RampupBatchManager(batch, num_devices, expected, fields=fields)
-        nodes = {"meshes": meshes, "restart_passes": restart_passes}
-        planned = RampupBatchManager(batch, None, expected, fields=fields, **nodes)
-        return Ramps(known, on_devices, planned)
-
-    point = resume_point(batch, position)
-    return JobSchedule(position, point, make_ramps, keys, num_devices, available_nodes)
 
 
 def length_by_epochs(

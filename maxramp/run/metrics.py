@@ -5,18 +5,16 @@ it has done so for step k-1, which by then the device has or is about to have fi
 is already queued.
 """
 
-import bisect
 import concurrent.futures
 import contextlib
 import dataclasses
-import io
 import json
 import math
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -304,42 +302,24 @@ def cut_records(path: pathlib.Path, first_step: int, pending: Sequence[str] = ()
     """
     if not path.exists():
         return 0
-    dropped, cut = 0, False
+
+    def is_kept(line: bytes) -> bool:
+        record = _parse(line)
+        if not (record and record["step"] < first_step and line.endswith(b"\n")):
+            return False
+        return record["step"] < first_step - 1 or _kind_of_evaluation(record) not in pending
+
     with path.open("r+b") as file:
-        end = file.seek(_find_step(file, first_step - 1))
-        for line in file:
-            record = _parse(line)
-            cut |= not (record and record["step"] < first_step and line.endswith(b"\n"))
-            is_last = not cut and record["step"] == first_step - 1
-            cut |= is_last and _kind_of_evaluation(record) in pending
-            if cut:
-                dropped += record is None or "loss" in record
-            else:
-                end += len(line)
-        file.seek(end)
-        if rest := file.read():
+        lines, moved = file.readlines(), []
+        while lines and not is_kept(lines[-1]):
+            moved.append(lines.pop())
+        if moved:
             kept = Appending(path.with_name("metrics.dropped.jsonl"))
-            kept.append(rest)
+            kept.append(b"".join(reversed(moved)))
             kept.flush()  # an OSError: then nothing is cut
             kept.close()
-        file.truncate(end)
-    return dropped
-
-
-def _find_step(file: BinaryIO, step: int) -> int:
-    """Finds where the first record of a step or of a later one begins, in a file of any length."""
-
-    def find_line(offset: int) -> int:
-        file.seek(max(0, offset - 1))
-        return file.tell() + len(file.readline()) if offset else 0
-
-    def read_step(offset: int) -> float:
-        file.seek(find_line(offset))
-        record = _parse(file.readline())
-        return record["step"] if record else math.inf
-
-    size = file.seek(0, io.SEEK_END)
-    return find_line(bisect.bisect_left(range(size), step, key=read_step))
+        file.truncate(sum(map(len, lines)))
+    return sum(record is None or "loss" in record for record in map(_parse, moved))
 
 
 def _kind_of_evaluation(record: Record) -> str | None:

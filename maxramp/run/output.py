@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -105,6 +105,13 @@ class Output:
             f"{getattr(error, 'strerror', None) or error}"
         )
 
+    @contextlib.contextmanager
+    def _warn_of_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.warn(str(self._refusal(error)))
+
     def _check_shared(self) -> None:
         """Refuses a folder in which a process does not see what the first one wrote."""
         mark = self.folder / ".shared"
@@ -197,10 +204,8 @@ class Output:
         self._display.follow(ramp)
         if not self._is_first:
             return
-        try:
+        with self._warn_of_errors():  # the checkpoint says the same
             _write_json(self.local / "plan.json", self._plan(ramp))
-        except OSError as error:  # the checkpoint says the same
-            self.warn(str(self._refusal(error)))
         why = "its latest sample is reached"
         if decision.lower is not None:
             why = f"the noise scale asks for {decision.lower:.4g} rows or more"
@@ -226,10 +231,8 @@ class Output:
             return
         stage = schedule.following
         following = batch_record(stage, schedule.ramp.samples_before(schedule.last_step))
-        try:
+        with self._warn_of_errors():  # the next start plans the same
             _write_json(self.local / "next_stage.json", following)
-        except OSError as error:  # the next start plans the same
-            self.warn(str(self._refusal(error)))
         size, nodes = stage.global_batch_size, count(stage.nodes, "node")
         what = f"the next stage has a global batch of {size}"
         if stage.first_step < schedule.last_step:
@@ -308,17 +311,13 @@ class Output:
     def __exit__(self, kind, error, trace) -> None:
         if self._writers:
             for end in (*(writer.close for writer in self._writers), self._draw):
-                try:
+                with self._warn_of_errors():
                     end()
-                except OSError as problem:
-                    self.warn(str(self._refusal(problem)))
             self.say(self._display.summary())
             names = "ramp.png", "experts.png", "metrics.jsonl", self._config_file.name, "plan.json"
             written = [name for name in names if (self.local / name).exists()]
-        try:
+        with self._warn_of_errors():
             self.jobs.end(exit_status(error) if error else self.status)
-        except OSError as problem:
-            self.warn(str(self._refusal(problem)))
         self.files.close()  # of a run in a storage, this removes what is here
         if self._writers:
             self.say(f"see      {self.folder}/{', '.join(written)}")

@@ -18,7 +18,7 @@ from maxramp.model.size import training_flops_per_token
 from maxramp.plan import main, print_plan
 from maxramp.planning.plan import estimate, make_plan
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.run.job_schedule import JobSchedule, plan_job, ramp_change
+from maxramp.run.job_schedule import JobSchedule, ramp_change
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
 from maxramp.training.background_compiler import BackgroundCompiler
@@ -361,7 +361,7 @@ def stand(step: int, job: JobSchedule, config: Config) -> Checkpoint:
 
 def plan_schedule(schedule: str, position: Checkpoint | None = None) -> JobSchedule:
     config = by_schedule(schedule)
-    return plan_job(config.batch, config.checkpoints, 1, config.batch.mesh_at, 0.0, position)
+    return JobSchedule(config.batch, config.checkpoints, 1, config.batch.mesh_at, 0.0, position)
 
 
 def change(job: JobSchedule) -> str:
@@ -396,7 +396,7 @@ def test_a_job_that_is_smaller_than_planned_leaves_the_stage_to_a_larger_one(tmp
     line = ["step_batch_size_schedule=0:2 40:4", "step_batch_size_unit=samples", "steps=50"]
     line += ["stop_at_node_change=True", "num_nodes=2", "devices_per_node=1"]
     config = make_config(*line, "per_device_batch_size=2", devices=1)
-    job = functools.partial(plan_job, config.batch, config.checkpoints)
+    job = functools.partial(JobSchedule, config.batch, config.checkpoints)
     whole = job(1, lambda devices, sample: True, 0.0)
     for devices, step, end in ((1, 10, 20), (1, 20, 20), (1, 22, 22), (2, 22, 50), (2, 10, 20)):
         position = stand(step, whole, config)

@@ -13,7 +13,7 @@ from test_faults import Job
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
-from maxramp.run.job_schedule import plan_job, ramp_change
+from maxramp.run.job_schedule import JobSchedule, ramp_change
 
 POLICY = [
     *("rampup_policy=noise", "rampup_ladder=[8,16,32]", "total_samples=2400"),
@@ -25,7 +25,7 @@ EXACT = ("loss", "learning_rate", "batch_fingerprint", "stage", "consumed_sample
 def plan(config, position=None, **changes):
     keys = config.replace(**changes).checkpoints
     meshes = config.replace(ici_fsdp_parallelism=-1).batch.mesh_at  # as the run's keys leave it
-    return plan_job(config.batch, keys, 1, meshes, 0.0, position)
+    return JobSchedule(config.batch, keys, 1, meshes, 0.0, position)
 
 
 def stand(config, job, step, folder):
