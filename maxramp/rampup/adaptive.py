@@ -91,8 +91,8 @@ class NoisePolicy:
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Adds a step to its period, unless it was skipped or its numbers are not finite."""
         names = "norms_noise_signal", "norms_noise_variance"
-        values = [record.get(name, math.nan) for name in names]
-        if record.get("bad_steps") or not all(map(math.isfinite, values)):
+        values = [record.get(name) for name in names]
+        if record.get("bad_steps") or None in values or not all(map(math.isfinite, values)):
             return
         rows = record["global_batch_size"]
         number = (record["consumed_samples"] - rows) // self._length

@@ -1,5 +1,6 @@
 """The schedule of a job: where it continues its run, and where it ends."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ def _ramp_before(position: Checkpoint, num_devices: int) -> RampupBatchManager:
     return RampupBatchManager(keys, num_devices, resume_point(keys, position))
 
 
+@dataclasses.dataclass
 class JobSchedule:
     """The stages of a run from where a job continues it, and where the job ends.
 
@@ -51,25 +53,18 @@ class JobSchedule:
     replaces it.
     """
 
-    def __init__(
-        self,
-        batch: BatchKeys,
-        keys: CheckpointKeys,
-        num_devices: int,
-        meshes: Meshes,
-        restart_passes: float,
-        position: Checkpoint | None = None,
-        fields: Fields = text_fields,
-        available_nodes: int | None = None,
-    ):
-        """Plans a job from where its run stands at `position`; None for a run that begins. `meshes`
-        are those of later jobs by devices, `restart_passes` are `PassCost.restart`,
-        `available_nodes` are those for a job; None: as many as are planned.
-        """
-        self._batch, self._keys, self._num_devices = batch, keys, num_devices
-        self._nodes = {"meshes": meshes, "restart_passes": restart_passes}
-        self._fields, self.position, self.available_nodes = fields, position, available_nodes
-        self._make_ramps(resume_point(batch, position))
+    batch: BatchKeys
+    keys: CheckpointKeys  # where a job ends before its run does
+    num_devices: int  # of this job
+    meshes: Meshes  # of later jobs by devices
+    restart_passes: float  # `PassCost.restart`
+    # the checkpoint that the job continues from; None for a run that begins
+    position: Checkpoint | None = None
+    fields: Fields = text_fields
+    available_nodes: int | None = None  # for a job; None: as many as are planned
+
+    def __post_init__(self):
+        self._make_ramps(resume_point(self.batch, self.position))
         self._find_end()
 
     def _make_ramps(self, point: ResumePoint) -> None:
@@ -77,12 +72,13 @@ class JobSchedule:
         without later ones and with those that are expected; and the latter on the nodes that the
         plan gives them.
         """
-        batch, fields, devices = self._batch, self._fields, self._num_devices
+        batch, fields, devices = self.batch, self.fields, self.num_devices
         expected = point._replace(rungs=ladder.expected_rungs(batch, point.sample, point.rungs))
         self.ramp = self._expected = RampupBatchManager(batch, devices, point, fields=fields)
         if expected.rungs:
             self._expected = RampupBatchManager(batch, devices, expected, fields=fields)
-        self.planned = RampupBatchManager(batch, None, expected, fields=fields, **self._nodes)
+        nodes = {"meshes": self.meshes, "restart_passes": self.restart_passes}
+        self.planned = RampupBatchManager(batch, None, expected, fields=fields, **nodes)
 
     @property
     def first_step(self) -> int:
@@ -94,7 +90,7 @@ class JobSchedule:
         stages, rungs = self.ramp.to_json()["stages"], [(sample, global_batch_size)]
         self._make_ramps(ResumePoint(step, sample, stages, rungs))
         moves = self._fit(self.planned.stages[0]).nodes != nodes
-        ends = self._keys.stop_at_stage_end or (self._keys.stop_at_node_change and moves)
+        ends = self.keys.stop_at_stage_end or (self.keys.stop_at_node_change and moves)
         self.last_step = step if ends else self.ramp.total_steps
 
     def _fit(self, stage: Stage) -> Stage:
@@ -114,7 +110,7 @@ class JobSchedule:
     def end_for_nodes(self, step: int, available_nodes: int) -> bool:
         """Ends the job before a step whose stage takes more nodes now; whether it does."""
         self.available_nodes = available_nodes
-        if self._planned_at(step).devices > self._num_devices:
+        if self._planned_at(step).devices > self.num_devices:
             self.last_step = step
         return self.last_step == step
 
@@ -130,7 +126,7 @@ class JobSchedule:
         `stop_at_node_change`; and the stages that it runs, or may run. Under the latter, a job on
         fewer devices than the plan gives its stage ends where it starts.
         """
-        ramp, step, keys = self.ramp, self.first_step, self._keys
+        ramp, step, keys = self.ramp, self.first_step, self.keys
         stages, planned = self._expected.stages, [self._fit(stage) for stage in self.planned.stages]
         self.last_step, self.stages = ramp.total_steps, stages[:1]
         if step >= self.last_step:
@@ -142,7 +138,7 @@ class JobSchedule:
             if keys.stop_at_stage_end or (at_node_change and planned[index].nodes != nodes)
         )
         end = next(ends, len(planned))
-        missing = planned[0].devices - self._num_devices
+        missing = planned[0].devices - self.num_devices
         if at_node_change and (missing > 0 or (missing and self.available_nodes)):
             end = 0  # the stage may not fit into this job; another one takes it
         self._expected.check(stages[:end])
