@@ -9,10 +9,11 @@ from typing import Any
 
 from maxramp.commandline import count
 from maxramp.config.keys import Config
+from maxramp.data.keys import LOCAL_CACHE
 from maxramp.errors import ConfigError
 from maxramp.files.place import can_make
 from maxramp.keys.numbers import exact, nearest_multiples, show
-from maxramp.keys.section import Relations, is_address, refuse
+from maxramp.keys.section import Relations, is_object_storage, refuse
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys, key_copies
 from maxramp.parallel.axes import NAME_IN_KEYS, ROW_AXES
@@ -75,10 +76,9 @@ def meshes_of(config: Config) -> Meshes:
 
 def data_values(config: Config) -> dict[str, str]:
     """Returns the keys of the data that others decide if they are left open."""
-    output = config.run.base_output_directory
-    cache = os.path.join(output, ".prepared")
-    if is_address(output) or not can_make(config.run.folder.parent / ".prepared"):
-        cache = "~/.cache/maxramp/prepared"
+    cache = os.path.join(config.run.base_output_directory, ".prepared")
+    if not (is_object_storage(cache) or can_make(config.run.folder.parent / ".prepared")):
+        cache = LOCAL_CACHE
     return {
         "tokenizer_type": config.data.type_of_tokenizer,
         "data_cache_dir": config.data.data_cache_dir or cache,

@@ -16,6 +16,7 @@ from maxramp.stage import Fields
 
 # Which marks come into documents; a prepared set keeps these with its tokenizer.
 MARK_KEYS = ("add_bos", "add_eos", "split_special_tokens")
+LOCAL_CACHE = "~/.cache/maxramp/prepared"  # of sets on this machine, where no other folder is named
 _SUFFIXES = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
 
 

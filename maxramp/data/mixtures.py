@@ -36,7 +36,7 @@ class Entry:
 
     name: str
     weight: float
-    noun: str  # what its items are: rows, documents, chats or pairs
+    are_rows: bool  # whether its items are rows; else documents, chats or pairs
     sets: Sequence[PreparedSet] = ()
     files: Sequence[MegatronFile] = ()
     cached: Preparation | None = None
@@ -72,7 +72,7 @@ def find_mixtures(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Mixt
         return Mixtures()
     if keys.dataset_type == "text":
         cached = plan_text(keys)
-        return Mixtures([Entry(cached.name, 1.0, "rows", cached=cached)])
+        return Mixtures([Entry(cached.name, 1.0, True, cached=cached)])
     train_key, eval_key = NAMES[keys.dataset_type]
     finder = _Finder(keys)
     train = finder.find(train_key, getattr(keys, train_key))
@@ -128,7 +128,7 @@ class _Finder:
         if keys.reads_chats and (kind == "megatron" or are_rows):
             raise _not_chats(keys, pattern)
         if kind == "megatron":
-            return Entry(pattern, 1.0, "rows", files=open_files(keys, kind, paths))
+            return Entry(pattern, 1.0, True, files=open_files(keys, kind, paths))
         if kind != "prepared":
             return self._plan_set(pattern, kind, paths, are_rows)
         sets = list(map(prepared.open_set, paths))
@@ -139,7 +139,7 @@ class _Finder:
             raise ConfigError(f"{pattern} is a prepared set of chats; give use_sft=True")
         for one in sets if keys.reads_chats else ():
             _check_made_by(one.folder, one.manifest["chats"]["made_by"], self._encoder.made_by)
-        return Entry(pattern, 1.0, keys.objective.noun, sets)
+        return Entry(pattern, 1.0, not keys.reads_chats, sets)
 
     def _plan_set(
         self, name: str, kind: str, paths: Sequence[str], are_rows: bool = False
@@ -149,8 +149,7 @@ class _Finder:
         name = name or files[0].path
         tokenizer = self._tokenizer if keys.tokenize_train_data else None
         cached = plan_cached(name, keys.data_cache_dir, files, tokenizer, self._encoder)
-        noun = keys.objective.noun if keys.reads_chats else "documents"
-        return Entry(name, 1.0, "rows" if are_rows else noun, cached=cached)
+        return Entry(name, 1.0, are_rows, cached=cached)
 
 
 def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
@@ -273,7 +272,7 @@ def _refuse_doubles(key: str, names: Sequence[str]) -> None:
 
 
 def _check_kinds(entries: Sequence[Entry]) -> None:
-    kinds = {entry.noun == "rows": entry.name for entry in entries}
+    kinds = {entry.are_rows: entry.name for entry in entries}
     if len(kinds) > 1:
         raise ConfigError(
             f"{kinds[True]} holds rows or a stream of tokens and {kinds[False]} documents, which "

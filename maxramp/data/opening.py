@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import jax
 import numpy as np
 
 from maxramp.commandline import count
@@ -20,9 +19,9 @@ from maxramp.data.keys import DataKeys
 from maxramp.data.mixtures import NAMES, Entry, Mixtures, find_mixtures
 from maxramp.data.preparation import prepare
 from maxramp.data.rows import LEFT_OUT, Chain, Documents, StreamRows, SyntheticRows, WholeRows
-from maxramp.data.texts import open_text
+from maxramp.data.shards import Preparation
 from maxramp.errors import ConfigError
-from maxramp.processes.agreement import all_gather_json, raise_everywhere, run_on
+from maxramp.processes.agreement import all_gather_json, raise_everywhere, run_on, run_on_first
 
 _SAMPLED = 64  # rows of Megatron's files that are read at the start, for their hash
 
@@ -44,13 +43,16 @@ def open_rows(
         same in all mixtures that name it.
     """
     mixtures = raise_everywhere(lambda: find_mixtures(data, later) if reads else Mixtures())
+
+    def prepare_sets(publishes: bool) -> None:
+        for one in mixtures.cached_sets:
+            prepare(one, beat, publishes)
+
     # The first process begins, as the others may see what it writes; then each prepares what it
     # still lacks, where machines share no disk.
-    for is_first in (True, False):
-        is_turn = (jax.process_index() == 0) is is_first
-        missing = [one for one in mixtures.cached_sets if is_turn and not one.is_prepared]
-        lacking = [process for process, n in enumerate(all_gather_json(len(missing))) if n]
-        run_on(lacking, lambda missing=missing: [prepare(one, beat) for one in missing], beat)
+    run_on_first(lambda: prepare_sets(True), beat)
+    lacks = all_gather_json(not all(one.is_prepared for one in mixtures.cached_sets))
+    run_on(np.flatnonzero(lacks).tolist(), lambda: prepare_sets(False), beat)
     corpus = raise_everywhere(lambda: _open(data, mixtures) if reads else None)
     summaries = all_gather_json(corpus.summary if corpus else None)
     for process, summary in enumerate(summaries):
@@ -94,7 +96,7 @@ def _describe_shares(names: Sequence[str], weights: Sequence[float]) -> str:
 def open_sources(keys: DataKeys, mixtures: Mixtures) -> Corpus:
     """Opens entries whose sets are prepared; documents are still to be laid out."""
     if keys.dataset_type == "text":
-        return open_text(keys, mixtures.cached_sets[0])
+        return _open_text(keys, mixtures.cached_sets[0])
     if keys.dataset_type == "synthetic":
         return _open_synthetic(keys)
     length = keys.max_target_length
@@ -134,6 +136,28 @@ def _is_separate(part: Part) -> bool:
     return getattr(part.items, "separate", False)
 
 
+def _open_text(keys: DataKeys, cached: Preparation) -> Corpus:
+    """Opens the prepared files as one stream, whose end is held out."""
+    texts = cached.open()
+    stream, length = TokenStream(texts.shards), keys.max_target_length
+    total, digest = len(stream), texts.digest
+    cut = total - round(total * keys.eval_fraction)
+    train, held_out = (StreamRows(stream, length, span=s) for s in ((0, cut), (cut, total)))
+    for rows, part, size, remedy in (
+        (train, "training", cut, ""),
+        (held_out, "held-out", total - cut, ", a larger eval_fraction, or eval_interval=-1"),
+    ):
+        if not len(rows) and (rows is train or keys.eval_interval > 0):
+            raise ConfigError(
+                f"text_files={keys.text_files}: the {part} text has {size} tokens, but one "
+                f"row takes max_target_length + 1 = {length + 1}; give more text or shorter "
+                f"rows{remedy}"
+            )
+    note = f"; {count(len(cached.files), 'file')}, {total / 1e6:.1f} MB"
+    evaluated = Part("", 1.0, held_out, rows_id=hash_of([digest, cut, length]))
+    return Corpus([Part(cached.name, 1.0, train, digest)], [evaluated], note)
+
+
 def _open_synthetic(keys: DataKeys) -> Corpus:
     seed, sizes = keys.data_shuffle_seed, (keys.vocab_size, keys.max_target_length)
     train = SyntheticRows(2**31 - 1, *sizes, 2 * seed)
@@ -159,7 +183,9 @@ def _open_part(keys: DataKeys, entry: Entry) -> Part:
         digest = "+".join(one.digest for one in sets)
     if entry.cached:
         _check_ids(keys, entry.name, sets[0].manifest["max_token"], files)
-    if entry.noun != "rows":
+    noun = "rows"
+    if not entry.are_rows:
+        noun = keys.objective.noun if keys.reads_chats else "documents"
         items = Documents(files, length, keys.long_chats == "cut")
         if keys.reads_chats:
             digest += f" {sets[0].manifest['chats']['made_by']['template']} {keys.long_chats}"
@@ -175,7 +201,7 @@ def _open_part(keys: DataKeys, entry: Entry) -> Part:
             "more data or shorter rows"
         )
     digest = digest if sets else _hash_files(files, items)
-    return Part(entry.name, entry.weight, items, digest, entry.noun)
+    return Part(entry.name, entry.weight, items, digest, noun)
 
 
 def _hash_files(files: Sequence[MegatronFile], rows: StreamRows) -> str:

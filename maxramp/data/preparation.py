@@ -58,12 +58,13 @@ _AHEAD = 2  # batches that wait for each thread
 Show = Callable[[int, int, int], None]
 
 
-def prepare(work: Preparation, beat: Callable[[], None]) -> None:
-    """Makes a set, or waits for another process that does; `beat` is called meanwhile."""
-    for file in work.files:
-        if file.is_empty:
-            raise ConfigError(f"{file.path}: holds no records; leave it out")
-    done = ()
+def prepare(work: Preparation, beat: Callable[[], None], publishes: bool = False) -> None:
+    """Makes a set, or waits for another process that does; `beat` is called meanwhile. Where hosts
+    share sets in a storage it is fetched from there or, if this process `publishes`, copied there.
+    """
+    if work.is_prepared and (work.is_shared or not publishes):
+        return
+    done, show_progress = (), lambda *counts: None
 
     def show(*counts: int) -> None:
         nonlocal done
@@ -72,14 +73,22 @@ def prepare(work: Preparation, beat: Callable[[], None]) -> None:
             beat()
         show_progress(*counts)
 
-    with work.lock(beat), contextlib.ExitStack() as closing:
-        if work.is_prepared:
-            return
-        show_progress = lambda *counts: None  # noqa: E731
-        if work.processes:
-            print(f"data     {work.name}: preparing {work.size / 1e6:,.0f} MB, once", flush=True)
-            show_progress = closing.enter_context(progress(work.size))
-        make(work, show)
+    with work.lock(beat), contextlib.ExitStack() as closing, _one_line_errors(work):
+        if not work.is_prepared and work.shared and work.is_shared:
+            print(f"data     {work.name}: fetching {work.shared}", flush=True)
+            work.fetch(beat)
+        elif not work.is_prepared:
+            for file in work.files:
+                if file.is_empty:
+                    raise ConfigError(f"{file.path}: holds no records; leave it out")
+            if work.processes:
+                print(
+                    f"data     {work.name}: preparing {work.size / 1e6:,.0f} MB, once", flush=True
+                )
+                show_progress = closing.enter_context(progress(work.size))
+            make(work, show)
+        if publishes and not work.is_shared:
+            work.publish(beat)
 
 
 @contextlib.contextmanager

@@ -128,9 +128,6 @@ class Chain(Items):
     def _counts_of(self, part: Any) -> np.ndarray:
         return part.counts()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} items of {len(self._parts)} files)"
-
 
 class Documents(Chain):
     """The documents of prepared sets, as rows take them."""

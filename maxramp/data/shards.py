@@ -17,7 +17,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.pool import ThreadPool
 from typing import IO, Any
 
 from maxramp.data.chats.chats import ChatEncoder
@@ -25,9 +24,11 @@ from maxramp.data.corpus import hash_of
 from maxramp.data.files import prepared
 from maxramp.data.files.prepared import PreparedSet
 from maxramp.data.files.records import RecordFile
+from maxramp.data.keys import LOCAL_CACHE
 from maxramp.data.tokenizers import Tokenizer
 from maxramp.errors import ConfigError
-from maxramp.files.place import lock, place
+from maxramp.files.place import ObjectPath, lock, place, sizes
+from maxramp.files.storage import map_in_threads
 
 LIST = "bad_records.jsonl"  # in the folder of a set: what was left out of it, a line each
 _WORK, _LOCK = ".preparing", ".lock"
@@ -66,6 +67,7 @@ class Preparation:
     allowed: int = 0  # bad records
     shard_size: int = 128_000_000  # bytes of input
     workers: int | None = None  # processes; None = one per core, and none for small inputs
+    shared: ObjectPath | None = None  # where hosts without a common disk find it
 
     @property
     def work(self) -> pathlib.Path:
@@ -78,6 +80,34 @@ class Preparation:
     @property
     def is_prepared(self) -> bool:
         return prepared.is_prepared(str(self.folder))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the storage has the set, where there is one for it."""
+        return not self.shared or prepared.is_prepared(str(self.shared))
+
+    def publish(self, beat: Callable[[], None]) -> None:
+        """Copies the set to the storage, the manifest last: no other file makes a set."""
+
+        def copy(name: str) -> None:
+            (self.shared / name).upload(self.folder / name)
+            beat()
+
+        names = {path.name for path in self.folder.iterdir() if path.name[0] != "."}
+        map_in_threads(copy, [*names - {prepared.NAME}])
+        copy(prepared.NAME)
+
+    def fetch(self, beat: Callable[[], None]) -> None:
+        """Copies the set from the storage; a kill leaves nothing but unfinished work."""
+
+        def copy(name: str) -> None:
+            (self.shared / name).ask("get_file", str(self.work / name))
+            beat()
+
+        names = [*sizes(self.shared)]
+        map_in_threads(copy, names)
+        for name in sorted(names, key=prepared.NAME.__eq__):
+            os.replace(self.work / name, self.folder / name)
 
     def open(self) -> PreparedSet:
         """Opens the set once it is prepared."""
@@ -198,15 +228,13 @@ def plan_cached(
     """Returns the set for files, in a folder of data_cache_dir (`cache`) that is named by a hash of
     the files' stamps and of how they are read.
     """
-    first, *others = files
-    stamps = [first.stamp]  # of the hub there is one, whose download Ctrl-C can end here
-    # Thousands of files on slow storage: in threads.
-    with ThreadPool(16) as pool:
-        stamps += pool.map(lambda file: file.stamp, others)
+    stamps = map_in_threads(lambda file: file.stamp, files)
     how = describe_reading(tokenizer.hash if tokenizer else "", encoder)
-    folder = place(cache) / hash_of((prepared.VERSION, how, stamps))
+    folder, shared = place(cache) / hash_of((prepared.VERSION, how, stamps)), None
+    if isinstance(folder, ObjectPath):
+        folder, shared = place(LOCAL_CACHE) / folder.name, folder
     label = f"data_cache_dir={cache}"
-    return Preparation(folder, label, name, files, how, tokenizer, encoder)
+    return Preparation(folder, label, name, files, how, tokenizer, encoder, shared=shared)
 
 
 def describe_reading(tokenizer: str, encoder: ChatEncoder | None) -> str:

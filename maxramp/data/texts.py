@@ -8,12 +8,8 @@ import sysconfig
 
 import numpy as np
 
-from maxramp.commandline import count
-from maxramp.data.corpus import Corpus, Part, hash_of
-from maxramp.data.files.megatron import TokenStream
 from maxramp.data.files.records import UTF16, BadRecord, RecordFile, is_utf16
 from maxramp.data.keys import DataKeys
-from maxramp.data.rows import StreamRows
 from maxramp.data.shards import Preparation, plan_cached
 from maxramp.data.tokenizers import BEGIN, END, Tokenizer
 from maxramp.errors import ConfigError
@@ -50,28 +46,6 @@ def plan_text(keys: DataKeys) -> Preparation:
         raise ConfigError(f"text_files: all {len(named)} files are empty, {named[0][1]} for one")
     tokenizer = Tokenizer("bytes", "", True, True, True)
     return plan_cached(title, keys.data_cache_dir, files, tokenizer)
-
-
-def open_text(keys: DataKeys, cached: Preparation) -> Corpus:
-    """Opens the prepared files as one stream, whose end is held out."""
-    texts = cached.open()
-    stream, length = TokenStream(texts.shards), keys.max_target_length
-    total, digest = len(stream), texts.digest
-    cut = total - round(total * keys.eval_fraction)
-    train, held_out = (StreamRows(stream, length, span=s) for s in ((0, cut), (cut, total)))
-    for rows, part, size, remedy in (
-        (train, "training", cut, ""),
-        (held_out, "held-out", total - cut, ", a larger eval_fraction, or eval_interval=-1"),
-    ):
-        if not len(rows) and (rows is train or keys.eval_interval > 0):
-            raise ConfigError(
-                f"text_files={keys.text_files}: the {part} text has {size} tokens, but one "
-                f"row takes max_target_length + 1 = {length + 1}; give more text or shorter "
-                f"rows{remedy}"
-            )
-    note = f"; {count(len(cached.files), 'file')}, {total / 1e6:.1f} MB"
-    evaluated = Part("", 1.0, held_out, rows_id=hash_of([digest, cut, length]))
-    return Corpus([Part(cached.name, 1.0, train, digest)], [evaluated], note)
 
 
 def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:

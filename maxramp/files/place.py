@@ -38,9 +38,15 @@ class ObjectPath(pathlib.PurePosixPath):
     __fspath__ = __str__
 
     def ask(self, operation: str, *arguments: Any, **options: Any) -> Any:
+        return self._call(operation, str(self), *arguments, **options)
+
+    def upload(self, file: pathlib.Path) -> None:
+        self._call("put_file", str(file), str(self))
+
+    def _call(self, operation: str, *arguments: Any, **options: Any) -> Any:
         client = storage.store_of(self.parts[0][:-1])
         try:
-            return getattr(client, operation)(str(self), *arguments, **options)
+            return getattr(client, operation)(*arguments, **options)
         except Exception as error:
             raise failure(error, self) from None
 

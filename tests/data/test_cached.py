@@ -19,7 +19,9 @@ from maxramp.data.opening import open_rows
 from maxramp.data.rows import LEFT_OUT, MARKED, Document, Documents
 from maxramp.data.shards import plan_cached
 from maxramp.errors import ConfigError
+from maxramp.files.place import place
 
+CACHE = ".cache/maxramp/prepared"  # below a home
 COLUMN, ALL = "train_data_columns=[body]", "eval_interval=-1"
 
 
@@ -141,7 +143,7 @@ def test_sets_are_made_where_a_folder_can_be_made(tmp_path):
     for output, folder in (
         (f"{tmp_path}/new/out", f"{tmp_path}/new/out/.prepared"),
         (f"{tmp_path}/file/out", "~/.cache/maxramp/prepared"),
-        ("gs://bucket/runs", "~/.cache/maxramp/prepared"),
+        ("gs://bucket/runs", "gs://bucket/runs/.prepared"),
     ):
         data = make_config("data_cache_dir=", f"base_output_directory={output}").data
         assert data.data_cache_dir == folder
@@ -183,12 +185,14 @@ def test_counts_are_those_of_every_chat(tmp_path):
 
 # Opens data as a run does, with workers and in many shards.
 OPEN = """
-import functools, sys
+import dataclasses, sys
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.data import shards
+from maxramp.data import mixtures, shards
 from maxramp.data.opening import open_rows
-shards.Preparation = functools.partial(shards.Preparation, shard_size=2000, workers=2)
+def plan(*arguments):
+    return dataclasses.replace(shards.plan_cached(*arguments), shard_size=2000, workers=2)
+mixtures.plan_cached = plan
 if __name__ == "__main__":
     print(open_rows(resolve(load(sys.argv[1:]), 1, 1, 1).data, True).hash, flush=True)
 """
@@ -224,3 +228,26 @@ def test_several_processes_prepare_once(tmp_path):
     assert [one.returncode for one in started] == [0] * 3 and len(sets_in(cache)) == 1
     assert len({text.split()[-1] for text in printed}) == 1
     assert sum("preparing" in text for text in printed) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["gs", "s3"], indirect=True)
+def test_hosts_without_a_common_disk_share_a_set_in_a_storage(
+    storage, tmp_path, monkeypatch, capsys
+):
+    """One prepares it, the others fetch it; one that was not sent whole is sent again."""
+    source, address = write_file(tmp_path, "jsonl", TEXTS), f"{storage.address}/{tmp_path.name}"
+    expected, fetched = rows_of(source, tmp_path / "here"), []
+    for host in ("first", "second", "second"):
+        monkeypatch.setenv("HOME", str(tmp_path / host))
+        assert rows_of(source, address) == expected
+        fetched.append("fetching" in capsys.readouterr().out)
+    assert fetched == [False, True, False]
+    (name,) = sets_in(tmp_path / "first" / CACHE)
+    first, second = (tmp_path / host / CACHE / name for host in ("first", "second"))
+    files = {path.name: path.read_bytes() for path in first.iterdir()}
+    assert files == {path.name: path.read_bytes() for path in second.iterdir()}
+    (place(address) / name / prepared.NAME).unlink()
+    assert rows_of(source, address) == expected
+    kept = (place(address) / name).iterdir()
+    assert files == {path.name: path.read_bytes() for path in kept}

@@ -12,7 +12,6 @@ begins; targets_index is a hash of their .idx. A chat that is left out for the m
 is an empty document.
 """
 
-import concurrent.futures
 import hashlib
 import json
 import posixpath
@@ -199,9 +198,7 @@ def open_set(folder: str) -> PreparedSet:
             )
         return file
 
-    # Thousands of files on slow storage: in threads.
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        shards = list(pool.map(open_shard, manifest["shards"]))
+    shards = storage.map_in_threads(open_shard, manifest["shards"])
     # Tokens may have been exchanged since the set was prepared.
     stream = TokenStream([x.tokens if isinstance(x, ChatShard) else x for x in shards])
     return PreparedSet(folder, manifest, shards, f"{manifest['hash']}{stream.sample()}")
