@@ -88,7 +88,7 @@ def print_result(result: dict[str, Any]) -> None:
     if result["sizes"][-1]["within"]:
         hint = "; no larger one was tried"
     elif result["largest"] == result["sizes"][0]["rows"]:
-        hint = "; every larger one costs more: try smaller ones"
+        hint = "; every larger one costs something: try smaller ones"
     print(
         f"largest   batch {result['largest']:,} within {result['tolerance']:g} nats "
         f"({interval}){hint}"

@@ -63,10 +63,11 @@ def print_suggestion(suggestion: dict[str, Any]) -> None:
     for line in limits:
         print(f"limit     {line}")
     if batches is None:
-        print(
-            "suggested nothing: no measurement is given. Train with log_gradient_noise_scale=true "
-            "and give --noise RUN, or run maxramp.branch and give --branch RUN"
-        )
+        why = "what was measured does not tell (see the limits)"
+        if not suggestion["evidence"]:
+            why = "no measurement is given. Train with log_gradient_noise_scale=true and give "
+            why += "--noise RUN, or run maxramp.branch and give --branch RUN"
+        print(f"suggested nothing: {why}")
         return
     if len(batches) == 1:
         print(

@@ -391,8 +391,13 @@ def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
 def _checkpoint(run: Place, at: int) -> folder_lib.Checkpoint:
     path, steps = run / "checkpoints" / str(at), folder_lib.steps_in(run / "checkpoints")
     if at not in steps:
-        shown = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"--at {at}: {path} is not a checkpoint; there are {shown}")
+        remedy = "train again with checkpoint_keep_period=N to keep one every N steps"
+        if steps:
+            nearest, shown = min(steps, key=lambda step: abs(step - at)), ", ".join(map(str, steps))
+            remedy = (
+                f"of the run's checkpoints {shown} give --at {nearest}, the nearest, or {remedy}"
+            )
+        raise ConfigError(f"--at {at}: {path} is not a checkpoint; {remedy}")
     return folder_lib.read(path)
 
 

@@ -95,15 +95,14 @@ class Evidence:
     """What the noise scale of a run and the branches of one say about the batch."""
 
     def __init__(self, config: Config, noise: str | None, branch: str | None):
-        self._keys, self.by_noise = config.values, bool(noise)
+        self._keys = config.values
         self.lines: list[str] = []  # what was measured
         self.limits: list[str] = []  # what the measurements leave open
         results = self._read_branches(branch) if branch else []
         # Batches of the branches, in tokens.
         self.tried = [size["rows"] * r["row_tokens"] for r in results for size in r["sizes"]]
-        self.measured = (
-            self._read_noise(place(noise), results) if noise else branch_measurements(results)
-        )
+        by_noise = self._read_noise(place(noise), results) if noise else []
+        self.by_noise, self.measured = bool(by_noise), by_noise or branch_measurements(results)
         if results:
             self.limits += self._branch_limits(results)
 
@@ -146,6 +145,13 @@ class Evidence:
             f"noise scale of {run} ({KINDS['norms_']}): {first} at the start, "
             f"{last} after {short(curve[-1].last_sample)} samples"
         )
+        if not any(block.low for block in curve):
+            self.limits.append(
+                f"{sum(block.steps for block in curve)} steps are too few to tell the noise scale "
+                f"of {run}: the intervals begin at 0; train longer, or measure which batches cost "
+                f"nothing: python -m maxramp.branch {run} --at STEP --sizes 8,16,32"
+            )
+            return []
         factors = [
             (result["surely"] or result["largest"]) / measured["noise_scale"]
             for result in results
@@ -194,6 +200,11 @@ class Evidence:
         order = sorted(results, key=lambda r: -r["largest"])  # the smallest of a checkpoint counts
         largest = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
         last, most = largest[max(largest)], max(largest.values())
+        if (least := min(self.tried)) in largest.values():
+            yield (
+                f"every batch above {short(least)} tokens, the smallest that was tried, cost "
+                "something: try smaller ones (maxramp.branch --sizes)"
+            )
         if last == max(self.tried):
             yield (
                 f"no batch above {short(last)} tokens was tried, and the largest cost nothing: "
@@ -331,9 +342,10 @@ def _fit(evidence: Evidence, planned: _Planned, row: int) -> Batches:
     lowest, start = measured[0].batch, measured[0].first
     end, run_tokens = max(one.last for one in measured), planned.total_samples * row
     if lowest < sizes[0]:
+        surely = f"no batch above {short(lowest)} tokens" if lowest else "no batch"
         limits.append(
-            f"at the start a batch of {short(lowest)} tokens costs nothing, and the smallest batch "
-            f"that this run may take has {short(sizes[0])}"
+            f"at the start {surely} surely costs nothing, and the smallest batch that this run may "
+            f"take has {short(sizes[0])} tokens"
         )
     if end < 0.999 * run_tokens:
         limits.append(

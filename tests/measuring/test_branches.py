@@ -309,4 +309,7 @@ def test_branches_train_on_the_rows_of_their_run_at_scaled_rates(tmp_path, cache
     wrong = run(*line, "learning_rate=1", module="branch")
     assert wrong.returncode == 2 and "a branch has its own learning_rate" in wrong.stderr
     wrong = run(*line[:2], "7", *line[3:], module="branch")
-    assert wrong.returncode == 2 and "is not a checkpoint; there are 10, 20, 40" in wrong.stderr
+    assert (
+        wrong.returncode == 2
+        and "is not a checkpoint; of the run's checkpoints 10, 20, 40 give" in wrong.stderr
+    )

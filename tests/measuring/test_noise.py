@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from noise_records import write_noise
 
 from maxramp import noise
 from maxramp.measuring.noise import noise_blocks, ratio_of_means
@@ -111,7 +112,7 @@ def test_the_command_prints_and_draws_the_curves(tmp_path, capsys):
     [
         ((), {"loss": 1.0}, "holds no noise scale of 8 steps.*log_gradient_noise_scale=true"),
         (("--blocks", "0"), {"loss": 1.0}, "--blocks 0 must be 1 or more"),
-        ((), {"norms_noise_signal": None}, "or a batch above 1 row, which has none"),
+        ((), {"norms_noise_signal": None}, "of more than 1 row, as one row has none"),
         ((), None, "holds no metrics.jsonl; give the folder of a run"),
     ],
 )
@@ -123,3 +124,10 @@ def test_a_run_without_a_noise_scale_is_refused_in_one_line(
     assert noise.main([str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(expected, error)
+
+
+def test_the_blocks_that_a_short_run_fills_are_named(tmp_path, capsys):
+    write_noise(tmp_path, [16] * 20, 8, 128)
+    assert noise.main([str(tmp_path)]) == 2
+    assert "in one of 12 blocks; use --blocks 2\n" in capsys.readouterr().err
+    assert noise.main([str(tmp_path), "--blocks", "2"]) == 0
