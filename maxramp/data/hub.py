@@ -32,6 +32,7 @@ def fetch(key: str, name: str, file: str, beside: str = "") -> str:
             return cached
         if cached is not None and beside:  # known not to be there
             return ""
+        _connect(hub)
         return hub.hf_hub_download(name, file, revision=revision)
 
     return _ask(key, f"{name} {file}", ask, required=not beside)
@@ -43,10 +44,22 @@ def fetch_model(key: str, name: str) -> str:
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
     def ask(hub: Any) -> str:
+        _connect(hub)
         # Mistral's folders hold their weights a second time, in a form of its own.
         return hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
 
     return _ask(key, name, ask, True)
+
+
+@functools.cache
+def _connect(hub: Any) -> None:
+    """Leaves the hub's client with its cache if the hub does not answer: it would go on asking for
+    half a minute.
+    """
+    try:
+        hub.get_session().head(hub.constants.ENDPOINT, timeout=10)
+    except Exception:  # of the client, of the network; or it shall not ask
+        hub.constants.HF_HUB_OFFLINE = True
 
 
 def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> str:
@@ -107,6 +120,8 @@ class HubSet(RecordFile):
     def _table(self) -> Any:
         path, name, split = self._source
         allow_many_files()  # a table of Arrow files stays open
+        if not os.path.isdir(path):
+            _connect(optional("huggingface_hub", "huggingface_hub", f"hf_path={path}", "hub"))
         library = optional("datasets", "datasets", f"hf_path={path}", "hub")
         try:
             table = library.load_dataset(path, name or None, split=split)

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -128,6 +129,17 @@ def test_what_lies_here_is_no_name(tmp_path, monkeypatch):
     assert not hub.is_name("an-org/model")
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(cache, monkeypatch):
+    """The client alone tries for 24 s."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    hub._connect.cache_clear()
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match="the hub is out of reach; fetch it where"):
+        hub.fetch("tokenizer_path", "an-org/another", "tokenizer.json")
+    assert time.monotonic() < start + 10 and constants.HF_HUB_OFFLINE
+
+
 # --- Data sets ---------------------------------------------------------------------------------
 
 
@@ -171,6 +183,7 @@ def test_a_split_may_be_a_part(monkeypatch):
             asked.append((*arguments, more["split"]))
             raise OSError
 
+    monkeypatch.setattr(hub, "_connect", lambda client: None)
     monkeypatch.setattr(hub, "optional", lambda *arguments: Library())
     part = HubSet("an-org/texts", "en:1", "train[:10%]+test", "body", False)
     for one in (part, pickle.loads(pickle.dumps(part))):
