@@ -1,8 +1,14 @@
-"""Whether the compilers for TPU pods and GPU clusters are installed."""
+"""The compilers for TPU pods and GPU clusters: where they are installed, programs for them."""
 
 import importlib.util
 
 import pytest
+from conftest import make_config
+
+from maxramp.config.resolve import resolve
+from maxramp.parallel import mesh as mesh_lib
+from maxramp.parallel.compiler import compiler_options
+from maxramp.planning import machine
 
 TPU, GPU = "libtpu", "jax_plugins.xla_cuda13"
 
@@ -22,3 +28,19 @@ def skip_without(topology: str) -> None:
 
 needs_libtpu = pytest.mark.skipif(is_missing(TPU), reason="pip install -e '.[test,tpu]'")
 needs_cuda = pytest.mark.skipif(is_missing(GPU), reason="pip install -e '.[test,cuda13-compiler]'")
+
+
+def prepare_compile(topology: str, *keys: str):
+    """Returns a config for the devices of a topology, their mesh and platforms, and a function that
+    compiles a lowered program for them. Skips the test where their compiler is missing."""
+    skip_without(topology)
+    config = make_config(*keys, f"compile_topology={topology}", devices=4)
+    target = machine.describe_machine(config.planning)
+    config = resolve(config, len(target.devices), target.slices, 1)
+    mesh = mesh_lib.make_mesh(config.mesh, target.devices)
+    options = compiler_options(target.devices[0].platform) | target.options
+
+    def check_compile(lowered) -> None:
+        assert lowered.compile(options).memory_analysis().output_size_in_bytes > 0
+
+    return config, mesh, target.platforms, check_compile

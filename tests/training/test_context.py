@@ -16,8 +16,9 @@ from maxramp.parallel.sharding import ROWS_BT, TOKENS_BT, X_BTHh
 ROWS = 16
 
 
-def parallel(**sizes):
-    return tuple(f"ici_{axis}_parallelism={size}" for axis, size in sizes.items())
+def parallel(sizes):
+    """The keys of `axis=size axis=size`."""
+    return tuple(f"ici_{size.replace('=', '_parallelism=')}" for size in sizes.split())
 
 
 EXPERTS = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
@@ -28,61 +29,33 @@ GEMMA2 = (*GEMMA, "decoder_block=gemma2", "attn_logits_soft_cap=5", "final_logit
 GEMMA3 = (*GEMMA, "decoder_block=gemma3", "use_qk_norm=True", "base_num_decoder_layers=8")
 OLMO3 = ("decoder_block=olmo3", "use_qk_norm=True", "sliding_window_size=5")
 GATHERED = "context_parallel_strategy=all_gather"
-# The mesh, other keys that one device has as well, and accumulation.
+WINDOW = ("decoder_block=mistral", "sliding_window_size=5")
+CIRCULAR = ("num_pipeline_repeats=2", "num_pipeline_microbatches=4", "remat_policy=full")
+ONCE = ("pipeline_fsdp_ag_once=True", "remat_policy=minimal")
+CAPACITY = (*EXPERTS, "capacity_factor=1.0")
+IN_ORDER = (GATHERED, "context_parallel_load_balance=False")
+# The axes, their keys, those that one device has as well, and accumulation.
 CASES = {
-    "fsdp, tensor, accumulation": (parallel(context=2, tensor=2), (), 2),
-    "more devices than key/value heads": (parallel(context=4, data=2), (), 1),
-    "a pipeline": (
-        (
-            *parallel(context=2, pipeline=2),
-            *("num_pipeline_repeats=2", "num_pipeline_microbatches=4", "remat_policy=full"),
-        ),
-        (),
-        2,
-    ),
-    "a pipeline's weights gathered once": (
-        (*parallel(context=2, pipeline=2), "pipeline_fsdp_ag_once=True", "remat_policy=minimal"),
-        (),
-        1,
-    ),
-    "the noise scale": (parallel(context=2), ("log_gradient_noise_scale=True",), 2),
-    "a window": (
-        parallel(context=4),
-        ("decoder_block=mistral", "sliding_window_size=5", "remat_policy=minimal_with_context"),
-        1,
-    ),
-    "norms of heads": (
-        parallel(context=2, tensor=2),
-        ("decoder_block=qwen3", "use_qk_norm=True"),
-        1,
-    ),
-    "experts": (parallel(context=2, expert=2), EXPERTS, 2),
-    "experts, a capacity": (
-        parallel(context=2, expert=2),
-        (*EXPERTS, "capacity_factor=1.0", "routed_bias_update_rate=0"),
-        1,
-    ),
-    "caps": (parallel(context=2, tensor=2), GEMMA2, 1),
-    "two kinds of layers, copies": (parallel(context=2, data=2), GEMMA3, 2),
-    "two kinds of layers, gathered": ((*parallel(context=4), GATHERED), GEMMA3, 2),
-    "norms behind": (parallel(context=2, tensor=2), OLMO3, 1),
-    "gathered": ((*parallel(context=4, data=2), GATHERED), (), 2),
-    "gathered, a window": (
-        (*parallel(context=2, tensor=2), GATHERED),
-        ("decoder_block=mistral", "sliding_window_size=5"),
-        1,
-    ),
-    "gathered, a pipeline": ((*parallel(context=2, pipeline=2), GATHERED), (), 2),
-    "gathered, experts": ((*parallel(context=2, expert=2), GATHERED), EXPERTS, 1),
-    "gathered, parts in order": (
-        (*parallel(context=4), GATHERED, "context_parallel_load_balance=False"),
-        ("capacity_factor=1.0", *EXPERTS),
-        1,
-    ),
-    "adapters": (parallel(context=2), ("lora_rank=2", "lora_dropout=0.2"), 2),
+    "fsdp, tensor, accumulation": ("context=2 tensor=2", (), (), 2),
+    "more devices than key/value heads": ("context=4 data=2", (), (), 1),
+    "a pipeline": ("context=2 pipeline=2", CIRCULAR, (), 2),
+    "a pipeline's weights gathered once": ("context=2 pipeline=2", ONCE, (), 1),
+    "the noise scale": ("context=2", (), ("log_gradient_noise_scale=True",), 2),
+    "a window": ("context=4", (), (*WINDOW, "remat_policy=minimal_with_context"), 1),
+    "norms of heads": ("context=2 tensor=2", (), ("decoder_block=qwen3", "use_qk_norm=True"), 1),
+    "experts": ("context=2 expert=2", (), EXPERTS, 2),
+    "experts, a capacity": ("context=2 expert=2", (), (*CAPACITY, "routed_bias_update_rate=0"), 1),
+    "caps": ("context=2 tensor=2", (), GEMMA2, 1),
+    "two kinds of layers, copies": ("context=2 data=2", (), GEMMA3, 2),
+    "two kinds of layers, gathered": ("context=4", (GATHERED,), GEMMA3, 2),
+    "norms behind": ("context=2 tensor=2", (), OLMO3, 1),
+    "gathered": ("context=4 data=2", (GATHERED,), (), 2),
+    "gathered, a window": ("context=2 tensor=2", (GATHERED,), WINDOW, 1),
+    "gathered, a pipeline": ("context=2 pipeline=2", (GATHERED,), (), 2),
+    "gathered, experts": ("context=2 expert=2", (GATHERED,), EXPERTS, 1),
+    "gathered, parts in order": ("context=4", IN_ORDER, CAPACITY, 1),
+    "adapters": ("context=2", (), ("lora_rank=2", "lora_dropout=0.2"), 2),
 }
-
-
 QUICK = ("fsdp, tensor, accumulation", "gathered")
 
 
@@ -104,10 +77,10 @@ def trained(*arguments, devices=8, accumulation=1):
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 )
 def test_parts_of_rows_make_the_update_of_one_device(name):
-    mesh, keys, accumulation = CASES[name]
-    first, last, metrics, sums = trained(*mesh, *keys, accumulation=accumulation)
+    axes, mesh, keys, accumulation = CASES[name]
+    first, last, metrics, sums = trained(*parallel(axes), *mesh, *keys, accumulation=accumulation)
     # A capacity is a row's, and so are draws of dropout: one device has the same.
-    expected = trained(*parallel(fsdp=1), *keys, devices=1, accumulation=accumulation)
+    expected = trained(*parallel("fsdp=1"), *keys, devices=1, accumulation=accumulation)
     for before, x, y in zip(first, last, expected[1], strict=True):
         change = np.abs(y - before).max()
         assert np.abs(x - y).max() < 1e-5 * change + 2.0**-22 * np.abs(y).max()
@@ -146,7 +119,7 @@ def test_documents_leak_nothing(kernel, strategy):
         is_third_BT = jax.reshard(jnp.asarray(is_third_T[None]), TOKENS_BT)
         return jnp.where(is_third_BT[..., None, None], out_BTHh, 0).sum(), out_BTHh
 
-    config = make_config(*parallel(context=4, fsdp=1), f"max_target_length={T}", devices=4)
+    config = make_config(*parallel("context=4 fsdp=1"), f"max_target_length={T}", devices=4)
     with jax.set_mesh(make_mesh(config)):
         arrays = *(jax.device_put(x, X_BTHh) for x in qkv), jax.device_put(in_order, ROWS_BT)
         way = "all_gather" if strategy == "balanced" else strategy

@@ -1,6 +1,5 @@
 """Phases with meshes of their own: the state moves, and the run is that of one mesh."""
 
-import importlib.util
 import json
 import re
 import signal
@@ -9,6 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from compilers import skip_without
 from conftest import BASE, TINY, complete, make_config
 from jax.sharding import NamedSharding
 from jobs import finish, run_signalled, start
@@ -171,21 +171,12 @@ def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
     compare(tmp_path / "both", wanted)
 
 
-def needs(plugin):
-    return pytest.mark.skipif(importlib.util.find_spec(plugin) is None, reason=f"needs {plugin}")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "topology",
-    [
-        pytest.param("v5p-16", marks=needs("libtpu")),
-        pytest.param("h100:2x4", marks=needs("jax_cuda13_plugin")),
-    ],
-)
+@pytest.mark.parametrize("topology", ["v5p-16", "h100:2x4"])
 def test_compilers_take_the_moves(topology):
     """Muon's state moves from shards to copies and back: a device receives all that it lacks, and
     no whole array."""
+    skip_without(topology)
     wide = ("base_emb_dim=256", "base_mlp_dim=1024", "vocab_size=8192")
     config = make_config(*SAMPLES, *wide, "opt_type=muon", *in_phase(320, OTHER))
     target = CompileTarget.from_config(config.replace(compile_topology=topology), lambda line: None)
