@@ -105,7 +105,7 @@ def _run(context: start.JobContext) -> int:
     tokenizer = agreement.raise_everywhere(source.tokenizer)
     if not tokenizer.ends and jax.process_index() == 0:
         print_note(
-            f"{source.path} was trained on documents without a mark at their end (add_eos=False): "
+            f"{source.path} was trained on documents without an end token (add_eos=False): "
             f"no answer ends before max_completion_length={config.rollout.max_completion_length} "
             "tokens; begin with weights that were trained with add_eos=True"
         )

@@ -213,7 +213,7 @@ def _open_tokenizer(
                 f"{flag} trains a tokenizer, and the keys name another, {path or kind}; leave one "
                 "of them out",
             ),
-            (training and bpe_size < 258, f"{flag} must be 258 or more: 256 bytes and two marks"),
+            (training and bpe_size < 258, f"{flag} must be 258 or more: 256 bytes, begin and end"),
         ]
     )
     return None if tokens or training else tokenizers.load(kind, path, **keys.mark_keys)

@@ -88,8 +88,8 @@ def _check_data(keys: DataKeys) -> Relations:
     kind = keys.dataset_type
     yield (
         kind == "text" and keys.vocab_size < 258,
-        f"vocab_size={keys.vocab_size} is too small for dataset_type=text: 256 bytes and two marks "
-        "make 258; use 320 (a multiple of 64) or more",
+        f"vocab_size={keys.vocab_size} is too small for dataset_type=text: 256 bytes and 2 tokens "
+        "for begin and end make 258; use 320 (a multiple of 64) or more",
     )
     for name, (reader, value) in _NEEDED.items():
         is_missing = kind == reader and not getattr(keys, name)

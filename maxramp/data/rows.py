@@ -17,7 +17,7 @@ from maxramp.errors import ConfigError
 LEFT_OUT = (
     "",
     LONG := "longer than a row",
-    MARKED := "with marks in their messages",
+    MARKED := "with special tokens in their messages",
     UNANSWERED := "without an answer to train on",
 )
 

@@ -254,7 +254,7 @@ class Tokenizer:
         begin, end = self.model.begin, self.model.end
         for key, mark in (("add_bos", begin), ("add_eos", end)):
             if getattr(self, key) and mark is None:
-                raise ConfigError(f"{key}=True, but {self.file} has no such mark; use {key}=False")
+                raise ConfigError(f"{key}=True, but {self.file} has no such token; use {key}=False")
         marks = [begin] * self.add_bos, [end] * self.add_eos
         return tuple(np.asarray(mark, np.int32) for mark in marks)
 

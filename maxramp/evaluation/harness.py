@@ -158,7 +158,7 @@ class Model(TemplateLM):
             if token is not None:
                 return token
         raise ConfigError(
-            f"tokenizer_path={self._tokenizer.path} has no mark that begins or ends a text, and a "
+            f"tokenizer_path={self._tokenizer.path} has no token that begins or ends a text, and a "
             "task scores one from its first token on; give another tokenizer"
         )
 

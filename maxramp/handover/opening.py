@@ -80,7 +80,7 @@ class PromptTokenizer:
         chat, template = read({"messages": messages}), self.template
         for text in chat.texts():
             if mark := template.mark_in(text):
-                raise BadRecord(f"a message holds {mark}, a mark of the tokenizer; mend it")
+                raise BadRecord(f"a message holds {mark}, a special token; remove it")
         return ChatText(template.render(chat, ask=True))
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ def refuse_tokenizer(config: Any, reader: str) -> Relations:
     kind = config.data.type_of_tokenizer
     yield (
         kind != "huggingface",
-        f"{reader}: tokenizer_type={kind} has no marks for turns; give tokenizer_path=FOLDER of a "
+        f"{reader}: tokenizer_type={kind} has no tokens for turns; give tokenizer_path=FOLDER of a "
         "tokenizer.json with a chat template",
     )
 

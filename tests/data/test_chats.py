@@ -211,7 +211,7 @@ BYTES = ("tokenizer_type=bytes", "tokenizer_path=")
         bad(GOOD, "chat template is not valid", template="{% if %}"),
         bad({"messages": TURNS}, "shows 0 of its 2 ", "{% generation %}", template=SEVERAL),
         bad(GOOD | {"completion": "a</s>b"}, "line 1", "holds </s>", "=leave_out"),
-        bad(GOOD, "use_sft=True", "no marks", keys=BYTES),
+        bad(GOOD, "use_sft=True", "no tokens for turns", keys=BYTES),
         bad(GOOD, "packs chats whole", keys=("grain_packing_type=concat_then_split",)),
         bad(GOOD, "must be a day", keys=("chat_template_date=2026-02-30",)),
         bad(GOOD, "must be names with values", keys=("chat_template_switches=[thinking]",)),
@@ -261,7 +261,8 @@ def test_rows_hold_whole_chats(folder):
     items = chats_of(folder, records, "chats_with_marks=leave_out")
     keys = data_keys(folder, "chats_with_marks=leave_out")
     corpus = open_rows(keys.data, True)
-    for part in ("1 longer than a row", "1 with marks", "1 without an answer", "are targets"):
+    reasons = ("1 longer than a row", "1 with special tokens", "1 without an answer")
+    for part in (*reasons, "are targets"):
         assert part in corpus.description
     (part,) = corpus.train
     decoded = []

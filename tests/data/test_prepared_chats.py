@@ -88,7 +88,7 @@ def test_rows_are_those_of_the_lines(folder):
     manifest = json.loads((folder / "set" / "manifest.json").read_text())
     assert len(manifest["shards"]) > 2 and manifest["documents"] == 60
     assert f"60 chats, {manifest['tokens']:,} tokens, " in output
-    for why in ("1 with marks in their messages", "1 without an answer to train on"):
+    for why in ("1 with special tokens in their messages", "1 without an answer to train on"):
         assert f"left out   {why}\n" in output
     for more in ((), ("long_chats=cut", "packing=False")):
         options = (LEAVE, "eval_fraction=0.2", *more)

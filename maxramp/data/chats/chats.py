@@ -60,8 +60,8 @@ class ChatEncoder:
                 if self._keys.chats_with_marks == "leave_out":
                     return True
                 raise BadRecord(
-                    f"a message holds {mark}, which is a mark of the tokenizer and would end or "
-                    "begin a turn; mend it, or use chats_with_marks=leave_out"
+                    f"a message holds {mark}, a special token that would end or "
+                    "begin a turn; remove it, or use chats_with_marks=leave_out"
                 )
         return False
 
