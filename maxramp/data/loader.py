@@ -84,7 +84,8 @@ class Loader:
         start = time.perf_counter()
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
         if ramp not in (None, self._ramp):
-            self._stop_reading()
+            concurrent.futures.wait([self._placed] if self._placed else [])
+            self._batches.close()
             self._read_from(step, ramp)
         batch = self._placed.result()
         waited = time.perf_counter() - start
@@ -105,10 +106,6 @@ class Loader:
         rows, most = self.held_out[held_out], keys.eval_samples
         spec = stage.spec.single_pass(keys.rows(self.expansion.mesh.size))
         return read_all(rows, spec, self.expansion, self._reading, most)
-
-    def _stop_reading(self) -> None:
-        concurrent.futures.wait([self._placed] if self._placed else [])
-        self._batches.close()
 
     def close(self) -> None:
         self._placer.shutdown(cancel_futures=True)

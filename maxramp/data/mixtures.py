@@ -106,7 +106,17 @@ class _Finder:
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
-        return _open_tokenizer(self._keys)
+        keys, marks = self._keys, self._keys.mark_keys
+        if keys.reads_chats:  # which have their template's
+            marks |= {"add_bos": False, "add_eos": False}
+        tokenizer = tokenizers.load(keys.tokenizer_type, keys.tokenizer_path, **marks)
+        if tokenizer.vocab_size > keys.vocab_size:
+            raise ConfigError(
+                f"vocab_size={keys.vocab_size} is below the {tokenizer.vocab_size} ids of "
+                f"tokenizer_type={keys.tokenizer_type} tokenizer_path={keys.tokenizer_path}; raise "
+                "it to a multiple of 64"
+            )
+        return tokenizer
 
     @functools.cached_property
     def _encoder(self) -> ChatEncoder | None:
@@ -223,20 +233,6 @@ def open_files(keys: DataKeys, kind: str, paths: Sequence[str]) -> list[RecordFi
     for file in files if kind == "megatron" else ():
         file.check()
     return files
-
-
-def _open_tokenizer(keys: DataKeys) -> Tokenizer:
-    marks = keys.mark_keys
-    if keys.reads_chats:  # which have their template's
-        marks |= {"add_bos": False, "add_eos": False}
-    tokenizer = tokenizers.load(keys.tokenizer_type, keys.tokenizer_path, **marks)
-    if tokenizer.vocab_size > keys.vocab_size:
-        raise ConfigError(
-            f"vocab_size={keys.vocab_size} is below the {tokenizer.vocab_size} ids of "
-            f"tokenizer_type={keys.tokenizer_type} tokenizer_path={keys.tokenizer_path}; raise it "
-            "to a multiple of 64"
-        )
-    return tokenizer
 
 
 def _not_chats(keys: DataKeys, name: str) -> ConfigError:

@@ -15,6 +15,7 @@ from maxramp.commandline import count
 from maxramp.data import packing
 from maxramp.data.corpus import Corpus, Part, hash_of
 from maxramp.data.files.megatron import MegatronFile, TokenStream
+from maxramp.data.files.prepared import open_set
 from maxramp.data.keys import DataKeys
 from maxramp.data.mixtures import NAMES, Entry, Mixtures, find_mixtures
 from maxramp.data.preparation import prepare
@@ -138,7 +139,7 @@ def _is_separate(part: Part) -> bool:
 
 def _open_text(keys: DataKeys, cached: Preparation) -> Corpus:
     """Opens the prepared files as one stream, whose end is held out."""
-    texts = cached.open()
+    texts = open_set(str(cached.folder))
     stream, length = TokenStream(texts.shards), keys.max_target_length
     total, digest = len(stream), texts.digest
     cut = total - round(total * keys.eval_fraction)
@@ -177,7 +178,7 @@ def _open_part(keys: DataKeys, entry: Entry) -> Part:
     """
     length, sets, files = keys.max_target_length, entry.sets, entry.files
     if entry.cached:
-        sets = [entry.cached.open()]
+        sets = [open_set(str(entry.cached.folder))]
     if sets:
         files = [shard for one in sets for shard in one.shards]
         digest = "+".join(one.digest for one in sets)

@@ -22,7 +22,6 @@ from typing import IO, Any
 from maxramp.data.chats.chats import ChatEncoder
 from maxramp.data.corpus import hash_of
 from maxramp.data.files import prepared
-from maxramp.data.files.prepared import PreparedSet
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import LOCAL_CACHE
 from maxramp.data.tokenizers import Tokenizer
@@ -108,10 +107,6 @@ class Preparation:
         map_in_threads(copy, names)
         for name in sorted(names, key=prepared.NAME.__eq__):
             os.replace(self.work / name, self.folder / name)
-
-    def open(self) -> PreparedSet:
-        """Opens the set once it is prepared."""
-        return prepared.open_set(str(self.folder))
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:

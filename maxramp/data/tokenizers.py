@@ -97,13 +97,6 @@ def _open_huggingface(file: str, split: bool) -> Model:
     )
 
 
-@functools.cache
-def _fetch_template(name: str, file: str) -> None:
-    """Fetches a chat template beside a tokenizer's file, if the hub has one: few models do."""
-    with contextlib.suppress(ConfigError):
-        hub.fetch("tokenizer_path", name, _TEMPLATE, beside=file)
-
-
 def _marks_file(file: str) -> str:
     return os.path.join(os.path.dirname(file), _MARKS)
 
@@ -234,7 +227,8 @@ class Tokenizer:
         beside = os.path.join(os.path.dirname(self.file), _TEMPLATE)
         path = os.path.expanduser(self.path)
         if not template and hub.is_name(path):
-            _fetch_template(path, self.file)
+            with contextlib.suppress(ConfigError):  # few models have one
+                hub.fetch("tokenizer_path", path, _TEMPLATE, beside=self.file)
         if storage.exists(beside):
             return storage.read_bytes(beside).decode(errors="replace")
         if isinstance(template, list):  # several, by their names

@@ -65,7 +65,6 @@ def test_a_chat_template_beside_the_tokenizer_comes_with_its_name(cache, monkeyp
     """Also where nothing but the tokenizer was fetched so far; without a network, what is there."""
     named = tokenizers.load("huggingface", NAME, True, True)
     assert named.chat_template == ""
-    tokenizers._fetch_template.cache_clear()
 
     def download(name, file, revision):  # of the commit that the tokenizer is of
         assert (name, file, revision) == (NAME, "chat_template.jinja", COMMIT)

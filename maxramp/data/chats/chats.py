@@ -2,7 +2,7 @@
 
 import datetime
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class ChatEncoder:
 
     def encode(self, record: Mapping[str, Any]) -> Document:
         """Returns the tokens and targets of a record; a BadRecord says what is wrong with it."""
-        chats = self._read(record)
+        chats = messages.read_pair(record) if self._is_pair else [messages.read(record)]
         is_marked = [self._is_marked(chat) for chat in chats]
         if any(is_marked):
             return Document(NO_TOKENS, left_out=MARKED)
@@ -49,9 +49,6 @@ class ChatEncoder:
         begins = itertools.accumulate((len(ids) for ids, _ in parts[:-1]), initial=0)
         ids, is_target = map(np.concatenate, zip(*parts, strict=True))
         return Document(ids, is_target, begins=tuple(begins))
-
-    def _read(self, record: Mapping[str, Any]) -> Sequence[Chat]:
-        return messages.read_pair(record) if self._is_pair else [messages.read(record)]
 
     def _is_marked(self, chat: Chat) -> bool:
         for text in chat.texts():
