@@ -102,7 +102,7 @@ def _check_data(keys: DataKeys) -> Relations:
     )
     held_out = kind == "synthetic" or other or keys.eval_sets
     yield (
-        keys.eval_interval > 0 and not held_out and keys.eval_fraction == 0,
+        keys.eval_interval != -1 and not held_out and keys.eval_fraction == 0,
         f"eval_interval={keys.eval_interval} asks for evaluation, but eval_fraction=0 holds no "
         "text out; give a larger one, or eval_interval=-1",
     )

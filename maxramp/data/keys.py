@@ -140,7 +140,7 @@ HELD_OUT, TASKS = "eval", "task"
 class EvalKeys(Keys):
     """When to evaluate, and on how much."""
 
-    eval_interval: int = positive_or_open()
+    eval_interval: int = minimum(-1)
     eval_samples: int = positive_or_open()
     eval_per_device_batch_size: float = minimum(0)
     log_eval_batches: bool
@@ -159,11 +159,13 @@ class EvalKeys(Keys):
     def due(self, step: int, before: int, consumed: int, total_steps: int) -> list[str]:
         """Returns what to evaluate after `step` steps, the last over samples [before, consumed)."""
         interval, is_last = self.eval_interval, step == total_steps
-        held_out = interval > 0 and (step % interval == 0 or is_last)
+        is_first = interval == 0 and step == 1
+        interval = interval or -(-total_steps // 4)
+        held_out = interval != -1 and (step % interval == 0 or is_first or is_last)
         tasks = self.tasks_are_due(before, consumed, is_last)
         return [HELD_OUT] * held_out + [TASKS] * tasks
 
     def rows(self, num_devices: int) -> int:
         """Returns the rows of an evaluation batch on all devices; 0 = the run never evaluates."""
-        evaluates = self.eval_interval > 0
+        evaluates = self.eval_interval != -1
         return int(exact(self.eval_per_device_batch_size) * num_devices) if evaluates else 0

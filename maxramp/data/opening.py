@@ -148,7 +148,7 @@ def _open_text(keys: DataKeys, cached: Preparation) -> Corpus:
         (train, "training", cut, ""),
         (held_out, "held-out", total - cut, ", a larger eval_fraction, or eval_interval=-1"),
     ):
-        if not len(rows) and (rows is train or keys.eval_interval > 0):
+        if not len(rows) and (rows is train or keys.eval_interval != -1):
             raise ConfigError(
                 f"text_files={keys.text_files}: the {part} text has {size} tokens, but one "
                 f"row takes max_target_length + 1 = {length + 1}; give more text or shorter "
@@ -245,7 +245,7 @@ def _check_counts(keys: DataKeys, train: Sequence[Part], held_out: Sequence[Part
                 f"{NAMES[keys.dataset_type][0]}: {part.name} has no {part.noun} left to train on; "
                 "give more data, or a smaller eval_fraction"
             )
-    if keys.eval_interval > 0 and not any(len(part.items) for part in held_out):
+    if keys.eval_interval != -1 and not any(len(part.items) for part in held_out):
         most = max(len(part.items) for part in train if part.weight)
         digits = len(str(most - 1))
         # 1 / most, rounded up to as many digits: the largest part holds out at least one item.

@@ -157,7 +157,9 @@ class JobContext:
             changes["change"] = ramp_change(batch, schedule.ramp, position)
         changes["rows"] = left_over
         lines = [f"{name:<8} {line}" for name, line in changes.items() if line]
+        length = self.config.batch.shown_length or f"num_epoch={config.data.num_epoch}"
         own = {"output": output, "checkpoints": checkpoints, "schedule": schedule}
+        own["length"] = length
         job = Job(**vars(self) | own | {"changes": lines, "config": config})
         if job.has_work:
             output.begin_job(schedule)
@@ -171,6 +173,7 @@ class Job(JobContext):
     output: Output  # the run's folder and display
     checkpoints: Checkpoints  # reads and saves
     schedule: JobSchedule  # the steps of this job, and the checkpoint that they continue from
+    length: str  # of the run, as the key that gives it
     changes: list[str]  # lines on what changed since that checkpoint, and on rows of no step
 
     @property
@@ -281,5 +284,5 @@ class Job(JobContext):
                     f"{schedule.first_step} steps, of which there is a snapshot and no checkpoint; "
                     "use more steps, after which the run saves one"
                 )
-            self.output.say_finished(schedule)
+            self.output.say_finished(schedule, self.length)
         return 0

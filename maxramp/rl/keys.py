@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from maxramp.keys.section import Keys, limit, minimum, positive_or_open, uint32
+from maxramp.keys.section import Keys, limit, minimum, uint32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class RolloutKeys(Keys):
 
     prompt_file: str
     eval_prompt_file: str
-    eval_interval: int = positive_or_open()
+    eval_interval: int = minimum(-1)
     log_answers: int = minimum(0)
     sums_below: int = minimum(2)
     num_epoch: int = uint32(1)

@@ -293,17 +293,22 @@ class Output:
         left = "saved; start again to continue" if self._keys.enable_checkpointing else left
         self.say(f"stopped by a signal after step {step}, {left}")
 
-    def say_finished(self, schedule: JobSchedule) -> None:
-        state, where = schedule.position.path, self.folder
-        rest = "for a new run give another run_name, to continue more steps"
+    def say_finished(self, schedule: JobSchedule, length: str) -> None:
+        """Says that the run needs no further job, and draws what the last one, killed, did not."""
+        state, where, key = schedule.position.path, self.folder, length.partition("=")[0]
+        rest = f"for a new run give another run_name, to continue a larger {key}"
         if state.parent != where / "checkpoints":
             where = state
             rest = (
-                f"there is nothing to train or export in {self.folder}; to continue give more "
-                "steps, to export that state maxramp.convert"
+                f"there is nothing to train or export in {self.folder}; to continue give a larger "
+                f"{key}, to export that state maxramp.convert"
             )
-        done = f"{schedule.first_step} steps are done of {schedule.ramp.total_steps}"
+        done = f"{schedule.first_step} steps are done of {schedule.ramp.total_steps} ({length})"
         self.say(f"{where}: finished, {done}; {rest}")
+        files = [self.local / name for name in ("metrics.jsonl", "ramp.png")]
+        if self._is_first and [file.exists() for file in files] == [True, False]:
+            with self._warn_of_errors():
+                self._draw()
 
     def __enter__(self) -> "Output":
         return self

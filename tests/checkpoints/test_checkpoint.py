@@ -563,5 +563,10 @@ def test_the_state_of_a_finished_run_leaves_nothing_to_do(tmp_path, cache_dir):
     for name, *more in (["a"], ["b", f"load_full_state_path={tmp_path / 'a'}"]):
         done = run(BASE, *keys, f"run_name={name}", *more)
         assert done.returncode == 0 and "error" not in done.stderr, done.stderr
-    assert f"{tmp_path}/a/checkpoints/1: finished, 1 steps are done of 1; there is" in done.stdout
+    finished = "finished, 1 steps are done of 1 (steps=1); "
+    assert f"{tmp_path}/a/checkpoints/1: {finished}there is" in done.stdout
+    (tmp_path / "a" / "ramp.png").unlink()  # as where a run is killed before it
+    done = run(BASE, *keys, "run_name=a")
+    assert done.returncode == 0 and f"{finished}for a new run" in done.stdout
+    assert (tmp_path / "a" / "ramp.png").exists()
     assert (tmp_path / "a/exported/1").is_dir() and not (tmp_path / "b/exported").exists()

@@ -215,6 +215,10 @@ def test_a_run_and_its_restart(folder, cache_dir):
         for name in ("lines", "own")
     )
     assert one == other and len(one) > 20
+    assert (
+        "(num_epoch=15); for a new run give another run_name, to continue a larger num_epoch"
+        in (run(*line).stdout)
+    )
     suggested = run(*line, "--json", module="suggest")  # which reads the length, too
     assert suggested.returncode == 0, suggested.stderr
     assert json.loads(suggested.stdout)["rows"][0]["steps"] == len(one)

@@ -1,5 +1,6 @@
 """Tasks that a run is evaluated on while it trains."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -77,6 +78,15 @@ def test_when_tasks_are_due():
     assert not never.tasks_are_due(0, 104, True)
     at_the_end = keys_of(evaluate_tasks=["one"], evaluate_tasks_interval=-1)
     assert at_the_end.tasks_are_due(96, 104, True) and not at_the_end.tasks_are_due(0, 96, False)
+
+
+def test_a_run_of_any_length_is_evaluated_at_its_quarters():
+    """With eval_interval=0; and after the first step, where its curve begins."""
+    keys = dataclasses.replace(
+        keys_of(evaluate_tasks=[], evaluate_tasks_interval=-1), eval_interval=0
+    )
+    for total, expected in ((35, [1, 9, 18, 27, 35]), (2, [1, 2]), (800, [1, 200, 400, 600, 800])):
+        assert [n for n in range(1, total + 1) if keys.due(n, n - 1, n, total)] == expected
 
 
 def test_numbers_of_tasks_are_drawn():
