@@ -232,7 +232,7 @@ def _pod(run: Run, metadata: dict[str, Any], nodes: int) -> dict[str, Any]:
         counted = {"configMap": {"name": f"{metadata['labels']['maxramp/launch']}-nodes"}}
         volumes["nodes"] = "/etc/maxramp-nodes", counted
         environment[VARIABLE] = f"/etc/maxramp-nodes/{VARIABLE}"
-    program = ["python", "-m", "maxramp.launch.gke_pod", str(nodes), "/dev/termination-log"]
+    program = ["python", "-m", "maxramp.launch.gke_cluster", str(nodes), "/dev/termination-log"]
     container = {
         "name": "train",
         "image": keys.container_image,

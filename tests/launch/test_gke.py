@@ -150,7 +150,7 @@ def test_lines_of_setup_run_before_the_supervisor():
     container = pod_of(jobsets(manifests('setup_lines=["export A=1"]'))[0])["containers"][0]
     words = [*container["command"], "sh", "-c", "echo $A $0", "b c"]
     assert subprocess.check_output(words, text=True) == "1 b c\n"
-    program = ["python", "-m", "maxramp.launch.gke_pod", "1", "/dev/termination-log"]
+    program = ["python", "-m", "maxramp.launch.gke_cluster", "1", "/dev/termination-log"]
     assert container["args"] == [*program, "/etc/maxramp/config.yml"]
 
 

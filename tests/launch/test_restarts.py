@@ -18,7 +18,7 @@ from jobs import wait_until
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
-from maxramp.launch import gke_pod, local, slurm
+from maxramp.launch import gke_cluster, local, slurm
 from maxramp.launch.jobs import Run
 
 # What each job does: its exit status, the step of the checkpoint that it leaves before it ends, and
@@ -148,7 +148,7 @@ def follow_here(folder: pathlib.Path, run: Run, monkeypatch) -> int:
 
 
 def follow_in_pod(folder: pathlib.Path, run: Run, monkeypatch) -> int:
-    status = gke_pod.follow(run, 1, folder / "message")
+    status = gke_cluster.follow(run, 1, folder / "message")
     step = int(max(["0", *os.listdir(run.folder / "checkpoints")], key=int))
     message = json.loads((folder / "message").read_text())
     assert message["step"] >= step and message["nodes"] == 0
@@ -180,7 +180,7 @@ def test_a_stage_on_other_nodes_is_handed_over(tmp_path, monkeypatch, signals):
         monkeypatch.setenv(name, value)
     assert slurm.follow(run) == 75
     assert (tmp_path / "next").read_text().split() == ["0", "--nodes=3", "job.sh"]
-    assert gke_pod.follow(run, 1, tmp_path / "message") == 0
+    assert gke_cluster.follow(run, 1, tmp_path / "message") == 0
     assert json.loads((tmp_path / "message").read_text()) == {"step": 20, "nodes": 3}
     assert ends(tmp_path) == [75, 75]
 
@@ -199,7 +199,7 @@ def test_a_pod_that_is_taken_away_ends_with_76_whatever_its_trainer_does(
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked = pool.submit(take_away)
-        assert gke_pod.follow(run, 1, tmp_path / "message") == 76
+        assert gke_cluster.follow(run, 1, tmp_path / "message") == 76
         asked.result()
 
 
@@ -209,7 +209,7 @@ def test_a_pod_that_is_taken_away_while_its_trainer_starts_ends_it(tmp_path, mon
         return ["sleep", "300"]
 
     monkeypatch.setattr(Scripted, "command", command)
-    assert gke_pod.follow(scripted(tmp_path, []), 1, tmp_path / "message") == 76
+    assert gke_cluster.follow(scripted(tmp_path, []), 1, tmp_path / "message") == 76
 
 
 def test_a_queue_that_cannot_be_read_starts_nothing(tmp_path, monkeypatch):
