@@ -9,8 +9,8 @@ EXIT_STAGE_END = 75  # a stage ended under stop_at_stage_end: start again for th
 EXIT_PREEMPTED = 76  # stopped by a signal after saving: start again
 EXIT_LOST = 77  # no progress for hang_timeout_seconds, or a peer process was lost: start again
 
-# What to do after EXIT_LOST.
-START_AGAIN = "start again to continue from the newest checkpoint, if there is one"
+# What follows EXIT_LOST, for people and under a launch, which starts again itself.
+NEXT_START = "the next start continues from the newest checkpoint, if there is one"
 
 
 class ConfigError(ValueError):

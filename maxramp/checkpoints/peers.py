@@ -17,7 +17,7 @@ import jax
 from jax._src import distributed  # whose address has no public name
 
 from maxramp.checkpoints.pieces import read_part
-from maxramp.errors import START_AGAIN, PeerLostError
+from maxramp.errors import NEXT_START, PeerLostError
 
 _CHUNK = 1 << 26  # bytes of a file in a request
 
@@ -94,5 +94,5 @@ class Peer:
         except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
             raise PeerLostError(
                 f"process {self._process} does not hand over its snapshot ({error or 'it ended'}); "
-                f"{START_AGAIN}"
+                f"{NEXT_START}"
             ) from None

@@ -51,6 +51,11 @@ class Saves:
         self._due = Poll()
         self.restart_clock()
 
+    @property
+    def unsettled(self) -> int | None:
+        """The step of the checkpoint that is being written, as far as this process knows."""
+        return self._current and self._current[0]
+
     def restart_clock(self) -> None:
         self._since = time.monotonic()
 

@@ -85,6 +85,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         return self._saves.newest
 
     @property
+    def unsettled(self) -> int | None:
+        return self._saves.unsettled
+
+    @property
     def continues_run(self) -> bool:
         """Whether the job begins with a state of this run."""
         return self._position is not None and self._position.path.parent == self._folder

@@ -134,10 +134,13 @@ class _StepEnd:
                 if isinstance(error, StepError) or self._is_state_intact(done):
                     self.save(done, last=True)
                 elif not self._job.checkpoints.snapshots:
-                    since = self._job.checkpoints.newest or 0
+                    checkpoints = self._job.checkpoints
+                    lost = _lost_since(done, checkpoints.newest or 0)
+                    if written := checkpoints.unsettled:
+                        lost = f"{_lost_since(done, written)} if that becomes whole, else {lost}"
                     self._job.output.say(
-                        f"lost     {count(done - since, 'step')} since checkpoint {since}: the "
-                        "error left no state to save; the next start trains them again"
+                        f"lost     {lost}: the error left no state to save; the next start trains "
+                        "them again"
                     )
             raise
 
@@ -185,6 +188,10 @@ class _StepEnd:
         self._log.flush()  # it decides whether the state is saved
         best = self._job.checkpoints.best  # the first process knows how good they are
         return agreement.all_gather_json(best.is_beaten(self._numbers.numbers_after(step)))[0]
+
+
+def _lost_since(done: int, checkpoint: int) -> str:
+    return f"{count(done - checkpoint, 'step')} since checkpoint {checkpoint}"
 
 
 def train(job: Job, trainer: Trainer) -> int:

@@ -56,7 +56,7 @@ def run(
                     export_run(config, context.pause, context.say)
                 return status
             except Stopped:
-                context.say("stopped by a signal; start again to continue")
+                context.say("stopped by a signal; the next start continues")
                 return EXIT_PREEMPTED
     except Exception as error:
         return report(error)

@@ -14,7 +14,7 @@ import numpy as np
 from jax._src import distributed  # whose client has no public name
 from jax.experimental import multihost_utils
 
-from maxramp.errors import START_AGAIN, ConfigError, PeerLostError, TrainingError
+from maxramp.errors import NEXT_START, ConfigError, PeerLostError, TrainingError
 
 _T = TypeVar("_T")
 _KEYS = itertools.count()  # numbers of keys in the store that all processes share
@@ -142,7 +142,7 @@ def report_lost_peers() -> Iterator[None]:
         if jax.process_count() == 1 or not status or status[0] == "RESOURCE_EXHAUSTED: ":
             raise
         raise PeerLostError(
-            f"another process of the job has ended (its own output says why); {START_AGAIN}; what "
+            f"another process of the job has ended (its own output says why); {NEXT_START}; what "
             f"was noticed here: {' '.join(str(error).split())[:200]}"
         ) from None
 

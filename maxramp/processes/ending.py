@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from maxramp.errors import EXIT_FAILED, EXIT_LOST, EXIT_PREEMPTED, START_AGAIN
+from maxramp.errors import EXIT_FAILED, EXIT_LOST, EXIT_PREEMPTED, NEXT_START
 from maxramp.processes import lifeline
 
 
@@ -71,7 +71,7 @@ class Watchdog:
                 faulthandler.dump_traceback(all_threads=True)
                 print(
                     f"error: no progress for hang_timeout_seconds={self._timeout:g}: this process, "
-                    f"its storage or a peer hangs (above, where its threads stand); {START_AGAIN}",
+                    f"its storage or a peer hangs (above, where its threads stand); {NEXT_START}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -127,7 +127,7 @@ class Preemption:
                 first_signal = time.monotonic()
                 if not (self._is_distributed or self._has_trained):
                     self._print_last(
-                        "stopped by a signal before a step was done; start again to continue"
+                        "stopped by a signal before a step was done; the next start continues"
                     )
                     os._exit(EXIT_PREEMPTED)
                 self.ask()

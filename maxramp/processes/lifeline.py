@@ -16,7 +16,7 @@ import threading
 import time
 from typing import NoReturn
 
-from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED, EXIT_STAGE_END, START_AGAIN
+from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED, EXIT_STAGE_END, NEXT_START
 
 ORDERLY = (0, EXIT_STAGE_END, EXIT_PREEMPTED)  # all processes end with these, after the same step
 
@@ -126,6 +126,6 @@ class _Peers:
             faulthandler.dump_traceback(all_threads=True)
         why = f"ended with exit status {status}; its own output says why"
         if status == EXIT_LOST:
-            why = f"was lost (killed, or it hung); {START_AGAIN}"
+            why = f"was lost (killed, or it hung); {NEXT_START}"
         print(f"error: process {process_id} of the job {why}", file=sys.stderr, flush=True)
         end_now(status)

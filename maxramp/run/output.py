@@ -238,7 +238,8 @@ class Output:
         if stage.first_step < schedule.last_step:
             what = f"stage {stage.index} continues with its global batch of {size}"
         per_node = stage.devices // stage.nodes
-        self.say(f"{what}, planned for {nodes} of {per_node}: start again (next_stage.json)")
+        line = f"{what}, planned for {nodes} of {per_node}"
+        self.say(f"{line}; the next start continues there (next_stage.json)")
 
     def say(self, line: str) -> None:
         self._display.say(line)
@@ -287,10 +288,10 @@ class Output:
 
     def say_stopped(self, step: int | None) -> None:
         if step is None:
-            self.say("stopped by a signal before a step was done; start again to continue")
+            self.say("stopped by a signal before a step was done; the next start continues")
             return
         left = "not saved (enable_checkpointing=False); the next start begins at step 0"
-        left = "saved; start again to continue" if self._keys.enable_checkpointing else left
+        left = "saved; the next start continues" if self._keys.enable_checkpointing else left
         self.say(f"stopped by a signal after step {step}, {left}")
 
     def say_finished(self, schedule: JobSchedule, length: str) -> None:

@@ -121,7 +121,7 @@ def test_an_export_ends_as_a_step_does(tmp_path, cache_dir, number, statuses):
     assert stderr.count("error: ") == (number != signal.SIGTERM), stderr
     assert "Traceback" not in stderr
     if number == signal.SIGTERM:
-        assert "stopped by a signal; start again to continue" in stdout and "done     2" in stdout
+        assert "stopped by a signal; the next start continues" in stdout and "done     2" in stdout
     elif number == signal.SIGSTOP:
         assert "error: no progress for hang_timeout_seconds=40" in stderr, stderr
     again = run(*line)

@@ -21,6 +21,7 @@ class Steps:
         checkpoints = types.SimpleNamespace(
             snapshots=None,
             newest=4,
+            unsettled=None,
             record=lambda done, *more, **numbers: done,
             save=lambda done, *more: self.saved.append(done),
         )
@@ -65,6 +66,17 @@ def test_an_error_that_takes_the_state_says_what_is_lost(what):
         "lost     3 steps since checkpoint 4: the error left no state to save; the next start "
         "trains them again"
     ]
+
+
+def test_a_checkpoint_that_is_being_written_may_yet_count():
+    steps = Steps(clock(8 * 8))
+    steps.after._job.checkpoints.unsettled = 6
+    with pytest.raises(ValueError), steps.after.save_on_error(7):
+        raise ValueError
+    (line,) = steps.lines
+    assert line.startswith(
+        "lost     1 step since checkpoint 6 if that becomes whole, else 3 steps since checkpoint 4:"
+    )
 
 
 def test_before_the_first_step_there_is_nothing_to_save():
