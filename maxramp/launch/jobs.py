@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.commandline import count, print_note
+from maxramp.commandline import count, print_note, show_keys
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.errors import ConfigError
@@ -14,6 +14,7 @@ from maxramp.files.place import Place, is_near
 from maxramp.keys.section import refuse
 from maxramp.planning.stages import PlannedRun
 from maxramp.processes.agreement import VARIABLE
+from maxramp.rampup import layout
 from maxramp.rampup.schedule import RampupBatchManager, Stage
 from maxramp.run.job_schedule import resume_point
 
@@ -97,6 +98,28 @@ class Run:
         """
         choices = self.node_choices(self.ramp.stage_at_step(max(step, self.first_step)))
         return next((nodes for nodes in choices if nodes <= available), choices[-1])
+
+    def refusal(self, step: int, nodes: int, available: int) -> str:
+        """Returns why the stage of a step, planned for more, runs on `nodes` of the available ones,
+        and the keys that let it run on all; "" if it runs on as many as it can have.
+        """
+        stage = self.ramp.stage_at_step(max(step, self.first_step))
+        per_node, most = self.config.batch.devices_per_node, min(available, stage.nodes)
+        if nodes >= most:
+            return ""
+
+        def error_of(config: Config) -> str:
+            try:
+                batch = resolve(config, most * per_node).batch
+            except ConfigError as error:
+                return str(error)
+            if layout.spread(batch, stage.threshold, most, most * per_node):
+                return ""
+            return str(layout.refusal(batch, stage.index, stage.threshold, most * per_node))
+
+        copies = {"ici_data_parallelism": -1, "ici_fsdp_parallelism": per_node}
+        works = not error_of(self.config.replace(**copies))
+        return error_of(self.config) + (f"; {show_keys(copies)} lets it run on {most}" * works)
 
     def node_choices(self, stage: Stage) -> list[int]:
         """Lists the numbers of nodes that a stage can run on, the planned one first; the others are

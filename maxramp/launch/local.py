@@ -22,7 +22,14 @@ from typing import IO
 from maxramp.commandline import count, shell_quote
 from maxramp.files.place import write_whole
 from maxramp.launch.jobs import Run
-from maxramp.launch.supervisor import JobEnd, may_be_loss, say, stop_on_signals, supervise
+from maxramp.launch.supervisor import (
+    JobEnd,
+    may_be_loss,
+    say,
+    say_returned,
+    stop_on_signals,
+    supervise,
+)
 from maxramp.processes.bound import bind
 from maxramp.processes.lifeline import ORDERLY
 
@@ -62,7 +69,7 @@ class LocalCluster:
         self._run, self._keys, self._file = run, run.config.launch, file
         # From when on each node can be used.
         self._usable_from = dict.fromkeys(range(run.config.batch.nodes), 0.0)
-        self._losses = collections.Counter()
+        self._losses, self._away = collections.Counter(), set[int]()
         self._stops = 0  # signals by which somebody asked for the end
         self._job: list[subprocess.Popen] = []
         self._nodes: list[int] = []  # of the job, by their numbers
@@ -95,6 +102,7 @@ class LocalCluster:
         devices = count(self._run.config.batch.devices_per_node, "device")
         say(f"{processes} for {count(nodes, 'node')} of {devices}")
         self._nodes = self.usable_nodes()[:nodes]
+        say_returned(self._away, self._nodes)
         self._publish()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -172,6 +180,7 @@ class LocalCluster:
     def lose(self, node: int) -> str:
         """Leaves a lost node out for a while, or for good; returns what to print about it."""
         self._losses[node] += 1
+        self._away.add(node)
         losses, most = self._losses[node], self._keys.max_node_failures
         if losses >= most:
             del self._usable_from[node]

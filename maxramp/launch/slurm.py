@@ -30,6 +30,7 @@ from maxramp.launch.supervisor import (
     JobEnd,
     may_be_loss,
     say,
+    say_returned,
     steps_done,
     stop_on_signals,
     supervise,
@@ -166,6 +167,7 @@ class SlurmCluster:
         self._limit = self._read_limit()
         self._file = self._folder / f"{self._id}.nodes"  # for the trainer (`processes.agreement`)
         self._losses = Appending(self._folder / "lost_nodes")  # a line for every loss
+        self._away = set[str]()  # lost, and not back yet
         self.is_stopped = False
         self._is_leaving = False  # another job continues
         self._errors: list[tuple[float, str]] = []  # srun's lines of this start, and their times
@@ -192,6 +194,7 @@ class SlurmCluster:
             self._submit(nodes, failures)
             return False
         self._nodes, self._errors = usable[:nodes], []
+        say_returned(self._away, self._nodes)
         self._publish()
         self._srun = subprocess.Popen(
             ["srun", *self._srun_options(), *trainer_command(self._run)],
@@ -228,6 +231,7 @@ class SlurmCluster:
         lost = self._find_lost() if self._keys.elastic and may_be_loss(status) else []
         if lost:
             say(f"lost {count(len(lost), 'node')}: {' '.join(lost)}")
+            self._away |= {*lost}
         for node in lost:
             self._losses.append(f"{node}\n".encode())
         return JobEnd.read(self._run.folder, status, bool(lost))

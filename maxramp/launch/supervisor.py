@@ -9,9 +9,11 @@ time. A cluster starts the jobs, waits for them, and counts its nodes.
 import dataclasses
 import json
 import signal
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from maxramp.checkpoints import folder as folder_lib
+from maxramp.commandline import count
 from maxramp.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STAGE_END
 from maxramp.files.place import Place
 from maxramp.launch.jobs import Run
@@ -76,7 +78,10 @@ def supervise(run: Run, cluster: Cluster, nodes: int, failures: int = 0) -> int:
         if status == EXIT_STAGE_END:
             nodes = end.next_nodes or run.reload().next_nodes
         elif keys.elastic:
-            nodes = run.reload().fit(end.step, cluster.available())
+            run_now, available = run.reload(), cluster.available()
+            nodes = run_now.fit(end.step, available)
+            if reason := run_now.refusal(end.step, nodes, available):
+                say(f"on {nodes} of {count(available, 'node')}: {reason}")
         has_progress, step = end.step > step, end.step
         if has_progress:
             failures = 0
@@ -110,6 +115,13 @@ def steps_done(folder: Place) -> int:
     position = folder_lib.newest(folder / "checkpoints")[0]
     starts = [job["first_step"] for job in read_jobs(folder) if job["event"] == "start"]
     return max(position.step if position else 0, *starts[-1:], 0)
+
+
+def say_returned(away: set[Any], nodes: Sequence[Any]) -> None:
+    """Names the lost nodes that a job takes back, which are `away` no more."""
+    if returned := sorted(away & {*nodes}):
+        say(f"took back node {', '.join(map(str, returned))}")
+        away.difference_update(returned)
 
 
 def say(line: str) -> None:

@@ -18,6 +18,7 @@ from maxramp.config.resolve import meshes_of
 from maxramp.errors import ConfigError
 from maxramp.launch.jobs import Run
 from maxramp.launch.local import LocalCluster, find_lost
+from maxramp.launch.supervisor import say_returned
 from maxramp.rampup.schedule import RampupBatchManager
 
 # 12 rows a step divide over 1, 2, 3 and 4 nodes; then 8 over 1, 2 and 4, and 16.
@@ -63,7 +64,8 @@ def test_training_is_the_same_when_nodes_are_lost_and_come_back(undisturbed, tmp
     same_training(tmp_path / "x", undisturbed)
     text = launched.text()
     assert len(re.findall(r"lost node \d: it rests for (5|10|20) s", text)) == 3, text
-    assert text.count("planned for 4 nodes of 1: start again") >= 1, text
+    assert text.count("planned for 4 nodes of 1; the next start") >= 1, text
+    assert text.count("took back node") >= 1 and "start again" not in text, text
     devices = {record["devices"] for record in steps_of(tmp_path / "x")}
     assert 4 in devices and len(devices) > 1
     assert gone(launched)
@@ -154,13 +156,30 @@ def test_a_stage_takes_the_most_nodes_that_its_batch_divides_over():
     assert [ramp.fit(later, n).nodes for n in range(1, 9)] == [1, 2, 2, 4, 4, 4, 4, 8]
 
 
-def test_lost_nodes_rest_longer_each_time(tmp_path):
+def test_a_launch_says_why_it_leaves_a_node_and_which_keys_take_it(tmp_path):
+    """Weights in 3 shards do not divide, 12 rows do; a batch of 8 rows does over no keys."""
+    shards = ("ici_data_parallelism=1", "ici_fsdp_parallelism=-1", "base_emb_dim=64")
+    run = planned_launch(tmp_path, *shards)
+    reason = run.refusal(0, run.fit(0, 3), 3)
+    assert "=64 does not divide over the fsdp axis of 3 devices" in reason
+    keys = "ici_data_parallelism=-1 ici_fsdp_parallelism=1"
+    assert reason.endswith(f"; {keys} lets it run on 3"), reason
+    assert planned_launch(tmp_path, *shards, *keys.split()).fit(0, 3) == 3
+    reason = run.refusal(50, run.fit(50, 3), 3)
+    assert run.fit(50, 3) == 2 and "lets it run" not in reason
+    assert run.refusal(0, 4, 4) == ""
+
+
+def test_lost_nodes_rest_longer_each_time(tmp_path, capsys):
     more = ("node_rest_seconds=1", "max_node_failures=3")
     cluster = LocalCluster(planned_launch(tmp_path, *more), tmp_path / "nodes")
     assert cluster.lose(1) == "it rests for 1 s"
     assert cluster.usable_nodes() == [0, 2, 3]
     time.sleep(1.01)
     assert cluster.usable_nodes() == [0, 1, 2, 3]
+    say_returned(cluster._away, [0, 1])
+    say_returned(cluster._away, [0, 1])
+    assert capsys.readouterr().out == "launch   took back node 1\n"
     assert cluster.lose(1) == "it rests for 2 s"
     assert "left out for good" in cluster.lose(1)
     assert cluster.usable_nodes() == [0, 2, 3]
