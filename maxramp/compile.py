@@ -177,13 +177,11 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{move['peak_gib']:.3g} GiB{over}",
         )
     if totals["fits"]:
-        constant = totals["constant_final_batch"]
-        yield (
-            "run",
-            f"{totals['steps']:,} steps, {_paid(totals, device)}; a constant batch of "
-            f"{constant['global_batch_size']:,} takes {constant['steps']:,} steps, "
-            f"{_paid(constant, device)}",
-        )
+        constant, beside = totals["constant_final_batch"], ""
+        if len(result["stages"]) > 1:
+            beside = f"; a constant batch of {constant['global_batch_size']:,} takes "
+            beside += f"{constant['steps']:,} steps, {_paid(constant, device)}"
+        yield "run", f"{totals['steps']:,} steps, {_paid(totals, device)}{beside}"
     yield "times", result["times"]
 
 
