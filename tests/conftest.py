@@ -88,6 +88,15 @@ def uncached():
     jax.config.update("jax_enable_compilation_cache", True)
 
 
+@pytest.fixture(scope="module")
+def offline():
+    """Nothing asks a network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        yield
+
+
 @pytest.fixture(scope="session")
 def storages():
     """The storage of a scheme, to which the clients of this process go."""

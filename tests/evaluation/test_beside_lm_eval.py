@@ -16,13 +16,9 @@ NAMES = ["made_choices", "made_open", "made_rolling", "made_writing"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def offline():
-    """Nothing asks a network."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("HF_DATASETS_OFFLINE", "1")
-        torch.set_num_threads(1)  # more wait for each other on a machine that does other things
-        yield
+def one_thread(offline):
+    """More wait for each other on a machine that does other things."""
+    torch.set_num_threads(1)
 
 
 def theirs(model, tasks, dtype="float32", longest=None, **options):

@@ -17,13 +17,6 @@ from maxramp.handover.opening import PromptTokenizer
 NO_HARNESS = importlib.util.find_spec("lm_eval") is None
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    """Nothing asks a network."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-
-
 @pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
 def test_scores_of_a_folders_task_are_those_of_its_answers(tmp_path, cache_dir, offline):
     """Its scores are those of the answers that it writes down."""

@@ -98,16 +98,13 @@ def test_numbers_of_tasks_are_drawn():
 
 
 @pytest.fixture(scope="module")
-def line(tmp_path_factory, cache_dir):
+def line(tmp_path_factory, cache_dir, offline):
     """The command line of a run with tasks, without its name."""
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("in_run")
     tasks = write_tasks(folder / "tasks")
     keys = (BASE, *TINY, *KEYS, f"evaluate_tasks_include_path={tasks}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("HF_DATASETS_OFFLINE", "1")
-        yield *keys, f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}"
+    return *keys, f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}"
 
 
 def folder_of(line, name):

@@ -13,10 +13,8 @@ from maxramp.run.metrics import read_records
 pytestmark = pytest.mark.long
 
 
-def test_a_run_with_adapters_is_evaluated_as_by_the_command(tmp_path, cache_dir, monkeypatch):
+def test_a_run_with_adapters_is_evaluated_as_by_the_command(tmp_path, cache_dir, offline):
     pytest.importorskip("lm_eval")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     tasks, model = write_tasks(tmp_path / "tasks"), tmp_path / "model"
     model.mkdir()
     size = write_tokenizer(model)

@@ -24,13 +24,6 @@ transformers = Later("transformers")
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_transformers(tmp_path, name):
-    folder = write_folder(tmp_path, name)
-    config = config_of(folder)
-    assert_near(logits(load(folder, config), config, TOKENS_BT), theirs(opened(folder)))
-
-
 def test_a_model_saved_without_a_head_beside_an_index_of_others(tmp_path):
     """Its embedding is its head; model.safetensors counts, and not what the index names."""
     folder = write_folder(tmp_path / "in", "smollm2")
@@ -81,10 +74,12 @@ def split_experts(arrays, kind):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_are_those_of_transformers(tmp_path, name):
-    """Of the loss, per tensor within 1e-4 of its largest entry."""
+def test_logits_and_gradients_are_those_of_transformers(tmp_path, name):
+    """Gradients of the loss, per tensor within 1e-4 of its largest entry."""
     folder = write_folder(tmp_path, name)
     config, model = config_of(folder, "max_target_length=23"), opened(folder)
+    own_model = load(folder, config)
+    assert_near(logits(own_model, config, TOKENS_BT), theirs(model))
     rows = torch.tensor(TOKENS_BT, dtype=torch.long)
     model(rows, labels=rows).loss.backward()
     objective = next_token_prediction(config.recipe.loss, config.model)
@@ -95,7 +90,7 @@ def test_gradients_are_those_of_transformers(tmp_path, name):
         return total / aux.shown["tokens"]
 
     with jax.set_mesh(make_mesh(config)):
-        gradient = jax.jit(jax.grad(loss))(load(folder, config))
+        gradient = jax.jit(jax.grad(loss))(own_model)
     expected = {name: x.grad.numpy() for name, x in model.named_parameters()}
     if name in EXPERTS:
         expected = split_experts(expected, name)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from later import Later
 from opened import config_of, load, logits
+from peers import assert_near, opened, theirs
 
 from maxramp.generation.generator import GenerationConfig, Generator
 from maxramp.generation.sampling import Sampling
@@ -46,19 +47,13 @@ def gemma3(file, tmp_path_factory):
     return path
 
 
-def opened(path):
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
 def test_logits_and_greedy_text(file, gemma3):
     model, rows_BT = opened(gemma3), torch.tensor([PROMPT])
     with torch.no_grad():
         ids = model.generate(rows_BT, max_new_tokens=16, do_sample=False)
-        expected = model(ids).logits.numpy()
     config = config_of(gemma3)
     weights = load(gemma3, config)
-    actual = logits(weights, config, ids.numpy().astype(np.int32))
-    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.ptp(expected), rtol=0)
+    assert_near(logits(weights, config, ids.numpy().astype(np.int32)), theirs(model, ids.numpy()))
 
     generator = Generator(config.model, weights, GenerationConfig(16, Sampling(temperature=0)))
     (answer,) = generator.answer(generator.prepare(weights), [np.array(PROMPT, np.int32)])

@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import numpy as np
+import peers
 import pytest
 from conftest import ROOT, complete, run
 from later import Later
@@ -20,22 +21,15 @@ TEXT = "Gravity is the force by which a planet draws objects toward its center."
 
 def opened(path):
     """A folder's model and tokenizer, as transformers opens them."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model.eval(), transformers.AutoTokenizer.from_pretrained(path)
-
-
-def tokens_of(tokenizer, text):
-    return np.asarray(tokenizer(text)["input_ids"], np.int32)[None]
+    return peers.opened(path), transformers.AutoTokenizer.from_pretrained(path)
 
 
 def test_logits_and_greedy_text(smollm2):
     model, tokenizer = opened(smollm2)
-    tokens_BT = tokens_of(tokenizer, TEXT)
-    with torch.no_grad():
-        expected = model(torch.tensor(tokens_BT, dtype=torch.long)).logits.numpy()
+    tokens_BT = np.asarray(tokenizer(TEXT)["input_ids"], np.int32)[None]
     config = config_of(smollm2)
     actual = logits(load(smollm2, config), config, tokens_BT)
-    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.ptp(expected), rtol=0)
+    peers.assert_near(actual, peers.theirs(model, tokens_BT))
 
     prompt = tokenizer(PROMPT, return_tensors="pt")
     with torch.no_grad():

@@ -41,19 +41,10 @@ def phased(phases, *more, devices=8):
     return make_config(*FAMILY, *RUN, f"phases={json.dumps(phases)}", *more, devices=devices)
 
 
-def test_a_stage_is_the_model_of_its_keys():
-    """Each keeps what the phases before it gave; what a stage returns to shares its program."""
-    config = phased(PHASES)
-    stages = RampupBatchManager(config.batch, 8).stages
-    for stage, keys in zip(stages, FLAT, strict=True):
-        flat = make_config(*FAMILY, *RUN, *keys)
-        assert config.recipe.with_spec(stage.spec) == flat.recipe.with_spec(stage.spec)
-        assert stage.to_json()["sliding_window_size"] == flat.model.sliding_window_size
-    assert len({stage.spec for stage in stages}) == 4
-    first, _, second = RampupBatchManager(
-        phased({"40": {"sliding_window_size": 4}, "80": {"sliding_window_size": 16}}).batch, 8
-    ).stages
-    assert first.spec == second.spec
+def test_a_stage_that_returns_to_earlier_keys_shares_its_program():
+    config = phased({"40": {"sliding_window_size": 4}, "80": {"sliding_window_size": 16}})
+    first, other, second = RampupBatchManager(config.batch, 8).stages
+    assert first.spec == second.spec != other.spec
 
 
 def test_a_plan_counts_the_window_of_each_stage():

@@ -1,5 +1,6 @@
 """Programs compiled ahead: what the loop sees of them, and what happens if one does not compile."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -200,16 +201,24 @@ def test_a_stage_that_does_not_fit_is_told_when_it_is_compiled(undisturbed, tmp_
     assert warnings[0].startswith(f"warning  stage 3 (batch 8) needs {needs['3']:.3g} GiB a device")
 
 
-def make_programs(config, mesh, ramp, stages, say, on_failure):
-    """The programs of some stages without an evaluation, and what compiles them."""
+def programs_fail():
+    raise AssertionError("a program did not compile")
+
+
+@contextlib.contextmanager
+def programs_of(config, say, on_failure=programs_fail, first_stages=None):
+    """The programs of a config's stages without an evaluation, their compiler, and the stages."""
+    mesh, ramp = make_mesh(config), RampupBatchManager(config.batch, 1)
     rate = LearningRate.from_keys(config.learning_rate, ramp)
     compiler = BackgroundCompiler(0, say, on_failure)
-    state = abstract_state(config.recipe, mesh)
-    programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, compiler)
-    for stage in stages:
-        programs.add(stage)
-    compiler.lower()
-    return programs, compiler
+    with jax.set_mesh(mesh):
+        state = abstract_state(config.recipe, mesh)
+        programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, compiler)
+        for stage in ramp.stages[:first_stages]:
+            programs.add(stage)
+        compiler.lower()
+        yield programs, compiler, ramp.stages
+        compiler.close()
 
 
 def test_a_long_wait_for_a_program_is_a_line(monkeypatch):
@@ -242,17 +251,13 @@ def test_stages_of_one_shape_share_a_program():
         "per_device_batch_size=8",
         devices=1,
     )
-    ramp, mesh, lines = RampupBatchManager(config.batch, 1), make_mesh(config), []
-    with jax.set_mesh(mesh):
-        programs, compiler = make_programs(
-            config, mesh, ramp, ramp.stages[:1], lines.append, programs_fail
-        )
-        first, _ = programs.train_step(ramp.stages[0])
-        for stage in ramp.stages[1:3]:
+    lines = []
+    with programs_of(config, lines.append, first_stages=1) as (programs, compiler, stages):
+        first, _ = programs.train_step(stages[0])
+        for stage in stages[1:3]:
             programs.add(stage)
         compiler.lower()
-        second, third, fourth = (programs.train_step(stage)[0] for stage in ramp.stages[1:])
-        compiler.close()
+        second, third, fourth = (programs.train_step(stage)[0] for stage in stages[1:])
     assert third is first and len({first, second, fourth}) == 3
     assert [line.split(":")[0] for line in lines if line[:5] == "ready"] == [
         "ready    stage 0 (batch 4)",
@@ -305,14 +310,8 @@ def test_a_profile_holds_the_steps_that_were_asked_for(tmp_path, cache_dir):
 def test_parts_of_the_model_are_named_in_the_program(uncached):
     """Programs of a cache keep the names that they were compiled with."""
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=2", devices=1)
-    ramp = RampupBatchManager(config.batch, 1)
-    mesh = make_mesh(config)
-    with jax.set_mesh(mesh):
-        programs, compiler = make_programs(
-            config, mesh, ramp, ramp.stages, json.dumps, programs_fail
-        )
-        text = programs.train_step(ramp.stages[0])[0].as_text()
-        compiler.close()
+    with programs_of(config, json.dumps) as (programs, _, (stage,)):
+        text = programs.train_step(stage)[0].as_text()
     for name in ("embedding", "layers", "attention", "mlp", "loss", "optimizer"):
         assert re.search(rf"op_name=\"[^\"]*[/(]{name}[/)]", text), name
 
@@ -320,21 +319,15 @@ def test_parts_of_the_model_are_named_in_the_program(uncached):
 def test_an_error_beside_the_compiler_reaches_the_loop():
     """It may not end the compiler's thread alone, for which the loop would wait for ever."""
     config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=2", devices=1)
-    ramp, mesh, asked = RampupBatchManager(config.batch, 1), make_mesh(config), []
+    asked = []
 
     def say(line: str) -> None:
         if not line.startswith("wait"):  # which the loop itself says on a busy machine
             raise RuntimeError("no terminal")
 
-    with jax.set_mesh(mesh):
-        programs, compiler = make_programs(
-            config, mesh, ramp, ramp.stages, say, lambda: asked.append(True)
-        )
-        with pytest.raises(TrainingError, match="stage 0 .*no terminal"):
-            programs.train_step(ramp.stages[0])
-        compiler.close()
+    with (
+        programs_of(config, say, lambda: asked.append(True)) as (programs, _, (stage,)),
+        pytest.raises(TrainingError, match="stage 0 .*no terminal"),
+    ):
+        programs.train_step(stage)
     assert asked
-
-
-def programs_fail():
-    raise AssertionError("a program did not compile")
