@@ -52,7 +52,7 @@ class Saves:
         self.restart_clock()
 
     @property
-    def unsettled(self) -> int | None:
+    def unsettled_step(self) -> int | None:
         """The step of the checkpoint that is being written, as far as this process knows."""
         return self._current and self._current[0]
 

@@ -85,8 +85,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         return self._saves.newest
 
     @property
-    def unsettled(self) -> int | None:
-        return self._saves.unsettled
+    def unsettled_step(self) -> int | None:
+        return self._saves.unsettled_step
 
     @property
     def continues_run(self) -> bool:

@@ -136,7 +136,7 @@ class _StepEnd:
                 elif not self._job.checkpoints.snapshots:
                     checkpoints = self._job.checkpoints
                     lost = _lost_since(done, checkpoints.newest or 0)
-                    if written := checkpoints.unsettled:
+                    if written := checkpoints.unsettled_step:
                         lost = f"{_lost_since(done, written)} if that becomes whole, else {lost}"
                     self._job.output.say(
                         f"lost     {lost}: the error left no state to save; the next start trains "

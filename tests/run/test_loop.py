@@ -21,7 +21,7 @@ class Steps:
         checkpoints = types.SimpleNamespace(
             snapshots=None,
             newest=4,
-            unsettled=None,
+            unsettled_step=None,
             record=lambda done, *more, **numbers: done,
             save=lambda done, *more: self.saved.append(done),
         )
@@ -70,7 +70,7 @@ def test_an_error_that_takes_the_state_says_what_is_lost(what):
 
 def test_a_checkpoint_that_is_being_written_may_yet_count():
     steps = Steps(clock(8 * 8))
-    steps.after._job.checkpoints.unsettled = 6
+    steps.after._job.checkpoints.unsettled_step = 6
     with pytest.raises(ValueError), steps.after.save_on_error(7):
         raise ValueError
     (line,) = steps.lines
