@@ -29,6 +29,7 @@ from maxramp.commandline import (
     print_table,
     run_time,
     shell_quote,
+    show_keys,
 )
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of
@@ -36,6 +37,7 @@ from maxramp.files.place import Place, write_whole
 from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.compile_target import least_rows
 from maxramp.planning.compiled import compile_stages, compile_ways
+from maxramp.planning.meshes import compile_meshes
 from maxramp.planning.run_length import with_length
 
 _FILE = "compiled.json"
@@ -48,7 +50,15 @@ def main(arguments: list[str]) -> int:
     text = "compile the last stage with each remat_policy and its largest micro batches, and list "
     text += "what fits, fastest first"
     parser.add_argument("--best", action="store_true", help=text)
+    text = "compile the last stage (of a ramp the first, too) on the N meshes (6) that a model of "
+    text += "their products, transfers and memory expects to be fastest; print the fastest's keys"
+    parser.add_argument("--meshes", type=int, nargs="?", const=6, metavar="N", help=text)
     options = parser.parse_intermixed_args(arguments)
+    if options.meshes is not None and (options.meshes < 1 or options.best):
+        raise ConfigError(
+            f"--meshes {options.meshes}: give 1 or more, without --best, whose remat policies and "
+            "passes it tries on each mesh"
+        )
     config = load(options.arguments, "compile")
     if not config.planning.compile_topology:
         raise ConfigError(
@@ -56,13 +66,15 @@ def main(arguments: list[str]) -> int:
             "v5p-2048 or h200:16x8"
         )
     config = with_length(config, print_progress)
-    if options.best:
+    if options.meshes:
+        result, show = compile_meshes(config, options.meshes, print_progress), print_meshes
+    elif options.best:
         result, show = compile_ways(config, print_progress), print_ways
     else:
         result, show = compile_stages(config, print_progress), print_stages
     text = json.dumps(result, indent=2)
     print(text) if options.json else show(result)
-    if not options.best:
+    if not (options.best or options.meshes):
         path = _save(config.run.folder, f"{text}\n".encode())
         if not options.json:
             line = shell_quote([*options.arguments, "--compiled", path])
@@ -102,6 +114,36 @@ def print_ways(result: dict[str, Any]) -> None:
             for w in result["ways"]
         ),
     )
+    print(f"times     {result['times']}")
+
+
+def print_meshes(result: dict[str, Any]) -> None:
+    columns = "mesh|remat_policy|per device|accum.|peak memory|of it temporary|estimate|step|MFU"
+    columns += "|tokens/s|waits for transfers|price"
+
+    def row(m: dict[str, Any]) -> list[str]:
+        cells = [m["mesh"], m["remat_policy"], *_cells_of_batch(m)]
+        cells += [f"{m['estimated_seconds']:.3g} s"]
+        if not m["fits"]:
+            return [*cells, "does not fit", "", "", "", ""]
+        waits = m["collective_seconds"] + (m["network_seconds"] or 0)
+        gib, kind = max((n, kind) for kind, n in {"": 0, **m["collective_gib"]}.items())
+        largest = f", {kind} {gib:.3g} GiB" if kind else ""
+        price = "-" if m["price"] is None else amount(m["price"])
+        return [*cells, *_cells_of_step(m), f"{waits:.2g} s{largest}", price]
+
+    for stage in result["stages"]:
+        print(f"stage {stage['index']}, a batch of {stage['global_batch_size']:,}")
+        print_table(columns.split("|"), map(row, stage["meshes"]))
+    fastest = show_keys(result["keys"]) or "those that the config has"
+    if not result["stages"][-1]["meshes"][0]["fits"]:
+        fastest = "none of these meshes fits; a larger N tries more"
+    print(f"keys      {fastest}")
+    if result["gain"]:
+        gain = f"{result['gain']:.0%} less than on the last stage's mesh"
+        print(f"phase     the first stage begins on a mesh of its own: a step takes {gain}")
+    if result["refusal"]:
+        print(f"but       a run with these keys is refused: {result['refusal']}")
     print(f"times     {result['times']}")
 
 

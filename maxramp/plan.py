@@ -311,6 +311,8 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     if last["devices"] > 1 and not any(stage["move_gib"] for stage in plan["stages"]):
         yield "mesh", _mesh_text(last["mesh"])
+    if last["devices"] > 1:
+        yield "meshes", "maxramp.compile --meshes compares those that these devices can have"
     by_source = itertools.groupby(plan["defaults"], key=lambda one: one["source"])
     defaults = [f"{', '.join(x['key'] for x in group)} ({s})" for s, group in by_source]
     if defaults:

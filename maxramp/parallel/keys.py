@@ -36,6 +36,12 @@ class MeshKeys(_Sizes):
         return {axis: max(1, i) * max(1, d) for axis, (i, d) in zip(AXES, pairs, strict=True)}
 
     @property
+    def slices(self) -> dict[str, int]:
+        """The part of every mesh axis between slices, with 1 for an open one."""
+        sizes = self.group("dcn").values()
+        return {axis: max(1, size) for axis, size in zip(AXES, sizes, strict=True)}
+
+    @property
     def ranks(self) -> int:
         """Groups of devices that each hold rows of their own."""
         return math.prod(size for axis, size in self.sizes.items() if axis in ROW_AXES)

@@ -41,6 +41,20 @@ from maxramp.training.state import abstract_state
 POLICIES = ("none", "minimal_with_context", "minimal", "full")
 
 
+def open_machine(config: Config) -> Machine:
+    """Returns the machine of compile_topology, or this one, for a config of maxramp.train."""
+    if config.run.program not in ("", "train"):
+        raise ConfigError(
+            f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
+            "of a run; program=train compiles those for the same keys"
+        )
+    if config.planning.compile_topology:
+        backend.take_hardware("cpu")  # nothing runs; the devices are only described
+        return machines.describe_machine(config.planning)
+    backend.start(config.backend)
+    return machines.local_machine()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompileTarget:
     """The machine, which may be this one, that the steps of a config are compiled for."""
@@ -52,17 +66,10 @@ class CompileTarget:
 
     @classmethod
     def from_config(cls, config: Config, say: Callable[[str], None]) -> Self:
-        if config.run.program not in ("", "train"):
-            raise ConfigError(
-                f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
-                "of a run; program=train compiles those for the same keys"
-            )
-        if config.planning.compile_topology:
-            backend.take_hardware("cpu")  # nothing runs; the devices are only described
-            machine = machines.describe_machine(config.planning)
-        else:
-            backend.start(config.backend)
-            machine = machines.local_machine()
+        return cls.from_machine(config, open_machine(config), say)
+
+    @classmethod
+    def from_machine(cls, config: Config, machine: Machine, say: Callable[[str], None]) -> Self:
         config = resolve(config, len(machine.devices), machine.slices, 1)
         batch, number = config.batch, len(machine.devices)
         point = ResumePoint(rungs=ladder.expected_rungs(batch))

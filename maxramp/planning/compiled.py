@@ -39,7 +39,7 @@ def compile_stages(
             entry["nearest_fit"] = _nearest_fit(target, stage.spec)
         meshes = before.spec.mesh, stage.spec.mesh
         entry["move"] = None if meshes[0] == meshes[1] else target.move(*meshes)
-        entries.append(entry | _run_totals(target, entry, stage.spec, entry["run_steps"]))
+        entries.append(entry | run_totals(target, entry, stage.spec, entry["run_steps"]))
     last, spec = entries[-1], stages[-1].spec
     moves = [entry["move"] for entry in entries if entry["move"]]
     fit = all(entry["fits"] for entry in (*entries, *moves))
@@ -69,7 +69,7 @@ def compile_stages(
             "price": price(target.config.planning, device_hours),
             "constant_final_batch": {"global_batch_size": last["global_batch_size"]}
             | {"steps": constant}
-            | _run_totals(target, last, spec, constant),
+            | run_totals(target, last, spec, constant),
         },
     }
 
@@ -93,7 +93,7 @@ def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None)
         "compile_topology": machine.name,
         "device": machine.device,
         "times": machine.times,
-        "ways": [way | _run_totals(target, way, stage.spec, steps) for way in ways],
+        "ways": [way | run_totals(target, way, stage.spec, steps) for way in ways],
     }
 
 
@@ -106,7 +106,7 @@ def _nearest_fit(target: CompileTarget, spec: StageSpec) -> dict[str, Any] | Non
     return {n: ways[0][n] for n in names} | {"peak_gib": ways[0]["memory_gib"]["peak"]}
 
 
-def _run_totals(
+def run_totals(
     target: CompileTarget, entry: dict[str, Any], spec: StageSpec, steps: int
 ) -> dict[str, float | None]:
     if not entry["fits"]:

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -14,6 +14,22 @@ from maxramp.parallel import mesh
 from maxramp.planning import gpu, hlo, topology
 from maxramp.planning.keys import PlanKeys
 from maxramp.training.device_memory import GIB, device_memory
+
+# Of the peak, that the TPU compiler's cycles leave for matrix products.
+_TPU_FLOPS_SHARE = 0.9
+# Of the gathers of weights, that the GPU compiler schedules beside products.
+_GPU_HIDDEN_SHARE = 0.95
+
+
+class Rates(NamedTuple):
+    """What `planning.mesh_cost` counts with: of a device, per second."""
+
+    flops: float
+    memory: float  # bytes to and from its memory
+    links: float  # bytes into it from its slice or node
+    network: float  # and from others
+    node: int = 0  # devices of a node, neighbours in the mesh; 0 where dcn sizes tell the slices
+    hidden: float = 0.0  # share of the gathers of weights that runs beside products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +48,7 @@ class Machine:
     platforms: tuple[str, ...] | None = None  # to lower for, if not the devices' own backend's
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the compiler alone
     times: str = ""  # where the times come from, in one line for people
+    rates: Rates | None = None  # of a machine by name
 
 
 def local_machine() -> Machine:
@@ -56,6 +73,12 @@ def describe_machine(keys: PlanKeys) -> Machine:
             times="the compiler's cycles at the chip's clock, attention kernels at its peak, and "
             "the waits and what travels between slices at its published rates: a pod is slower, "
             "not faster",
+            rates=Rates(
+                _TPU_FLOPS_SHARE * chip.peak_tflops * 1e12,
+                chip.memory_gbytes * 1e9,
+                chip.interconnect_gbytes * 1e9,
+                chip.network_gbytes * 1e9,
+            ),
         )
     kind, nodes = cluster.gpu, [device.id // cluster.gpus for device in devices]
     rates = (
@@ -78,6 +101,7 @@ def describe_machine(keys: PlanKeys) -> Machine:
         f"GPU's peak or {keys.planned_memory_share:.0%} of its memory's rate, transfers at "
         f"{keys.planned_link_share:.0%} of the links', beside each other as the compiler "
         "scheduled them (planned_flops_share, planned_memory_share, planned_link_share)",
+        rates=Rates(*rates, cluster.gpus, _GPU_HIDDEN_SHARE),
     )
 
 

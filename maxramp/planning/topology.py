@@ -22,6 +22,7 @@ class Chip:
     memory_gib: float
     peak_tflops: float  # bfloat16
     clock_ghz: float  # at which its matrix units reach that
+    memory_gbytes: float  # gigabytes a second
     interconnect_gbytes: float  # gigabytes a second into a chip, over all its links
     network_gbytes: float  # gigabytes a second into a chip from other slices
     dimensions: int  # of the torus or mesh
@@ -29,10 +30,10 @@ class Chip:
 
 
 CHIPS = {
-    "v4": Chip(32, 275, 1.05, 300, 6.25, 3, 2),
-    "v5e": Chip(16, 197, 1.5, 200, 3.125, 2, 1),
-    "v5p": Chip(95, 459, 1.75, 600, 6.25, 3, 2),
-    "v6e": Chip(32, 918, 1.75, 400, 12.5, 2, 1),
+    "v4": Chip(32, 275, 1.05, 1228, 300, 6.25, 3, 2),
+    "v5e": Chip(16, 197, 1.5, 819, 200, 3.125, 2, 1),
+    "v5p": Chip(95, 459, 1.75, 2765, 600, 6.25, 3, 2),
+    "v6e": Chip(32, 918, 1.75, 1640, 400, 12.5, 2, 1),
 }
 
 

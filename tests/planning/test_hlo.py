@@ -16,7 +16,7 @@ from maxramp.parallel.sharding import X_BTHh
 from maxramp.planning import hlo, machine, topology
 
 # A FLOP, a cycle and a byte in a second each.
-UNIT = topology.Chip(1, 1e-12, 1e-9, 1e-9, 1e-9, 3, 1)
+UNIT = topology.Chip(1, 1e-12, 1e-9, 1e-9, 1e-9, 1e-9, 3, 1)
 
 
 def pod(name: str, sizes: tuple[int, ...], slices: int = 1, context: int = 1) -> Mesh:

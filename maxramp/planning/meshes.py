@@ -1,0 +1,306 @@
+"""Ranks the meshes that a config may have on a machine, and compiles the first of them."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from maxramp.commandline import count
+from maxramp.config.keys import Config
+from maxramp.errors import ConfigError
+from maxramp.keys.numbers import plain_number
+from maxramp.parallel.axes import AXES, NAME_IN_KEYS
+from maxramp.parallel.keys import MeshKeys
+from maxramp.parallel.mesh import format_sizes
+from maxramp.planning.compile_target import POLICIES, CompileTarget, open_machine
+from maxramp.planning.compiled import run_totals
+from maxramp.planning.machine import Machine
+from maxramp.planning.mesh_cost import CostModel, StepEstimate
+from maxramp.rampup.keys import BatchKeys
+from maxramp.rampup.phases import MESH_KEYS
+from maxramp.rampup.schedule import Stage
+from maxramp.stage import StageSpec
+
+_STRATEGY, _PARTS = "context_parallel_strategy", "num_pipeline_microbatches"
+_PARTS_OF_STAGE = (1, 2, 4)  # that are tried: micro batches of a pipeline for each of its stages
+_PASS_KEYS = ("micro_batch_size", "per_device_batch_size", "gradient_accumulation_steps")
+_LEAST_GAIN = 0.01  # of a step's time, for which the first stages get a mesh of their own
+
+
+class Way(NamedTuple):
+    """How a stage may run: on which mesh, in which passes."""
+
+    target: CompileTarget  # of a config with this mesh
+    stage: Stage
+    spec: StageSpec
+    estimate: StepEstimate
+
+    @property
+    def strategy(self) -> str:
+        """How devices along `context` exchange what attention reads; "" without such."""
+        is_cut = self.spec.mesh.sizes["context"] > 1
+        return self.target.config.model.context_parallel_strategy if is_cut else ""
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The keys for a command line, whatever mesh its config has."""
+        batch, spec, mesh = self.target.config.batch, self.spec, self.spec.mesh
+        keys = {**mesh.group("ici"), **mesh.group("dcn")}
+        keys[_STRATEGY] = self.target.config.model.context_parallel_strategy
+        keys |= {_PARTS: spec.pipeline_microbatches if mesh.pipeline_stages > 1 else -1}
+        keys |= {"remat_policy": spec.remat_policy}
+        rows = spec.rows // mesh.ranks
+        if not has_free_passes(batch):
+            return keys
+        if batch.gives_global_batch:
+            return keys | {"micro_batch_size": rows}
+        size = plain_number(Fraction(rows, mesh.model_parallel_size))
+        passes = {"gradient_accumulation_steps": spec.accumulation}
+        return keys | {"per_device_batch_size": size} | passes
+
+    @property
+    def name(self) -> str:
+        """The mesh in words."""
+        mesh = self.spec.mesh
+        parts = f"{self.spec.pipeline_microbatches} parts" if mesh.pipeline_stages > 1 else ""
+        between = max(mesh.slices.values()) > 1 and f"{format_sizes(mesh.slices)} between slices"
+        details = [*filter(None, (between, self.strategy, parts))]
+        return format_sizes(mesh.sizes) + (f" ({', '.join(details)})" if details else "")
+
+
+def splits(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yields all ways to write a number as a product of this many factors."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in (n for n in range(1, number + 1) if number % n == 0):
+        yield from ((first, *rest) for rest in splits(number // first, parts - 1))
+
+
+def list_meshes(devices: int, slices: int) -> Iterator[dict[str, Any]]:
+    """Yields the keys of every mesh of a machine, whatever a config allows. Between slices lie only
+    copies, stages and shards: what other axes exchange in a layer does not suit their network."""
+    between = AXES.index("fsdp") + 1
+    others = (1,) * (len(AXES) - between)
+    for ici in splits(devices // slices, len(AXES)):
+        for dcn in splits(slices, between):
+            sizes = {
+                f"{group}_{NAME_IN_KEYS[axis]}_parallelism": size
+                for group, row in (("ici", ici), ("dcn", (*dcn, *others)))
+                for axis, size in zip(AXES, row, strict=True)
+            }
+            mesh = MeshKeys(**sizes)
+            stages = mesh.pipeline_stages
+            parts = [stages * n for n in _PARTS_OF_STAGE] if stages > 1 else [-1]
+            is_cut = mesh.sizes["context"] > 1
+            strategies = [{_STRATEGY: x} for x in ("ulysses", "all_gather")] if is_cut else [{}]
+            for strategy, number in itertools.product(strategies, parts):
+                yield sizes | strategy | {_PARTS: number}
+
+
+def has_free_passes(batch: BatchKeys) -> bool:
+    """Tells whether one key can cut the batch into other passes: not where the ramp or a phase
+    gives them."""
+    by_ramp = batch.enable_rampup_batch_size and not batch.gives_global_batch
+    return not by_ramp and not any(batch.changing(name) for name in _PASS_KEYS)
+
+
+class MeshSearch:
+    """The meshes that a config may have on a machine."""
+
+    def __init__(self, config: Config, machine: Machine, say: Callable[[str], None]):
+        """Takes a loaded config, whose own mesh does not matter, and shows progress by lines."""
+        self.machine, self._say = machine, say
+        self.phases = {
+            name: {key: value for key, value in changes.items() if key not in MESH_KEYS}
+            for name, changes in config.batch.phases.items()
+        }
+        self.config = config.replace(phases=self.phases)
+        self.targets, refusals = [], []
+        say("checking which meshes the config allows")
+        for keys in list_meshes(len(machine.devices), machine.slices):
+            try:  # the config's own checks
+                self.targets.append(self._target(self.config.replace(**keys)))
+            except ConfigError as error:
+                refusals.append(error)
+        if not self.targets:
+            raise refusals[0]
+        self._cost = CostModel(self.targets[0].config.recipe, machine)
+        ramp = self.targets[0].ramp
+        self.stages = ramp.stages_between(0, ramp.total_steps)  # on some mesh
+
+    def _target(self, config: Config) -> CompileTarget:
+        return CompileTarget.from_machine(config, self.machine, self._say)
+
+    def ways(self, target: CompileTarget, index: int, limit: float) -> list[Way]:
+        """Returns the ways of a target to run a stage that the estimate fits into `limit` GiB, the
+        fastest first: under each remat policy the largest passes. None if it cannot run it."""
+        stage = target.ramp.stages[index]
+        try:
+            target.ramp.check([stage])
+        except ConfigError:
+            return []
+        spec, ways = stage.spec, []
+        rows = spec.samples // spec.mesh.ranks
+        multiples = range(spec.rows_multiple, rows + 1, spec.rows_multiple)
+        sizes = [size for size in reversed(multiples) if rows % size == 0]
+        if not has_free_passes(target.config.batch):
+            sizes = [spec.rows // spec.mesh.ranks]
+        for policy, size in itertools.product(POLICIES, sizes):
+            if ways and ways[-1].spec.remat_policy == policy:
+                continue
+            tried = spec.resize(rows // size, size * spec.mesh.ranks)
+            tried = dataclasses.replace(tried, remat_policy=policy)
+            model = target.config.recipe.with_spec(tried).model
+            estimate = self._cost.step(model, tried)
+            if estimate.gib <= limit:
+                ways.append(Way(target, stage, tried, estimate))
+        return sorted(ways, key=lambda way: way.estimate.seconds)
+
+    def rank(self, index: int) -> list[Way]:
+        """Returns the meshes for a stage, each in the way that the model expects to be fastest, the
+        fastest first."""
+        limit = self.targets[0].limit
+        first = [ways[0] for x in self.targets if (ways := self.ways(x, index, limit))]
+        return sorted(first, key=lambda way: (way.estimate.seconds, way.estimate.gib))
+
+    def compile(self, way: Way) -> dict[str, Any]:
+        """Compiles a way; if it does not fit, the next one of its mesh, until one fits. Returns
+        `CompileTarget.step` and `run_totals` of the last one, with its keys and estimate."""
+        target, limit, ways = way.target, way.target.limit, [way]
+        while ways:
+            way = ways[0]
+            entry = target.step(way.spec)
+            if entry["fits"]:
+                break
+            # What does not fit tells how far the estimates of this mesh are off.
+            limit = way.estimate.gib * min(0.99, limit / entry["memory_gib"]["peak"])
+            ways = self.ways(target, way.stage.index, limit)
+        spec = way.spec
+        entry = entry | {
+            "mesh": way.name,
+            "remat_policy": spec.remat_policy,
+            "global_batch_size": spec.samples,
+            "per_device_batch_size": plain_number(Fraction(spec.rows, len(self.machine.devices))),
+            "gradient_accumulation_steps": spec.accumulation,
+            "estimated_seconds": way.estimate.seconds,
+            "keys": way.keys,
+        }
+        return entry | run_totals(target, entry, spec, target.ramp.steps_in_run(way.stage))
+
+    def compile_first(self, ways: Sequence[Way]) -> list[tuple[Way, dict[str, Any]]]:
+        """Compiles ways on some meshes; returns them with their entries, the fastest first and
+        those that do not fit last."""
+        entries = []
+        for number, way in enumerate(ways, 1):
+            self._say(
+                f"stage {way.stage.index}, mesh {number} of {len(ways)}: {way.name}, estimated "
+                f"{way.estimate.seconds:.3g} s a step"
+            )
+            entries.append((way, self.compile(way)))
+        return sorted(entries, key=lambda pair: pair[1].get("step_seconds", math.inf))
+
+    def seconds(self, way: Way, index: int) -> float:
+        """Estimates a step of another stage on a way's mesh; infinite if it cannot run there."""
+        ways = self.ways(way.target, index, way.target.limit)
+        return ways[0].estimate.seconds if ways else math.inf
+
+    def refusal(self, keys: dict[str, Any], phases: dict[str, Any]) -> str:
+        """Returns why no run can have these keys in all its stages; "" if one can."""
+        names = {*MeshKeys.names(), _STRATEGY, _PARTS}
+        chosen = {name: value for name, value in keys.items() if name in names}
+        try:
+            target = self._target(self.config.replace(**chosen, phases=self.phases | phases))
+            target.ramp.check(target.ramp.stages_between(0, target.ramp.total_steps))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def compile_meshes(config: Config, number: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Compiles the last stage's step on the `number` meshes that rank first, and the first stage's
+    if its batch is another.
+
+    Returns `stages`, each with `meshes`: entries as those of `compile_stages` with `mesh`,
+    `remat_policy`, `estimated_seconds` and `keys`; `keys` of the fastest run; `gain`, the share of
+    the first stage's time that a mesh of its own saves.
+    """
+    search = MeshSearch(config, open_machine(config), say)
+    first, last = search.stages[0].index, search.stages[-1].index
+    ranked = search.rank(last)
+    if not ranked:
+        raise ConfigError(
+            f"no mesh of {count(len(search.machine.devices), 'device')} holds the model and a row "
+            f"in {search.targets[0].limit:.3g} GiB of each, by the estimate of maxramp.plan; use "
+            "more devices or shorter rows"
+        )
+    say(f"meshes that may fit: {len(ranked):,}; compiling {min(number, len(ranked))} of them")
+    compiled = search.compile_first(ranked[:number])
+    best, entry = compiled[0]
+    result = {
+        "compile_topology": search.machine.name,
+        "device": search.machine.device,
+        "times": search.machine.times,
+        "ranked": len(ranked),
+        "stages": [_stage_entry(search.stages[-1], compiled)],
+    }
+    keys, phases, gain = entry["keys"], {}, 0.0
+    if first != last and entry["fits"]:
+        ways = [way for way in search.rank(first) if _may_change(way, best)]
+        same = [way for way in ways if way.target is best.target]
+        others = [way for way in ways[:number] if way not in same]
+        early = search.compile_first([*same, *others])
+        result["stages"].insert(0, _stage_entry(search.stages[0], early))
+        if early and early[0][1]["fits"]:
+            keys, phases, gain = _with_phase(search, best, entry, early)
+    reason = search.refusal(keys, phases)
+    keys["phases"] = search.phases | phases
+    keys = {name: value for name, value in keys.items() if _is_needed(config, name, value)}
+    return result | {"keys": keys if entry["fits"] else {}, "gain": gain, "refusal": reason}
+
+
+def _is_needed(config: Config, name: str, value: Any) -> bool:
+    """Tells whether a command line needs a key: not where the config has the value, or leaves a
+    size open that comes out as 1."""
+    before = config.values.get(name)
+    return value != before and (before, value) != (-1, 1)
+
+
+def _stage_entry(stage: Stage, compiled: Sequence[tuple[Way, dict[str, Any]]]) -> dict[str, Any]:
+    meshes = [entry for _, entry in compiled]
+    batch = stage.global_batch_size
+    return {"index": stage.index, "global_batch_size": batch, "meshes": meshes}
+
+
+def _may_change(way: Way, later: Way) -> bool:
+    """Tells whether a phase can lead from one way's mesh to another."""
+    names = {n for n in MeshKeys.names() if n not in MESH_KEYS} | {_PARTS}
+    if way.strategy and later.strategy:
+        names |= {_STRATEGY}
+    return all(way.keys[name] == later.keys[name] for name in names)
+
+
+def _with_phase(
+    search: MeshSearch, best: Way, entry: dict[str, Any], early: Sequence[tuple[Way, dict]]
+) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Returns the keys of a run that begins on the first stage's fastest mesh, the phase in which
+    it goes on with `best`, and the share of that stage's time that this saves; the keys of `best`
+    and no phase where it saves next to nothing."""
+    own, begun = early[0]
+    same = next((x for way, x in early if way.target is best.target and x["fits"]), None)
+    gain = 1 - begun["step_seconds"] / same["step_seconds"] if same else 1.0
+    if own.target is best.target or gain < _LEAST_GAIN:
+        return entry["keys"], {}, 0.0
+    index = best.stage.index
+    while index > 1 and search.seconds(best, index - 1) <= search.seconds(own, index - 1):
+        index -= 1
+    keys, later = dict(begun["keys"]), entry["keys"]
+    keys[_STRATEGY] = later[_STRATEGY] if best.strategy else keys[_STRATEGY]
+    changed = {name: value for name, value in later.items() if value != keys[name]}
+    batch, sample = search.config.batch, search.stages[index].threshold.first_sample
+    unit = batch.max_target_length if batch.phases_unit == "tokens" else 1
+    names = (phase.name for phase in batch.phase_list[1:] if phase.first_sample == sample)
+    name = next(names, str(sample * unit))
+    return keys, {name: search.phases.get(name, {}) | changed}, gain

@@ -1,0 +1,197 @@
+"""Which meshes `compile --meshes` lists, in which order, and the keys that it prints."""
+
+import math
+import re
+import shlex
+import types
+
+import pytest
+from compilers import GPU, skip_without
+from conftest import BASE, TINY
+
+from maxramp.commandline import show_keys
+from maxramp.compile import main as compile_main
+from maxramp.config.load import load
+from maxramp.parallel.keys import MeshKeys
+from maxramp.parallel.mesh import format_sizes
+from maxramp.planning.compile_target import CompileTarget
+from maxramp.planning.machine import Machine, Rates
+from maxramp.planning.mesh_cost import CostModel
+from maxramp.planning.meshes import MeshSearch, list_meshes, splits
+from maxramp.planning.plan import estimate
+
+D, F, H, K, HEAD, V, L, T, ROWS = 64, 96, 4, 2, 16, 320, 4, 32, 16
+MODEL = [
+    *TINY,
+    *(f"base_emb_dim={D}", f"base_mlp_dim={F}", f"base_num_query_heads={H}", f"vocab_size={V}"),
+    *(f"base_num_kv_heads={K}", f"head_dim={HEAD}", f"base_num_decoder_layers={L}"),
+    *(f"max_target_length={T}", "dtype=bfloat16", "steps=40", "remat_policy=full"),
+    *(f"global_batch_size={ROWS}", f"micro_batch_size={ROWS}", "logits_via_embedding=False"),
+]
+RATES = Rates(flops=1e9, memory=1e30, links=1e6, network=1e4)
+
+
+def machine(devices: int, rates: Rates = RATES, slices: int = 1) -> Machine:
+    described = [types.SimpleNamespace(platform="tpu")] * devices
+    return Machine("v5p", described, memory_gib=1.0, peak_tflops=1.0, slices=slices, rates=rates)
+
+
+def search(*keys: str, on: Machine) -> MeshSearch:
+    return MeshSearch(load([BASE, *MODEL, *keys], "compile"), on, lambda line: None)
+
+
+def parts(*keys: str, devices: int = 4, rates: Rates = RATES) -> dict[str, float]:
+    """Estimates a step on the mesh of the keys."""
+    on = machine(devices, rates)
+    config = load([BASE, *MODEL, *keys], "compile")
+    target = CompileTarget.from_machine(config, on, lambda line: None)
+    spec = target.ramp.stages[-1].spec
+    model = target.config.recipe.with_spec(spec).model
+    return CostModel(target.config.recipe, on).step(model, spec).parts
+
+
+MATRICES = L * (2 * D * H * HEAD + 2 * D * K * HEAD + 3 * D * F) + 2 * D * V
+TOKENS = ROWS * T
+
+
+def test_estimates_are_those_computed_by_hand():
+    # Weights twice in bfloat16 and gradients in float32, of which a device has a quarter.
+    fsdp = parts("ici_fsdp_parallelism=4")
+    assert fsdp["weights"] == pytest.approx(MATRICES * (2 * 2 + 4) * 3 / 4 / 1e6)
+    # 6 FLOPs for a weight that a token meets, and 0.8 of the forward pass again.
+    products = (MATRICES - D * V) * 6 * (1 + 0.8 / 3) * TOKENS / 4
+    assert fsdp["products"] == pytest.approx(products / 1e9, rel=2e-3)
+    # All rows on each device, and 13 transfers of their stream in a layer.
+    tensor = parts("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
+    assert tensor["tensor"] == pytest.approx(
+        L * (9 + 4 * 0.8) * TOKENS / 2 * D * 2 / 2 / 1e6, rel=1e-6
+    )
+    # The sum over two copies goes there and back.
+    data = parts("ici_data_parallelism=2", "ici_fsdp_parallelism=2")
+    scales = (2 * L + 1) * D
+    copies = 2 * 4 * (MATRICES / 2 + scales) / 2
+    assert data["copies"] == pytest.approx(copies / 1e6, rel=1e-6)
+    # Queries and results, keys and values.
+    context = ["ici_fsdp_parallelism=2", "ici_context_parallelism=2"]
+    ulysses = parts(*context, "context_parallel_strategy=ulysses")
+    exchanged = L * (2 + 0.8) * TOKENS / 4 * 2 * (H + K) * HEAD * 2
+    assert ulysses["context"] == pytest.approx(exchanged / 2 / 1e6)
+    gathered = parts(*context, "context_parallel_strategy=all_gather")
+    assert gathered["context"] == pytest.approx(
+        L * (2.5 + 0.8) * TOKENS / 4 * 2 * 2 * K * HEAD * 2 / 2 / 1e6
+    )
+
+
+def test_a_pipeline_idles_and_gathers_its_weights_in_every_tick():
+    whole = parts("ici_fsdp_parallelism=4")
+    pipeline = parts("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4")
+    assert pipeline["products"] == pytest.approx(whole["products"] * 5 / 4)
+    layers = MATRICES - 2 * D * V
+    gathered = (layers / 2 * 5 + 2 * D * V) * (2 * 2 + 4) / 2
+    assert pipeline["weights"] == pytest.approx(gathered / 1e6)
+
+
+def test_a_group_on_several_nodes_waits_for_the_network():
+    sizes = "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"
+    inside, alone = parts(*sizes, rates=RATES._replace(node=2)), parts(*sizes)
+    assert inside["tensor"] == alone["tensor"]
+    # 2 devices on 2 nodes: each gets the other's half over the network.
+    assert inside["weights"] == pytest.approx(alone["weights"] * 1e6 / 1e4)
+
+
+def test_what_runs_beside_products_does_not_wait():
+    exposed = parts("ici_fsdp_parallelism=4")
+    hidden = parts("ici_fsdp_parallelism=4", rates=RATES._replace(flops=1e3, hidden=0.95))
+    assert hidden["weights"] == pytest.approx(0.05 * exposed["weights"])
+    slow = parts("ici_fsdp_parallelism=4", rates=RATES._replace(hidden=0.95))
+    work = exposed["products"] + exposed["attention"]
+    assert slow["weights"] == pytest.approx(
+        exposed["weights"] - min(work, 0.95 * exposed["weights"])
+    )
+
+
+@pytest.mark.parametrize("number", [1, 8, 12, 64])
+def test_meshes_are_all_products_once(number):
+    sizes = list(splits(number, 6))
+    assert all(math.prod(x) == number for x in sizes)
+    exponents = {1: [], 8: [3], 12: [2, 1], 64: [6]}[number]
+    assert len(set(sizes)) == len(sizes) == math.prod(math.comb(n + 5, 5) for n in exponents)
+
+
+def test_slices_are_joined_by_axes_that_divide_rows():
+    for keys in list_meshes(8, 2):
+        mesh = MeshKeys.from_values({**MeshKeys(*[1] * 12).__dict__, **keys})
+        assert math.prod(mesh.group("dcn").values()) == 2
+        assert mesh.slices["tensor"] == mesh.slices["context"] == 1
+
+
+def test_the_memory_is_the_plans():
+    meshes = search(on=machine(8))
+    for way in meshes.rank(0)[::4]:
+        own = estimate(way.target.config.recipe, way.spec)["total"]
+        assert way.estimate.gib == pytest.approx(own, rel=0.02), way.name
+
+
+NOTATIONS = {
+    "one size": (),
+    "a ramp": (
+        *("global_batch_size=-1", "step_batch_size_schedule=0:8 64:16 128:32"),
+        "step_batch_size_unit=samples",
+    ),
+    "MaxText's": ("global_batch_size=-1", "micro_batch_size=-1", "per_device_batch_size=2"),
+    "a phase with a mesh": (
+        *("phases_unit=samples", "phases.64.ici_tensor_parallelism=2"),
+        "phases.64.learning_rate=1e-3",
+    ),
+}
+
+
+@pytest.mark.parametrize("keys", NOTATIONS.values(), ids=NOTATIONS)
+def test_the_keys_that_are_printed_run_as_ranked(keys):
+    meshes = search(*keys, on=machine(8))
+    stage = meshes.stages[-1].index
+    for way in meshes.rank(stage)[::9]:
+        phases = {"phases": dict(meshes.phases)} if meshes.phases else {}
+        pasted = shlex.split(show_keys(way.keys | phases))
+        loaded = load([BASE, *MODEL, *keys, *pasted], "compile")
+        target = CompileTarget.from_machine(loaded, meshes.machine, lambda line: None)
+        assert target.ramp.stages[stage].spec == way.spec, way.name
+
+
+def test_what_the_config_refuses_is_not_ranked():
+    on = machine(8)
+    sizes = [way.spec.mesh.sizes for way in search(on=on).rank(0)]
+    assert {x["tensor"] for x in sizes} == {1, 2}  # 2 key/value heads
+    assert {x["expert"] for x in sizes} == {1}
+    assert {x["stage"] for x in sizes} == {1, 2, 4}  # 4 layers
+    experts = ("decoder_block=mixtral", "num_experts=4", "base_moe_mlp_dim=32")
+    assert {w.spec.mesh.sizes["expert"] for w in search(*experts, on=on).rank(0)} == {1, 2, 4}
+    assert not search(on=machine(5)).rank(0)  # 16 rows
+
+
+@pytest.mark.slow
+def test_a_ramp_whose_stages_want_other_meshes_gets_a_phase(tmp_path, capsys):
+    """On 4 devices 2 rows need parts of rows, 64 do not; what is printed makes that run."""
+    skip_without(GPU)
+    keys = [
+        *(*MODEL, "compile_topology=h200:1x4", f"base_output_directory={tmp_path}"),
+        *("global_batch_size=-1", "step_batch_size_schedule=0:2 8:64", "steps=20"),
+        "step_batch_size_unit=samples",
+    ]
+    assert compile_main([BASE, *keys, "--meshes", "1"]) == 0
+    printed = capsys.readouterr().out
+    pasted = shlex.split(re.search("^keys +(.*)$", printed, re.MULTILINE)[1])
+    target = CompileTarget.from_config(load([BASE, *keys, *pasted], "compile"), print)
+    target.ramp.check(target.ramp.stages)
+    first, last = (stage.spec.mesh for stage in target.ramp.stages)
+    assert first.ranks <= 2 and last.ranks == 4
+    shown = printed.splitlines()
+    for index, mesh in enumerate((first, last)):
+        (heading,) = (n for n, line in enumerate(shown) if line.startswith(f"stage {index},"))
+        assert format_sizes(mesh.sizes) in "".join(shown[heading : heading + 6])
+
+
+def test_bad_numbers_are_refused_in_a_line(capsys):
+    assert compile_main([BASE, "compile_topology=h200:1x4", "--meshes", "0"]) == 2
+    assert compile_main([BASE, "compile_topology=h200:1x4", "--meshes", "2", "--best"]) == 2
+    assert capsys.readouterr().err.count("error: ") == 2
