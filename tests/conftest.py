@@ -52,16 +52,9 @@ BASE = str(ROOT / "configs" / "base.yml")
 
 # A model of 46,000 weights whose every axis divides over 8 devices, and a short ramp.
 TINY = [
-    "base_emb_dim=32",
-    "base_num_query_heads=8",
-    "base_num_kv_heads=8",
-    "head_dim=8",
-    "base_mlp_dim=64",
-    "base_num_decoder_layers=2",
-    "vocab_size=264",
-    "max_target_length=16",
-    "learning_rate=1e-2",
-    "enable_tensorboard=False",
+    *("base_emb_dim=32", "base_num_query_heads=8", "base_num_kv_heads=8", "head_dim=8"),
+    *("base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=264", "max_target_length=16"),
+    *("learning_rate=1e-2", "enable_tensorboard=False"),
 ]
 
 

@@ -27,6 +27,16 @@ def assert_equal(folder, other):
     assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
+def train_arguments(model, root):
+    """Of a run of two steps that change nothing, and hand over what they began with."""
+    return (
+        *(BASE, "model_name=hf", f"load_parameters_path={model}", "steps=2", "learning_rate=0"),
+        *("dataset_type=synthetic", "max_target_length=24", "export_huggingface=true"),
+        *(f"base_output_directory={root}", "eval_interval=-1", "enable_rampup_batch_size=False"),
+        "per_device_batch_size=1",
+    )
+
+
 @pytest.mark.parametrize(
     "storage", ["s3", pytest.param("gs", marks=pytest.mark.long)], indirect=True
 )
@@ -38,12 +48,7 @@ def test_folders_in_a_storage_are_read_and_written(storage, tmp_path):
         (root / "in" / path.name).write_bytes(path.read_bytes())
     complete(str(root / "in"), "--to", str(root / "out"), module="convert")
     assert_equal(folder, root / "out")
-    keys = (
-        *(BASE, "model_name=hf", f"load_parameters_path={root / 'in'}", "steps=2"),
-        *("dataset_type=synthetic", "max_target_length=24", "export_huggingface=true"),
-        *("learning_rate=0", f"base_output_directory={root}", "eval_interval=-1"),
-        *("enable_rampup_batch_size=False", "per_device_batch_size=1"),
-    )
+    keys = train_arguments(root / "in", root)
     for more in (("run_name=r",), ("run_name=adapters", "lora_rank=2")):
         complete(*keys, *more)
     assert open_model(str(root / "adapters/exported/2"), []).weights.adapted_model == str(
@@ -61,12 +66,7 @@ def test_a_kill_leaves_no_model(storages, tmp_path):
     """Where files of an export were written, but not all of them; the same command ends it."""
     storage, folder = storages("s3"), write_folder(tmp_path / "in", "qwen2.5")
     root = place(f"{storage.address}/{tmp_path.name}")
-    line = command(
-        *(BASE, "model_name=hf", f"load_parameters_path={folder}", "steps=2", "learning_rate=0"),
-        *("dataset_type=synthetic", "max_target_length=24", "export_huggingface=true"),
-        *("run_name=r", f"base_output_directory={root}", "eval_interval=-1"),
-        *("enable_rampup_batch_size=False", "per_device_batch_size=1"),
-    )
+    line = command(*train_arguments(folder, root), "run_name=r")
     since, environ = len(storage.requests), environment() | storage.environment
 
     def is_written():

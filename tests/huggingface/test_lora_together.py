@@ -53,7 +53,7 @@ def on_two_processes(folder, *keys):
 
 def assert_same(folder, one, other):
     """The metrics of two runs and the adapters that they hand over."""
-    measured = (
+    measured = [
         "restarted",
         "nodes",
         "time",
@@ -63,7 +63,7 @@ def assert_same(folder, one, other):
         "tflops",
         "memory",
         "bytes",
-    )
+    ]
     records = (read_records(folder / name / "metrics.jsonl") for name in (one, other))
     for a, b in zip(*records, strict=True):
         assert a.keys() - {"restarted", "save_seconds"} == b.keys() - {"save_seconds"}

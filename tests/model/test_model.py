@@ -88,16 +88,9 @@ PUBLISHED = {
 }
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
 SMALL = (
-    "enable_rampup_batch_size=False",
-    "per_device_batch_size=1",
-    "base_emb_dim=24",
-    "base_num_query_heads=6",
-    "base_num_kv_heads=2",
-    "head_dim=4",
-    "base_mlp_dim=40",
-    "base_num_decoder_layers=3",
-    "vocab_size=260",
-    "max_target_length=12",
+    *("enable_rampup_batch_size=False", "per_device_batch_size=1", "base_emb_dim=24"),
+    *("base_num_query_heads=6", "base_num_kv_heads=2", "head_dim=4", "base_mlp_dim=40"),
+    *("base_num_decoder_layers=3", "vocab_size=260", "max_target_length=12"),
 )
 EXPERTS = (
     *("decoder_block=dots1", "use_qk_norm=true", "routed_bias=true", "routed_score_func=sigmoid"),

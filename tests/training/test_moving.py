@@ -76,9 +76,7 @@ def test_a_state_has_the_same_specs_on_every_mesh(optimizer):
 def test_phases_fill_in_their_sizes_and_evaluations_have_rows_for_every_mesh():
     config = make_config(
         *SAMPLES,
-        "per_device_batch_size=0.25",
-        "eval_per_device_batch_size=0",
-        "ici_tensor_parallelism=4",
+        *("per_device_batch_size=0.25", "eval_per_device_batch_size=0", "ici_tensor_parallelism=4"),
         "phases.320={ici_tensor_parallelism: 2, row_length: 8}",
         "phases.640.global_batch_size=32",
         "phases.960={ici_tensor_parallelism: 1, ici_fsdp_parallelism: 8}",

@@ -34,12 +34,9 @@ MESH += ("gradient_accumulation_steps=4",)
 def trained(stream, begins, tokens, samples, *keys):
     """Metrics of a few steps on a stream in rows of so many tokens."""
     config = make_config(
-        "enable_rampup_batch_size=False",
-        f"per_device_batch_size={samples / 8}",
-        "warmup_steps_fraction=0",
-        "learning_rate_final_fraction=1",
-        "log_gradient_noise_scale=True",
-        f"max_target_length={tokens}",
+        *("enable_rampup_batch_size=False", f"per_device_batch_size={samples / 8}"),
+        *("warmup_steps_fraction=0", "learning_rate_final_fraction=1"),
+        *("log_gradient_noise_scale=True", f"max_target_length={tokens}"),
         *keys,
     )
     ramp = RampupBatchManager(config.batch)

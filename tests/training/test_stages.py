@@ -25,14 +25,9 @@ from maxramp.training.state import abstract_state
 
 # Batches 2, 4, 6, 8 for 60, 30, 20 steps and the rest.
 RAMP = [
-    "per_device_batch_size=8",
-    "per_device_batch_size_start=2",
-    "per_device_batch_size_increment=2",
-    "global_rampup_samples=360",
-    "steps=130",
-    "eval_interval=40",
-    "eval_samples=16",
-    "checkpoint_period=1000",
+    *("per_device_batch_size=8", "per_device_batch_size_start=2"),
+    *("per_device_batch_size_increment=2", "global_rampup_samples=360", "steps=130"),
+    *("eval_interval=40", "eval_samples=16", "checkpoint_period=1000"),
 ]
 
 # Runs the trainer after a patch of what a real compiler or a user without it would do.
@@ -287,11 +282,8 @@ def test_a_profile_holds_the_steps_that_were_asked_for(tmp_path, cache_dir):
         *arguments(
             tmp_path,
             cache_dir,
-            "profiler=xplane",
-            "skip_first_n_steps_for_profiler=3",
-            "profiler_steps=4",
-            "steps=20",
-            "eval_interval=-1",
+            *("profiler=xplane", "skip_first_n_steps_for_profiler=3", "profiler_steps=4"),
+            *("steps=20", "eval_interval=-1"),
         )
     )
     assert (done.returncode, done.stderr) == (0, "")
