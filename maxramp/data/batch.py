@@ -16,7 +16,6 @@ from maxramp.stage import Field
 
 _Array = jax.Array | np.ndarray
 _START = 1 << 30  # what the hash of a row adds to the id of a document's first token
-_NOWHERE = np.empty(0, np.int64)
 _BLOCK = 1 << 16  # tokens that are hashed together: they stay in a core's cache
 
 
@@ -62,7 +61,7 @@ def stack(
     tokens_NS, segments_NT = np.stack([row.tokens for row in rows]), None
     N, S = tokens_NS.shape
     begins = (n * S + row.begins for n, row in enumerate(rows) if row.begins is not None)
-    starts = np.concatenate([_NOWHERE, *begins])  # of documents, in all rows
+    starts = np.concatenate([np.empty(0, np.int64), *begins])  # of documents, in all rows
     marked = tokens_NS.ravel()
     marked[starts] += _START
     hashes_N2 = hash_rows(tokens_NS, tuple(numbers or range(N)))

@@ -19,7 +19,7 @@ from maxramp.data.files.prepared import open_set
 from maxramp.data.keys import DataKeys
 from maxramp.data.mixtures import NAMES, Entry, Mixtures, find_mixtures
 from maxramp.data.preparation import prepare
-from maxramp.data.rows import LEFT_OUT, Chain, Documents, StreamRows, SyntheticRows, WholeRows
+from maxramp.data.rows import LEFT_OUT, Chain, StreamRows, SyntheticRows, WholeRows
 from maxramp.data.shards import Preparation
 from maxramp.errors import ConfigError
 from maxramp.processes.agreement import all_gather_json, raise_everywhere, run_on, run_on_first
@@ -187,7 +187,7 @@ def _open_part(keys: DataKeys, entry: Entry) -> Part:
     noun = "rows"
     if not entry.are_rows:
         noun = keys.objective.noun if keys.reads_chats else "documents"
-        items = Documents(files, length, keys.long_chats == "cut")
+        items = packing.Documents(files, length, keys.long_chats == "cut")
         if keys.reads_chats:
             digest += f" {sets[0].manifest['chats']['made_by']['template']} {keys.long_chats}"
     elif entry.cached:

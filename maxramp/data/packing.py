@@ -10,10 +10,44 @@ out. The rest of a row is padding.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from maxramp.data.rows import PADDING, Document, Row
+from maxramp.data.rows import LONG, NO_TOKENS, PADDING, UNANSWERED, Chain, Document, Row
+
+
+class Documents(Chain):
+    """The documents of prepared sets, as rows take them."""
+
+    def __init__(self, shards: Sequence[Any], length: int = 0, cut: bool = False):
+        """Chats longer than rows of `length` are left out or, with `cut`, keep their beginning."""
+        super().__init__(shards)
+        self._length, self._cut = length, cut
+
+    def _item(self, number: int) -> Document:
+        document = super()._item(number)
+        if isinstance(document, Document):
+            return fit_to_row(document, self._length, self._cut)
+        return Document(document)
+
+    def _counts_of(self, part: Any) -> np.ndarray:
+        return part.counts(self._length, self._cut)
+
+
+def fit_to_row(document: Document, length: float, cut: bool) -> Document:
+    """Returns a chat or pair as rows of `length` take it: whole, cut, or left out."""
+    tokens, is_target, left_out, begins = document
+    if left_out:
+        return document
+    if len(tokens) > length + 1:
+        if not cut:
+            return Document(NO_TOKENS, left_out=LONG)
+        tokens, is_target = tokens[: length + 1], is_target[: length + 1]
+    ends = (*begins[1:], len(tokens))
+    if not all(is_target[a + 1 : b].any() for a, b in zip(begins, ends, strict=True)):
+        return Document(NO_TOKENS, left_out=UNANSWERED)
+    return Document(tokens, is_target, begins=begins)
 
 
 class RowLayout:

@@ -25,7 +25,8 @@ from maxramp.commandline import count
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronWriter
 from maxramp.data.files.records import BadRecord, Record, RecordFile, attempt
-from maxramp.data.rows import MARKED, UNANSWERED, fit_to_row
+from maxramp.data.packing import fit_to_row
+from maxramp.data.rows import MARKED, UNANSWERED
 from maxramp.data.shards import LIST, Preparation, Shard
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.files import place
@@ -73,7 +74,7 @@ def prepare(work: Preparation, beat: Callable[[], None], publishes: bool = False
             beat()
         show_progress(*counts)
 
-    with work.lock(beat), contextlib.ExitStack() as closing, _one_line_errors(work):
+    with work.lock(beat), contextlib.ExitStack() as closing:
         if not work.is_prepared and work.shared and work.is_shared:
             print(f"data     {work.name}: fetching {work.shared}", flush=True)
             work.fetch(beat)
@@ -199,19 +200,15 @@ def _run(
     if not work.processes:
         counts = list(counted)
         maker = _Maker(work, counts, contextlib.nullcontext(), os.cpu_count() or 1)
-        with _one_line_errors(work):
-            for values in arguments:
-                task(maker, *values)
-                show(*counts[_SHOWN])
+        for values in arguments:
+            task(maker, *values)
+            show(*counts[_SHOWN])
         return
     context = multiprocessing.get_context("spawn")
     counts = context.RawArray("q", counted)
     makers = max(1, min(work.processes, len(arguments)))
     start = work, counts, context.Lock(), max(1, work.processes // makers)
-    with (
-        _one_line_errors(work),
-        concurrent.futures.ProcessPoolExecutor(makers, context, _start_worker, start) as pool,
-    ):
+    with concurrent.futures.ProcessPoolExecutor(makers, context, _start_worker, start) as pool:
         try:
             with delay_signals():
                 pending = {pool.submit(_call, task, values) for values in arguments}
@@ -229,18 +226,6 @@ def _run(
         finally:
             counts[_LEAVE] = 1
             pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _one_line_errors(work: Preparation) -> Iterator[None]:
-    """Raises an error of the system, of the set that is written, as a TrainingError of one line."""
-    try:
-        yield
-    except OSError as error:  # of a file that is read it would be a ConfigError
-        raise TrainingError(
-            f"{work.label}: cannot write {error.filename or 'there'}: "
-            f"{error.strerror or error}; make room, and start again to continue"
-        ) from None
 
 
 def _start_worker(*arguments: Any) -> None:

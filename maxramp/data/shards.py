@@ -25,7 +25,7 @@ from maxramp.data.files import prepared
 from maxramp.data.files.records import RecordFile
 from maxramp.data.keys import LOCAL_CACHE
 from maxramp.data.tokenizers import Tokenizer
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, TrainingError
 from maxramp.files.place import ObjectPath, lock, place, sizes
 from maxramp.files.storage import map_in_threads
 
@@ -202,6 +202,11 @@ class Preparation:
                 ) from None
             try:
                 yield
+            except OSError as error:  # of a file that is read it would be a ConfigError
+                raise TrainingError(
+                    f"{self.label}: cannot write {error.filename or 'there'}: "
+                    f"{error.strerror or error}; make room, and start again to continue"
+                ) from None
             finally:
                 if self.is_prepared:  # which whoever waits for the lock sees when he has it
                     shutil.rmtree(self.work, ignore_errors=True)

@@ -16,7 +16,8 @@ from test_formats import TEXTS, open_file, write_file
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter
 from maxramp.data.opening import open_rows
-from maxramp.data.rows import LEFT_OUT, MARKED, Document, Documents
+from maxramp.data.packing import Documents
+from maxramp.data.rows import LEFT_OUT, MARKED, Document
 from maxramp.data.shards import plan_cached
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
