@@ -19,9 +19,8 @@ from maxramp.config.resolve import meshes_of
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys.yamlfile import read_yaml
-from maxramp.measuring.batch_check import check_batches
+from maxramp.measuring.batch_check import Batches, Rebatching, check_batches, ramp_keys
 from maxramp.measuring.noise import KINDS, Block, noise_blocks, run_records
-from maxramp.measuring.rebatching import Batches, Rebatching, ramp_keys
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.planning.stages import PlannedRun, with_nodes
 
