@@ -30,10 +30,7 @@ def raise_everywhere(function: Callable[[], _T]) -> _T:
     subclasses. Another error is raised there alone, and ends the process. For work of more than 30
     seconds use `run_on`: collectives on CPUs wait no longer.
     """
-    result, failure = _try(function)
-    for other in all_gather_json(failure):
-        _raise(other)
-    return result
+    return _agree(*_try(function))
 
 
 def _try(function: Callable[[], _T]) -> tuple[_T | None, list[Any] | None]:
@@ -43,10 +40,10 @@ def _try(function: Callable[[], _T]) -> tuple[_T | None, list[Any] | None]:
         return None, [isinstance(error, ConfigError), str(error)]
 
 
-def _raise(failure: list[Any] | None) -> None:
-    if failure is not None:
-        is_config, message = failure
+def _agree(result: _T | None, failure: list[Any] | None) -> _T | None:
+    for is_config, message in filter(None, all_gather_json(failure)):
         raise (ConfigError if is_config else TrainingError)(message)
+    return result
 
 
 def all_gather_json(value: Any) -> list[Any]:
@@ -117,17 +114,15 @@ def run_on(
     """Calls a function on some processes, for as long as that takes; others wait, return None, or
     raise its errors.
     """
-    key, result, failure = f"maxramp/ran/{next(_KEYS)}", None, None
+    key, outcome = f"maxramp/ran/{next(_KEYS)}", (None, None)
     if jax.process_index() in process_ids:
-        result, failure = _try(function)
+        outcome = _try(function)
     if jax.process_count() > 1:
         if jax.process_index() in process_ids:
             distributed.global_state.client.key_value_set(f"{key}/{jax.process_index()}", "")
         for process_id in process_ids:
             _wait_for_key(f"{key}/{process_id}", beat)
-    for other in all_gather_json(failure):
-        _raise(other)
-    return result
+    return _agree(*outcome)
 
 
 @contextlib.contextmanager
