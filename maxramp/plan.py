@@ -217,15 +217,15 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
         (
             ramp,
             "steps",
-            f"{_change(plan['total_steps'], first['steps'])} than a constant batch of "
+            f"{_change(plan['total_steps'], first['steps'])} a constant batch of "
             f"{first['global_batch_size']:,} takes ({first['steps']:,})"
-            + f"; {_change(plan['total_steps'], final['steps'])} than one of {size} "
+            + f"; {_change(plan['total_steps'], final['steps'])} one of {size} "
             f"({final['steps']:,})" * (first != final),
         ),
         (
             ramp,
             "node-time" if nodes > 1 else "time",
-            f"{_change(totals['node_time'], final['node_time'], 'less')} than a constant batch of "
+            f"{_change(totals['node_time'], final['node_time'], 'less')} a constant batch of "
             f"{size} {'on all nodes ' * (nodes > 1)}takes{why}{and_so}{hours}",
         ),
         (
@@ -341,8 +341,8 @@ def _mesh_text(sizes: dict[str, int]) -> str:
 def _change(value: float, reference: float, less: str = "fewer") -> str:
     change = value / reference - 1
     if abs(change) < 5e-4:
-        return f"no {less}"
-    return f"{abs(change):.1%} {less if change < 0 else 'more'}"
+        return f"as {'many' if less == 'fewer' else 'much'} as"
+    return f"{abs(change):.1%} {less if change < 0 else 'more'} than"
 
 
 if __name__ == "__main__":
