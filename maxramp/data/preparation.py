@@ -61,7 +61,7 @@ Show = Callable[[int, int, int], None]
 
 def prepare(work: Preparation, beat: Callable[[], None], publishes: bool = False) -> None:
     """Makes a set, or waits for another process that does; `beat` is called meanwhile. Where hosts
-    share sets in a storage it is fetched from there or, if this process `publishes`, copied there.
+    share sets in a storage, it is fetched from there or, if this process `publishes`, copied there.
     """
     if work.is_prepared and (work.is_shared or not publishes):
         return

@@ -13,6 +13,7 @@ import pytest
 from conftest import BASE, TINY, environment, make_config
 from test_formats import TEXTS, open_file, write_file
 
+from maxramp.config.load import load
 from maxramp.data.files import prepared
 from maxramp.data.files.megatron import MegatronFile, MegatronWriter
 from maxramp.data.opening import open_rows
@@ -21,6 +22,7 @@ from maxramp.data.rows import LEFT_OUT, MARKED, Document
 from maxramp.data.shards import plan_cached
 from maxramp.errors import ConfigError
 from maxramp.files.place import place
+from maxramp.planning.run_length import with_length
 
 CACHE = ".cache/maxramp/prepared"  # below a home
 COLUMN, ALL = "train_data_columns=[body]", "eval_interval=-1"
@@ -148,6 +150,16 @@ def test_sets_are_made_where_a_folder_can_be_made(tmp_path):
     ):
         data = make_config("data_cache_dir=", f"base_output_directory={output}").data
         assert data.data_cache_dir == folder
+
+
+def test_a_plan_reads_data_without_the_storage_of_a_run(tmp_path, monkeypatch):
+    """Which may be out of reach where the plan is made; nobody here can read the bucket."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = keys(write_file(tmp_path, "jsonl", TEXTS), "", "base_output_directory=gs://nobody/runs")
+    merged = dict(key.split("=", 1) for key in (*TINY, *own, "per_device_batch_size=1"))
+    config = load([BASE, *(f"{name}={value}" for name, value in merged.items())])
+    assert with_length(config.replace(steps=-1), print).batch.total_samples > 50
+    assert len(sets_in(tmp_path / CACHE)) == 1
 
 
 def test_counts_are_those_of_every_chat(tmp_path):
