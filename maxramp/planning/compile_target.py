@@ -22,6 +22,7 @@ from maxramp.config.keys import Config
 from maxramp.config.resolve import check_context, resolve
 from maxramp.errors import ConfigError, reason_of
 from maxramp.keys.numbers import plain_number
+from maxramp.model.parts.attention import select_for
 from maxramp.parallel.compiler import compiler_options
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.mesh import attach_mesh, format_sizes, make_mesh, reshape_mesh
@@ -81,6 +82,14 @@ class CompileTarget:
         """The memory of a device, in GiB; 0 where unknown."""
         gib = self.config.planning.device_memory_gib
         return self.machine.memory_gib if gib == -1 else gib
+
+    @property
+    def policies(self) -> list[str]:
+        """The values of remat_policy that make programs of their own: splash attention alone has a
+        result that minimal_with_context keeps and minimal does not.
+        """
+        kernel = select_for(self.config.model, self.machine.devices[0].platform)
+        return [p for p in POLICIES if kernel == "splash" or p != "minimal_with_context"]
 
     @property
     def mesh(self) -> Mesh:
@@ -180,7 +189,7 @@ class CompileTarget:
         ways: list[dict[str, Any]] = []
         fastest = math.inf
         for mesh in self._context_meshes(spec):
-            for policy in POLICIES:
+            for policy in self.policies:
                 way = {
                     "remat_policy": policy,
                     "ici_context_parallelism": mesh.ici_context_parallelism,
@@ -230,8 +239,10 @@ class CompileTarget:
         def show_size(rows: int) -> int | float:
             return plain_number(Fraction(rows, parallel))
 
-        counts = {name: count_fitting(sizes, functools.partial(fits, name)) for name in POLICIES}
-        cheapest = next((policy for policy in POLICIES if counts[policy]), None)
+        counts = {
+            name: count_fitting(sizes, functools.partial(fits, name)) for name in self.policies
+        }
+        cheapest = next((policy for policy in counts if counts[policy]), None)
         if not cheapest:
             raise ConfigError(
                 f"{least} per {count(parallel, 'device')} needs {needs(POLICIES[-1], multiple)} "

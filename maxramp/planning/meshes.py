@@ -14,7 +14,7 @@ from maxramp.keys.numbers import plain_number
 from maxramp.parallel.axes import AXES, NAME_IN_KEYS
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.mesh import format_sizes
-from maxramp.planning.compile_target import POLICIES, CompileTarget, open_machine
+from maxramp.planning.compile_target import CompileTarget, open_machine
 from maxramp.planning.compiled import run_totals
 from maxramp.planning.machine import Machine
 from maxramp.planning.mesh_cost import CostModel, StepEstimate
@@ -148,7 +148,7 @@ class MeshSearch:
         sizes = [size for size in reversed(multiples) if rows % size == 0]
         if not has_free_passes(target.config.batch):
             sizes = [spec.rows // spec.mesh.ranks]
-        for policy, size in itertools.product(POLICIES, sizes):
+        for policy, size in itertools.product(target.policies, sizes):
             if ways and ways[-1].spec.remat_policy == policy:
                 continue
             tried = spec.resize(rows // size, size * spec.mesh.ranks)
