@@ -184,19 +184,20 @@ def batch_of(tokens_S: np.ndarray, begins_S: np.ndarray | None = None) -> Batch:
     return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), batch)
 
 
+def mix_bits(x: np.ndarray) -> np.ndarray:
+    """The mixing of words of 32 bits that all fingerprints take."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
 def numpy_fingerprint(rows_RS: np.ndarray, begins_RS: np.ndarray | bool = False) -> list[int]:
     """The batch fingerprint as docs define it, in numpy; of rows of ids [..., S]."""
-
-    def mix(x):
-        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-        return x ^ (x >> np.uint32(16))
-
     tokens = (rows_RS + (1 << 30) * np.asarray(begins_RS)).ravel().astype(np.uint32)
     position = np.arange(tokens.size, dtype=np.uint32)
     # The two halves of 2^64 divided by the golden ratio.
     return [
-        mix(mix(position + np.uint32(c)) ^ tokens).sum(dtype=np.uint32)
+        mix_bits(mix_bits(position + np.uint32(c)) ^ tokens).sum(dtype=np.uint32)
         for c in (0x9E3779B9, 0x7F4A7C15)
     ]
 

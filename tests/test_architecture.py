@@ -98,22 +98,14 @@ def test_imports_go_down():
 @pytest.mark.parametrize(
     "sources, expected",
     [
-        (
-            {"model.a": "from maxramp.training import loss", "training.loss": ""},
-            "model.a (floor 7) imports training.loss (floor 11)",
+        *(
+            ({"model.a": source, "run.b": ""}, "model.a (floor 7) imports run.b (floor 13)")
+            for source in (
+                *("from maxramp.run import b", "from maxramp.run.b import x"),
+                "def f():\n    import maxramp.run.b",
+            )
         ),
-        (
-            {"model.a": "def f():\n    import maxramp.run.b", "run.b": ""},
-            "model.a (floor 7) imports",
-        ),
-        (
-            {"model.a": "from maxramp.run.b import x", "run.b": ""},
-            "model.a (floor 7) imports run.b",
-        ),
-        (
-            {"processes.a": "from maxramp.parallel import b", "parallel.b": ""},
-            "processes.a (floor 5)",
-        ),
+        ({"processes.a": "from maxramp.parallel import b", "parallel.b": ""}, "processes.a (floor"),
         (
             {"data.a": "from maxramp.data import b", "data.b": "import maxramp.data.c"}
             | {"data.c": "from maxramp.data.a import x"},

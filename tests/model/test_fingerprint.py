@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import make_config, make_mesh
+from conftest import make_config, make_mesh, mix_bits
 
 from maxramp.model.parts.weights import fingerprint_of_weights
 from maxramp.model.pipeline import order_by_layer
@@ -12,19 +12,15 @@ from maxramp.training.state import initial_state
 
 def hash_with_numpy(arrays):
     """As the docstring defines it."""
-
-    def mix(x):
-        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-        return x ^ (x >> np.uint32(16))
-
     words = []
     for c in (0x9E3779B9, 0x7F4A7C15):
         word = 0
         for n, x in enumerate(arrays, 1):
             bits = x.ravel().view(f"uint{8 * x.itemsize}").astype(np.uint32)
             index = np.arange(bits.size, dtype=np.uint32)
-            word += int(mix(mix(index + np.uint32(n * c % 2**32)) ^ bits).sum(dtype=np.uint32))
+            word += int(
+                mix_bits(mix_bits(index + np.uint32(n * c % 2**32)) ^ bits).sum(dtype=np.uint32)
+            )
         words.append(f"{word % 2**32:08x}")
     return "".join(words)
 

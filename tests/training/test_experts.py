@@ -182,13 +182,14 @@ def train_by_definition(training, keys):
     return w, {name: np.stack([shown[name] for shown in steps]) for name in steps[0]}
 
 
-DEFINED = {
-    "row": (("load_balance_loss_scope=row",), False),
-    "pass": (("load_balance_loss_scope=pass",), False),
-    "step": (("load_balance_loss_scope=step",), False),
-    "capacity": (("capacity_factor=1",), False),
-    "sigmoid": (("load_balance_loss_scope=step",), True),
+# Keys, and whether scores are sigmoids.
+ROUTERS = {
+    "row": (LOSSES, False),
+    "step": ((*LOSSES, "load_balance_loss_scope=step"), False),
+    "capacity": ((*LOSSES, "capacity_factor=1"), False),
+    "sigmoid": ((*LOSSES, "load_balance_loss_scope=step"), True),
 }
+DEFINED = ROUTERS | {"pass": ((*LOSSES, "load_balance_loss_scope=pass"), False)}
 
 
 def slow_but(cases, *quick):
@@ -199,8 +200,8 @@ def slow_but(cases, *quick):
 def test_a_step_is_that_of_the_definitions(name):
     keys, is_sigmoid = DEFINED[name]
     keys += ("base_num_decoder_layers=2",)
-    ours = trained(*LOSSES, *keys, is_sigmoid=is_sigmoid)
-    model = config_of(*LOSSES, *keys, **(SIGMOID if is_sigmoid else {})).model
+    ours = trained(*keys, is_sigmoid=is_sigmoid)
+    model = config_of(*keys, **(SIGMOID if is_sigmoid else {})).model
     with jax.enable_x64(True):
         last, metrics = train_by_definition(ours, model)
     assert (metrics["dropped_share"] > 0.01).all() == (name == "capacity")
@@ -233,12 +234,6 @@ SPLITS = {
     "data, expert, fsdp": (COPIES, 8, 2),
     "circular pipeline, expert": (PIPELINE, 8, 2),
     "pipeline, gathered once": (GATHERED, 8, 2),
-}
-ROUTERS = {
-    "row": (LOSSES, False),
-    "step": ((*LOSSES, "load_balance_loss_scope=step"), False),
-    "capacity": ((*LOSSES, "capacity_factor=1"), False),
-    "sigmoid": ((*LOSSES, "load_balance_loss_scope=step"), True),
 }
 
 

@@ -10,18 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OPTIMIZED, batch_of, make_config, make_mesh
-from jax.sharding import NamedSharding
+from test_step import initial_state, place
 
 from maxramp.data.rows import PADDING
 from maxramp.measuring.noise import ratio_of_means
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import weights_of
-from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Loss, next_token_prediction
 from maxramp.training.optimizers.table import adam_state
-from maxramp.training.state import abstract_state, init_state
+from maxramp.training.state import abstract_state
 from maxramp.training.step import make_train_step, train_step
 
 LENGTH, VOCAB, ROWS = 16, 264, 32
@@ -41,10 +40,6 @@ def random_rows(*shape):
     return rows
 
 
-def place(batch_ABS, mesh):
-    return jax.device_put(batch_of(batch_ABS), NamedSharding(mesh, BATCH_ABT))
-
-
 @functools.cache
 def trained(*arguments, accumulation=4, devices=8, optimized=False):
     """(weights, metrics) after each of three steps."""
@@ -52,7 +47,7 @@ def trained(*arguments, accumulation=4, devices=8, optimized=False):
     mesh = make_mesh(config)
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(init_state, config.recipe))()
+        state = initial_state(config)
         step = jax.jit(
             make_train_step(config.recipe, rate), compiler_options=OPTIMIZED if optimized else None
         )
@@ -141,23 +136,6 @@ def test_training_keeps_its_bits():
     assert unlogged[0].keys() - without[0].keys() == names
 
 
-@pytest.mark.slow
-def test_estimates_do_not_depend_on_the_mesh():
-    """No mesh changes an estimate, but that copies of the weights are groups of their own; and no
-    split one of the norms, of which the rows are the groups, and which alone is there without."""
-    _, one = trained(LOG, devices=1)
-    _, spread = trained(LOG, devices=2, optimized=True)
-    _, mixed = trained(LOG, *MIXED)
-    _, unsplit = trained(LOG, devices=1, accumulation=1)
-    names = {name for name in one[1] if "noise_" in name}
-    norm_names = {name for name in names if name.startswith("norms_")}
-    assert {name for name in unsplit[1] if "noise_" in name} == norm_names
-    for name in names:
-        for other in (spread, mixed, unsplit) if name in norm_names else (spread,):
-            for a, b in zip(one[1:], other[1:], strict=True):
-                assert a[name] == pytest.approx(b[name], rel=5e-3)
-
-
 def test_truth_lies_in_the_interval():
     """Tokens drawn from p, and the gradient of a token a row of the embedding's: |G|^2 = D |p|^2,
     tr(Sigma) = D (1 - |p|^2), through the train step."""
@@ -178,7 +156,7 @@ def test_truth_lies_in_the_interval():
     step = functools.partial(train_step, recipe=config.recipe, learning_rate=rate, loss=loss)
     pairs = []
     with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(init_state, config.recipe))()
+        state = initial_state(config)
         step = jax.jit(step)
         for _ in range(200):
             rows = rng.choice(VOCAB, (4, 8, LENGTH + 1), p=p).astype(np.int32)

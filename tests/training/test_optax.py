@@ -11,13 +11,11 @@ import optax.contrib
 import pytest
 from compilers import skip_without
 from conftest import batch_of, make_config, make_mesh
-from jax.sharding import NamedSharding
+from test_step import initial_state, place
 
 from maxramp.keys.yamlfile import parse
 from maxramp.model.parts.weights import map_weights
-from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.planning.compiled import compile_stages
-from maxramp.training.state import init_state
 from maxramp.training.step import make_train_step
 
 ROWS, STEPS = 16, 4
@@ -29,19 +27,14 @@ def rate_at(samples):
     return 0.01 / (1 + jnp.float32(samples) / ROWS)
 
 
-def new_state(config):
-    with jax.set_mesh(make_mesh(config)):
-        return jax.jit(functools.partial(init_state, config.recipe))()
-
-
 def stepped(*keys, accumulation=1, devices=8):
     """The weights after some steps of ours, clipped at norm 1."""
     config = make_config("enable_rampup_batch_size=False", *keys, devices=devices)
-    mesh, state = make_mesh(config), new_state(config)
+    mesh, state = make_mesh(config), initial_state(config)
     step = jax.jit(make_train_step(config.recipe, lambda samples, rows: rate_at(samples)))
     with jax.set_mesh(mesh):
         for rows in TOKENS.reshape(STEPS, accumulation, -1, 17):
-            state, _ = step(state, jax.device_put(batch_of(rows), NamedSharding(mesh, BATCH_ABT)))
+            state, _ = step(state, place(rows, mesh))
     return [np.asarray(x) for x in jax.tree.leaves(state.model)]
 
 
@@ -61,7 +54,7 @@ def gradient_of_loss():
         with jax.set_mesh(mesh):
             return jax.device_get(gradient(model, batch_of(rows)))
 
-    return jax.device_get(new_state(config).model), gradient_of_rows
+    return jax.device_get(initial_state(config).model), gradient_of_rows
 
 
 def on_its_own(make, **arguments):
