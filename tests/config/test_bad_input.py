@@ -47,6 +47,9 @@ FILES = {
     "short.txt": "x" * 14,  # with its marks 16 tokens, and a row takes 17
     "some.txt": "x" * 9998,  # 10000 tokens, 200 of them held out: (9800 - 1) // 16 = 612 rows
     "hidden/.only": "x" * 9998,
+    "file_for_checkpoints/checkpoints": "",
+    "folder_for_metrics/metrics.jsonl/a": "",
+    "folder_for_plan/plan.json/a": "",
 }
 
 
@@ -192,6 +195,12 @@ dataset_type=text text_files={files}/some.txt eval_interval=1 eval_fraction=0.00
 dataset_type=text text_files={files}/some.txt steps=100 | steps=100 | 800 rows | 612 | num_epoch=2 \
     | steps=76
 base_output_directory={files}/a_file
+base_output_directory={files} run_name=file_for_checkpoints | file_for_checkpoints/checkpoints
+base_output_directory={files} run_name=folder_for_metrics | metrics.jsonl
+base_output_directory={files} run_name=folder_for_plan | plan.json
+load_parameters_path=nowhere | load_parameters_path=nowhere | no checkpoint there
+load_full_state_path=nowhere | load_full_state_path=nowhere | no checkpoint there
+load_parameters_path=meta-llama/Llama-3.2-1B | =meta-llama/Llama-3.2-1B | Hugging Face
 base_output_directory=~nobody-here/runs
 rampup_batch_size=[8,8,100] step_batch_size_schedule=0:8 | rampup_batch_size= | \
     step_batch_size_schedule=0:8
@@ -404,7 +413,7 @@ def files(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("files")
     (folder / "empty_folder").mkdir()
     for name, content in FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder
 

@@ -234,16 +234,6 @@ def test_a_kill_leaves_what_the_next_start_continues(tmp_path):
 
 
 @pytest.mark.slow
-def test_several_processes_prepare_once(tmp_path):
-    source, cache = write_file(tmp_path, "jsonl", TEXTS * 20), tmp_path / "cache"
-    started = [start(source, cache) for _ in range(3)]
-    printed = [one.communicate()[0] for one in started]
-    assert [one.returncode for one in started] == [0] * 3 and len(sets_in(cache)) == 1
-    assert len({text.split()[-1] for text in printed}) == 1
-    assert sum("preparing" in text for text in printed) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["gs", "s3"], indirect=True)
 def test_hosts_without_a_common_disk_share_a_set_in_a_storage(
     storage, tmp_path, monkeypatch, capsys

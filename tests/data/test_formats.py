@@ -22,9 +22,8 @@ from maxramp import prepare
 from maxramp.data import tokenizers
 from maxramp.data.corpus import Corpus
 from maxramp.data.files import formats
-from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
+from maxramp.data.files.megatron import MegatronFile, MegatronWriter
 from maxramp.data.mixtures import parse_mixture
-from maxramp.data.rows import StreamRows
 from maxramp.errors import ConfigError
 
 pyarrow = pytest.importorskip("pyarrow")  # all of these come with maxramp[test]
@@ -273,27 +272,6 @@ def test_what_is_written_is_megatrons(tmp_path):
         assert ours.read_bytes() == theirs.read_bytes()
     index = hashlib.blake2b((tmp_path / "theirs.idx").read_bytes(), digest_size=8).hexdigest()
     assert counts == {"documents": 4, "tokens": 6, "max_token": 60000, "index": index}
-
-
-def test_rows_span_files(tmp_path):
-    """As if all files were one array, whatever their dtypes and sizes; far away as well."""
-    random, whole, files = np.random.default_rng(0), [], []
-    for i, (size, dtype) in enumerate(
-        [(50, "<u2"), (1, "<i4"), (0, "<u2"), (7, "<i8"), (90, "u1")]
-    ):
-        tokens = random.integers(0, 200, size).tolist()
-        whole += write_megatron(tmp_path / str(i), [[tokens]], dtype)
-        files.append(MegatronFile(str(tmp_path / str(i))))
-    for suffix in ("bin", "idx"):
-        with fsspec.open(f"memory://far/4.{suffix}", "wb") as copy:
-            copy.write((tmp_path / f"4.{suffix}").read_bytes())
-    for last in (files[4], MegatronFile("memory://far/4")):
-        rows = StreamRows(TokenStream([*files[:4], last]), 8)
-        expected = StreamRows(np.asarray(whole), 8)
-        assert len(rows) == len(expected) == (len(whole) - 1) // 8
-        for i in range(len(rows)):
-            np.testing.assert_array_equal(rows[i].tokens, expected[i].tokens)
-            assert rows[i].tokens.dtype == np.int32
 
 
 # --- Tokenizers --------------------------------------------------------------------------------

@@ -4,13 +4,11 @@ import json
 import pathlib
 import random
 
-import numpy as np
 import pytest
 from test_formats import open_file, write_file, write_parquet
 from test_prepare import COLUMN, content, documents
 
 from maxramp import prepare as prepare_lib
-from maxramp.data import preparation
 from maxramp.data.files import formats
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
@@ -130,18 +128,6 @@ def test_repeated_documents_are_left_out(tmp_path, capfd):
         assert prepare_lib.main(options[:-1]) == 2  # the set of all of them is another
         capfd.readouterr()
     assert sets[0] == sets[1]
-
-
-def test_repeated_hashes_are_found(tmp_path):
-    rng = np.random.default_rng(0)
-    numbers, paths, seen, expected = [], [], set(), []
-    for size in (300, 0, 500):
-        values = rng.integers(0, 200, size).tolist()
-        numbers.append(values)
-        paths.append(tmp_path / str(len(paths)))
-        paths[-1].write_bytes(b"".join(preparation._hash_record(str(v)) for v in values))
-        expected.append([i for i, v in enumerate(values) if v in seen or seen.add(v)])
-    assert [repeats.tolist() for repeats in preparation.find_duplicates(paths)] == expected
 
 
 def test_threads_encode_one_shard(tmp_path):

@@ -1,9 +1,7 @@
 """Documents of prepared sets and of Megatron's files: apart by the index, with equal tokens."""
 
-import pathlib
 import pickle
 
-import fsspec
 import numpy as np
 import pytest
 from conftest import make_config
@@ -12,7 +10,7 @@ from test_formats import TEXTS, write_file, write_megatron
 from maxramp.checkpoints.changes import changes_since
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.data.batch import stack
-from maxramp.data.files.megatron import MegatronFile, MegatronWriter, TokenStream
+from maxramp.data.files.megatron import MegatronFile, MegatronWriter
 from maxramp.data.opening import open_rows
 from maxramp.errors import ConfigError
 from maxramp.stage import text_fields
@@ -51,25 +49,6 @@ def begins_of(row):
     return np.isin(np.arange(LENGTH + 1), row.begins).tolist()
 
 
-def test_documents_begin_where_the_index_says(tmp_path):
-    """Of several files, one far away."""
-    flags, files = [], []
-    for number, count in enumerate((40, 1, 0, 25)):
-        documents = make_documents(count, seed=number)
-        write_megatron(tmp_path / str(number), documents)
-        flags += first_tokens(documents)
-        files.append(str(tmp_path / str(number)))
-    for suffix in ("bin", "idx"):
-        with fsspec.open(f"memory://apart/3.{suffix}", "wb") as copy:
-            copy.write(pathlib.Path(f"{files[3]}.{suffix}").read_bytes())
-    stream = TokenStream([MegatronFile(f) for f in (*files[:3], "memory://apart/3")])
-    assert len(stream) == len(flags)
-    pairs = np.random.default_rng(0).integers(0, len(flags) + 1, (600, 2))
-    for start, stop in [*np.sort(pairs[pairs[:, 0] != pairs[:, 1]]).tolist(), [0, len(flags)]]:
-        starts = np.unique(stream.document_starts(start, stop))
-        assert starts.tolist() == [i for i in range(start, stop) if flags[i]]
-
-
 def test_a_row_of_a_large_index_costs_no_pass_over_it(tmp_path):
     """What is kept of a million documents is a thousandth of their index."""
     count = 300_000
@@ -84,9 +63,13 @@ def test_a_row_of_a_large_index_costs_no_pass_over_it(tmp_path):
 
 
 def test_rows_are_the_streams_with_their_documents_apart(tmp_path):
-    documents = make_documents(60)
-    stream, flags = write_megatron(tmp_path / "m", documents), first_tokens(documents)
-    corpus, _ = opened(tmp_path / "m")
+    """As if several files of other types were one."""
+    stream, flags = [], []
+    for number, dtype in enumerate(("<u2", "<i4", "u1")):
+        documents = make_documents((40, 1, 25)[number], seed=number)
+        stream += write_megatron(tmp_path / f"m{number}", documents, dtype)
+        flags += first_tokens(documents)
+    corpus, _ = opened(f"{tmp_path}/m*.bin")
     rows = corpus.train[0].items
     assert corpus.packed and len(rows) == (len(stream) - 1) // LENGTH > 10
     for number in range(len(rows)):

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import json
 import os
 import pathlib
 import re
@@ -23,7 +22,7 @@ from object_stores import free_port
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
-from maxramp.run.metrics import cut_records, read_records
+from maxramp.run.metrics import read_records
 from maxramp.run.writers import JsonlWriter, tensorboard_writers
 
 SLOW = pytest.mark.slow
@@ -399,20 +398,6 @@ def test_a_folder_that_cannot_be_written_is_refused(mount, cache_dir, fault):
     assert f"base_output_directory={folder}" in done.stderr and fault in done.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["checkpoints", *(pytest.param(n, marks=SLOW) for n in ("metrics.jsonl", "plan.json"))]
-)
-def test_something_in_the_way(tmp_path, cache_dir, name):
-    (tmp_path / "run").mkdir()
-    if name == "checkpoints":
-        (tmp_path / "run" / name).write_text("")
-    else:
-        (tmp_path / "run" / name).mkdir()
-    done = run(*arguments(tmp_path, cache_dir))
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert name in done.stderr
-
-
 # --- Two at once ---------------------------------------------------------------------------------
 
 
@@ -497,20 +482,6 @@ def test_bad_steps_in_a_row_end_the_run(tmp_path, cache_dir):
 
 def record(step: int) -> dict:
     return {"step": step, "loss": step / 7, "consumed_samples": 8 * (step + 1)}
-
-
-@pytest.mark.parametrize("torn", ["", '{"step": 7, "lo', '{"step": 7}', "\0\0\0", "\n"])
-def test_metrics_are_cut_where_the_checkpoint_stands(tmp_path, torn):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(record(step)) + "\n" for step in range(7)) + torn)
-    cut_records(path, 5)
-    writer = JsonlWriter(path)
-    for step in range(5, 9):
-        writer(record(step))
-    writer.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        record(step) for step in range(9)
-    ]
 
 
 def test_records_wait_for_a_disk_that_is_full(mount, tmp_path):

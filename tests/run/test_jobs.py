@@ -30,17 +30,18 @@ def test_a_line_that_a_power_loss_tore_swallows_no_start(tmp_path, torn):
     assert events[2]["first_step"] == 7 and events[3]["status"] == 76
 
 
-def test_every_file_of_records_ends_a_torn_line_first(tmp_path):
+@pytest.mark.parametrize("torn", [TORN, b"\0\0\0"])
+def test_every_file_of_records_ends_a_torn_line_first(tmp_path, torn):
     kept, dropped = tmp_path / "metrics.jsonl", tmp_path / "metrics.dropped.jsonl"
-    dropped.write_bytes(TORN)
+    dropped.write_bytes(torn)
     for step in range(4):
         JsonlWriter(kept)({"step": step, "loss": 1.0})
     with kept.open("ab") as file:
-        file.write(TORN)
+        file.write(torn)
     JsonlWriter(kept)({"step": 4, "loss": 1.0})
     assert [json.loads(x)["step"] for x in kept.read_bytes().splitlines()[5:]] == [4]
     assert cut_records(kept, 2) == 4  # with what was torn
-    assert dropped.read_bytes().splitlines()[0] == TORN
+    assert dropped.read_bytes().splitlines()[0] == torn
     assert json.loads(dropped.read_bytes().splitlines()[1])["step"] == 2
 
 

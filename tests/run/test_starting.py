@@ -179,21 +179,6 @@ def test_thresholds_in_tokens_are_of_rows_of_one_length(key, thresholds):
     assert stages == [(80, 8), (128, 16)]
 
 
-@pytest.mark.parametrize(
-    "key, path, message",
-    [
-        ("load_parameters_path", "no such run", "no checkpoint there"),
-        ("load_full_state_path", "no such run", "no checkpoint there"),
-        ("load_parameters_path", "meta-llama/Llama-3.2-1B", "Hugging Face"),
-    ],
-)
-def test_weights_that_are_not_there(tmp_path, cache_dir, key, path, message):
-    """Before the data are read and anything is compiled."""
-    done = run(*arguments(tmp_path, cache_dir, "r", f"{key}={path}", "steps=2"))
-    assert done.returncode == 2 and not done.stdout and len(done.stderr.splitlines()) == 1
-    assert f"{key}={path}" in done.stderr and message in done.stderr
-
-
 def test_weights_of_another_model(tmp_path, cache_dir):
     """Before anything is compiled."""
     complete(*arguments(tmp_path, cache_dir, "small", "steps=2"))
