@@ -95,44 +95,27 @@ def test_circle_of_base_configs(tmp_path, length):
 # --- Values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "argument, expected",
-    [
-        ("learning_rate=3e-4", 0.0003),
-        ("learning_rate=3.E-4", 0.0003),
-        ("learning_rate=.5", 0.5),
-        ("learning_rate=1", 1.0),
-        ("per_device_batch_size=1e3", 1000.0),
-        ("global_rampup_samples=1e6", 1_000_000),
-        ("global_rampup_samples=1E+6", 1_000_000),
-        ("global_rampup_samples=1_000_000", 1_000_000),
-        ("global_rampup_samples=1.5m", 1_500_000),
-        ("total_tokens=500B", 500_000_000_000),
-        ("steps=010", 10),
-        ("steps=+10", 10),
-        ("eval_interval=-1", -1),
-        ("max_num_checkpoints_to_keep=3", 3),
-        ("max_num_checkpoints_to_keep=none", None),
-        ("max_num_checkpoints_to_keep=None", None),
-        ("max_num_checkpoints_to_keep=null", None),
-        ("max_num_checkpoints_to_keep=~", None),
-        ("mu_dtype=none", ""),
-        ("run_name=007", "007"),
-        ("run_name=1e5", "1e5"),
-        ("run_name=true", "true"),
-        ("run_name=2024-01-01", "2024-01-01"),
-        ("run_name=a=b", "a=b"),
-        ("run_name=a: b # c", "a: b # c"),
-        ("remat_policy=none", "none"),
-        ("enable_tensorboard=False", False),
-        ("enable_tensorboard=true", True),
-        ("mlp_activations=[gelu,linear]", ["gelu", "linear"]),
-        ("mlp_activations=[gelu, linear]", ["gelu", "linear"]),
-    ],
-)
-def test_value_on_the_command_line(argument, expected):
-    value = load([BASE, argument]).values[argument.partition("=")[0]]
-    assert value == expected and type(value) is type(expected)
+VALUES = [
+    ("learning_rate", {"3e-4": 0.0003, "3.E-4": 0.0003, ".5": 0.5, "1": 1.0}),
+    ("per_device_batch_size", {"1e3": 1000.0}),
+    ("global_rampup_samples", {"1e6": 10**6, "1E+6": 10**6, "1_000_000": 10**6, "1.5m": 1_500_000}),
+    ("total_tokens", {"500B": 500_000_000_000}),
+    ("steps", {"010": 10, "+10": 10}),
+    ("eval_interval", {"-1": -1}),
+    ("max_num_checkpoints_to_keep", {"3": 3, "none": None, "None": None, "null": None, "~": None}),
+    ("mu_dtype", {"none": ""}),
+    ("run_name", {x: x for x in ("007", "1e5", "true", "2024-01-01", "a=b", "a: b # c")}),
+    ("remat_policy", {"none": "none"}),
+    ("enable_tensorboard", {"False": False, "true": True}),
+    ("mlp_activations", {x: ["gelu", "linear"] for x in ("[gelu,linear]", "[gelu, linear]")}),
+]
+
+
+@pytest.mark.parametrize(("key", "values"), VALUES)
+def test_value_on_the_command_line(key, values):
+    for text, expected in values.items():
+        value = load([BASE, f"{key}={text}"]).values[key]
+        assert value == expected and type(value) is type(expected)
 
 
 @pytest.mark.parametrize("key", ["jax_cache_dir", "mu_dtype", "text_files", "run_name"])
@@ -343,16 +326,19 @@ def test_model_file(name):
     """It loads, and sets only what the model is: sizes, and what its family leaves open."""
     resolved(f"model_name={name}", "dataset_type=synthetic")
     values = yaml.safe_load((ROOT / "configs" / "models" / f"{name}.yml").read_text())
-    required = {"head_dim", "vocab_size", "logits_via_embedding", "normalization_layer_epsilon"}
-    required |= {"rope_max_timescale", "dtype"}
-    open_to_families = {"decoder_block", "rope_type", "rope_factor", "sliding_window_size"}
-    open_to_families |= {"attention_bias", "use_qk_norm", "num_experts", "shared_experts"}
-    open_to_families |= {"num_experts_per_tok", "norm_topk_prob", "first_num_dense_layers"}
-    open_to_families |= {"routed_bias", "routed_score_func", "routed_scaling_factor"}
-    open_to_families |= {"n_routing_groups", "topk_routing_group", "mlp_activations"}
-    open_to_families |= {"query_pre_attn_scalar", "attn_logits_soft_cap", "final_logits_soft_cap"}
-    open_to_families |= {"local_rope_max_timescale", "rope_linear_scaling_factor", "beta_fast"}
-    open_to_families |= {"original_max_position_embeddings", "rope_attention_scaling", "beta_slow"}
+    required = {
+        *("head_dim", "vocab_size", "logits_via_embedding", "normalization_layer_epsilon"),
+        *("rope_max_timescale", "dtype"),
+    }
+    open_to_families = {
+        *("decoder_block", "rope_type", "rope_factor", "sliding_window_size", "attention_bias"),
+        *("use_qk_norm", "num_experts", "shared_experts", "num_experts_per_tok", "norm_topk_prob"),
+        *("first_num_dense_layers", "routed_bias", "routed_score_func", "routed_scaling_factor"),
+        *("n_routing_groups", "topk_routing_group", "mlp_activations", "query_pre_attn_scalar"),
+        *("attn_logits_soft_cap", "final_logits_soft_cap", "local_rope_max_timescale"),
+        *("rope_linear_scaling_factor", "beta_fast", "beta_slow", "rope_attention_scaling"),
+        "original_max_position_embeddings",
+    }
     others = {key for key in values if not key.startswith("base_")}
     assert others - open_to_families == required
 

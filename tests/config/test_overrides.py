@@ -66,7 +66,6 @@ def test_the_last_counts_among_alternatives():
 
 
 def test_all_unknown_keys_in_one_line(tmp_path):
-    """Those of every file and of the command line."""
     (tmp_path / "base.yml").write_text("stepz: 3\nlog_period: 3\n")
     (tmp_path / "mine.yml").write_text("base_config: base.yml\nfoo: {bar: {baz: 1}, n: 2}\n")
     line = refusal("qqq=x", config=tmp_path / "mine.yml")

@@ -376,7 +376,6 @@ PACKAGES = {
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_that_is_not_installed(package, f, monkeypatch):
-    """The line that installs it."""
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)

@@ -140,7 +140,6 @@ def test_a_template_sees_only_what_a_chat_has(folder):
 
 
 def test_forms_of_records():
-    """The same chat in every form."""
     turns = [("system", "Be."), ("user", "Who?"), ("assistant", "I")]
     expected = [{"role": role, "content": content} for role, content in turns]
     talk = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I"}]
@@ -224,7 +223,6 @@ def test_what_is_wrong_is_one_line(folder, records, keys, template, parts):
 
 
 def test_in_another_process(folder):
-    """Chats are read by worker processes, too."""
     items = chats_of(folder, [{"messages": TURNS}], template=THINKS)
     copies = pickle.loads(pickle.dumps(items))
     assert copies[0].tokens.tolist() == items[0].tokens.tolist()
@@ -343,7 +341,6 @@ def test_parquet(folder):
 
 
 def test_a_mark_in_a_map_of_parquet(folder):
-    """It is found there, too."""
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     objects = arrow.map_(arrow.string(), arrow.string())

@@ -127,7 +127,6 @@ KINDS = ["jsonl", "gzip", "zstd", "parquet", "arrayrecord", "example"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reader_closes_its_files(kind, tmp_path):
-    """Also one that is left before the end."""
     file = open_file(write_file(tmp_path, kind, TEXTS))
     with warnings.catch_warnings(record=True) as caught:  # of files that the collector closes
         warnings.simplefilter("always")
@@ -152,7 +151,6 @@ def test_every_document_in_order(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_far_away(kind, tmp_path):
-    """As through gs:// and its like."""
     data = write_file(tmp_path, kind, TEXTS)
     remote = f"memory://bucket/{data.name}"
     with fsspec.open(remote, "wb") as copy:

@@ -43,7 +43,6 @@ def test_rows_are_shown_as_the_model_sees_them(tmp_path, capsys):
 
 
 def test_colours_where_a_terminal_has_them(tmp_path, monkeypatch, capsys):
-    """Without them the same text."""
     folder, errors = prepared(tmp_path), []
     for colours in (None, "standard"):
         console = Console(highlight=False, force_terminal=True, color_system=colours)

@@ -103,7 +103,6 @@ def test_an_overlong_line_ends_it(kind, tmp_path, monkeypatch):
 
 
 def test_repeated_documents_are_left_out(tmp_path, capfd):
-    """The first of each stays, whatever the shards and the workers."""
     rng = random.Random(0)
     texts = [f"document {rng.randrange(150)}" for _ in range(400)]
     sources = [

@@ -61,7 +61,6 @@ def test_forms(record):
     ],
 )
 def test_what_is_no_pair(tmp_path, record, line):
-    """With the number of its line."""
     with pytest.raises(ConfigError, match=r"pairs.jsonl.*line 7.*" + line):
         opened(tmp_path, [*pairs(6), record])
 

@@ -149,7 +149,6 @@ def test_the_hash_is_of_tokens_and_document_lengths(tmp_path):
 
 
 def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):
-    """A folder with files that no preparation wrote is refused, whatever they are."""
     crawl = tmp_path / "crawl"
     (crawl / "more").mkdir(parents=True)
     for name in ("shard-00000.jsonl", "more/shard-00000.json", "a.tmp"):
@@ -428,7 +427,6 @@ def test_killed_while_counting(tmp_path):
 
 
 def test_two_at_once(tmp_path):
-    """The second is refused while the first is at work."""
     many(tmp_path / "in.jsonl", 30_000)
     options = (str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "set"))
     first = start(*options)

@@ -192,7 +192,6 @@ def test_inspection(folder):
 
 @pytest.mark.slow
 def test_a_run_and_its_restart(folder, cache_dir):
-    """The batches of the lines, also after a kill."""
     prepare(folder, LEAVE)
     tiny = [key for key in TINY if not key.startswith(("vocab_size", "max_target"))]
     line = (*tiny, LEAVE, f"base_output_directory={folder}", f"jax_cache_dir={cache_dir}")

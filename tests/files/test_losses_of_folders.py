@@ -175,7 +175,6 @@ def test_a_slow_save_lets_the_next_ones_out(client):
 
 
 def test_a_glob_of_a_storage(client, tmp_path):
-    """Finds what the disk finds."""
     files = ["branches/20-48/branch.json", "branches/20-96/8/branch.json", "branch.json", "b/x.yml"]
     for folder in (place("gs://bucket/run"), tmp_path):
         for name in files:

@@ -190,7 +190,6 @@ def write_branch(run, size, losses, tokens):
 
 
 def test_branches_of_other_keys_or_batches_are_refused(checkpointed, capsys):
-    """Of other keys, or evaluated in other batches."""
     folders = [write_branch(checkpointed, size, [3.0, 3.0], [2.0, 2.0]) for size in (8, 16, 24)]
     experiment = experiment_of(checkpointed, "hardware=cpu")
     assert experiment.train(sys.stdout) == 0

@@ -41,7 +41,6 @@ def test_the_interval_holds_the_truth_in_nine_of_ten_cases(spread):
 
 
 def test_blocks_are_equal_shares_of_the_samples():
-    """Equal shares of the samples, each with the batch that was used; what is null is left out."""
     records = records_of(np.random.default_rng(0), 300, 2e-3, 4.0, 0.5)
     records[0]["noise_signal"] = None
     blocks = noise_blocks(records, "", 3)

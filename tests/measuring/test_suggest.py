@@ -167,7 +167,6 @@ def suggested(capsys, *arguments):
 
 
 def test_the_printed_line_makes_the_ramp_that_is_shown(tmp_path, capsys):
-    """The line that is printed makes the ramp that is shown, and the limits are said."""
     run = write_branches(tmp_path, result(1000, 16, 8), result(6000, 32, 32))
     suggestion, printed = suggested(capsys, "--branch", run)
     assert suggestion["batches"] == [[0, 8], [6000, 32]]
@@ -241,7 +240,6 @@ def test_devices_divide_what_is_suggested(tmp_path, capsys):
 
 
 def test_without_measurements_nothing_is_suggested(tmp_path, capsys):
-    """Nothing is suggested; what holds no measurement is refused in one line."""
     suggestion, printed = suggested(capsys)
     assert suggestion["batches"] is None
     assert "suggested nothing: no measurement is given" in printed

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compilers import needs_libtpu, skip_without
-from conftest import BASE, TINY, complete
+from conftest import BASE, TINY, check_refusal, complete, table
+from in_process import run_here
 
 from maxramp.compile import main as compile_main
 from maxramp.compile import print_stages
@@ -186,58 +187,43 @@ def test_a_slice_has_its_chips_hosts_and_wraps(name, cores, hosts, wraps, slices
 # --- Without libtpu ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, shape",
-    [
-        ("v5p-8", "2x2x1"),
-        ("v5p-16", "2x2x2"),
-        ("v5p-128", "4x4x4"),
-        ("v5p-384", "4x4x12"),
-        ("v5p-2048", "8x8x16"),
-        ("v5p-12288", "16x16x24"),
-        ("v4-8", "2x2x1"),
-        ("v4-512", "4x8x8"),
-        ("v5e-4", "2x2"),
-        ("v5e-8", "2x4"),
-        ("v5e-32", "4x8"),
-        ("v5e-256", "16x16"),
-        ("v6e-256", "16x16"),
-        ("v6e-16", "4x4"),
-        ("v5p:8x8x16", "8x8x16"),
-        ("v6e:1x1", "1x1"),
-    ],
-)
-def test_names_of_slices(name, shape):
+SLICES = table("""
+v5p-8 2x2x1 | v5p-16 2x2x2 | v5p-128 4x4x4 | v5p-384 4x4x12 | v5p-2048 8x8x16 | v5p:8x8x16 8x8x16
+v5p-12288 16x16x24 | v4-8 2x2x1 | v4-512 4x8x8 | v5e-4 2x2 | v5e-8 2x4 | v5e-32 4x8
+v5e-256 16x16 | v6e-256 16x16 | v6e-16 4x4 | v6e:1x1 1x1
+""")
+
+
+@pytest.mark.parametrize("names", SLICES)
+def test_names_of_slices(names):
     """MaxText's names (its table of accelerators) and our own."""
-    assert str(topology.parse(name)) == f"{name[:3].rstrip('-:')}:{shape}"
+    for name, shape in map(str.split, names):
+        assert str(topology.parse(name)) == f"{name[:3].rstrip('-:')}:{shape}"
 
 
-REFUSED = {
-    "no topology": ("compile_topology=", ("compile_topology", "v5p-2048")),
-    "another version": ("compile_topology=v9-8", ("v9-8", "v4, v5e, v5p, v6e")),
-    "no slice": ("compile_topology=v5p:3x3x3", ("v5p:3x3x3", "multiples of 4")),
-    "half a host": ("compile_topology=v5p:1x2x2", ("v5p:1x2x2", "2x2x1")),
-    "two sides": ("compile_topology=v5p:8x8", ("v5p:8x8", "three sides", "v5p:4x4x4")),
-    "too many": ("compile_topology=v5e-512", ("v5e-512", "v5e-256")),
-    "odd cores": ("compile_topology=v5p-7", ("v5p-7", "v5p-8")),
-    "no name": ("compile_topology=big", ("compile_topology=big", "v5p-2048")),
-    "slices": ("compile_topology_num_slices=0", ("compile_topology_num_slices=0",)),
-    "stage": ("step_batch_size_schedule=0:18", ("stage 0", "18")),
-    "mesh": ("ici_fsdp_parallelism=3", ("ici_fsdp_parallelism=3", "mesh of 8")),
-    "weights": ("ici_tensor_parallelism=8", ("base_num_query_heads=4", "tensor axis of 8")),
-}
+REFUSED = table("""
+compile_topology= | compile_topology | v5p-2048
+compile_topology=v9-8 | v9-8 | v4, v5e, v5p, v6e
+compile_topology=v5p:3x3x3 | v5p:3x3x3 | multiples of 4
+compile_topology=v5p:1x2x2 | v5p:1x2x2 | 2x2x1
+compile_topology=v5p:8x8 | v5p:8x8 | three sides | v5p:4x4x4
+compile_topology=v5e-512 | v5e-512 | v5e-256
+compile_topology=v5p-7 | v5p-7 | v5p-8
+compile_topology=big | compile_topology=big | v5p-2048
+compile_topology_num_slices=0 | compile_topology_num_slices=0
+step_batch_size_schedule=0:18 | stage 0 | 18
+ici_fsdp_parallelism=3 | ici_fsdp_parallelism=3 | mesh of 8
+ici_tensor_parallelism=8 | base_num_query_heads=4 | tensor axis of 8
+""")
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name, tmp_path, capsys):
-    argument, parts = REFUSED[name]
-    if name in ("stage", "mesh", "weights"):
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_refused(case, tmp_path):
+    argument, *parts = case
+    if not argument.startswith("compile_topology"):
         skip_without("v5p")
-    status = compile_main(arguments(argument, f"base_output_directory={tmp_path}"))
-    printed = capsys.readouterr()
-    assert (status, printed.out) == (2, "") and len(printed.err.splitlines()) == 1, printed.err
-    for part in parts:
-        assert part in printed.err
+    line = arguments(argument, f"base_output_directory={tmp_path}")
+    check_refusal(run_here(*line, module="compile"), *parts)
 
 
 @pytest.mark.parametrize(

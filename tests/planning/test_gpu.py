@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 from compilers import needs_cuda, needs_libtpu
-from conftest import BASE, TINY
+from conftest import BASE, TINY, check_refusal, table
+from in_process import run_here
 
-from maxramp.compile import main as compile_main
 from maxramp.config.load import load
 from maxramp.model.size import training_flops_per_token
 from maxramp.planning import gpu
@@ -179,30 +179,27 @@ CLUSTER_KEYS = [
 # --- Without the plugin --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "topology, parts",
-    [
-        ("h200:16", ("h200:16 ", "h200:16x8")),
-        ("h200", ("compile_topology=h200 ", "h200:16x8")),
-        ("h200:0x8", ("h200:0x8", "nodes x GPUs")),
-        ("h200:2x2x2", ("h200:2x2x2", "nodes x GPUs")),
-        ("h300:2x8", ("h300:2x8", "a100, h100, h200, b200", "v5p-2048")),
-        ("gone.yml:2x8", ("gone.yml", "no such config file")),
-        ("{bad}:2x8", ("bad.yml", "clock_ghz", "missing or unknown")),
-        ("{low}:2x8", ("low.yml", "cores: 0", "above 0")),
-        ("h200:2x4 compile_topology_num_slices=2", ("compile_topology_num_slices=2",)),
-    ],
-)
-def test_refused(topology, parts, tmp_path, capsys):
+REFUSED = table("""
+h200:16 | h200:16 | h200:16x8
+h200 | compile_topology=h200 | h200:16x8
+h200:0x8 | h200:0x8 | nodes x GPUs
+h200:2x2x2 | h200:2x2x2 | nodes x GPUs
+h300:2x8 | h300:2x8 | a100, h100, h200, b200 | v5p-2048
+gone.yml:2x8 | gone.yml | no such config file
+{f}/bad.yml:2x8 | bad.yml | clock_ghz | missing or unknown
+{f}/low.yml:2x8 | low.yml | cores: 0 | above 0
+h200:2x4 compile_topology_num_slices=2 | compile_topology_num_slices=2
+""")
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_refused(case, tmp_path):
     fields = dataclasses.asdict(gpu.GPUS["h200"])
     for name, change in (("bad", {"clock_ghz": None}), ("low", {"cores": 0})):
         kept = {key: value for key, value in (fields | change).items() if value is not None}
         text = "".join(f"{key}: {value!r}\n" for key, value in kept.items())
         (tmp_path / f"{name}.yml").write_text(text)
-    name = topology.format(bad=tmp_path / "bad.yml", low=tmp_path / "low.yml")
-    keys = f"compile_topology={name}".split(" ")
-    status = compile_main(arguments(*keys, f"base_output_directory={tmp_path}"))
-    printed = capsys.readouterr()
-    assert (status, printed.out) == (2, "") and len(printed.err.splitlines()) == 1, printed.err
-    for part in parts:
-        assert part in printed.err
+    topology, *parts = case
+    keys = f"compile_topology={topology}".replace("{f}", str(tmp_path)).split()
+    line = arguments(*keys, f"base_output_directory={tmp_path}")
+    check_refusal(run_here(*line, module="compile"), *parts)

@@ -178,7 +178,6 @@ def test_documents_of_a_mixture_are_the_same_rows(mixtures, case):
 
 @pytest.mark.slow
 def test_machines_that_share_no_disk_prepare_a_set_each(data, mixtures, tmp_path):
-    """The sets have the same rows; each process has a folder of its own."""
     case = PACKINGS[0]
     disks = [tmp_path / "a", tmp_path / "b"]
     for folder in disks:
@@ -214,7 +213,6 @@ print(json.dumps([hosts, dict(devices.shape), [d.id for d in devices.devices.fla
 
 @pytest.mark.slow
 def test_weights_are_sharded_over_the_devices_of_all_hosts(tmp_path):
-    """The weights are sharded over the devices of all hosts, as the plan says, not copied."""
     hosts = [tmp_path / str(i) for i in range(2)]
     for i, folder in enumerate(hosts):
         folder.mkdir()

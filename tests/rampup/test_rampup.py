@@ -32,10 +32,15 @@ def settings(**changes):
     return SimpleNamespace(**(values | changes))
 
 
+def shape(ramp):
+    return [(s.steps, s.global_batch_size) for s in ramp.stages]
+
+
 def test_documented_example():
     """1 -> 4 by 1 per device over 60 samples on 4 devices: 5 steps of 4, 3 of 8, 2 of 12, 16."""
-    stages = RampupBatchManager(settings()).stages
-    assert [(s.steps, s.global_batch_size) for s in stages] == [(5, 4), (3, 8), (2, 12), (None, 16)]
+    ramp = RampupBatchManager(settings())
+    stages = ramp.stages
+    assert shape(ramp) == [(5, 4), (3, 8), (2, 12), (None, 16)]
     assert [s.first_step for s in stages] == [0, 5, 8, 10]
     assert [s.first_sample for s in stages] == [0, 20, 44, 68]
     assert [s.samples for s in stages] == [20, 24, 24, None]
@@ -43,33 +48,17 @@ def test_documented_example():
 
 def test_accumulation_counts():
     """With 3 accumulation steps the same ramp takes fewer steps: samples are what counts."""
-    stages = RampupBatchManager(settings(gradient_accumulation_steps=3)).stages
+    ramp = RampupBatchManager(settings(gradient_accumulation_steps=3))
     # 20 samples per increment in batches of 12, 24, 36.
-    assert [(s.steps, s.global_batch_size) for s in stages] == [
-        (2, 12),
-        (1, 24),
-        (1, 36),
-        (None, 48),
-    ]
+    assert shape(ramp) == [(2, 12), (1, 24), (1, 36), (None, 48)]
 
 
 def test_fractions_are_exact():
     """0.1 -> 0.7 by 0.2 on 10 devices is 1, 3, 5, 7 rows; binary fractions would not divide."""
-    ramp = RampupBatchManager(
-        settings(
-            per_device_batch_size=0.7,
-            per_device_batch_size_start=0.1,
-            per_device_batch_size_increment=0.2,
-            global_rampup_samples=9,
-            devices_per_node=10,
-        )
-    )
-    assert [(s.steps, s.global_batch_size) for s in ramp.stages] == [
-        (3, 1),
-        (1, 3),
-        (1, 5),
-        (None, 7),
-    ]
+    keys = {"per_device_batch_size": 0.7, "per_device_batch_size_start": 0.1}
+    keys |= {"per_device_batch_size_increment": 0.2, "global_rampup_samples": 9}
+    ramp = RampupBatchManager(settings(**keys, devices_per_node=10))
+    assert shape(ramp) == [(3, 1), (1, 3), (1, 5), (None, 7)]
 
 
 def test_constant_batch_is_one_stage():

@@ -242,7 +242,6 @@ def test_a_stopped_and_continued_process_is_not_ended():
 
 @SLOW
 def test_fifty_saves_grow_nothing(tmp_path, cache_dir):
-    """Neither memory nor threads, in 1,250 steps."""
 
     def held(job) -> tuple[int, int]:
         """Threads, and resident MiB."""
