@@ -253,7 +253,7 @@ def steps_of(folder: pathlib.Path) -> list[dict]:
 def table(text: str) -> list[list[str]]:
     """The cases of a text: a line each, whose cells stand between bars."""
     lines = text.strip().splitlines()
-    return [[" ".join(cell.split()) for cell in line.split(" | ")] for line in lines]
+    return [[" ".join(cell.split()) for cell in re.split(r" \|(?= |$)", line)] for line in lines]
 
 
 @contextlib.contextmanager

@@ -46,10 +46,8 @@ FILES = {
     "binary/model.bin": b"text\x00",
     "short.txt": "x" * 14,  # with its marks 16 tokens, and a row takes 17
     "some.txt": "x" * 9998,  # 10000 tokens, 200 of them held out: (9800 - 1) // 16 = 612 rows
-    "hidden/.only": "x" * 9998,
-    "file_for_checkpoints/checkpoints": "",
-    "folder_for_metrics/metrics.jsonl/a": "",
-    "folder_for_plan/plan.json/a": "",
+    **{"hidden/.only": "x" * 9998, "file_for_checkpoints/checkpoints": ""},
+    **{"folder_for_metrics/metrics.jsonl/a": "", "folder_for_plan/plan.json/a": ""},
 }
 
 

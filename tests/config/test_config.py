@@ -166,15 +166,9 @@ def test_only_lossless_changes_of_type(argument, error):
 
 
 OBJECTS = [
-    "!!python/object/apply:os.system ['touch {touched}']",
-    "!!python/object:builtins.dict {{}}",
-    "!!python/name:os.system",
-    "!!binary aGk=",
-    "!!timestamp 2001-01-01",
-    "!mine 3",
-    "!!int abc",
-    "!!float abc",
-    "!!bool abc",
+    *("!!python/object/apply:os.system ['touch {touched}']", "!!python/object:builtins.dict {{}}"),
+    *("!!python/name:os.system", "!!binary aGk=", "!!timestamp 2001-01-01", "!mine 3", "!!int abc"),
+    *("!!float abc", "!!bool abc"),
 ]
 
 
@@ -231,9 +225,7 @@ def test_mesh_sizes(devices, slices, arguments, expected):
 @pytest.mark.parametrize(
     "arguments, processes, expected",
     [
-        ([], 1, (1, 8)),
-        ([], 4, (4, 2)),
-        (["num_nodes=2"], 1, (2, 4)),
+        *(([], 1, (1, 8)), ([], 4, (4, 2)), (["num_nodes=2"], 1, (2, 4))),
         (["devices_per_node=2"], 1, (4, 2)),
     ],
 )

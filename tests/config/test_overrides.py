@@ -78,25 +78,17 @@ def test_all_unknown_keys_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     "name, meant",
     [
-        ("stpes", "steps"),
-        ("learningrate", "learning_rate"),
-        ("Steps", "steps"),
-        ("per_device_batch", "per_device_batch_size"),
-        ("add_boss", "add_bos"),
-        ("grain_train_file", "grain_train_files"),
-        ("tokenizer_typ", "tokenizer_type"),
+        *(("stpes", "steps"), ("learningrate", "learning_rate"), ("Steps", "steps")),
+        *(("per_device_batch", "per_device_batch_size"), ("add_boss", "add_bos")),
+        *(("grain_train_file", "grain_train_files"), ("tokenizer_typ", "tokenizer_type")),
         ("num_expert", "num_experts"),
         ("per_device_train_batch_size", "per_device_batch_size"),  # of another trainer
         ("moe_router_topk", "num_experts_per_tok"),
         ("n_routed_experts", "num_experts"),
         ("lr", "learning_rate"),
         # Names that share most of their letters with a key that means something else.
-        ("checkpoint_period_hours", None),
-        ("adam_b3", None),
-        ("num_hosts", None),
-        ("ici_sensor_fusion", None),
-        ("eval_epochs", None),
-        ("hf_data", None),
+        *(("checkpoint_period_hours", None), ("adam_b3", None), ("num_hosts", None)),
+        *(("ici_sensor_fusion", None), ("eval_epochs", None), ("hf_data", None)),
     ],
 )
 def test_a_suggestion_is_close(name, meant):

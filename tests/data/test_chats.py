@@ -288,11 +288,8 @@ def test_rows_hold_whole_chats(folder):
 def test_what_changes_the_text_changes_the_hash(folder):
     hashes = set()
     for line in (
-        ("", ()),
-        (CHATML + " ", ()),
-        ("", ("chat_template_date=2026-02-01",)),
-        ("", ("chat_template_switches=[a=1]",)),
-        ("", ("sft_train_on_completion_only=False",)),
+        *(("", ()), (CHATML + " ", ()), ("", ("chat_template_date=2026-02-01",))),
+        *(("", ("chat_template_switches=[a=1]",)), ("", ("sft_train_on_completion_only=False",))),
     ):
         chats_of(folder, [GOOD], *line[1], template=line[0])
         extra = (f"chat_template={folder}/template.jinja",) if line[0] else ()

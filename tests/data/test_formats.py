@@ -293,10 +293,8 @@ def models(tmp_path_factory) -> dict[str, pathlib.Path]:
     lines = (base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks))
     (folder / "a.tiktoken").write_bytes(b"".join(lines))
     return {
-        "bytes": pathlib.Path(""),
-        "huggingface": folder / "tokenizer.json",
-        "sentencepiece": folder / "sp.model",
-        "tiktoken": folder / "a.tiktoken",
+        **{"bytes": pathlib.Path(""), "huggingface": folder / "tokenizer.json"},
+        **{"sentencepiece": folder / "sp.model", "tiktoken": folder / "a.tiktoken"},
     }
 
 

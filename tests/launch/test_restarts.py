@@ -119,11 +119,8 @@ def under_slurm(folder: pathlib.Path, run: Run) -> dict[str, str]:
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / "bin" / name).chmod(0o755)
     return {
-        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-        "NEXT": str(folder / "next"),
-        "END": "2099-01-01T00:00:00",
-        "SLURM_JOB_ID": "6",
-        "SLURM_JOB_NODELIST": "n0",
+        **{"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "NEXT": str(folder / "next")},
+        **{"END": "2099-01-01T00:00:00", "SLURM_JOB_ID": "6", "SLURM_JOB_NODELIST": "n0"},
         "MAXRAMP_RESTARTS": "0",
     }
 

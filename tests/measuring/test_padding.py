@@ -72,16 +72,9 @@ def test_padding_changes_no_suggestion(padded, tmp_path, capsys):
     suggested = []
     for measured in LENGTHS:
         result = {
-            "run": str(runs[measured][0]),
-            "step": 0,
-            "first_sample": 0,
-            "samples": 240,
-            "row_tokens": measured,
-            "target_tokens": 240 * 9,
-            "tolerance": 0.01,
-            "sizes": [{"rows": n} for n in (8, 16, 32, 64)],
-            "largest": 64,
-            "surely": 64,
+            **{"run": str(runs[measured][0]), "step": 0, "first_sample": 0, "samples": 240},
+            **{"row_tokens": measured, "target_tokens": 240 * 9, "tolerance": 0.01},
+            **{"sizes": [{"rows": n} for n in (8, 16, 32, 64)], "largest": 64, "surely": 64},
             "possibly": 64,
             "noise": {"norms_noise_scale": {"noise_scale": 16.0}},
         }

@@ -20,16 +20,9 @@ from maxramp.training.learning_rate import LearningRate
 
 def result(first_sample, largest, surely, sizes=(8, 16, 32, 64), noise=None, run="x"):
     return {
-        "run": run,
-        "step": first_sample // 8,
-        "first_sample": first_sample,
-        "samples": 1000,
-        "row_tokens": 128,
-        "target_tokens": 128_000,
-        "tolerance": 0.01,
-        "sizes": [{"rows": n} for n in sizes],
-        "largest": largest,
-        "surely": surely,
+        **{"run": run, "step": first_sample // 8, "first_sample": first_sample, "samples": 1000},
+        **{"row_tokens": 128, "target_tokens": 128_000, "tolerance": 0.01},
+        **{"sizes": [{"rows": n} for n in sizes], "largest": largest, "surely": surely},
         "possibly": largest,
         "noise": {"norms_noise_scale": {"noise_scale": noise}} if noise else {},
     }

@@ -82,10 +82,8 @@ def test_one_node_has_no_network():
 @pytest.mark.parametrize(
     "kind, received",
     [
-        ("all-gather", (6 * 64, 1 * 64)),
-        ("reduce-scatter", (6 * 8, 1 * 8)),
-        ("all-reduce", (2 * 6 * 8, 2 * 1 * 8)),
-        ("all-to-all", (3 * 8, 4 * 8)),
+        *(("all-gather", (6 * 64, 1 * 64)), ("reduce-scatter", (6 * 8, 1 * 8))),
+        *(("all-reduce", (2 * 6 * 8, 2 * 1 * 8)), ("all-to-all", (3 * 8, 4 * 8))),
     ],
 )
 def test_bytes_over_nvlink_and_the_network(kind, received):

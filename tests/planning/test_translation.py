@@ -4,10 +4,12 @@ import json
 import shlex
 
 import pytest
+from conftest import table
 
 from maxramp import plan
 from maxramp.config.load import load
 from maxramp.keys.megatron import translate_flags
+from maxramp.keys.yamlfile import parse
 
 
 @pytest.fixture
@@ -102,58 +104,39 @@ DEEPSEEK = """--num-layers 61 --num-experts 256 --moe-router-topk 8 --moe-ffn-hi
 --moe-router-dtype fp32"""
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted", "without"),
-    [
-        (
-            QWEN3_30B,
-            {"decoder_block": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8}
-            | {"base_moe_mlp_dim": 768, "norm_topk_prob": True, "ici_expert_parallelism": 8}
-            # Megatron adds up the losses of layers, of which we take the mean.
-            | {"load_balance_loss_scope": "pass", "load_balance_loss_weight": 0.048},
-            [],
-        ),
-        (
-            f"{QWEN3_30B} --moe-router-pre-softmax --moe-expert-capacity-factor 1.0",
-            {"decoder_block": "qwen3_moe", "norm_topk_prob": False},
-            [
-                "--moe-expert-capacity-factor (capacity_factor counts within a row, and keeps the "
-                "first tokens)"
-            ],
-        ),
-        (
-            DEEPSEEK,
-            {"decoder_block": "dots1", "first_num_dense_layers": 3, "shared_experts": 1}
-            | {"n_routing_groups": 8, "topk_routing_group": 4, "routed_scaling_factor": 2.5}
-            | {"routed_score_func": "sigmoid", "routed_bias": True, "norm_topk_prob": True}
-            | {"routed_bias_update_rate": 0.001, "load_balance_loss_scope": "row"}
-            | {"load_balance_loss_weight": 0.0058},
-            [],
-        ),
-        (
-            "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax "
-            "--moe-layer-freq 2 --ffn-hidden-size 100 --moe-shared-expert-intermediate-size 150",
-            {"decoder_block": "mixtral", "num_experts_per_tok": 2},
-            ["--moe-router-load-balancing-type sinkhorn", "--moe-router-pre-softmax"]
-            + ["--moe-layer-freq", "--moe-shared-expert-intermediate-size"],
-        ),
-        (
-            "--num-layers 2 --qk-layernorm",
-            {},
-            ["--qk-layernorm (decoder_block=qwen3 use_qk_norm=True)"],
-        ),
-        (
-            "--split 99,1 --tokenizer-model a",
-            {},
-            ["--split (eval_fraction)"] + ["--tokenizer-model (tokenizer_path)"],
-        ),
-    ],
-)
-def test_megatrons_experts(text, wanted, without):
-    keys, left_out = translate_flags(shlex.split(text))
-    assert {name: keys[name] for name in wanted} == wanted
+FLAGS = {"QWEN3_30B": QWEN3_30B, "DEEPSEEK": DEEPSEEK}
+# Flags, the keys that they become, and what is left out. Megatron adds up the losses of layers, of
+# which we take the mean.
+EXPERTS = table("""
+QWEN3_30B | decoder_block=qwen3_moe num_experts=128 num_experts_per_tok=8 base_moe_mlp_dim=768 \
+    norm_topk_prob=True ici_expert_parallelism=8 load_balance_loss_scope=pass \
+    load_balance_loss_weight=0.048
+QWEN3_30B --moe-router-pre-softmax --moe-expert-capacity-factor 1.0 | decoder_block=qwen3_moe \
+    norm_topk_prob=False | --moe-expert-capacity-factor (capacity_factor counts within a row, and \
+    keeps the first tokens)
+DEEPSEEK | decoder_block=dots1 first_num_dense_layers=3 shared_experts=1 n_routing_groups=8 \
+    topk_routing_group=4 routed_scaling_factor=2.5 routed_score_func=sigmoid routed_bias=True \
+    norm_topk_prob=True routed_bias_update_rate=0.001 load_balance_loss_scope=row \
+    load_balance_loss_weight=0.0058
+--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax \
+    --moe-layer-freq 2 --ffn-hidden-size 100 --moe-shared-expert-intermediate-size 150 | \
+    decoder_block=mixtral num_experts_per_tok=2 | --moe-router-load-balancing-type sinkhorn | \
+    --moe-router-pre-softmax | --moe-layer-freq | --moe-shared-expert-intermediate-size
+--num-layers 2 --qk-layernorm | | --qk-layernorm (decoder_block=qwen3 use_qk_norm=True)
+--split 99,1 --tokenizer-model a | | --split (eval_fraction) | --tokenizer-model (tokenizer_path)
+""")
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case[0])
+def test_megatrons_experts(case):
+    flags, wanted, *without = case
+    for name, text in FLAGS.items():
+        flags = flags.replace(name, text)
+    keys, left_out = translate_flags(shlex.split(flags))
+    pairs = (word.split("=") for word in wanted.split())
+    assert {(name, parse(value)) for name, value in pairs} <= keys.items()
     assert {*left_out} == {*without}
-    if wanted and "sinkhorn" not in text:
+    if wanted and "sinkhorn" not in flags:
         model = load(["configs/base.yml", *(f"{name}={value}" for name, value in keys.items())])
         assert {n: x for n, x in model.values.items() if n in keys} == keys
 
@@ -191,31 +174,21 @@ def test_refusals_come_first_and_together(tmp_path, capsys):
     assert not out and "eval_steps=20 (MaxText's)" in error and "quantization=int8" in error
 
 
-@pytest.mark.parametrize(
-    ("flags", "key", "value", "left_out"),
-    [
-        ("--lr 1e-4 2e-4", "learning_rate", 1e-4, ["--lr 2e-4"]),
-        (
-            "--rampup-batch-size 8 8 99 5",
-            "rampup_batch_size",
-            [8, 8, 99],
-            ["--rampup-batch-size 5"],
-        ),
-        (
-            "--num-experts 8 --moe-router-load-balancing-type aux_loss seq_aux_loss",
-            *("load_balance_loss_scope", "pass"),
-            ["--moe-router-load-balancing-type seq_aux_loss"],
-        ),
-        (
-            "--num-experts 8 --num-layers 2 --moe-aux-loss-coeff 1e-2 1e-3",
-            *("load_balance_loss_weight", 0.02),
-            ["--moe-aux-loss-coeff 1e-3"],
-        ),
-        ("--lr 1e-3 --min-lr 1e-4 1e-5", *("learning_rate_final_fraction", 0.1), ["--min-lr 1e-5"]),
-        ("--lr 1e-4 $MORE --bf16 2>&1 | tee log", "learning_rate", 1e-4, ["$MORE"]),
-        ("--lr 1e-4 2>&1 | tee log", "learning_rate", 1e-4, []),
-    ],
-)
-def test_a_value_without_a_key_is_listed_as_left_out(flags, key, value, left_out):
+LEFT_OUT = table("""
+--lr 1e-4 2e-4 | learning_rate | 1e-4 | --lr 2e-4
+--lr 1e-3 --min-lr 1e-4 1e-5 | learning_rate_final_fraction | 0.1 | --min-lr 1e-5
+--rampup-batch-size 8 8 99 5 | rampup_batch_size | [8, 8, 99] | --rampup-batch-size 5
+--num-experts 8 --moe-router-load-balancing-type aux_loss seq_aux_loss | load_balance_loss_scope \
+    | pass | --moe-router-load-balancing-type seq_aux_loss
+--num-experts 8 --num-layers 2 --moe-aux-loss-coeff 1e-2 1e-3 | load_balance_loss_weight | 0.02 | \
+    --moe-aux-loss-coeff 1e-3
+""")
+LEFT_OUT.append(["--lr 1e-4 $MORE --bf16 2>&1 | tee log", "learning_rate", "1e-4", "$MORE"])
+LEFT_OUT.append(["--lr 1e-4 2>&1 | tee log", "learning_rate", "1e-4"])
+
+
+@pytest.mark.parametrize("case", LEFT_OUT, ids=lambda case: case[0])
+def test_a_value_without_a_key_is_listed_as_left_out(case):
+    flags, key, value, *left_out = case
     keys, without = translate_flags(flags.split())
-    assert keys[key] == value and without == left_out
+    assert keys[key] == parse(value) and without == left_out

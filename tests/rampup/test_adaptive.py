@@ -13,11 +13,8 @@ from maxramp.rampup.adaptive import NoisePolicy, Period
 from maxramp.rampup.schedule import RampupBatchManager, ResumePoint
 
 KEYS = {
-    "rampup_policy": "noise",
-    "rampup_ladder": [8, 16, 32],
-    "total_samples": 6000,
-    "warmup_steps_fraction": 0.0,
-    "devices_per_node": 1,
+    **{"rampup_policy": "noise", "rampup_ladder": [8, 16, 32], "total_samples": 6000},
+    **{"warmup_steps_fraction": 0.0, "devices_per_node": 1},
 }
 
 

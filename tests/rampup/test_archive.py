@@ -34,11 +34,8 @@ RATES = {
 PLANNED_NODES = {"nemo-gpt3-5b": [8, 8, 8, 8, 10, 12, 14, 16], "nemotron-4-15b": [96, 192, 288]}
 # (consumed tokens, rows) of the switches between the first batch and the last.
 SWITCHES = {
-    "palm-540b": [(50e3 * 512 * 2048, 1024)],
-    "nemotron-4-15b": [(200e9, 768)],
-    "olmo-1b": [(168e9, 2048)],
-    "llama3-405b": [(252e6, 1024)],
-    "marin-8b": [(2.77e12, 3072)],
+    **{"palm-540b": [(50e3 * 512 * 2048, 1024)], "nemotron-4-15b": [(200e9, 768)]},
+    **{"olmo-1b": [(168e9, 2048)], "llama3-405b": [(252e6, 1024)], "marin-8b": [(2.77e12, 3072)]},
 }
 
 

@@ -146,11 +146,8 @@ def test_a_stage_that_cannot_be_split_names_its_neighbours():
 def documented(**changes):
     return keys(
         **{
-            "rampup_batch_size": [256, 256, 10_000_000],
-            "global_batch_size": 2048,
-            "micro_batch_size": 4,
-            "num_nodes": 16,
-            "devices_per_node": 8,
+            **{"rampup_batch_size": [256, 256, 10_000_000], "global_batch_size": 2048},
+            **{"micro_batch_size": 4, "num_nodes": 16, "devices_per_node": 8},
             "node_schedule": "nemo",
         }
         | changes
@@ -337,11 +334,8 @@ def test_a_notation_replaces_those_of_lower_layers(tmp_path):
 def test_steps_samples_and_tokens_give_the_length_of_a_run():
     """5040 samples end with step 320; 5041 need one more, and so do tokens past the last sample."""
     for arguments, steps in (
-        (["steps=77"], 77),
-        (["total_samples=5040"], 320),
-        (["total_samples=5041"], 321),
-        ([f"total_tokens={5040 * 128}"], 320),
-        ([f"total_tokens={5040 * 128 + 1}"], 321),
+        *((["steps=77"], 77), (["total_samples=5040"], 320), (["total_samples=5041"], 321)),
+        *(([f"total_tokens={5040 * 128}"], 320), ([f"total_tokens={5040 * 128 + 1}"], 321)),
         (["total_samples=1"], 1),
     ):
         ramp = RampupBatchManager(loaded(*arguments).batch, 1)

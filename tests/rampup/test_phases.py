@@ -11,9 +11,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
 LLAMA = {
-    "max_target_length": 8192,
-    "global_batch_tokens": 4_194_304,
-    "per_device_batch_size": 1.0,
+    **{"max_target_length": 8192, "global_batch_tokens": 4_194_304, "per_device_batch_size": 1.0},
     "row_length": 4096,
     "phases": {
         "252M": {"global_batch_tokens": 8_388_608, "row_length": 8192},

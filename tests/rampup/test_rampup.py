@@ -20,13 +20,9 @@ from maxramp.stage import text_fields
 
 def settings(**changes):
     values = {
-        "enable_rampup_batch_size": True,
-        "per_device_batch_size": 4,
-        "per_device_batch_size_start": 1,
-        "per_device_batch_size_increment": 1,
-        "global_rampup_samples": 60,
-        "gradient_accumulation_steps": 1,
-        "num_nodes": 1,
+        **{"enable_rampup_batch_size": True, "per_device_batch_size": 4},
+        **{"per_device_batch_size_start": 1, "per_device_batch_size_increment": 1},
+        **{"global_rampup_samples": 60, "gradient_accumulation_steps": 1, "num_nodes": 1},
         "devices_per_node": 4,
     }
     return SimpleNamespace(**(values | changes))

@@ -90,17 +90,11 @@ def test_loads_of_experts(tmp_path):
 @pytest.mark.parametrize(
     "name, tag",
     [
-        ("loss", "learning"),
-        ("reward a:b", "learning"),
-        ("per_device_batch_size", "batch"),
-        ("target_tokens", "batch"),
-        ("rollout_tokens_per_second", "speed"),
-        ("eval_seconds", "speed"),
-        ("tflops_per_device", "speed"),
-        ("adam_noise_signal", "noise"),
-        ("expert_load_entropy", "experts"),
-        ("dropped_share", "experts"),
-        ("router_z_loss", "learning"),
+        *(("loss", "learning"), ("reward a:b", "learning"), ("per_device_batch_size", "batch")),
+        *(("target_tokens", "batch"), ("rollout_tokens_per_second", "speed")),
+        *(("eval_seconds", "speed"), ("tflops_per_device", "speed")),
+        *(("adam_noise_signal", "noise"), ("expert_load_entropy", "experts")),
+        *(("dropped_share", "experts"), ("router_z_loss", "learning")),
     ],
 )
 def test_numbers_have_groups(name, tag):

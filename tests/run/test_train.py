@@ -100,12 +100,8 @@ def test_it_learns_and_evaluates(uninterrupted):
 def test_the_output_folder(uninterrupted):
     folder, done = uninterrupted
     plan = json.loads((folder / "plan.json").read_text())
-    assert [(s["steps"], s["global_batch_size"]) for s in plan["stages"]] == [
-        (50, 2),
-        (25, 4),
-        (17, 6),
-        (None, 8),
-    ]
+    stages = [(stage["steps"], stage["global_batch_size"]) for stage in plan["stages"]]
+    assert stages == [(50, 2), (25, 4), (17, 6), (None, 8)]
     assert plan["stages"][3]["samples"] is None and plan["total_samples"] == 486
     config = yaml.safe_load((folder / "config.yml").read_text())
     assert config["steps"] == 115 and config["run_name"] == "a run"
