@@ -324,7 +324,7 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     new = ("step_batch_size_schedule=0:4 50:8 100:16 130:2", "step_batch_size_unit=samples")
     second = complete(*line, *new, "steps=18")
     # 13 steps of 4 reach 52, the 14th takes 8: 60 samples.
-    change = [text for text in second.stdout.splitlines() if text.startswith("change")]
+    change = [text for text in second.stdout.splitlines() if text.startswith("change ")]
     assert change == [
         "change   from sample 60 on (step 14) the batch sizes are 8, 16 from 100, 2 from 132; "
         "before this start they were to be 8"
