@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import BASE, TINY, complete, make_config, run
 
-from maxramp import branch, suggest
+from maxramp import branch
 from maxramp.checkpoints.folder import Checkpoint, commit
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
@@ -248,15 +248,6 @@ def test_a_window_far_above_the_tokens_is_refused():
         window([96, 100, 112, 120], 1000, 16)
     with pytest.raises(ConfigError, match=r"or --tokens 1024$"):
         window([8, 64], 10, 16)
-
-
-def test_the_home_of_an_unknown_user_is_one_line(capsys):
-    nobody = "~maxramp-nobody/run"
-    assert branch.main([nobody, "--at", "20", "--sizes", "8,16"]) == 2
-    for flag in ("--noise", "--branch"):
-        assert suggest.main([BASE, flag, nobody]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(f"{nobody}: " in line for line in lines)
 
 
 @pytest.mark.slow

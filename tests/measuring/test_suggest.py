@@ -11,7 +11,6 @@ from maxramp import suggest
 from maxramp.config.load import load
 from maxramp.config.resolve import meshes_of
 from maxramp.keys.yamlfile import parse
-from maxramp.measuring import noise
 from maxramp.measuring.suggestion import Measurement, branch_measurements, fit_ramp
 from maxramp.planning.stages import PlannedRun, with_nodes
 from maxramp.rampup.schedule import RampupBatchManager
@@ -247,15 +246,3 @@ def test_without_measurements_nothing_is_suggested(tmp_path, capsys):
     for flag, message in (("--branch", "holds no branches"), ("--noise", "holds no metrics.jsonl")):
         assert suggest.main([BASE, flag, "/nowhere"]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_metrics_without_permission_are_one_line(tmp_path, capsys, monkeypatch):
-    (tmp_path / "metrics.jsonl").touch()
-
-    def refused(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(noise, "read_records", refused)
-    assert suggest.main([BASE, "--noise", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert "Permission denied" in error and str(tmp_path) in error and error.count("\n") == 1
