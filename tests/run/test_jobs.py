@@ -40,9 +40,10 @@ def test_every_file_of_records_ends_a_torn_line_first(tmp_path, torn):
         file.write(torn)
     JsonlWriter(kept)({"step": 4, "loss": 1.0})
     assert [json.loads(x)["step"] for x in kept.read_bytes().splitlines()[5:]] == [4]
-    assert cut_records(kept, 2) == 4  # with what was torn
-    assert dropped.read_bytes().splitlines()[0] == torn
-    assert json.loads(dropped.read_bytes().splitlines()[1])["step"] == 2
+    assert cut_records(kept, 4) == 2  # with what was torn
+    assert [json.loads(line)["step"] for line in kept.read_bytes().splitlines()] == [0, 1, 2, 3]
+    older, cut, last = dropped.read_bytes().splitlines()
+    assert (older, cut, json.loads(last)["step"]) == (torn, torn, 4)
 
 
 @pytest.mark.parametrize("ahead", [-3600, 0, 15, 3600])
