@@ -191,6 +191,26 @@ def test_machines_that_share_no_disk_prepare_a_set_each(data, mixtures, tmp_path
     assert [len(names) for names in sets] == [2, 2]  # a copy of a file has a version of its own
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["gs"], indirect=True)
+def test_machines_that_share_a_storage_prepare_a_set_once(data, mixtures, storage, tmp_path):
+    """The first prepares it, the other fetches it; each has a home of its own."""
+    case = PACKINGS[0]
+    disks = [tmp_path / "a", tmp_path / "b"]
+    for folder in disks:
+        folder.mkdir()
+        for name in ("a.jsonl", "b.jsonl"):
+            (folder / name).symlink_to(data / "with" / name)
+    requests = [[0, keys(2, *mixture(*case), f"data_cache_dir={storage.address}/sets")]]
+    at_home = "import os, hosts; os.environ['HOME'] = os.getcwd(); hosts.main()"
+    outcomes = finish(start([sys.executable, "-c", at_home, json.dumps(requests)], 2, 1, disks))
+    for out, err, status in outcomes:
+        assert status == 0, err[-2000:]
+        (answer,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        assert answer["steps"] == mixtures[case][0][0]["steps"]
+    assert sorted(out.count("fetching") for out, _, _ in outcomes) == [0, 2]
+
+
 # Makes a process of a job see the file boot_id of its folder as the machine's: a host of its own.
 ON_A_HOST = 'mount --bind boot_id /proc/sys/kernel/random/boot_id && exec "$@"'
 ON_A_HOST = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_A_HOST, "sh"]
