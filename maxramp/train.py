@@ -61,7 +61,6 @@ from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
 from maxramp.training.state import TrainState
-from maxramp.training.step import loss_of
 
 
 def main(arguments: Sequence[str] | None = None, preemption: Preemption | None = None) -> int:
@@ -167,8 +166,7 @@ class Pretrainer:
             say(line)
         # Flat between steps: modules cost a millisecond a step.
         self._arrays, self._structure = jax.tree.flatten(job.first_state(abstract, read))
-        self._loss = loss_of(config.recipe)
-        count = len(self._loss.shown)  # of the sums of an evaluation, on the devices
+        count = len(self._recipe.sum_names)  # of the sums of an evaluation, on the devices
         self._no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * count)()
 
     @property
@@ -178,7 +176,7 @@ class Pretrainer:
     @property
     def evaluation_names(self) -> list[str]:
         tasks = self._tasks.names if self._tasks else []
-        return names_of_sums(self._loader.held_out, self._loss.shown) + tasks
+        return names_of_sums(self._loader.held_out, self._recipe.sum_names) + tasks
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched:
         ramp = self._schedule.ramp
@@ -223,7 +221,8 @@ class Pretrainer:
             sums_by_set[name] = sums = [] if by_batch else [no_sums]
             for batch in self._loader.eval_batches(stage, self._keys, name):
                 sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
-        return evaluation_from_sums(sums_by_set, by_batch, self._loss.shown, self._loss.divisor)
+        names, divisor = self._recipe.sum_names, self._recipe.objective.divisor
+        return evaluation_from_sums(sums_by_set, by_batch, names, divisor)
 
     def evaluate_tasks(self, rope_keys: RopeKeys) -> Dispatched | None:
         return self._tasks.evaluate(self._compiler, self.state, rope_keys)

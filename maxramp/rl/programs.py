@@ -84,7 +84,7 @@ class PolicyPrograms:
             block, temperature = policy.loss_block_tokens, policy.decode_sampling_temperature
             return token_log_probs(model.cast(dtype), recipe.model, batch, block, temperature)[0]
 
-        self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), minimized.shown))
+        self.zeros = jit(lambda trained: zero_sums(trained.cast(dtype), recipe.sum_names))
         self.add = jit(add, donate_argnums=0)
         self.update = jit(
             functools.partial(update, optimizer=recipe.optimizer, learning_rate=learning_rate),

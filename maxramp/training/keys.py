@@ -155,6 +155,10 @@ class Recipe:
     loss: LossKeys | PolicyKeys  # the keys of the objective
     optimizer: OptimizerKeys
 
+    @property
+    def sum_names(self) -> tuple[str, ...]:
+        return self.objective.shown(self.loss)
+
     def with_spec(self, spec: StageSpec) -> Self:
         execution = {
             **vars(spec.rope_keys),

@@ -4,7 +4,6 @@ Logits exist for one block of tokens at a time, and the gradient is taken with t
 pass. Shapes: B rows, T tokens of a row, N tokens of a block, D model width, V vocabulary.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -177,18 +176,9 @@ def _blocks(
     return sums, (dx.reshape(-1, D)[:tokens].reshape(x_BTD.shape), dhead_DV)
 
 
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """What a step minimizes, and the sums that it shows."""
-
-    # (model, micro batch) -> (the objective, sums to show and counts), each a float32 sum over
-    # tokens, so the sums of any split of the rows add up to the same
-    sums: Callable[[Decoder, Batch], tuple[jax.Array, Aux]]
-    shown: tuple[str, ...]  # as in `Objective`
-    divisor: str = "tokens"
-
-    def __call__(self, model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
-        return self.sums(model, batch)
+# (model, micro batch) -> (the objective, sums to show and counts), each a float32 sum over tokens,
+# so the sums of any split of the rows add up to the same; first those of `sum_names`, in order
+Loss = Callable[[Decoder, Batch], tuple[jax.Array, Aux]]
 
 
 def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
@@ -206,7 +196,7 @@ def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
             minimized, *values = cross_entropy_sums(*arrays, *how, model.logits_cap)
         return with_layers(minimized, dict(zip(shown, values, strict=True)), aux)
 
-    return Loss(sums, shown)
+    return sums
 
 
 def with_layers(

@@ -68,7 +68,7 @@ def preference(keys: LossKeys, execution: Execution) -> Loss:
         loss_B = delay_gradient(loss_B, totals.sum())
         return with_layers(loss_B.sum(), dict(zip(shown, totals, strict=True)), aux)
 
-    return Loss(sums, shown, PAIRS.divisor)
+    return sums
 
 
 def _are_equal(batch: Batch) -> jax.Array:

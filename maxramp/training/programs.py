@@ -139,7 +139,7 @@ class Programs:
         def evaluate(model: Decoder, sums: tuple, batch: Batch) -> tuple:
             return eval_step(model, sums, self._expansion.gather(batch), loss=loss)
 
-        sums = (jax.ShapeDtypeStruct((), jnp.float32),) * len(loss.shown)
+        sums = (jax.ShapeDtypeStruct((), jnp.float32),) * len(recipe.sum_names)
         arrays = attach_mesh(self._arrays, self._expansion.mesh_of(spec))
         model = self._structure.unflatten(arrays).model
         batch = self._expansion.abstract_batch(spec)

@@ -127,7 +127,7 @@ def train_step(
     # Weights are cast once for all micro batches.
     trained = state.trained.cast(recipe.model.dtype, [*apart])
     frozen = state.frozen.cast(recipe.model.dtype)
-    zeros = zero_sums(trained, loss.shown)
+    zeros = zero_sums(trained, recipe.sum_names)
     drops = dropout_of(trained) > 0
     ids_AB3 = row_ids(state.consumed_samples, batch) if drops else None
 
@@ -152,7 +152,7 @@ def train_step(
     (gradients, aux), squares_by_kind = jax.lax.scan(add_micro_batch, zeros, (batch, ids_AB3))
     shown, targets = aux.shown, aux.shown["tokens"]
     # In aux, which update() divides by; without targets all sums are 0.
-    shown[loss.divisor] = jnp.maximum(shown[loss.divisor], 1)
+    shown[recipe.objective.divisor] = jnp.maximum(shown[recipe.objective.divisor], 1)
     gradients = jax.tree.map(
         lambda g, w: jax.reshard(g, jax.typeof(w).sharding.spec), gradients, state.trained
     )
@@ -162,7 +162,7 @@ def train_step(
         samples,
         optimizer=optimizer,
         learning_rate=learning_rate,
-        divisor=loss.divisor,
+        divisor=recipe.objective.divisor,
     )
     # What follows reads the batch only after the update, see wait_for.
     batch_after = jax.tree.map(lambda x: wait_for(x, metrics["grad_norm"]), batch)
@@ -274,7 +274,7 @@ def eval_step(
     first."""
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-        shown = loss(model, micro_batch)[1].shown
-        return tuple(x + shown[name] for name, x in zip(loss.shown, sums, strict=False)), None
+        shown = loss(model, micro_batch)[1].shown.values()
+        return tuple(x + y for x, y in zip(sums, shown, strict=False)), None
 
     return jax.lax.scan(add_micro_batch, sums, batch)[0]

@@ -18,7 +18,7 @@ from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.weights import weights_of
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.loss import Loss, next_token_prediction
+from maxramp.training.loss import next_token_prediction
 from maxramp.training.optimizers.table import adam_state
 from maxramp.training.state import abstract_state
 from maxramp.training.step import make_train_step, train_step
@@ -152,8 +152,7 @@ def test_truth_lies_in_the_interval():
         return minimized, Aux(shown={"loss": tokens, "tokens": tokens})
 
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
-    loss = Loss(sums, ("loss", "tokens"))
-    step = functools.partial(train_step, recipe=config.recipe, learning_rate=rate, loss=loss)
+    step = functools.partial(train_step, recipe=config.recipe, learning_rate=rate, loss=sums)
     pairs = []
     with jax.set_mesh(mesh):
         state = initial_state(config)

@@ -70,9 +70,9 @@ def updated(keys, devices, passes):
     with jax.set_mesh(make_mesh(config)):
         batch = jax.device_put(batch, BATCH_ABT)
         state = initial_state(config.recipe)
-        zeros = (jnp.float32(0),) * len(objective.shown)
+        zeros = (jnp.float32(0),) * len(config.recipe.sum_names)
         evaluate = jax.jit(lambda m, b: eval_step(m, zeros, b, loss=objective))
-        sums = dict(zip(objective.shown, evaluate(state.model, batch), strict=True))
+        sums = dict(zip(config.recipe.sum_names, evaluate(state.model, batch), strict=True))
         state, metrics = jax.jit(step)(state, batch)
     leaves = [np.asarray(x).reshape(-1) for x in jax.tree.leaves(state.model)]
     return leaves, jax.device_get(metrics), jax.device_get(sums)
@@ -121,14 +121,14 @@ def test_a_tie_is_no_win(dtype):
     before it."""
     config = make_config(*KEYS, f"dtype={dtype}")
     objective, batch = loss_of(config.recipe), equal_pairs()
-    zeros = (jnp.float32(0),) * len(objective.shown)
+    zeros = (jnp.float32(0),) * len(config.recipe.sum_names)
     evaluate = jax.jit(lambda m, b: eval_step(m, zeros, b, loss=objective))
 
     def right_answers():
         with jax.set_mesh(make_mesh(config)):
             one_pass = jax.device_put(jax.tree.map(lambda x: x[None], batch), BATCH_ABT)
             sums = evaluate(initial_state(config.recipe).model, one_pass)
-        return dict(zip(objective.shown, sums, strict=True))["rewards/accuracies"]
+        return dict(zip(config.recipe.sum_names, sums, strict=True))["rewards/accuracies"]
 
     assert right_answers() == 0
     for array, place in ((batch.targets, 8), (batch.tokens, 0)):
