@@ -3,16 +3,18 @@
 Shapes: B rows, T tokens, D model width.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
+from maxramp.model.families.family import Family
 from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.attention import Attention
 from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.experts import Experts
 from maxramp.model.parts.mlp import MLP
 from maxramp.model.parts.norm import RMSNorm
 from maxramp.model.parts.positions import Pass
@@ -23,27 +25,22 @@ class Block(nnx.Module):
     """A mixer, then an MLP, each added to the residual stream: with a norm before each, after each
     (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118)."""
 
-    def __init__(
-        self,
-        keys: ModelKeys,
-        key: jax.Array,
-        mlp: Callable[..., Any] = MLP,
-        mixer: Callable[..., Any] = Attention,
-        norm: Callable[..., Any] = RMSNorm,
-        norms: str = "before",
-    ):
-        """Builds the layer's weights; `norms` stand "before", "after" or on "both" sides."""
+    def __init__(self, family: Family, kind: str, keys: ModelKeys, key: jax.Array):
         mixer_key, mlp_key = jax.random.split(key)
         norm = functools.partial(
-            norm, (keys.base_emb_dim,), keys.normalization_layer_epsilon, keys.weight_dtype
+            *(RMSNorm, (keys.base_emb_dim,), keys.normalization_layer_epsilon, keys.weight_dtype),
+            offset=family.norm_offset,
         )
-        self.norms = norms
-        if norms != "after":
+        self.norms = family.norms
+        if self.norms != "after":
             self.mixer_norm, self.mlp_norm = norm(), norm()
-        if norms != "before":
+        if self.norms != "before":
             self.mixer_post_norm, self.mlp_post_norm = norm(), norm()
-        self.mixer = mixer(keys, mixer_key)
-        self.mlp = mlp(keys, mlp_key)
+        self.mixer = Attention(keys, mixer_key, family.heads_together, family.norm_offset)
+        if kind == "sparse":
+            self.mlp = Experts(dataclasses.replace(keys, **family.expert_keys), mlp_key)
+        else:
+            self.mlp = MLP(keys, mlp_key)
 
     def __call__(
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: Any = None

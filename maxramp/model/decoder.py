@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxramp.model import adapters, layers, pipeline
+from maxramp.model.block import Block
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import Execution, ModelKeys
 from maxramp.model.parts.aux import Aux, await_sums, sum_rows
@@ -32,7 +33,6 @@ class Decoder(nnx.Module):
         V, D, L = keys.vocab_size, keys.base_emb_dim, keys.base_num_decoder_layers
         embedding, head, layers_key = jax.random.split(key, 3)
         family, dtype = FAMILIES[keys.decoder_block], keys.weight_dtype
-        blocks = family.blocks()
         # Static fields are compared at every call of a compiled step: keep them few and small.
         self.pattern = family.pattern(keys)
         self.head_dim = keys.head_dim
@@ -44,7 +44,7 @@ class Decoder(nnx.Module):
         )
         keys_L, stacks = jax.random.split(layers_key, L), {}
         for kind in self.pattern.kinds:
-            make_block = functools.partial(blocks[kind], keys)
+            make_block = functools.partial(Block, family, kind, keys)
             if keys.lora_rank:
                 make_block = adapters.add_adapters(make_block, kind, keys)
             own = [i for i, layer in enumerate(self.pattern) if layer.kind == kind]

@@ -23,7 +23,6 @@ _SHARED = {"gate_DF": "gate_proj", "up_DF": "up_proj", "out_FD": "down_proj"}
 DOTS1 = dataclasses.replace(
     QWEN3,
     **sparse.LAYERS,
-    blocks=sparse.blocks,
     tensors={
         **QWEN3.tensors,
         **sparse.tensors(QWEN3.tensors),

@@ -57,9 +57,6 @@ class Family:
     """All facts of a family of models."""
 
     pattern: Callable[[ModelKeys], Pattern]
-    # Returns by kind of layer its module (`block.Block`), built from keys and a random key. It is a
-    # function because modules import JAX.
-    blocks: Callable[[], Mapping[str, Callable[..., Any]]]
     sizes: Callable[[ModelKeys, Layer], LayerSizes]
     # path of a weight -> tensor of a Hugging Face folder; {} is the layer's number
     tensors: Mapping[str, str]
@@ -67,5 +64,9 @@ class Family:
     keys: tuple[str, ...] = ()  # keys that other families may not read
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys with only one value
     check: Callable[[ModelKeys], Relations] = lambda keys: iter(())  # relations between its keys
+    norms: str = "before"  # where layers have them: "before", "after" or on "both" sides
     norm_offset: float = 0.0  # norms multiply by this + their weights
+    heads_together: bool = False  # whether norms of queries and keys are of all heads together
+    # keys that its experts have, whatever those of the model
+    expert_keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     scales_embedding: bool = False  # multiplies the embedding by the root of the width

@@ -2,32 +2,18 @@
 and logits (arXiv 2408.00118)."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from maxramp.model.families.family import Family, Released
 from maxramp.model.families.llama import LAYER, LLAMA, windows_pattern
 
-_OFFSET = 1.0
 DEFAULTS = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 DEFAULTS |= {"vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216}
 DEFAULTS |= {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4}
 DEFAULTS |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 
 
-def _blocks() -> Mapping[str, Callable[..., Any]]:
-    from maxramp.model.block import Block
-    from maxramp.model.mixers.attention import Attention
-    from maxramp.model.parts.norm import RMSNorm
-
-    norm = functools.partial(RMSNorm, offset=_OFFSET)
-    attention = functools.partial(Attention, norm=norm)
-    return {"dense": functools.partial(Block, mixer=attention, norm=norm, norms="both")}
-
-
 GEMMA2 = Family(
     functools.partial(windows_pattern, 2, False),
-    _blocks,
     LLAMA.sizes,
     {
         **LLAMA.tensors,
@@ -53,6 +39,7 @@ GEMMA2 = Family(
         *("sliding_window_size", "query_pre_attn_scalar", "attn_logits_soft_cap"),
         "final_logits_soft_cap",
     ),
-    norm_offset=_OFFSET,
+    norms="both",
+    norm_offset=1.0,
     scales_embedding=True,
 )

@@ -1,9 +1,6 @@
 """Llama: RMSNorm, rotary positions, grouped-query attention and a gated MLP (arXiv 2302.13971).
 `rope_type=llama3.1` is Llama 3's. SmolLM2 is one whose head is its embedding (arXiv 2502.02737)."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from maxramp.model.families.family import Family, LayerSizes, MlpSizes, Released
 from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.sizes import AttentionSizes
@@ -38,12 +35,6 @@ def _pattern(keys: ModelKeys) -> Pattern:
     return Pattern((Layer("dense", attend_window),), keys.base_num_decoder_layers)
 
 
-def _blocks() -> Mapping[str, Callable[..., Any]]:
-    from maxramp.model.block import Block
-
-    return {"dense": Block}
-
-
 def _sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
     return LayerSizes(AttentionSizes.from_keys(keys), MlpSizes.from_width(keys.base_mlp_dim))
 
@@ -52,7 +43,6 @@ LAYER = "model.layers.{}"
 
 LLAMA = Family(
     _pattern,
-    _blocks,
     _sizes,
     {
         "embedding_VD": "model.embed_tokens.weight",

@@ -1,22 +1,15 @@
 """Mixtral: a Mistral whose MLPs are mixtures of experts (arXiv 2401.04088)."""
 
 import dataclasses
-import functools
 
 from maxramp.model.families import sparse
 from maxramp.model.families.family import Released
 from maxramp.model.families.llama import LLAMA
-from maxramp.model.keys import ModelKeys
-
-
-def _normalize(keys: ModelKeys) -> ModelKeys:
-    return dataclasses.replace(keys, norm_topk_prob=True)  # Mixtral's always are
-
 
 MIXTRAL = dataclasses.replace(
     LLAMA,
     **sparse.LAYERS,
-    blocks=functools.partial(sparse.blocks, _normalize),
+    expert_keys={"norm_topk_prob": True},  # whose weights always are
     tensors=sparse.tensors(
         LLAMA.tensors, *("block_sparse_moe.gate", "block_sparse_moe.experts"), ("w1", "w3", "w2")
     ),

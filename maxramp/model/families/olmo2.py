@@ -2,9 +2,6 @@
 2501.00656)."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from maxramp.model.families.family import Released
 from maxramp.model.families.llama import LAYER
@@ -13,17 +10,10 @@ from maxramp.model.families.qwen3 import QWEN3
 _BEFORE = ("layers.dense.mixer_norm.scale_D", "layers.dense.mlp_norm.scale_D")
 
 
-def _blocks() -> Mapping[str, Callable[..., Any]]:
-    from maxramp.model.block import Block
-    from maxramp.model.mixers.attention import Attention
-
-    attention = functools.partial(Attention, heads_together=True)
-    return {"dense": functools.partial(Block, mixer=attention, norms="after")}
-
-
 OLMO2 = dataclasses.replace(
     QWEN3,
-    blocks=_blocks,
+    norms="after",
+    heads_together=True,
     tensors={
         **{path: tensor for path, tensor in QWEN3.tensors.items() if path not in _BEFORE},
         "layers.dense.mixer_post_norm.scale_D": f"{LAYER}.post_attention_layernorm.weight",

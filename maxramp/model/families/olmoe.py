@@ -2,7 +2,6 @@
 as MLPs (arXiv 2409.02060)."""
 
 import dataclasses
-import functools
 
 from maxramp.keys.section import Relations
 from maxramp.model.families import sparse
@@ -24,7 +23,7 @@ def _check(keys: ModelKeys) -> Relations:
 OLMOE = dataclasses.replace(
     QWEN3,
     **sparse.LAYERS | {"check": _check},
-    blocks=functools.partial(sparse.blocks, heads_together=True),
+    heads_together=True,
     tensors=sparse.tensors(QWEN3.tensors),
     released=Released(
         "olmoe",

@@ -9,7 +9,6 @@ from maxramp.model.families.qwen3 import QWEN3
 QWEN3_MOE = dataclasses.replace(
     QWEN3,
     **sparse.LAYERS,
-    blocks=sparse.blocks,
     tensors=sparse.tensors(QWEN3.tensors),
     released=Released(
         "qwen3_moe",

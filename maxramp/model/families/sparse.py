@@ -1,8 +1,6 @@
 """Layers, keys, sizes and tensors of families of experts. Imports no JAX."""
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from maxramp.keys.section import Relations
 from maxramp.model.families.family import LayerSizes, MlpSizes
@@ -30,19 +28,6 @@ def pattern(keys: ModelKeys) -> Pattern:
     return Pattern(
         (sparse,), keys.base_num_decoder_layers - dense, (Layer("dense", attend_window),) * dense
     )
-
-
-def blocks(
-    change: Callable[[ModelKeys], ModelKeys] = lambda keys: keys, **attention: Any
-) -> Mapping[str, Callable[..., Any]]:
-    """Returns blocks by kind, with experts of `change(keys)`, and `attention`'s arguments."""
-    from maxramp.model.block import Block
-    from maxramp.model.mixers.attention import Attention
-    from maxramp.model.parts.experts import Experts
-
-    block = functools.partial(Block, mixer=functools.partial(Attention, **attention))
-    experts = functools.partial(block, mlp=lambda keys, key: Experts(change(keys), key))
-    return {"dense": block, "sparse": experts}
 
 
 def sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:

@@ -6,8 +6,6 @@ head width.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +112,7 @@ class Attention(nnx.Module):
         keys: ModelKeys,
         key: jax.Array,
         heads_together: bool = False,
-        norm: Callable[..., Any] = RMSNorm,
+        norm_offset: float = 0.0,
     ):
         D, h, dtype = keys.base_emb_dim, keys.head_dim, keys.weight_dtype
         H, K = keys.base_num_query_heads, keys.base_num_kv_heads
@@ -132,6 +130,7 @@ class Attention(nnx.Module):
             self.value_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
         if self.has_norms:
             form = (keys.normalization_layer_epsilon, dtype)
+            norm = functools.partial(RMSNorm, offset=norm_offset)
             if heads_together:
                 self.query_norm = norm((H, h), *form, "Hh", HEADS_Hh)
                 self.key_norm = norm((K, h), *form, "Kh", HEADS_Hh)
