@@ -1,13 +1,70 @@
 """The cost of a model: weights, FLOPs, and the memory of a pass. Imports no JAX."""
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Self
 
-from maxramp.model.families.family import LayerSizes
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import BYTES, ModelKeys
+from maxramp.model.pattern import Layer, Mixing
 from maxramp.stage import StageSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSizes:
+    """Widths of a mixer's weights, by their Hugging Face names, and the work without weights."""
+
+    reads: Mapping[str, int]  # weights that read the residual stream: their output widths
+    writes: Mapping[str, int]  # weights that write to it: their input widths
+    heads: int  # of queries
+    width: int  # of all heads
+
+    @classmethod
+    def from_keys(cls, keys: ModelKeys) -> Self:
+        width, kv = (
+            heads * keys.head_dim for heads in (keys.base_num_query_heads, keys.base_num_kv_heads)
+        )
+        reads = {"q_proj": width, "k_proj": kv, "v_proj": kv}
+        return cls(reads, {"o_proj": width}, keys.base_num_query_heads, width)
+
+    def row_products(self, tokens: int, mixing: Mixing) -> float:
+        """Counts 2 T h multiplications for each head and token, halved for causality (PaLM, arXiv
+        2204.02311, appendix B); a window of W tokens leaves W (2 T - W) / T^2 of that."""
+        W = min(mixing.window or tokens, tokens)
+        return self.width * W * (2 * tokens - W)
+
+    def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
+        """Returns bytes of a pass on a device beside its products with weights: those that
+        remat_policy=minimal_with_context keeps, and all."""
+        tokens, itemsize = spec.device_tokens / spec.mesh.sizes["tensor"], BYTES[keys.dtype]
+        result = tokens * self.width * itemsize
+        # A kernel stores no scores; plain products store all, whatever the window. "autoselected"
+        # has a kernel for an accelerator's dtype.
+        kernel = keys.attention in ("cudnn_flash", "splash")
+        kernel |= keys.attention == "autoselected" and keys.dtype != "float32"
+        if kernel:
+            return result, result
+        return 0, result + tokens * spec.row_length * self.heads * (4 + itemsize)
+
+
+class LayerSizes(NamedTuple):
+    """The sizes of a layer for one token, from which FLOPs and memory follow."""
+
+    mixer: AttentionSizes
+    reads: Mapping[str, int]  # as in `AttentionSizes`, of all weights
+    writes: Mapping[str, int]
+    activations: int  # numbers between the products of the MLP
+
+    @classmethod
+    def from_keys(cls, keys: ModelKeys, layer: Layer) -> Self:
+        mixer, width, router = AttentionSizes.from_keys(keys), keys.base_mlp_dim, {}
+        if layer.kind == "sparse":
+            width = keys.moe_mlp_dim * (keys.num_experts_per_tok + keys.shared_experts)
+            router = {"router": keys.num_experts}
+        reads = {**mixer.reads, "gate_proj": width, "up_proj": width, **router}
+        return cls(mixer, reads, {**mixer.writes, "down_proj": width}, 2 * width)
 
 
 def describe_weights(total: int, active: int, form: Callable[[int], str] = "{:,}".format) -> str:
@@ -26,7 +83,7 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     D, family = keys.base_emb_dim, FAMILIES[keys.decoder_block]
     products, adapters, mixed = D * keys.vocab_size, 0, 0
     for layer, count in Counter(family.pattern(keys)).items():
-        sizes = family.sizes(keys, layer)
+        sizes = LayerSizes.from_keys(keys, layer)
         matrices = {**sizes.reads, **sizes.writes}
         products += count * D * sum(matrices.values())
         adapted = (D + matrices[name] for name in keys.lora_modules if name in matrices)
@@ -71,7 +128,7 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
     D, stages = keys.base_emb_dim, spec.mesh.pipeline_stages
     itemsize, family = BYTES[keys.dtype], FAMILIES[keys.decoder_block]
     counts = Counter(family.pattern(keys))
-    kept = {layer: _kept_bytes(family.sizes(keys, layer), keys, spec) for layer in counts}
+    kept = {layer: _kept_bytes(LayerSizes.from_keys(keys, layer), keys, spec) for layer in counts}
     gathered = 0.0
     for layer in (layer for layer in counts if layer.counts):
         more, gathered = _expert_bytes(keys, spec)
@@ -116,7 +173,7 @@ def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str
     stream = tokens * keys.base_emb_dim * itemsize
     context, mixed = sizes.mixer.kept_bytes(keys, spec)
     products = tokens * sum(sizes.reads.values()) / tensor * itemsize
-    activations = tokens * sizes.mlp.activations / tensor * itemsize
+    activations = tokens * sizes.activations / tensor * itemsize
     norms = 2 * tokens * keys.base_emb_dim * 4
     everything = 4 * stream + norms + products + mixed + activations
     shard = stream / tensor  # the residual stream between the products

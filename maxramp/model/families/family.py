@@ -2,39 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from maxramp.keys.section import Relations
 from maxramp.model.keys import ModelKeys
-from maxramp.model.mixers.sizes import AttentionSizes
-from maxramp.model.pattern import Layer, Pattern
-
-
-class MlpSizes(NamedTuple):
-    """The widths of an MLP's products, as in `AttentionSizes`."""
-
-    reads: Mapping[str, int]
-    writes: Mapping[str, int]
-    activations: int  # numbers between the products
-
-    @classmethod
-    def from_width(cls, width: int) -> Self:
-        return cls({"gate_proj": width, "up_proj": width}, {"down_proj": width}, 2 * width)
-
-
-class LayerSizes(NamedTuple):
-    """The sizes of a layer for one token, from which FLOPs and memory follow."""
-
-    mixer: AttentionSizes
-    mlp: MlpSizes
-
-    @property
-    def reads(self) -> dict[str, int]:
-        return {**self.mixer.reads, **self.mlp.reads}
-
-    @property
-    def writes(self) -> dict[str, int]:
-        return {**self.mixer.writes, **self.mlp.writes}
+from maxramp.model.pattern import Pattern
 
 
 class Released(NamedTuple):
@@ -57,7 +29,6 @@ class Family:
     """All facts of a family of models."""
 
     pattern: Callable[[ModelKeys], Pattern]
-    sizes: Callable[[ModelKeys, Layer], LayerSizes]
     # path of a weight -> tensor of a Hugging Face folder; {} is the layer's number
     tensors: Mapping[str, str]
     released: Released

@@ -14,7 +14,6 @@ DEFAULTS |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 40
 
 GEMMA2 = Family(
     functools.partial(windows_pattern, 2, False),
-    LLAMA.sizes,
     {
         **LLAMA.tensors,
         "layers.dense.mixer_post_norm.scale_D": f"{LAYER}.post_attention_layernorm.weight",

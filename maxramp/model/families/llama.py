@@ -1,9 +1,8 @@
 """Llama: RMSNorm, rotary positions, grouped-query attention and a gated MLP (arXiv 2302.13971).
 `rope_type=llama3.1` is Llama 3's. SmolLM2 is one whose head is its embedding (arXiv 2502.02737)."""
 
-from maxramp.model.families.family import Family, LayerSizes, MlpSizes, Released
+from maxramp.model.families.family import Family, Released
 from maxramp.model.keys import ModelKeys
-from maxramp.model.mixers.sizes import AttentionSizes
 from maxramp.model.pattern import Layer, Mixing, Pattern, Rope
 from maxramp.stage import RopeKeys
 
@@ -35,15 +34,10 @@ def _pattern(keys: ModelKeys) -> Pattern:
     return Pattern((Layer("dense", attend_window),), keys.base_num_decoder_layers)
 
 
-def _sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
-    return LayerSizes(AttentionSizes.from_keys(keys), MlpSizes.from_width(keys.base_mlp_dim))
-
-
 LAYER = "model.layers.{}"
 
 LLAMA = Family(
     _pattern,
-    _sizes,
     {
         "embedding_VD": "model.embed_tokens.weight",
         "norm.scale_D": "model.norm.weight",

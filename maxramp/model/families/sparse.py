@@ -1,10 +1,9 @@
-"""Layers, keys, sizes and tensors of families of experts. Imports no JAX."""
+"""Layers, keys and tensors of families of experts. Imports no JAX."""
 
 from collections.abc import Iterable, Mapping
 
 from maxramp.keys.section import Relations
-from maxramp.model.families.family import LayerSizes, MlpSizes
-from maxramp.model.families.llama import LAYER, LLAMA, attend_window
+from maxramp.model.families.llama import LAYER, attend_window
 from maxramp.model.keys import ModelKeys
 from maxramp.model.pattern import Layer, Pattern
 
@@ -28,16 +27,6 @@ def pattern(keys: ModelKeys) -> Pattern:
     return Pattern(
         (sparse,), keys.base_num_decoder_layers - dense, (Layer("dense", attend_window),) * dense
     )
-
-
-def sizes(keys: ModelKeys, layer: Layer) -> LayerSizes:
-    """Returns the sizes for one token, with its active experts."""
-    sizes = LLAMA.sizes(keys, layer)
-    if layer.kind == "dense":
-        return sizes
-    mlp = MlpSizes.from_width(keys.moe_mlp_dim * (keys.num_experts_per_tok + keys.shared_experts))
-    mlp = mlp._replace(reads={**mlp.reads, "router": keys.num_experts})
-    return sizes._replace(mlp=mlp)
 
 
 def check(keys: ModelKeys) -> Relations:
@@ -76,7 +65,7 @@ def check(keys: ModelKeys) -> Relations:
 
 
 # The fields of a `Family` that all of these share.
-LAYERS = {"pattern": pattern, "sizes": sizes, "check": check}
+LAYERS = {"pattern": pattern, "check": check}
 # The names of keys in config.json, in most of these families.
 NAMES = {name: name for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
 
