@@ -1,14 +1,16 @@
 """Shared by the commands: options beside key=value, counts and tables."""
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
 import shlex
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import maxramp
@@ -102,6 +104,31 @@ def print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+_PERIOD = 30.0  # seconds between two signs of life
+
+
+@contextlib.contextmanager
+def show_wait(say: Callable[[str], None], line: str, first: float = _PERIOD) -> Iterator[None]:
+    """Shows that a wait gets on: says the line and the time after `first` seconds, and then every
+    30 seconds, in a thread.
+    """
+    start, ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        patience = first
+        while not ended.wait(patience):
+            patience = _PERIOD
+            say(f"{line}, for {duration(time.monotonic() - start)} so far")
+
+    thread = threading.Thread(target=tell, name="wait", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class Throttle:
     """Reports the progress of something that takes minutes, every 30 seconds."""
 
@@ -109,7 +136,7 @@ class Throttle:
         self._say, self._last = say, time.monotonic()
 
     def __call__(self, line: str) -> None:
-        if time.monotonic() - self._last >= 30:
+        if time.monotonic() - self._last >= _PERIOD:
             self._last = time.monotonic()
             self._say(line)
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import Mesh
 
-from maxramp.commandline import count
+from maxramp.commandline import count, show_wait
 from maxramp.config.keys import Config
 from maxramp.config.resolve import check_context, resolve
 from maxramp.errors import ConfigError, reason_of
@@ -115,7 +115,8 @@ class CompileTarget:
             reason = f"{reason_of(error)} docs/pods.md says what to install"
             raise ConfigError(f"compile_topology={machine.name}: {reason}") from None
         try:
-            compiled = lowered.compile(self._options)
+            with show_wait(self.say, "still compiling"):
+                compiled = lowered.compile(self._options)
             seconds = time.perf_counter() - start
             peak = compiled_bytes(compiled) / GIB
             arguments = compiled.memory_analysis().argument_size_in_bytes / GIB

@@ -5,7 +5,6 @@ background thread compiles, in the order of use, which is the same on every host
 """
 
 import concurrent.futures
-import contextlib
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from maxramp.commandline import show_wait
 from maxramp.errors import StepError, reason_of
 from maxramp.parallel import heap
 from maxramp.training.device_memory import GIB, compiled_bytes
@@ -56,10 +56,8 @@ class BackgroundCompiler:
         while key in self._waiting:
             self._lower_next()
         compiled = self._compiled[key]
-        with contextlib.suppress(TimeoutError):
-            compiled.exception(_SILENT)
-        if not compiled.done():
-            self.say(f"wait     {self._names[key]}: still compiling")
+        with show_wait(self.say, f"wait     {self._names[key]}: still compiling", _SILENT):
+            compiled.exception()
         return compiled.result(), time.perf_counter() - start
 
     def lower(self) -> None:
