@@ -1,11 +1,13 @@
-"""What must not happen to the objects of a storage, whoever fails: without a server."""
+"""What must not happen to the files of a folder and the objects of a storage, whoever fails."""
 
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
-from conftest import BASE, make_config
+from conftest import BASE, environment, make_config
 
 from maxramp.checkpoints.folder import steps_in
 from maxramp.checkpoints.saving import Saves
@@ -221,3 +223,25 @@ def test_the_records_are_sent_last(client, monkeypatch):
     mirror.publish()
     assert len(sent) == 4 and sent[-1] == "gs://bucket/run/metrics.jsonl"
     mirror.close()
+
+
+WRITER = """
+import pathlib, sys
+from maxramp.files.place import write_whole
+path, letter = pathlib.Path(sys.argv[1]), sys.argv[2].encode()
+for _ in range(300):
+    write_whole(path, letter * 10_000)
+    there = path.read_bytes()
+    assert len(there) == 10_000 and len(set(there)) == 1
+"""
+
+
+def test_two_processes_write_one_file(tmp_path):
+    """Each of them writes all of it, and neither takes away what the other is writing."""
+    path = tmp_path / "file"
+    lines = ([sys.executable, "-c", WRITER, str(path), letter] for letter in "ab")
+    pipes = {"stderr": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen(line, env=environment(), **pipes) for line in lines]
+    assert [writer.communicate(timeout=60)[1] for writer in writers] == ["", ""]
+    assert path.read_bytes() in (b"a" * 10_000, b"b" * 10_000)
+    assert list(tmp_path.iterdir()) == [path]
