@@ -34,17 +34,16 @@ def scorer_of(*keys: str, compiler: BackgroundCompiler | None = None):
     return Scorer(config.recipe, abstract, tokenizer, compiler), model, config
 
 
+PIPELINE = ("ici_fsdp_parallelism=4", "ici_pipeline_parallelism=2")
+ALL_AXES = ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "ici_data_parallelism=2")
+
+
 @pytest.mark.parametrize(
     "keys",
     [
         (),
-        pytest.param(
-            ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "ici_data_parallelism=2"),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            ("ici_fsdp_parallelism=4", "ici_pipeline_parallelism=2"), marks=pytest.mark.slow
-        ),
+        pytest.param(ALL_AXES, marks=pytest.mark.long),
+        pytest.param(PIPELINE, marks=pytest.mark.slow),
     ],
 )
 def test_scores_are_those_of_the_logits(keys):

@@ -119,6 +119,18 @@ def test_a_stop_text_ends_answers(trained, cache_dir, tmp_path):
     )
 
 
+def show(shown, data, size):
+    """Yields what is printed of an answer that comes in pieces of bytes, and whether it ends."""
+    for end in range(size, len(data) + size, size):
+        tokens, done = np.frombuffer(data[:end], np.uint8), end >= len(data)
+        shown.read(Answer(tokens, np.zeros(len(tokens)), done, done))
+        yield shown.new(), done
+
+
+def decode(ids):
+    return bytes(map(int, ids)).decode(errors="replace")
+
+
 @pytest.mark.parametrize("size", [1, 2, 7])
 @pytest.mark.parametrize(
     "stops, text, tokens",
@@ -132,15 +144,11 @@ def test_a_stop_text_ends_answers(trained, cache_dir, tmp_path):
 )
 def test_printed_text_stays_part_of_the_answer(stops, text, tokens, size):
     """What may begin a stop text waits, and the tokens are those up to its last one."""
-    data = np.frombuffer(b"abc END d", np.uint8)
-    shown = AnswerText(lambda ids: bytes(map(int, ids)).decode(), data[:0], stops)
-    pieces = []
-    for end in range(size, len(data) + size, size):
-        done = end >= len(data)
-        shown.read(Answer(data[:end], np.zeros(len(data[:end])), done, done))
-        pieces.append(shown.new())
-        assert text.startswith("".join(pieces))
-    assert "".join(pieces) == text and (shown.tokens, shown.done) == (tokens, True)
+    shown, printed = AnswerText(decode, np.zeros(0, np.uint8), stops), ""
+    for piece, _ in show(shown, b"abc END d", size):
+        printed += piece
+        assert text.startswith(printed)
+    assert printed == text and (shown.tokens, shown.done) == (tokens, True)
     assert shown.stopped == (text != "abc END d")
 
 
@@ -148,16 +156,10 @@ def test_printed_text_stays_part_of_the_answer(stops, text, tokens, size):
 def test_characters_come_whole(size):
     """Of bytes that come in pieces; and what is no character at the end shows as such."""
     text = "a\u00fc\u20ac\U0001f600b"
-    prompt, data = np.frombuffer("\u00e9x".encode(), np.uint8), text.encode() + b"\xe2\x82"
-    shown = AnswerText(lambda ids: bytes(map(int, ids)).decode(errors="replace"), prompt, ())
-    pieces = []
-    for end in range(size, len(data) + size, size):
-        tokens = np.frombuffer(data[:end], np.uint8)
-        done = end >= len(data)
-        shown.read(Answer(tokens, np.zeros(len(tokens)), done, done))
-        pieces.append(shown.new())
-        assert "\ufffd" not in pieces[-1] or done
-    assert "".join(pieces) == text + "\ufffd"
+    shown = AnswerText(decode, np.frombuffer("\u00e9x".encode(), np.uint8), ())
+    pieces = list(show(shown, text.encode() + b"\xe2\x82", size))
+    assert all("\ufffd" not in piece or done for piece, done in pieces)
+    assert "".join(piece for piece, _ in pieces) == text + "\ufffd"
 
 
 def test_the_tokenizer_of_a_prepared_set(tmp_path, monkeypatch):

@@ -32,7 +32,6 @@ GEMMA2 = ("decoder_block=gemma2", "sliding_window_size=4", "final_logits_soft_ca
 GEMMA3 = ("decoder_block=gemma3", "use_qk_norm=True", "sliding_window_size=4")
 GEMMA3 += ("base_num_decoder_layers=7", "local_rope_max_timescale=10")
 MOST = 10  # tokens of an answer
-QUICK = {"xla_backend_optimization_level": 0}
 GREEDY = Sampling(temperature=0)
 PROMPTS = [np.arange(1, 1 + n, dtype=np.int32) * 7 % VOCAB for n in (1, 5, 9, 14, 3)]
 
@@ -46,8 +45,8 @@ class Writer:
         self.mesh, self.execution = make_mesh(config), config.model
         with jax.set_mesh(self.mesh):
             make = functools.partial(Decoder, config.model, jax.random.key(0))
-            self.model = jax.jit(make, compiler_options=QUICK)()
-        self.generator = Generator(config.model, self.model, GenerationConfig(MOST, GREEDY), QUICK)
+            self.model = jax.jit(make)()
+        self.generator = Generator(config.model, self.model, GenerationConfig(MOST, GREEDY))
         self.weights = self.generator.prepare(self.model)
 
     def __call__(self, prompts, *generation, samples=None, **more):
@@ -61,7 +60,7 @@ class Writer:
             row_T[: len(row)] = row
         with jax.set_mesh(self.mesh):
             call = functools.partial(Decoder.__call__, execution=self.execution)
-            forward = jax.jit(call, compiler_options=QUICK)
+            forward = jax.jit(call)
             return np.asarray(forward(self.model, tokens_BT))[: len(rows)]
 
 
@@ -247,7 +246,7 @@ LOGITS = np.log([0.05, 0.3, 0.02, 0.25, 0.2, 0.08, 0.1]).astype(np.float32)
 def test_draws_follow_the_distribution(sampling, left):
     """Counts of 4,000 draws lie within 5 standard deviations; log-probabilities are of all."""
     n = 4000
-    draw = jax.jit(sample, static_argnums=1, compiler_options=QUICK)
+    draw = jax.jit(sample, static_argnums=1)
     positions = np.full(n, 5, np.int32)
     tokens, log_probs = draw(
         np.tile(LOGITS, (n, 1)),

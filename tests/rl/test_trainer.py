@@ -24,7 +24,6 @@ from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, init_state
 
-QUICK = {"xla_backend_optimization_level": 0}
 KEYS = (
     *("program=grpo", "num_generations=4", "max_completion_length=6", "opt_type=sgd"),
     "learning_rate=1",
@@ -52,23 +51,16 @@ class Run:
 
     def __init__(self, rewards, micro, *keys, devices=1, held_out=None):
         config = make_config(*KEYS, f"micro_batch_size={micro}", *keys, devices=devices)
-        self.ramp, self.mesh = (
-            RampupBatchManager(config.batch, devices, fields=REWARDS.fields),
-            make_mesh(config),
-        )
+        self.ramp = RampupBatchManager(config.batch, devices, fields=REWARDS.fields)
+        self.mesh = make_mesh(config)
         bytes_ = PromptTokenizer(tokenizers.load("bytes", "", True, True))
         make = functools.partial(init_state, config.recipe)
-        self._make = Jitted(self.mesh, make, compiler_options=QUICK)
+        self._make = Jitted(self.mesh, make)
         compiler = BackgroundCompiler(0, lambda line: None, lambda: None)
         state = abstract_state(config.recipe, self.mesh)
-        programs = PolicyPrograms(
-            config,
-            LearningRate.from_keys(config.learning_rate, self.ramp),
-            state,
-            generation_config(config, bytes_),
-            compiler,
-            QUICK,
-        )
+        rate = LearningRate.from_keys(config.learning_rate, self.ramp)
+        how = generation_config(config, bytes_)
+        programs = PolicyPrograms(config, rate, state, how, compiler, {})
         for stage in self.ramp.stages:
             programs.announce(stage)
         self.scorer = Scorer(config, programs.generator, bytes_, rewards)
@@ -124,19 +116,14 @@ MIXTURE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
 MIXTURE += ("load_balance_loss_weight=0.1", "load_balance_loss_scope=step", "learning_rate=0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "micro, model, keys, devices",
     [
+        (1, (), ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"), 4),
+        (1, MIXTURE, ("ici_expert_parallelism=2",), 2),
+        (2, (), ("ici_context_parallelism=2", "context_parallel_strategy=all_gather"), 2),
         pytest.param(2, (), (), 1, marks=pytest.mark.long),
-        pytest.param(
-            *(1, (), ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"), 4),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(1, MIXTURE, ("ici_expert_parallelism=2",), 2, marks=pytest.mark.slow),
-        pytest.param(
-            *(2, (), ("ici_context_parallelism=2", "context_parallel_strategy=all_gather"), 2),
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_the_update_does_not_depend_on_parts_or_mesh(rewards, micro, model, keys, devices):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
+from test_step import initial_state
 
 from maxramp.data.rows import PADDING
 from maxramp.model.parts.aux import Aux
@@ -23,11 +24,10 @@ from maxramp.training.learning_rate import LearningRate
 from maxramp.training.log_probs import token_log_probs
 from maxramp.training.optimizers.table import make_optimizer
 from maxramp.training.policy import advantages, shares
-from maxramp.training.state import TrainState, init_state
+from maxramp.training.state import TrainState
 from maxramp.training.step import make_train_step, update
 
 P, G, S, VOCAB = 4, 4, 17, 264
-QUICK = {"xla_backend_optimization_level": 0}
 KEYS = PolicyKeys(
     num_generations=G,
     grpo_normalize_advantages=True,
@@ -82,11 +82,11 @@ def stepped(parts, grpo_normalization="token", *keys, devices=8):
     policy = dataclasses.replace(KEYS, grpo_normalization=grpo_normalization)
     step = make_train_step(dataclasses.replace(config.recipe, objective=REWARDS, loss=policy), rate)
     with jax.set_mesh(mesh):
-        state = jax.jit(functools.partial(init_state, config.recipe), compiler_options=QUICK)()
+        state = initial_state(config)
         batch = random_batch(grpo_normalization)
         batch = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
         batch = jax.device_put(batch, NamedSharding(mesh, BATCH_ABT))
-        after, metrics = jax.jit(step, compiler_options=QUICK)(state, batch)
+        after, metrics = jax.jit(step)(state, batch)
         change = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), after.model, state.model)
         return {name: np.asarray(x) for name, x in metrics.items()}, jax.tree.leaves(change)
 
@@ -128,9 +128,7 @@ def test_the_loss_is_the_formula(grpo_normalization):
     config = config_of(devices=1)
     mesh, batch = make_mesh(config), random_batch(grpo_normalization)
     with jax.set_mesh(mesh):
-        model = jax.jit(
-            functools.partial(init_state, config.recipe), compiler_options=QUICK
-        )().model
+        model = initial_state(config).model
         placed = jax.device_put(batch, NamedSharding(mesh, ROWS_BT))
         execution = config.model
         forward = jax.jit(functools.partial(type(model).__call__, execution=execution))
@@ -181,7 +179,7 @@ def test_updates_on_one_batch_are_one_step():
     make_update = functools.partial(
         update, optimizer=optimizer, learning_rate=lambda sample, samples: sample
     )
-    compiled = jax.jit(make_update, static_argnames="again", compiler_options=QUICK)
+    compiled = jax.jit(make_update, static_argnames="again")
     with jax.set_mesh(make_mesh(config)):
         model = {"w_D": new_weight(jnp.ones(2), "matrix", "D")}
         state = TrainState(

@@ -1,20 +1,17 @@
 """Phases with positions and windows of their own, beside runs that have them from the start."""
 
 import dataclasses
-import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 from conftest import BASE, TINY, complete, make_config, run
+from opened import logits
 
 from maxramp import convert
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.handover.opening import open_model
-from maxramp.model.decoder import Decoder
 from maxramp.model.size import training_flops_per_token
-from maxramp.parallel.mesh import mesh_of
 from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
@@ -105,11 +102,6 @@ def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
         with torch.no_grad():
             wanted = theirs(torch.tensor(tokens)).logits.numpy()
         rows = np.broadcast_to(tokens, (8, 32)).astype(np.int32)
-        np.testing.assert_allclose(logits(opened, rows)[:1], wanted, atol=2e-5)
-
-
-def logits(opened, tokens_BT):
-    model = opened.load()
-    with jax.set_mesh(mesh_of(model)):
-        forward = functools.partial(Decoder.__call__, execution=opened.config.model)
-        return np.asarray(jax.jit(forward)(model, tokens_BT))
+        np.testing.assert_allclose(
+            logits(opened.load(), opened.config, rows)[:1], wanted, atol=2e-5
+        )
