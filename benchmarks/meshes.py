@@ -18,7 +18,7 @@ from figures import ROOT, parser, save
 
 from maxramp.commandline import print_table
 from maxramp.config.load import load
-from maxramp.planning import meshes
+from maxramp.planning import compile_target
 from maxramp.planning.compile_target import open_machine
 from maxramp.planning.meshes import MeshSearch
 
@@ -55,7 +55,7 @@ def main() -> None:
     arguments = options.parse_args()
     end, path = time.monotonic() + arguments.seconds, pathlib.Path(arguments.json or "meshes.json")
     stored = json.loads(path.read_text())["figures"] if path.exists() else {}
-    meshes.POLICIES = ("full",)
+    compile_target.POLICIES = ("full",)
     ranks, queues = {}, {}
     for case in arguments.cases:
         keys = [str(ROOT / "configs" / "base.yml"), *COMMON, *CASES[case]]
@@ -88,8 +88,9 @@ def _order(number: int) -> list[int]:
 def _show(ranks: dict, stored: dict) -> None:
     rows = []
     for case, ways in ranks.items():
-        steps = {name: x["step_seconds"] for name, x in stored.get(case, {}).items() if x["fits"]}
-        ordered = [way.name for way in ways if way.name in steps]
+        figures = stored.get(case, {})
+        ordered = [way.name for way in ways if figures.get(way.name, {}).get("fits")]
+        steps = {name: figures[name]["step_seconds"] for name in ordered}
         if not ordered:
             continue
         best, first = min(steps, key=steps.get), ordered[0]

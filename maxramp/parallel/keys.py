@@ -35,7 +35,7 @@ class MeshKeys(_Sizes):
         pairs = zip(self.group("ici").values(), self.group("dcn").values(), strict=True)
         return {axis: max(1, i) * max(1, d) for axis, (i, d) in zip(AXES, pairs, strict=True)}
 
-    @property
+    @functools.cached_property
     def slices(self) -> dict[str, int]:
         """The part of every mesh axis between slices, with 1 for an open one."""
         sizes = self.group("dcn").values()

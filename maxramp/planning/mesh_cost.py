@@ -3,20 +3,23 @@
     step = (products + attention + memory) / (1 - bubble) + weights + copies + tensor + experts
            + context + stages
 
-n is `StageSpec.device_tokens`, the tokens of a pass on a device; p passes make a step:
+n is `StageSpec.device_tokens`, the tokens of a pass on a device; p passes make a step; r and a are
+the shares of a forward pass's products and attention that the backward pass computes again
+(`_RECOMPUTED`):
 
-    products   6 FLOPs (with recomputation up to 8) for each active weight and token, at `flops`
-    attention  FLOPs of the scores, 9 products where 6 are counted, and 2 recomputed, at `flops`
-    memory     what norms, activations and the residual stream read and write, at `memory`; that of
-               experts for all rows that there is room for, balanced or not
+    products   6 + 2r FLOPs for each active weight and token, at `flops`
+    attention  (9 + 2a) / 6 of the FLOPs of the scores as they are counted, at `flops`
+    memory     bytes for a byte of the residual stream, of products' results, and of a row of
+               experts that nothing fills: (3 + r) / 4 of 18, 16 and 38, at `memory`
     bubble     share of a pass in which a pipeline's stages idle
     weights    p x (2 gathers and a scattered gradient) of the weights that fsdp, expert and context
-               shard; in every tick of a pipeline, unless pipeline_fsdp_ag_once
-    copies     one sum of the gradients over data
-    tensor     p x 9 (13 if recomputed) gathers or scatters of [n, D] a layer
-    experts    p x 4 (5) exchanges of a token's k copies, or gathers of all tokens, a layer
-    context    p x 2 (3) exchanges of queries, keys, values and results (ulysses), or 3.5 gathers of
-               keys and values, a layer
+               shard; in every tick of a pipeline, unless pipeline_fsdp_ag_once; without what runs
+               beside products
+    copies     one sum of the gradients over data, behind the passes
+    tensor     p x (9 + 4r) gathers or scatters of [n, D] a layer
+    experts    p x (4 + r) exchanges of a token's k copies, or gathers of all tokens, a layer
+    context    p x (2 + r) exchanges of queries, keys, values and results (ulysses), or 2.5 + r
+               gathers of keys and values, a layer
     stages     p x 2 x [n, D] to the next stage, in every tick
 
 A transfer of N bytes in a group of g devices on s nodes (or slices) brings (g - s) / g N over the
@@ -53,8 +56,7 @@ _RECOMPUTED = {
     "minimal": (0.65, 1),
     "full": (0.8, 1),
 }
-# Bytes moved in a step for a byte of the residual stream, of a product's result, and of a row of
-# experts that nothing filled.
+# As `memory` above says.
 _STREAM, _RESULT, _ROOM = 18, 16, 38
 
 
@@ -118,13 +120,12 @@ class CostModel:
             "attention": tokens * scores * (9 + 2 * attention_again) / 6 / rates.flops * idle,
             "memory": self._activation_bytes(model, spec) * (3 + again) / 4 / rates.memory * idle,
         }
-        waits = {"weights": self._weight_waits(model, spec), "copies": self._copy_waits(spec.mesh)}
-        total, work = sum(waits.values()), sum(parts.values())
-        hidden = min(rates.hidden * total, work) / total if total else 0
-        parts |= {name: (1 - hidden) * wait for name, wait in waits.items()}
+        wait = self._weight_waits(model, spec)
+        hidden = min(rates.hidden * wait, sum(parts.values()))
+        parts |= {"weights": wait - hidden, "copies": self._copy_waits(spec.mesh)}
         for name, wait in self._activation_waits(model, spec, again):
             parts[name] = spec.accumulation * wait
-        return StepEstimate(parts, self._gib(model, spec))
+        return StepEstimate(parts, self.gib(model, spec))
 
     def _group(self, mesh: MeshKeys, *axes: str) -> tuple[int, float]:
         """Counts the devices of a group along axes, and the nodes or slices that they are on."""
@@ -213,7 +214,7 @@ class CostModel:
             rate = self._rates.network if network else self._rates.links
             yield "stages", 2 * stream * stages / parts * ticks / rate
 
-    def _gib(self, model: ModelKeys, spec: StageSpec) -> float:
+    def gib(self, model: ModelKeys, spec: StageSpec) -> float:
         """Adds up weights, optimizer, gradients and a pass, as `planning.plan.estimate` does."""
         sizes = spec.mesh.sizes
         state = sum(

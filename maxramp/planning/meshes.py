@@ -1,5 +1,6 @@
 """Ranks the meshes that a config may have on a machine, and compiles the first of them."""
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -143,28 +144,35 @@ class MeshSearch:
         except ConfigError:
             return []
         spec, ways = stage.spec, []
+        model = target.config.recipe.with_spec(spec).model
         rows = spec.samples // spec.mesh.ranks
         multiples = range(spec.rows_multiple, rows + 1, spec.rows_multiple)
-        sizes = [size for size in reversed(multiples) if rows % size == 0]
+        sizes = [size for size in multiples if rows % size == 0]
         if not has_free_passes(target.config.batch):
             sizes = [spec.rows // spec.mesh.ranks]
-        for policy, size in itertools.product(target.policies, sizes):
-            if ways and ways[-1].spec.remat_policy == policy:
-                continue
-            tried = spec.resize(rows // size, size * spec.mesh.ranks)
-            tried = dataclasses.replace(tried, remat_policy=policy)
-            model = target.config.recipe.with_spec(tried).model
-            estimate = self._cost.step(model, tried)
-            if estimate.gib <= limit:
-                ways.append(Way(target, stage, tried, estimate))
+        for policy in target.policies:
+            tried = [
+                dataclasses.replace(
+                    spec.resize(rows // size, size * spec.mesh.ranks), remat_policy=policy
+                )
+                for size in sizes
+            ]
+            fitting = bisect.bisect_right(tried, limit, key=lambda x: self._cost.gib(model, x))
+            if fitting:
+                largest = tried[fitting - 1]
+                ways.append(Way(target, stage, largest, self._cost.step(model, largest)))
         return sorted(ways, key=lambda way: way.estimate.seconds)
 
     def rank(self, index: int) -> list[Way]:
         """Returns the meshes for a stage, each in the way that the model expects to be fastest, the
         fastest first."""
         limit = self.targets[0].limit
-        first = [ways[0] for x in self.targets if (ways := self.ways(x, index, limit))]
-        return sorted(first, key=lambda way: (way.estimate.seconds, way.estimate.gib))
+        ways = [way for target in self.targets for way in self.ways(target, index, limit)]
+        ways.sort(key=lambda way: (way.estimate.seconds, way.estimate.gib))
+        first: dict[MeshKeys, Way] = {}
+        for way in ways:
+            first.setdefault(way.spec.mesh, way)
+        return list(first.values())
 
     def compile(self, way: Way) -> dict[str, Any]:
         """Compiles a way; if it does not fit, the next one of its mesh, until one fits. Returns
