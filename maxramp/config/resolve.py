@@ -26,9 +26,9 @@ from maxramp.training.keys import optimizer_names
 def resolve(
     config: Config, num_devices: int, num_slices: int | None = None, num_processes: int = 1
 ) -> Config:
-    """Fills in the keys that the devices decide, so that none is left open, and checks what depends
-    on them. `num_slices` are groups of devices joined by the slow network (TPU slices; 1
-    elsewhere); None uses those of the keys, for a job in the future.
+    """Fills in the keys that the devices decide, so that none is left open; a ConfigError if the
+    keys do not fit them. `num_slices` are groups of devices joined by the slow network (TPU slices;
+    1 elsewhere); None uses those of the keys, for a job in the future.
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)

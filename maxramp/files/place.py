@@ -206,13 +206,13 @@ def make_folder(path: Place) -> None:
 
 
 def remove_tree(folder: Place) -> None:
-    """Removes a folder with all that is in it, as far as that is possible."""
+    """Removes a folder with all that is in it; silently leaves what cannot be removed."""
     if not isinstance(folder, ObjectPath):
         shutil.rmtree(folder, ignore_errors=True)
         return
     with contextlib.suppress(OSError):
         # One by one: clients take a folder's name for a glob. Hidden names last: they say what
-        # the others are.
+        # the other files are.
         for name in sorted(sizes(folder), reverse=True):
             (folder / name).unlink(missing_ok=True)
 

@@ -151,27 +151,26 @@ class ModelSource:
 def load_tokenizer(
     keys: DataKeys,
     origin: ModelFolder | None,
-    is_another: bool = False,
+    is_replaced: bool = False,
     overrides: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> PromptTokenizer:
-    """Loads the tokenizer of a run's data, for the model of `origin` where it began with one.
-
-    `is_another` = the keys name another tokenizer than that of the data. `overrides` may change
-    which special tokens documents have.
+    """Loads the tokenizer of the data, or if it `is_replaced` the one that the keys name, for a run
+    that began with the model `origin`. Of `overrides` only MARK_KEYS count. A ConfigError if it
+    cannot be loaded, or the data hold tokens and name no tokenizer.
     """
-    kind, path, options = _document_tokenizer(keys, is_another)
+    kind, path, options = _document_tokenizer(keys, is_replaced)
     options |= {name: value for name, value in overrides.items() if name in options}
-    ends = tuple(origin.ends) if origin and not is_another else ()
+    ends = tuple(origin.ends) if origin and not is_replaced else ()
     return PromptTokenizer(tokenizers.load(kind, path, **options), ends, keys)
 
 
-def _document_tokenizer(keys: DataKeys, is_another: bool) -> tuple[str, str, dict[str, bool]]:
+def _document_tokenizer(keys: DataKeys, is_replaced: bool) -> tuple[str, str, dict[str, bool]]:
     """Returns the type and file of a tokenizer, and the values of MARK_KEYS."""
     by_keys = kind, path, options = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
     # Documents of text_files have both tokens, and so would those that synthetic ones stand for.
     if kind == "bytes" and keys.dataset_type in ("text", "synthetic"):
         return kind, path, options | {"add_bos": True, "add_eos": True}
-    if is_another:
+    if is_replaced:
         return by_keys
     source, are_tokens = f"hf_path={keys.hf_path}", not keys.tokenize_train_data
     if keys.dataset_type == "grain" and not keys.reads_chats:

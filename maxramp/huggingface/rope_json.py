@@ -140,7 +140,9 @@ def _scaling(
 def _complete_yarn(
     rope: Mapping[str, Any], longest: int, by_layer: bool, where: str
 ) -> dict[str, Any]:
-    """Fills in the values that transformers uses where numbers are missing."""
+    """Returns yarn's numbers with those that transformers takes for missing ones; attention_factor
+    is -1 where it is that of the factor. A ConfigError where we could not do as transformers does.
+    """
     length = cast_key(_LENGTH, _LENGTH, rope, where)
     rope = {"truncate": True, **rope}
     rope |= {"beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0}
@@ -149,19 +151,19 @@ def _complete_yarn(
             f"{where}: truncate={rope['truncate']} of {_FULL} is not supported: transformers does "
             "not read it where layers have their own positions; leave it out"
         )
-    if "factor" in rope and rope["factor"] is None:
+    if "factor" not in rope:
+        return rope  # which is refused, as by transformers
+    if rope["factor"] is None:
         rope["factor"] = longest / max(1, length)
-    if rope.get("factor") is None:
-        return rope
     factor = cast_key("rope_factor", "factor", rope, where)
-    usual = amplitude = yarn_amplitude(max(1.0, factor))
+    default = amplitude = yarn_amplitude(max(1.0, factor))
     if all(map(rope.get, _MSCALES)):
-        above, below = (cast_key("rope_factor", name, rope, where) for name in _MSCALES)
-        amplitude = (1 + above * (usual - 1)) / (1 + below * (usual - 1))
+        scale, scale_all = (cast_key("rope_factor", name, rope, where) for name in _MSCALES)
+        amplitude = (1 + scale * (default - 1)) / (1 + scale_all * (default - 1))
     if (written := rope.get("attention_factor")) is not None:
         amplitude = cast_key("rope_attention_factor", "attention_factor", rope, where)
         refuse([(amplitude <= 0, f"{where}: attention_factor={written} must be above 0")])
-    return rope | {"attention_factor": -1.0 if abs(amplitude - usual) < 1e-6 else amplitude}
+    return rope | {"attention_factor": -1.0 if abs(amplitude - default) < 1e-6 else amplitude}
 
 
 def make_values(keys: ModelKeys, released: Released, original: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,8 @@ def _compute_rest(
 def _log_probs(
     job: Job, sequences: Sequence[Any], first: int, model: Decoder, expansion: Expansion
 ) -> Iterator[np.ndarray]:
-    """Computes the log-probabilities of the rows from `first` on, by batches: float32 [n, 2]."""
+    """Yields the log-probabilities (chosen, rejected) of the rows from `first` on, by batches:
+    float32 [n, 2]. To be called on all processes."""
     rows = Chain(sequences)[first:]
     if not len(rows):
         return
@@ -129,7 +130,7 @@ def _log_probs(
     recipe = job.config.recipe.with_spec(spec)
 
     def compute(model: Decoder, batch: Batch) -> jax.Array:
-        micro_batch = jax.tree.map(lambda x_AB: x_AB[0], expansion.gather(batch))
+        micro_batch = jax.tree.map(lambda x_AB: x_AB[0], expansion.gather(batch))  # A = 1
         weights = model.cast(recipe.model.dtype)
         log_p_B2, _ = answer_log_probs(recipe.loss, recipe.model, weights, micro_batch)
         return jax.reshard(log_p_B2, REPLICATED)

@@ -28,8 +28,9 @@ _DENSE_FIRST = r"1|\(?(\[0\]\*(?P<dense>\d+)\+)?\[1\]\*\d+\)?"
 
 
 def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
-    """Reads --flag value value: the values of every flag; the last one wins. Flags in a shell's
-    variable (ARGS="--flag value") are read where it is set.
+    """Returns the values of every --flag-name by its name, the last ones if it comes again, without
+    words before the first flag. Flags in a shell's variable (ARGS="--flag value") are read where it
+    is set; a ValueError if a quotation in it does not end.
     """
     flags: dict[str, list[str]] = {}
     values: list[str] = []

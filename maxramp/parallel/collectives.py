@@ -141,10 +141,10 @@ def _wait_for_first(x: jax.Array, other: jax.Array | None) -> jax.Array:
     return wait_for(x, other[(0,) * other.ndim].astype(jnp.float32) if other.ndim else other)
 
 
-def squares(tree: Any, *others: Any, function: Callable = lambda x: x) -> jax.Array:
-    """Returns each device's part, float32 [devices], of the squared norm of `function` of a tree's
-    arrays and those of other trees. For gradients that stay apart (`sharding.gradient_spec`) it is
-    the sum of the copies' squared norms."""
+def square_sums(tree: Any, *others: Any, function: Callable = lambda x: x) -> jax.Array:
+    """Returns each device's part, float32 [devices] for `add_up`, of the squared norm of `function`
+    of a tree's arrays (at least one) and those of other trees, sharded alike. For gradients that
+    stay apart (`sharding.gradient_spec`) it is the sum of the copies' squared norms."""
     trees, mesh = [jax.tree.leaves(x) for x in (tree, *others)], jax.sharding.get_abstract_mesh()
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, trees)
     axes = [{*jax.tree.leaves(tuple(spec.partitions)), *spec.unreduced} for spec in specs[0]]

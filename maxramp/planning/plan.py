@@ -74,8 +74,8 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
     warnings = (
         "" if program in ("", "train") else other,
         *ramp.warnings,
-        "" if sources is None else _demo_rate(config, sources, weights),
-        _too_large(stages, *limit),
+        "" if sources is None else _default_rate_warning(config, sources, weights),
+        _memory_warning(stages, *limit),
     )
     return ramp.to_json() | {
         "run_name": config.run.run_name,
@@ -110,12 +110,12 @@ def _defaults(config: Config, sources: Mapping[str, str]) -> list[dict[str, str]
     return sorted(defaults, key=lambda one: one["source"])
 
 
-def _demo_rate(config: Config, sources: Mapping[str, str], weights: int) -> str:
-    """Warns of another model than base.yml's with base.yml's learning rate."""
-    other = any(
+def _default_rate_warning(config: Config, sources: Mapping[str, str], weights: int) -> str:
+    """Returns a warning if a model of other sizes has base.yml's learning rate, else ""."""
+    has_other_sizes = any(
         name.startswith("base_") and config.values[name] != base()[name] for name in sources
     )
-    if not other or "learning_rate" in sources:
+    if not has_other_sizes or "learning_rate" in sources:
         return ""
     return (
         f"learning_rate={config.values['learning_rate']:g} is that of base.yml's model of 0.87M "
@@ -123,8 +123,8 @@ def _demo_rate(config: Config, sources: Mapping[str, str], weights: int) -> str:
     )
 
 
-def _too_large(stages: Sequence[dict[str, Any]], gib: float, source: str) -> str:
-    """Warns of a stage whose estimate is above the memory that a program can use."""
+def _memory_warning(stages: Sequence[dict[str, Any]], gib: float, source: str) -> str:
+    """Returns a warning if a stage is estimated above the memory of a program, else ""."""
     needs = {stage["index"]: stage["memory_gib"]["total"] for stage in stages}
     largest = max(needs, key=needs.__getitem__)
     if not gib or needs[largest] <= gib:

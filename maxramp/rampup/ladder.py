@@ -101,8 +101,8 @@ def simulate(
 def expected_rungs(
     keys: BatchKeys, sample: int = 0, climbed: Sequence[tuple[int, int]] = ()
 ) -> list[tuple[int, int]]:
-    """Returns the rungs that were `climbed` and those that a plan expects, which knows no
-    measurements; [] under other policies. A rung may begin after the run's end.
+    """Returns (first sample, global batch size) of the rungs that were `climbed`, and of those that
+    a plan expects after `sample`, maybe beyond the run's end; [] unless rampup_policy=noise.
     """
     if keys.rampup_policy != "noise":
         return []

@@ -52,8 +52,9 @@ class Rewards:
     """Reward functions, in worker processes."""
 
     def __init__(self, names: Sequence[str], workers: int, timeout: float):
-        """Starts the workers, which import the functions (module:function, also from the current
-        folder); `timeout` is in seconds, for a part of a batch.
+        """Starts the workers, at least one, which import the functions (module:function, also from
+        the current folder); a ConfigError if that fails. `timeout` is in seconds, for the answers
+        that a worker gets at a time.
         """
         self._timeout, limit = timeout, max(timeout, _IMPORT_SECONDS)
         self._workers: list[_Worker] = []
@@ -69,7 +70,9 @@ class Rewards:
                 worker.receive(time.monotonic() + limit, late, "while it imported them")
         except BaseException as error:
             self.close()
-            raise ConfigError(str(error)) if isinstance(error, TrainingError) else error from None
+            if isinstance(error, TrainingError):
+                raise ConfigError(str(error)) from None
+            raise
 
     def submit(
         self, prompts: Sequence[str], answers: Sequence[str], truths: Sequence[Any]

@@ -90,7 +90,7 @@ def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
         head_DV = all_gather(head_DV, SHARD_AXES, behind=x_BTD)
         parts_BTsd = x_BTD.reshape(*shape[:2], -1, shard)
         x_BTD = jnp.pad(parts_BTsd, (*((0, 0),) * 3, (0, gap))).reshape(*shape[:2], -1)
-        sums, gradients = _blocks(x_BTD, head_DV, targets_BT, *keys, with_gradients)
+        sums, gradients = _sum_blocks(x_BTD, head_DV, targets_BT, *keys, with_gradients)
         # Added in one order, as the norm of the gradients (`add_up`).
         sums = all_gather(jnp.stack(sums)[None], BATCH_AXES).sum(0)
         if with_gradients:
@@ -116,10 +116,11 @@ def _count(statistics):
     return 5 if statistics else 3
 
 
-def _blocks(
+def _sum_blocks(
     x_BTD, head_DV, targets_BT, z_loss_multiplier, block_tokens, statistics, cap, with_gradients
 ):
-    """Returns one device's sums, and the gradients of its objective by x and the head, or ()."""
+    """Returns the sums, as `cross_entropy_sums`, of a device's own tokens (at least one), and the
+    gradients of the objective by x and the head, or (). Called inside `map_shards`."""
     D, V = head_DV.shape
     tokens = targets_BT.size
     groups, blocks, size = loss_blocks(tokens, block_tokens, D, x_BTD.dtype.itemsize)
@@ -152,7 +153,7 @@ def _blocks(
             return sums, ()
         scale_N = jnp.where(counts_N, (1 + 2 * z_loss_multiplier * log_z_N) / z_N, 0)
         dlogits_NV = exp_NV * scale_N[:, None] - (is_target_NV & counts_N[:, None])
-        # Turned as XLA for TPUs has them, or it would copy all of them.
+        # Transposed, as XLA for TPUs has them, or it would copy all of them.
         return sums, soft_cap_backward(dlogits_NV, logits_NV, cap).astype(x_ND.dtype).T
 
     def group(carry, arrays):

@@ -34,7 +34,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.norm import RowScale
 from maxramp.model.parts.weights import Weight, map_weights, weights_of
-from maxramp.parallel.collectives import add_up, squares
+from maxramp.parallel.collectives import add_up, square_sums
 from maxramp.parallel.sharding import ROWS_ACB, ROWS_B, STREAM_BD, HEAD_Bh, HEADS_BHh, stack_spec
 from maxramp.training.keys import OptimizerKeys
 from maxramp.training.optimizers.adamw import AdamState
@@ -72,7 +72,7 @@ def measure(
     leaves = jax.tree.leaves(gradients, is_leaf=_is_probe)
     gradients = jax.tree.map(lambda x: x.scale if _is_probe(x) else x, gradients, is_leaf=_is_probe)
     scales_by_row = [x.rows_BD for x in leaves if _is_probe(x)]
-    kept = {"": squares(_product_weights(gradients)), "norms_": squares(scales_by_row)}
+    kept = {"": square_sums(_product_weights(gradients)), "norms_": square_sums(scales_by_row)}
     if adam := _moment(gradients, opt_state):
         kept["adam_"] = _adam_squares(gradients, keys, adam)
     return (gradients, sums), kept
@@ -96,11 +96,11 @@ def metrics(
     )
     n = tokens_ACB.sum()
     groups = {
-        "norms_": (tokens_ACB, squares([x for x in weights_of(gradients) if x.role == "scale"]))
+        "norms_": (tokens_ACB, square_sums([x for x in weights_of(gradients) if x.role == "scale"]))
     }
     if A > 1:
         tokens_AC = tokens_ACB.sum(-1)
-        groups[""] = tokens_AC, squares(_product_weights(gradients))
+        groups[""] = tokens_AC, square_sums(_product_weights(gradients))
         if adam := _moment(gradients, opt_state):
             groups["adam_"] = tokens_AC, _adam_squares(gradients, keys, adam)
     estimates = {}
@@ -137,4 +137,4 @@ def _adam_squares(gradients: Decoder, keys: OptimizerKeys, adam: AdamState) -> j
         return g / (jnp.sqrt(v.astype(jnp.float32)) * correction + keys.adam_eps)
 
     gs, vs = _product_weights(gradients.layers), _product_weights(adam.nu.layers)
-    return squares(gs, vs, [correction] * len(gs), function=divide)
+    return square_sums(gs, vs, [correction] * len(gs), function=divide)

@@ -27,7 +27,7 @@ from maxramp.objectives.pairs import PAIRS
 from maxramp.objectives.rewards import REWARDS
 from maxramp.objectives.text import TEXT
 from maxramp.parallel.axes import COPY_AXES, TOKEN_AXES
-from maxramp.parallel.collectives import add_up, map_shards, squares, wait_for
+from maxramp.parallel.collectives import add_up, map_shards, square_sums, wait_for
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT, gradient_spec
 from maxramp.training import balance, noise_scale
@@ -225,7 +225,7 @@ def update(
     clock, and this one has the same learning rate."""
     gradients, shown = mask_layers(sums[0], optimizer.trainable_layers), sums[1].shown
     count = shown[divisor]
-    grad_norm = jnp.sqrt(add_up(squares(gradients))) / count
+    grad_norm = jnp.sqrt(add_up(square_sums(gradients))) / count
     scale = 1 / count
     if optimizer.gradient_clipping_threshold:
         limit = optimizer.gradient_clipping_threshold

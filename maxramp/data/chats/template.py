@@ -34,19 +34,20 @@ class ChatTemplate:
         self,
         source: str,
         marks: Sequence[str],
-        named: Mapping[str, str],
+        named_marks: Mapping[str, str],
         date: datetime.date,
         switches: Mapping[str, Any],
     ):
-        """Compiles a template.
+        """Compiles a template; a ConfigError if it is not valid.
 
         Args:
-          marks: texts that no message may hold.
-          named: some of them by name, such as eos_token.
+          marks: the special tokens, which no message may hold.
+          named_marks: some of them by name, such as eos_token.
+          date: the day that the template sees as today.
           switches: other variables, such as enable_thinking.
         """
-        self._made_of = source, marks, named, date, switches
-        self._named, self._date, self._switches = dict(named), date, dict(switches)
+        self._arguments = source, marks, named_marks, date, switches
+        self._named, self._date, self._switches = dict(named_marks), date, dict(switches)
         escaped = map(re.escape, sorted(marks, key=len, reverse=True))
         self._marks = re.compile("|".join(escaped) or "(?!)")  # which matches nothing
         self._has_blocks = bool(_BLOCKS.search(source))
@@ -55,10 +56,11 @@ class ChatTemplate:
             self._template = self._environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is not valid ({one_line(error)})") from None
-        self.hash = hash_of((source, sorted(named.items()), str(date), sorted(switches.items())))
+        named = sorted(named_marks.items())
+        self.hash = hash_of((source, named, str(date), sorted(switches.items())))
 
     def __reduce__(self) -> Any:
-        return type(self), self._made_of  # what Jinja compiles cannot travel to another process
+        return type(self), self._arguments  # what Jinja compiles cannot travel to another process
 
     def mark_in(self, text: str) -> str:
         """Returns the first mark in a text, or ""."""
