@@ -39,7 +39,13 @@ import jax
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import BYTES, ModelKeys, key_copies
 from maxramp.model.parts.weights import Weight, weights_of
-from maxramp.model.size import pass_bytes, pipeline_bubble, pipeline_ticks, training_flops_per_token
+from maxramp.model.size import (
+    LayerSizes,
+    pass_bytes,
+    pipeline_bubble,
+    pipeline_ticks,
+    training_flops_per_token,
+)
 from maxramp.parallel.axes import AXES, COPY_AXES
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
@@ -150,7 +156,7 @@ class CostModel:
         sizes, family, D = spec.mesh.sizes, FAMILIES[model.decoder_block], model.base_emb_dim
         numbers, own = 0.0, model.num_experts // sizes["expert"]
         for layer, count in Counter(family.pattern(model)).items():
-            widths = family.sizes(model, layer)
+            widths = LayerSizes.from_keys(model, layer)
             results = sum(widths.reads.values()) + D * len(widths.writes)
             numbers += count * (_STREAM * D + _RESULT * results / sizes["tensor"])
             if layer.counts:
