@@ -92,9 +92,9 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
     itemsize, family = BYTES[keys.dtype], FAMILIES[keys.decoder_block]
     counts = Counter(family.pattern(keys))
     kept = {layer: _kept_bytes(LayerSizes.from_keys(keys, layer), keys, spec) for layer in counts}
-    gathered = 0.0
+    passing = 0.0
     for layer in (layer for layer in counts if layer.counts):
-        more, gathered = _expert_bytes(keys, spec)
+        more, passing = _expert_bytes(keys, spec)
         kept[layer] = {name: size + more[name] for name, size in kept[layer].items()}
     everything = max(sizes["none"] for sizes in kept.values())
     policy, recomputed = spec.remat_policy, 0 if spec.remat_policy == "none" else everything
@@ -110,13 +110,14 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
             policy, at_once = "minimal_with_context", keys.num_layers_per_pipeline_stage
         recomputed = at_once * everything * stages / spec.pipeline_microbatches
     layers = sum(count / share * kept[layer][policy] for layer, count in counts.items())
-    return layers + max(recomputed, logits) + slots + gathered
+    return layers + max(recomputed + passing, logits) + slots
 
 
 def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], float]:
     """Returns what experts add to the sizes of a token. For a layer, by remat policy: rows sorted
-    by expert (as many as can reach one device along `expert`) and their results. Once: the weights
-    of a device's experts, gathered over fsdp, and their gradient."""
+    by expert (as many as can reach one device along `expert`) and their results. While one layer's
+    backward pass runs: the weights of a device's experts, gathered over fsdp, their gradient, and
+    that of the rows."""
     sizes, itemsize = spec.mesh.sizes, BYTES[keys.dtype]
     tokens = spec.device_tokens
     own, k = keys.num_experts // sizes["expert"], keys.num_experts_per_tok
@@ -127,7 +128,7 @@ def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], f
     more = {"full": 0, "minimal": products, "minimal_with_context": products}
     more["none"] = 2 * products  # what is sent, and what lies between the products
     matrix = own * D * F / sizes["tensor"] * itemsize
-    return more, 4 * matrix if sizes["fsdp"] * sizes["context"] > 1 else 0
+    return more, stream + (4 * matrix if sizes["fsdp"] * sizes["context"] > 1 else 0)
 
 
 def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str, float]:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.keys import Config
 from maxramp.config.load import load
+from maxramp.config.resolve import resolve
 from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.model.size import training_flops_per_token
@@ -237,6 +238,17 @@ def test_the_memory_estimate_is_of_the_right_size(policy, keys):
     assert sizes["weights"] + sizes["optimizer"] == held
     assert sizes["optimizer"] == 2 * sizes["weights"] + 8  # Adam's moments, what zeros left in them
     assert 0.5 < sizes["total"] / compiled_bytes(compiled) < 2
+
+
+@pytest.mark.parametrize("rows, compiled", [(2, 6.42), (4, 11.36)])
+def test_the_memory_of_experts_is_what_the_tpu_compiler_counts(rows, compiled):
+    """GiB of 2 layers of Qwen3 30B-A3B on 16 v5p chips, by maxramp.compile: within a tenth."""
+    size = ("base_num_decoder_layers=2", "vocab_size=8192", "max_target_length=4096")
+    mesh = ("ici_expert_parallelism=4", f"per_device_batch_size={rows}")
+    line = [BASE, "model_name=qwen3-30b-a3b", *size, "remat_policy=full", *mesh]
+    config = resolve(load(line), 16)
+    (stage,) = RampupBatchManager(config.batch).stages
+    assert estimate(config.recipe, stage.spec)["total"] == pytest.approx(compiled, rel=0.1)
 
 
 GROWING = [
