@@ -28,7 +28,6 @@ no shape were read off programs that the TPU compiler made for Llama 3 8B, Mixtr
 (docs/experts.md, docs/context.md).
 """
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -115,7 +114,6 @@ class CostModel:
     def step(self, model: ModelKeys, spec: StageSpec) -> StepEstimate:
         """Estimates a step; `model` is resolved for the mesh of `spec`."""
         again, attention_again = _RECOMPUTED[spec.remat_policy]
-        model = dataclasses.replace(model, remat_policy=spec.remat_policy)
         rates, idle = self._rates, 1 / (1 - pipeline_bubble(model, spec))
         devices = math.prod(spec.mesh.sizes.values())
         tokens = spec.samples * spec.tokens / devices

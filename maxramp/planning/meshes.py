@@ -207,7 +207,10 @@ class MeshSearch:
                 f"stage {way.stage.index}, mesh {number} of {len(ways)}: {way.name}, estimated "
                 f"{way.estimate.seconds:.3g} s a step"
             )
-            entries.append((way, self.compile(way)))
+            entry = self.compile(way)
+            step = f"{entry['step_seconds']:.3g} s a step" if entry["fits"] else "does not fit"
+            self._say(f"{way.name}: {step}")
+            entries.append((way, entry))
         return sorted(entries, key=lambda pair: pair[1].get("step_seconds", math.inf))
 
     def seconds(self, way: Way, index: int) -> float:
