@@ -167,8 +167,8 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
 def restore(
     checkpoint: Checkpoint, abstract: TrainState, base: Decoder | None = None
 ) -> TrainState:
-    """Restores the state of a checkpoint with the shapes, dtypes and shardings of `abstract`. A
-    checkpoint of adapters does not hold their `base`.
+    """Restores the state of a checkpoint with the shapes, dtypes and shardings of `abstract`, on
+    all processes, after `compare`. A checkpoint of adapters does not hold their `base`.
     """
     items = items_of(abstract)
     if _RECENT in items:

@@ -55,8 +55,8 @@ def abstract_batch(
 def stack(
     rows: Sequence[Row], fields: Sequence[Field], numbers: Sequence[int] | None = None
 ) -> Batch:
-    """Makes the batch [N, ...] of rows with their `numbers` in the step (None: from 0 on). A token
-    that begins a document is not a target of the document before it.
+    """Makes the batch [N, ...] of one or more rows of the same length with their `numbers` in the
+    step (None: from 0 on). A token that begins a document is not a target of the one before it.
     """
     tokens_NS, segments_NT = np.stack([row.tokens for row in rows]), None
     N, S = tokens_NS.shape

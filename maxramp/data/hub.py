@@ -21,8 +21,9 @@ def is_name(path: str) -> bool:
 
 @functools.cache
 def fetch(key: str, name: str, file: str, beside: str = "") -> str:
-    """Returns the path of a model's file, in the cache or else from the hub. `beside` is the path
-    of another one: then it is of the same commit, and "" where that has none.
+    """Returns the path of a model's file, in the cache or else from the hub; a ConfigError that
+    names `key` if neither has it. `beside` is the path of another one: then it is of the same
+    commit, and "" where that has none.
     """
     revision = os.path.basename(os.path.dirname(beside)) if beside else None
 

@@ -101,7 +101,7 @@ class DataKeys(ChatKeys):
 
     @property
     def type_of_tokenizer(self) -> str:
-        """`tokenizer_type` as given, or by the name of the tokenizer's file."""
+        """`tokenizer_type`, or the type that its file's name tells; a ConfigError if none."""
         kind, path = self.tokenizer_type, self.tokenizer_path
         if kind or not path or self.dataset_type == "synthetic":  # which uses none, and says so
             return kind or "bytes"

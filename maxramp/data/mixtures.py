@@ -163,7 +163,7 @@ class _Finder:
 
 
 def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
-    """Returns (glob, weight) of every entry; a single one needs no weight."""
+    """Returns (glob, weight > 0) of every entry, else a ConfigError; one alone needs no weight."""
     entries = value.split(";")
     parsed = []
     for entry in entries:
@@ -194,7 +194,8 @@ def escape_path(key: str, path: str) -> str:
 
 
 def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
-    """Returns the format and, in order, the files that a path, glob or URL stands for.
+    """Returns the format and, in order, the files that a path, glob or URL stands for; a
+    ConfigError for none, for a mere folder and for several formats.
 
     Prepared sets are given by their folders, Megatron's files by their names without .bin and .idx.
     """

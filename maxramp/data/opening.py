@@ -33,7 +33,7 @@ def open_rows(
     beat: Callable[[], None] = lambda: None,
     later: Sequence[tuple[int, str]] = (),
 ) -> Corpus:
-    """Opens the rows that the keys name; called by all processes of the job.
+    """Opens the rows that the keys name, on all processes; a ConfigError if these see other data.
 
     Text, chats and token ids are prepared once, into sets below data_cache_dir.
 

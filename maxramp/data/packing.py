@@ -95,7 +95,7 @@ def concat_then_split(lengths: np.ndarray, length: int, separate: bool = True) -
     """Lays documents one after another and cuts them into rows that predict T = `length` tokens.
 
     Args:
-      lengths: tokens of each document.
+      lengths: tokens of each document; those below 2 predict nothing and are left out.
       separate: a document predicts nothing in the next one, and a row whose document ends a token
         before it is padded there. Otherwise rows are one text: each begins with the last token of
         the row before.

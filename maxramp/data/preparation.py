@@ -62,6 +62,7 @@ Show = Callable[[int, int, int], None]
 def prepare(work: Preparation, beat: Callable[[], None], publishes: bool = False) -> None:
     """Makes a set, or waits for another process that does; `beat` is called meanwhile. Where hosts
     share sets in a storage, it is fetched from there or, if this process `publishes`, copied there.
+    A ConfigError if a file has no records or too many bad ones, a TrainingError on a full disk.
     """
     if work.is_prepared and (work.is_shared or not publishes):
         return
@@ -116,8 +117,8 @@ def progress(size: int) -> Iterator[Show]:
 
 
 def make(work: Preparation, show: Show) -> dict[str, Any]:
-    """Makes the missing shards and the manifest; returns the manifest. `show` gets the documents
-    and tokens made and the bytes read, several times a second.
+    """Makes the missing shards and the manifest, inside `work.lock`; returns the manifest. `show`
+    gets the documents and tokens made and the bytes read, several times a second.
     """
     work.remove_others()
     done = work.finished_shards()

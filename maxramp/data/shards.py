@@ -173,7 +173,8 @@ class Preparation:
 
     @contextlib.contextmanager
     def lock(self, wait: Callable[[], None] | None = None) -> Iterator[None]:
-        """Locks the folder against other preparations.
+        """Locks the folder against other preparations; a ConfigError if it is not one of ours or
+        cannot be written, a TrainingError if the caller's writing fails.
 
         Args:
           wait: called while another process prepares it; without it that is an error.

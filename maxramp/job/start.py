@@ -114,8 +114,8 @@ class JobContext:
             raise Stopped
 
     def open_run(self, data: DataIdentity, fields: Fields, rows: int = 0) -> "Job":
-        """Opens the run's folder, and finds where the run stands. `rows`, of num_epoch passes, are
-        the length of a run that no key gives one.
+        """Opens the run's folder on all processes, and finds where the run stands; a ConfigError if
+        it cannot continue. `rows`, of num_epoch passes, are the length of a run without one.
         """
         output = self.closing.enter_context(Output(self.config.run, dump_config(self.config)))
         if jax.process_index() == 0:

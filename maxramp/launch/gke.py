@@ -37,6 +37,7 @@ _KILLED = 137
 
 
 def launch(run: Run, dry_run: bool) -> int:
+    """Trains a run, or prints its files; returns the exit status. A ConfigError without kubectl."""
     run = check(run)
     labels, files = manifests(run)
     if dry_run:

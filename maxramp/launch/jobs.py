@@ -39,9 +39,8 @@ class Run:
 
     @classmethod
     def from_config(cls, config: Config, arguments: Sequence[str], dry_run: bool = False) -> "Run":
-        """Plans the run of a config that was loaded from a command line's arguments.
-
-        A dry run does not ask an object storage where the run stands.
+        """Plans the run of a config that was loaded from a command line's arguments; a ConfigError
+        if no jobs can train it. A dry run does not ask an object storage where the run stands.
         """
         config = config.replace(run_name=config.run.run_name or config.run.model_name)
         processes, devices = config.launch.processes_per_node, config.batch.devices_per_node

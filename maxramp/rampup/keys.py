@@ -82,7 +82,8 @@ class ShapeKeys(MeshKeys, RopeKeys):
 
     @property
     def rows_multiple(self) -> int:
-        """Number that divides a rank's rows of a pass: its share of the micro batches."""
+        """Number that divides a rank's rows of a pass, a share of the micro batches if it is whole,
+        else a ConfigError."""
         count, stages = self.num_pipeline_microbatches, self.pipeline_stages
         if count == -1:
             return 1
@@ -172,7 +173,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
     def read(cls, config: Any) -> Self:
         """Reads the batch keys of a mapping, or of any object that has some of them as attributes.
         Keys left out or None have base.yml's default, but the ramp and the length count as not
-        given.
+        given; without a batch size it raises a ConfigError.
         """
         if isinstance(config, cls):
             return config

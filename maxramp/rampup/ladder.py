@@ -82,7 +82,7 @@ def simulate(
 ) -> list[tuple[int, int]]:
     """Returns (first sample, global batch size) of the rungs to come for a run that stands at
     `sample` with a batch of `rows` (0: the ladder's first), where the noise allows each rung from
-    the sample `noisy_from(rung)` on.
+    the sample `noisy_from(rung)` on. Only for rampup_policy=noise.
     """
     pairs, rows, length = [], rows or keys.rampup_ladder[0], period(keys)
     for rung in rungs(keys, rows):

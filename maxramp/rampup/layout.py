@@ -81,7 +81,7 @@ def uneven(keys: BatchKeys, threshold: Threshold, num_devices: int | None) -> La
 def refusal(
     keys: BatchKeys, index: int, threshold: Threshold, num_devices: int | None
 ) -> ConfigError:
-    """Says why a stage cannot run on the devices of a job, or on any nodes, and what could."""
+    """Returns the error of a stage that `spread` cannot lay on the devices (None: any nodes)."""
     phase = keys.phase_at(threshold.first_sample)
     keys = phase.keys
     batch, size = threshold.global_batch_size, threshold.rows_per_device

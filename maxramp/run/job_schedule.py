@@ -154,7 +154,7 @@ def length_by_epochs(
     batch: BatchKeys, num_devices: int, position: Checkpoint | None, rows: int, num_epoch: int
 ) -> tuple[int, str]:
     """Counts the samples of the whole steps in num_epoch passes of `rows`; returns also a line on
-    the rows that no step trains on, "" for none.
+    the rows that no step trains on, "" for none. A ConfigError if they are fewer than a step's.
     """
     ramp = RampupBatchManager(batch, num_devices, resume_point(batch, position))
     samples = first = ramp.stages[0].first_sample

@@ -298,7 +298,7 @@ def cut_records(path: pathlib.Path, first_step: int, pending: Sequence[str] = ()
     """Moves the records of metrics.jsonl from step `first_step` on to metrics.dropped.jsonl.
 
     What a kill tore, and every line after it, goes there too, and the `pending` evaluations after
-    the step before, which come again. Returns how many steps were moved.
+    the step before, which come again. Returns how many steps were moved; an OSError cuts nothing.
     """
     if not path.exists():
         return 0

@@ -155,10 +155,10 @@ class Output:
     def open_files(
         self, ramp: RampupBatchManager, first_step: int, pending: Sequence[str] = ()
     ) -> list[Callable[[Record], None]]:
-        """Writes config.yml and plan.json; returns what a record goes to.
+        """Writes config.yml and plan.json; returns what a record goes to, on the first process.
 
-        Called when nothing can be refused any more: metrics of an earlier start are cut back to the
-        first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl, with the
+        Called on all when nothing can be refused any more: metrics of an earlier start are cut back
+        to the first `first_step` steps, and what is cut off goes to metrics.dropped.jsonl, with the
         `pending` evaluations of the last of them, which come again.
         """
         agreement.raise_everywhere(

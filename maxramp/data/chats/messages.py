@@ -56,7 +56,7 @@ class Chat:
 
 
 def read(record: Mapping[str, Any]) -> Chat:
-    """Reads a chat in any of the forms."""
+    """Reads a chat in any of the forms; a BadRecord if it is in none of them."""
     record = {name: value for name, value in record.items() if value is not None}
     messages = [_message(message) for message in _messages(record)]
     if not messages:

@@ -74,7 +74,7 @@ class ChatTemplate:
         return self._render(chat, count, ask).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Returns the text of a chat, and where each answer lies in it, end mark included."""
+        """Returns a chat's text and its answers' spans, with end marks; a BadRecord if unclear."""
         wanted = sum(message["role"] == ANSWERS for message in chat.messages)
         text, spans = self._render(chat, None, False), []
         if self._has_blocks:

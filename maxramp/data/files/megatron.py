@@ -110,7 +110,8 @@ class MegatronFile(RecordFile):
         return f"{self.path}.bin: document {index}"
 
     def check(self) -> None:
-        """Checks that sequences fill the .bin in order, and documents take them all."""
+        """Raises a ConfigError unless there are tokens, sequences fill the .bin in order, and
+        documents take them all."""
         _, n, _ = self._header
         lengths = self._field(0, n, "<i4")
         end, itemsize, total = 0, self.dtype.itemsize, storage.size_of(self.data_path)

@@ -120,7 +120,7 @@ def join(first: int, second: int, count: int) -> int:
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """Reads what a set holds."""
+    """Reads what a set holds; a ConfigError if it is not finished, torn or of another version."""
     path = posixpath.join(folder, NAME)
     if not storage.exists(path):
         raise ConfigError(f"{folder}: is not a prepared set (it has no {NAME}), or is not finished")
@@ -169,7 +169,7 @@ class PreparedSet(NamedTuple):
 
 
 def open_set(folder: str) -> PreparedSet:
-    """Opens a set: reads indexes whole, and evenly spaced tokens."""
+    """Opens a set by indexes and evenly spaced tokens; a ConfigError if a file is not its own."""
     manifest = read_manifest(folder)
 
     def open_shard(shard: dict[str, Any]) -> MegatronFile | ChatShard:

@@ -49,8 +49,8 @@ class KeysAndValues:
         mask: AttentionMask,
         kernel: str,
     ) -> jax.Array:
-        """Writes T more tokens of every row (one segment), from position first_B on, into their
-        slots, and returns what they attend to: [B, T, H, h]."""
+        """Writes T more tokens of every row (one segment), from position first_B on (0 if they fill
+        all slots), into their slots, and returns what they attend to: [B, T, H, h]."""
         tokens, slots = q_BTHh.shape[1], self.keys_BKSh.shape[2]
         if tokens == slots:
             self.keys_BKSh, self.values_BKSh = (

@@ -82,7 +82,7 @@ def select(
     """Returns the requested implementation; for "autoselected" the best one that works.
 
     `tokens` is the length of a row; `in_order` tells whether its tokens lie in the order of their
-    positions; `platform` is None if unknown.
+    positions; `platform` is None if unknown. A ConfigError if the requested one does not work.
     """
     devices, length = f"{platform or 'unknown'} devices", "max_target_length or row_length"
     order = {"needs tokens that lie in order, and these do not": not in_order}
@@ -148,7 +148,7 @@ def attend(
     """Returns softmax(q k * scale) v over the tokens that each token sees: [B, T, H, h], as X_BTHh.
 
     Args:
-      kernel: the key `attention`, or a name of KERNELS that ends in "_interpreted" and needs no
+      kernel: as in `select`, or a name of KERNELS that ends in "_interpreted" and needs no
         accelerator. Scores and softmax are float32 in all.
       strategy: the key `context_parallel_strategy`.
     """

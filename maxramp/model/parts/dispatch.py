@@ -38,7 +38,7 @@ def select(requested: str, platform: str | None, per_token: int) -> str:
     """Returns the requested value of expert_dispatch; for "autoselected" the one that sends less.
 
     P devices gather the tokens of P - 1 others, or exchange k (P - 1) / P times their own. CPUs
-    have no ragged exchange, and nobody has seen a correct one on GPUs.
+    have no ragged exchange (a ConfigError), and nobody has seen a correct one on GPUs.
     """
     devices = axis_size("expert")
     if devices == 1:
@@ -54,7 +54,8 @@ def select(requested: str, platform: str | None, per_token: int) -> str:
 
 
 def plan(experts_BTk: jax.Array, num_experts: int, way: str) -> Plan:
-    """Plans the dispatch of each token's experts [B, T, k]; `num_experts` or above means none."""
+    """Plans the dispatch of each token's experts [B, T, k], no expert twice; `num_experts` or above
+    means none. `way` is what `select` returned."""
 
     def local(experts_BTk: jax.Array) -> Plan:
         own, k = num_experts // jax.lax.axis_size("expert"), experts_BTk.shape[-1]
