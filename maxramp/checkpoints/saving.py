@@ -51,9 +51,12 @@ class Saves:
         self._due = Poll()
         self.restart_clock()
 
-    @property
-    def unsettled_step(self) -> int | None:
-        """The step of the checkpoint that is being written, as far as this process knows."""
+    def settle_alone(self) -> int | None:
+        """Counts the last save if this process has done it, as the first does last; returns the
+        step of one that still runs. For the end of a job whose processes agree on nothing more.
+        """
+        if self._current and _state_of(self._current[1]) == "":
+            self.newest, self._current = self._current[0], None
         return self._current and self._current[0]
 
     def restart_clock(self) -> None:

@@ -84,9 +84,8 @@ class Checkpoints(contextlib.AbstractContextManager):
     def newest(self) -> int | None:
         return self._saves.newest
 
-    @property
-    def unsettled_step(self) -> int | None:
-        return self._saves.unsettled_step
+    def settle_alone(self) -> int | None:
+        return self._saves.settle_alone()
 
     @property
     def continues_run(self) -> bool:

@@ -170,8 +170,9 @@ class _StepEnd:
                     self.save(done, last=True)
                 elif not self._job.checkpoints.snapshots:
                     checkpoints = self._job.checkpoints
+                    written = checkpoints.settle_alone()
                     lost = _lost_since(done, checkpoints.newest or 0)
-                    if written := checkpoints.unsettled_step:
+                    if written:
                         lost = f"{_lost_since(done, written)} if that becomes whole, else {lost}"
                     self._job.output.say(
                         f"lost     {lost}: the error left no state to save; the next start trains "

@@ -1,10 +1,14 @@
 """What the loop saves, or says, when a step fails."""
 
+import concurrent.futures
+import threading
 import types
 
 import jax.numpy as jnp
 import pytest
+from conftest import make_config
 
+from maxramp.checkpoints.saving import Saves
 from maxramp.errors import StepError
 from maxramp.job.loop import _StepEnd
 from maxramp.run.jobs import Jobs
@@ -21,7 +25,7 @@ class Steps:
         checkpoints = types.SimpleNamespace(
             snapshots=None,
             newest=4,
-            unsettled_step=None,
+            settle_alone=lambda: None,
             record=lambda done, *more, **numbers: done,
             save=lambda done, *more: self.saved.append(done),
         )
@@ -70,13 +74,23 @@ def test_an_error_that_takes_the_state_says_what_is_lost(what):
 
 def test_a_checkpoint_that_is_being_written_may_yet_count():
     steps = Steps(clock(8 * 8))
-    steps.after._job.checkpoints.unsettled_step = 6
+    steps.after._job.checkpoints.settle_alone = lambda: 6
     with pytest.raises(ValueError), steps.after.save_on_error(7):
         raise ValueError
     (line,) = steps.lines
     assert line.startswith(
         "lost     1 step since checkpoint 6 if that becomes whole, else 3 steps since checkpoint 4:"
     )
+
+
+def test_a_save_that_this_process_has_done_counts_and_one_that_runs_does_not(tmp_path):
+    saves = Saves(tmp_path, make_config().checkpoints, print)
+    running = threading.Event()
+    saves.begin(5, lambda: running.wait(30))
+    assert (saves.settle_alone(), saves.newest) == (5, None)
+    running.set()
+    concurrent.futures.wait([saves._current[1]])
+    assert (saves.settle_alone(), saves.newest) == (None, 5)
 
 
 def test_before_the_first_step_there_is_nothing_to_save():
