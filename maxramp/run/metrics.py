@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import mmap
 import pathlib
 import threading
 import time
@@ -300,7 +301,7 @@ def cut_records(path: pathlib.Path, first_step: int, pending: Sequence[str] = ()
     What a kill tore, and every line after it, goes there too, and the `pending` evaluations after
     the step before, which come again. Returns how many steps were moved; an OSError cuts nothing.
     """
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return 0
 
     def is_kept(line: bytes) -> bool:
@@ -310,15 +311,21 @@ def cut_records(path: pathlib.Path, first_step: int, pending: Sequence[str] = ()
         return record["step"] < first_step - 1 or _kind_of_evaluation(record) not in pending
 
     with path.open("r+b") as file:
-        lines, moved = file.readlines(), []
-        while lines and not is_kept(lines[-1]):
-            moved.append(lines.pop())
+        moved = []
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = len(content)
+            while end:
+                begin = content.rfind(b"\n", 0, end - 1) + 1
+                if is_kept(line := content[begin:end]):
+                    break
+                moved.append(line)
+                end = begin
         if moved:
             kept = Appending(path.with_name("metrics.dropped.jsonl"))
             kept.append(b"".join(reversed(moved)))
             kept.flush()  # an OSError: then nothing is cut
             kept.close()
-        file.truncate(sum(map(len, lines)))
+        file.truncate(end)
     return sum(record is None or "loss" in record for record in map(_parse, moved))
 
 
