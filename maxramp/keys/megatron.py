@@ -146,7 +146,7 @@ def suggest_argument(flag: str, words: Sequence[str]) -> str:
     """Returns the key=value that a --flag among `words` probably means, "" if none."""
     name = flag.lstrip("-").partition("=")[0].replace("-", "_")
     flag = name.replace("_", "-")
-    values = [value for value in read_flags(words).get(flag, []) if "=" not in value]
+    values = read_flags([x for x in words if x[:1] == "-" or "=" not in x]).get(flag, [])
     argument = _argument(flag, values)
     key = name if name in base() else nearest_key(name)
     if not argument and key:

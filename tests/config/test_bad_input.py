@@ -137,6 +137,7 @@ base_folder.yml | empty_folder | irectory
 model_name=llama9-1t | model_name=llama9-1t | llama3-8b | default
 steps | "steps" | key=value
 --log_period=3 | "--log_period=3" | key=value
+--log_period=3 run_name=it's--x | did you mean log_period=3
 configs/other.yml | configs/other.yml | key=value
 use_random_routing=True ici_sequence_parallelism=2 dcn_sequence_parallelism=4 | \
     use_random_routing=True (MaxText's): not supported | ici_sequence_parallelism=2, \
