@@ -8,7 +8,8 @@ the shares of a forward pass's products and attention that the backward pass com
 (`_RECOMPUTED`):
 
     products   6 + 2r FLOPs for each active weight and token, at `flops`
-    attention  (9 + 2a) / 6 of the FLOPs of the scores as they are counted, at `flops`
+    attention  (9 + 2a) / 6 of the FLOPs of the scores as they are counted, at `flops`; 7 for 9 in
+               cuDNN's kernel, which all_gather has no use of
     memory     bytes for a byte of the residual stream, of products' results, and of a row of
                experts that nothing fills: (3 + r) / 4 of 18, 16 and 38, at `memory`
     bubble     share of a pass in which a pipeline's stages idle
@@ -37,6 +38,7 @@ import jax
 
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import BYTES, ModelKeys, key_copies
+from maxramp.model.parts.attention import select_for
 from maxramp.model.parts.weights import Weight, weights_of
 from maxramp.model.size import (
     LayerSizes,
@@ -99,7 +101,7 @@ class CostModel:
 
     def __init__(self, recipe: Recipe, machine: Machine):
         self._block, self._rates = recipe.loss.loss_block_tokens, machine.rates
-        self._is_tpu = machine.devices[0].platform == "tpu"
+        self._platform = machine.devices[0].platform
         state = abstract_state(recipe, abstract_mesh(dict.fromkeys(AXES, 1)))
         self._elements, self._bytes = Counter(), Counter()
         for part in (state.trained, state.frozen):
@@ -113,7 +115,7 @@ class CostModel:
 
     def step(self, model: ModelKeys, spec: StageSpec) -> StepEstimate:
         """Estimates a step; `model` is resolved for the mesh of `spec`."""
-        again, attention_again = _RECOMPUTED[spec.remat_policy]
+        again, _ = _RECOMPUTED[spec.remat_policy]
         rates, idle = self._rates, 1 / (1 - pipeline_bubble(model, spec))
         devices = math.prod(spec.mesh.sizes.values())
         tokens = spec.samples * spec.tokens / devices
@@ -121,7 +123,7 @@ class CostModel:
         scores = training_flops_per_token(model, spec.row_length) - products
         parts = {
             "products": tokens * products * (3 + again) / 3 / rates.flops * idle,
-            "attention": tokens * scores * (9 + 2 * attention_again) / 6 / rates.flops * idle,
+            "attention": tokens * scores * self._score_share(model, spec) / rates.flops * idle,
             "memory": self._activation_bytes(model, spec) * (3 + again) / 4 / rates.memory * idle,
         }
         wait = self._weight_waits(model, spec)
@@ -130,6 +132,14 @@ class CostModel:
         for name, wait in self._activation_waits(model, spec, again):
             parts[name] = spec.accumulation * wait
         return StepEstimate(parts, self.gib(model, spec))
+
+    def _score_share(self, model: ModelKeys, spec: StageSpec) -> float:
+        """Returns the FLOPs of attention's kernels for one of the scores as they are counted."""
+        sizes = spec.mesh.sizes
+        strategy = model.context_strategy(sizes["tensor"], sizes["context"])
+        is_whole = sizes["context"] == 1 or strategy == "ulysses"
+        is_cudnn = is_whole and select_for(model, self._platform) == "cudnn_flash"
+        return ((7 if is_cudnn else 9) + 2 * _RECOMPUTED[spec.remat_policy][1]) / 6
 
     def _group(self, mesh: MeshKeys, *axes: str) -> tuple[int, float]:
         """Counts the devices of a group along axes, and the nodes or slices that they are on."""
@@ -198,7 +208,7 @@ class CostModel:
         stream = spec.device_tokens * model.base_emb_dim * itemsize
         yield "tensor", len(layers) * (9 + 4 * again) * self._wait(stream, mesh, "tensor")
         experts, k = sizes["expert"], model.num_experts_per_tok
-        automatic = min(k, experts) if self._is_tpu else experts
+        automatic = min(k, experts) if self._platform == "tpu" else experts
         sent = {"ragged": k, "gather": experts}.get(model.expert_dispatch, automatic)
         counting = sum(bool(layer.counts) for layer in layers)
         yield "experts", counting * (4 + again) * self._wait(sent * stream, mesh, "expert")
