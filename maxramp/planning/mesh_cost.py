@@ -11,7 +11,7 @@ the shares of a forward pass's products and attention that the backward pass com
     attention  (9 + 2a) / 6 of the FLOPs of the scores as they are counted, at `flops`; 7 for 9 in
                cuDNN's kernel, which all_gather has no use of
     memory     bytes for a byte of the residual stream, of products' results, and of a row of
-               experts that nothing fills: (3 + r) / 4 of 18, 16 and 38, at `memory`
+               experts that nothing fills: (3 + r) / 4 of 18, 16 and `room`, at `memory`
     bubble     share of a pass in which a pipeline's stages idle
     weights    p x (2 gathers and a scattered gradient) of the weights that fsdp, expert and context
                shard; in every tick of a pipeline, unless pipeline_fsdp_ag_once; without what runs
@@ -64,7 +64,7 @@ _RECOMPUTED = {
     "full": (0.8, 1),
 }
 # As `memory` above says.
-_STREAM, _RESULT, _ROOM = 18, 16, 38
+_STREAM, _RESULT = 18, 16
 
 
 class Shard(NamedTuple):
@@ -170,7 +170,9 @@ class CostModel:
             if layer.counts:
                 k = model.num_experts_per_tok
                 room = sizes["expert"] * min(k, own) - k
-                numbers += count * room * _ROOM * (D + model.moe_mlp_dim / sizes["tensor"])
+                numbers += (
+                    count * room * self._rates.room * (D + model.moe_mlp_dim / sizes["tensor"])
+                )
         return spec.accumulation * spec.device_tokens * numbers * BYTES[model.dtype]
 
     def _weight_waits(self, model: ModelKeys, spec: StageSpec) -> float:
