@@ -96,7 +96,7 @@ def verify(path: Place) -> int:
     for checkpoint in _checkpoints(path):
         try:
             folder_lib.read(checkpoint)
-            arrays, values, not_finite = _read_all(checkpoint)
+            arrays, values, not_finite = _count_values(checkpoint)
         except TornError as error:
             print(f"{checkpoint}: torn ({error.what})")
             status = EXIT_FAILED
@@ -106,10 +106,10 @@ def verify(path: Place) -> int:
     return status
 
 
-def _read_all(checkpoint: Place) -> tuple[int, int, int]:
-    """Reads all arrays on the CPU, which this process then uses for good; counts them, their
-    values, and the values that are not finite. Raises what `stored_arrays` raises: a TornError, or
-    an error of memory.
+def _count_values(checkpoint: Place) -> tuple[int, int, int]:
+    """Reads a checkpoint; returns its numbers of arrays, values, and values that are not finite.
+    From then on the process has no device but the CPU. A TornError if an array cannot be read, a
+    MemoryError or JaxRuntimeError if it does not fit into memory.
     """
     import numpy as np
 

@@ -212,7 +212,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             or self._saves.is_time()
         )
 
-    def record(
+    def make_record(
         self,
         step: int,
         consumed_samples: int,
@@ -221,7 +221,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         evaluation: Mapping[str, float] = types.MappingProxyType({}),
         noise: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> Checkpoint:
-        """Returns what is to be saved beside the state after `step` steps, as in `Checkpoint`."""
+        """Returns what `save` and `take_snapshot` write beside the state after `step` steps. The
+        arguments are fields of `Checkpoint`; numbers of `evaluation` that are not finite are left
+        out."""
         return Checkpoint(
             path=self._folder / str(step),
             step=step,

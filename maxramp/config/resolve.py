@@ -38,7 +38,7 @@ def resolve(
         expansion_factor_real_data=1.0 if factor == -1 else factor,
         mu_dtype=_mu_dtype(config),
         **data_values(config),
-        **_scaling(config),
+        **_policy_keys(config),
         **_nodes(config.batch, num_devices, num_processes),
         **dataclasses.asdict(mesh),
         phases=phases,
@@ -92,9 +92,10 @@ def _mu_dtype(config: Config) -> str:
     return "float32" if config.model.lora_rank else config.model.weight_dtype
 
 
-def _scaling(config: Config) -> dict[str, Any]:
-    """Returns how the learning rate follows the batch: under a policy by the square root, from the
-    initial batch. The policy "noise" also needs measurements."""
+def _policy_keys(config: Config) -> dict[str, Any]:
+    """Returns the keys that rampup_policy decides. The learning rate follows the batch, where its
+    keys are "auto": with a policy by the square root from the initial batch, without one not at
+    all. The policy "noise" also measures, whatever log_gradient_noise_scale says."""
     policy, rate = config.batch.rampup_policy, config.learning_rate
     scaling, reference = ("sqrt", "initial") if policy else ("none", "final")
     keys = {"batch_size_lr_scaling": scaling, "batch_size_lr_reference": reference}

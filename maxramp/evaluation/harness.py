@@ -222,7 +222,8 @@ class Model(TemplateLM):
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Returns the log-probability of each text, of any length, from its first token on, in
-        windows of max_length; 0 of "". Raises what `prefix_token_id` raises.
+        windows of max_length; 0 of "". A ConfigError if the tokenizer has no token that begins or
+        ends a text. Notes texts that begin with two; `disable_tqdm` is lm-eval's, and not used.
         """
         windows, request_numbers = [], []
         for number, request in enumerate(requests):

@@ -62,19 +62,19 @@ class _Part(NamedTuple):
 
 
 def _list_parts(model: Decoder, form: Format) -> dict[str, list[_Part]]:
-    """Returns the parts of each tensor, by its name."""
+    """Returns the parts of each tensor in the order of its rows, by the tensor's name."""
     tensors: dict[str, list[_Part]] = {}
-    for weight in name_tensors(model, form.decoder_block, form.layers):
-        shape = weight.form.tensor_shape
-        if weight.form.groups[0] == "V":
+    for named in name_tensors(model, form.decoder_block, form.layers):
+        shape = named.form.tensor_shape
+        if named.form.groups[0] == "V":  # rows behind the vocabulary are left out
             shape = form.vocab_size, *shape[1:]
-        dtype = "float32" if weight.weight.role == "balance" else form.dtype
-        for index, name in weight.names.items():
+        dtype = "float32" if named.weight.role == "balance" else form.dtype
+        for index, name in named.names.items():
             if form.fuse_experts:
-                name = name_fused(weight.path, name)
+                name = name_fused(named.path, name)
             if form.in_larger:
                 name = name_in_larger(name)
-            tensors.setdefault(name, []).append(_Part(weight, index, shape, dtype))
+            tensors.setdefault(name, []).append(_Part(named, index, shape, dtype))
     for parts in tensors.values():
         parts.sort(key=lambda part: part.index)  # an expert's gate stays before its up
     return tensors

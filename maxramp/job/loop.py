@@ -144,7 +144,7 @@ class _StepEnd:
     def _record(self, done: int) -> Checkpoint:
         self._log.flush()  # a state whose loss ends the run is never saved
         ramp, known = self._job.schedule.ramp, self._numbers.numbers_after(done - 1)
-        return self._job.checkpoints.record(
+        return self._job.checkpoints.make_record(
             done,
             ramp.samples_before(done),
             ramp.to_json()["stages"],

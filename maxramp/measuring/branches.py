@@ -94,14 +94,16 @@ def compare(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
     """Compares every size with all smaller ones.
 
     Args:
-      branches: by size, the smallest first, at least two; the first with a finite loss.
-      tolerance: nats per token.
+      branches: of one window and the same held-out batches, the smallest size first, at least one;
+        its loss must be finite.
+      tolerance: nats per token, 0 or more.
 
     Returns:
       `sizes`, each with its loss, the largest of its differences to smaller sizes (`above`, and
-      `low` and `high`) and whether it and all smaller sizes are `within` the tolerance; `largest`,
-      the largest size within; and its interval: `surely`, the largest size that is within at the
-      upper ends of the intervals, and `possibly`, at the lower ends. None without ends.
+      the largest ends of their intervals, `low` and `high`) and whether it and all smaller sizes
+      are `within` the tolerance; `largest`, the largest size within; and its interval: `surely`,
+      the largest size that is within by `high`, and `possibly`, by `low`. Where `difference` has
+      no ends, these four are None.
     """
     sizes = []
     for index, branch in enumerate(branches):

@@ -34,7 +34,7 @@ from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.weights import Weight, map_products, map_weights, relabel, weights_of
 from maxramp.model.size import pipeline_ticks
 from maxramp.parallel.axes import BATCH_AXES, COPY_AXES
-from maxramp.parallel.collectives import map_shards, permute, recompute_after, wait_for
+from maxramp.parallel.collectives import delay, map_shards, permute, recompute_after
 from maxramp.parallel.mesh import attach_mesh, axis_size, mesh_of
 from maxramp.parallel.sharding import (
     REPLICATED,
@@ -328,7 +328,7 @@ def _move_back(dslots_kBTD, dx_BTD, t, *, S, R):
     _, transpose = jax.vjp(lambda *arrays: _move(*arrays, t, S=S, R=R), *zeros)
     dslots_kBTD, dy_BTD = transpose((dslots_kBTD, dx_BTD))
     # On CPUs: before the layers' collectives.
-    return dslots_kBTD, wait_for(dy_BTD, dslots_kBTD[:, 0, 0, 0].astype(jnp.float32).sum())
+    return dslots_kBTD, delay(dy_BTD, dslots_kBTD[:, 0, 0, 0].astype(jnp.float32).sum())
 
 
 def _input_slot(t: jax.Array, S: int, R: int, k: int) -> tuple[jax.Array, jax.Array]:

@@ -21,8 +21,8 @@ def map_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
 
 
 def psum(x: jax.Array, axes: str | Sequence[str], behind: jax.Array | None = None) -> jax.Array:
-    """Sums over the devices along `axes`; on CPUs `behind` another array (`wait_for`)."""
-    x, axes = _wait_for_first(x, behind), _axes_of_several(axes)
+    """Sums over the devices along `axes`; on CPUs `behind` another array (`delay`)."""
+    x, axes = _delay_until_first(x, behind), _axes_of_several(axes)
     return jax.lax.psum(x, axes) if axes else x
 
 
@@ -62,7 +62,7 @@ def all_gather(
     x: jax.Array, axes: str | Sequence[str], dimension: int = 0, behind: jax.Array | None = None
 ) -> jax.Array:
     """Joins the parts of all devices along `axes` at a dimension; `behind` as in `psum`."""
-    x, axes = _wait_for_first(x, behind), _axes_of_several(axes)
+    x, axes = _delay_until_first(x, behind), _axes_of_several(axes)
     return jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
 
 
@@ -76,7 +76,7 @@ def permute(
 ) -> jax.Array:
     """Sends x along the links (from, to); a device that none leads to gets zeros. `behind` as in
     `psum`."""
-    return jax.lax.ppermute(_wait_for_first(x, behind), axis, links)
+    return jax.lax.ppermute(_delay_until_first(x, behind), axis, links)
 
 
 def own_index(index: jax.Array, size: int, axis: str | None) -> jax.Array:
@@ -93,9 +93,9 @@ def _axes_of_several(axes: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
 
 
-def wait_for(value: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns `value`; on several CPU devices it waits for `other`, float32, a scalar or of its
-    shape.
+def delay(value: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns `value`, on several CPU devices not before `other` is computed. `other` must be
+    float32, a scalar or of the shape of `value`.
 
     XLA on CPU does not order a loop that holds collectives and a collective beside it: devices that
     begin with different ones wait for ever. So whatever could run beside the layers' loop depends
@@ -109,13 +109,13 @@ def wait_for(value: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def recompute_after(function: Callable) -> Callable:
-    """Wraps a function whose first argument and first result have one shape (see `wait_for`). On
+    """Wraps a function whose first argument and first result have one shape (see `delay`). On
     CPUs its backward pass computes it again, once the first result's gradient is known."""
     if platform() != "cpu":
         return function
 
     def backward(arguments: tuple, gradients: tuple) -> tuple:
-        first = wait_for(arguments[0], gradients[0].astype(jnp.float32))
+        first = delay(arguments[0], gradients[0].astype(jnp.float32))
         return jax.vjp(function, first, *arguments[1:])[1](gradients)
 
     waiting = jax.custom_vjp(function)
@@ -125,20 +125,20 @@ def recompute_after(function: Callable) -> Callable:
 
 @jax.custom_vjp
 def delay_gradient(value: jax.Array, other: jax.Array) -> jax.Array:
-    """Returns `value`, whose gradient waits for `other`, a float32 scalar: see `wait_for`."""
+    """Returns `value`, whose gradient waits for `other`, a float32 scalar: see `delay`."""
     return value
 
 
 delay_gradient.defvjp(
-    lambda value, other: (value, other), lambda other, gradient: (wait_for(gradient, other), None)
+    lambda value, other: (value, other), lambda other, gradient: (delay(gradient, other), None)
 )
 
 
-def _wait_for_first(x: jax.Array, other: jax.Array | None) -> jax.Array:
+def _delay_until_first(x: jax.Array, other: jax.Array | None) -> jax.Array:
     """Makes x wait for one number of another array, of any shape."""
     if other is None:
         return x
-    return wait_for(x, other[(0,) * other.ndim].astype(jnp.float32) if other.ndim else other)
+    return delay(x, other[(0,) * other.ndim].astype(jnp.float32) if other.ndim else other)
 
 
 def square_sums(tree: Any, *others: Any, function: Callable = lambda x: x) -> jax.Array:

@@ -198,8 +198,8 @@ class MeshSearch:
         }
         return entry | run_totals(target, entry, spec, target.ramp.steps_in_run(way.stage))
 
-    def compile_first(self, ways: Sequence[Way]) -> list[tuple[Way, dict[str, Any]]]:
-        """Compiles ways on some meshes; returns them with their entries, the fastest first and
+    def compile_all(self, ways: Sequence[Way]) -> list[tuple[Way, dict[str, Any]]]:
+        """Compiles each way; returns the ways with what `compile` returns, the fastest first and
         those that do not fit last."""
         entries = []
         for number, way in enumerate(ways, 1):
@@ -248,7 +248,7 @@ def compile_meshes(config: Config, number: int, say: Callable[[str], None]) -> d
             "more devices or shorter rows"
         )
     say(f"meshes that may fit: {len(ranked):,}; compiling {min(number, len(ranked))} of them")
-    compiled = search.compile_first(ranked[:number])
+    compiled = search.compile_all(ranked[:number])
     best, entry = compiled[0]
     result = {
         "compile_topology": search.machine.name,
@@ -262,7 +262,7 @@ def compile_meshes(config: Config, number: int, say: Callable[[str], None]) -> d
         ways = [way for way in search.rank(first) if _may_change(way, best)]
         same = [way for way in ways if way.target is best.target]
         others = [way for way in ways[:number] if way not in same]
-        early = search.compile_first([*same, *others])
+        early = search.compile_all([*same, *others])
         result["stages"].insert(0, _stage_entry(search.stages[0], early))
         if early and early[0][1]["fits"]:
             keys, phases, gain = _with_phase(search, best, entry, early)

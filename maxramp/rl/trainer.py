@@ -95,7 +95,7 @@ class Scorer:
         tokenizer: PromptTokenizer,
         rewards: Rewards | None,
     ):
-        """Keeps what answers and rewards; `rewards` is None but on process 0."""
+        """Keeps what answers and rewards; `rewards` must be None on all processes but 0."""
         self._keys, self._policy, self._generator = config.rollout, config.policy, generator
         self._tokenizer, self._rewards = tokenizer, rewards
 
@@ -202,12 +202,13 @@ class PolicyTrainer:
         state: TrainState,
         reference: Decoder | None,
     ):
-        """Begins at a state.
+        """Begins at a state, whose arrays a step takes.
 
         Args:
           job: its watchdog gets a beat for every part that has its answers, rewards or gradients.
-          prompts: from `open_prompts`.
-          reference: the weights to stay near, None if grpo_beta = 0.
+          programs: for this state's shapes and mesh, with the generator of `scorer`.
+          prompts: from `open_prompts`; `evaluate` needs those of "eval_prompt_file".
+          reference: the weights to stay near, None if and only if grpo_beta = 0.
         """
         self.state = state  # after the last step
         self._programs, self._reference, self._scorer = programs, reference, scorer

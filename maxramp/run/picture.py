@@ -36,18 +36,18 @@ _RESULTS = {
 
 _LAST = 10  # recorded steps that the table of experts is the mean of
 _LEAST = 1 / 64  # times the mean load: where curves end
-_MOST = 16.0  # times the mean load: where colors end at the latest, and at one over it
-_CELLS = 12, 16  # at most so many layers and experts have their loads written into the table
+_MOST = 16.0  # times the mean load: colors range at most from 1 / 16 to this
+_CELLS = 12, 16  # layers and experts: a table of more has no numbers in its cells
 
 
 def draw_run(records: list[Record], folder: pathlib.Path, run_name: str) -> None:
     """Draws the records of metrics.jsonl; nothing without a step."""
-    for name, make_figure in (("ramp.png", figure_of), ("experts.png", figure_of_experts)):
+    for name, make_figure in (("ramp.png", make_run_figure), ("experts.png", make_expert_figure)):
         if figure := make_figure(records, run_name):
             figure.savefig(folder / name, dpi=150)
 
 
-def figure_of(records: list[Record], run_name: str) -> "Figure | None":
+def make_run_figure(records: list[Record], run_name: str) -> "Figure | None":
     """Draws panels of the batch and of the mean reward, or the loss where there are no rewards, and
     below small ones for every other number of the steps' objective and of tasks. Returns None
     without a step.
@@ -148,9 +148,11 @@ def _curve(records: list[Record], name: str) -> tuple[list[int], list[float]]:
     return [r["consumed_samples"] for r in records], values
 
 
-def figure_of_experts(records: list[Record], run_name: str) -> "Figure | None":
-    """Draws the most and the least loaded expert of every layer, and below each expert at the end.
-    Returns None if no record has loads.
+def make_expert_figure(records: list[Record], run_name: str) -> "Figure | None":
+    """Draws the loads of the most and the least loaded expert over the run, and below a table of
+    every expert's at its end. Returns None if no record has loads.
+
+    `records` are in the order of their steps, of one model: layers and experts stay.
 
     Shapes: R records, L layers of experts, E experts.
     """
@@ -161,7 +163,9 @@ def figure_of_experts(records: list[Record], run_name: str) -> "Figure | None":
     layers, experts = loads_RLE.shape[1:]
     loads_RLE *= experts
     height = min(4.0, 1.8 + 0.16 * layers)  # room for the label of the colors
-    figure, (curves, table) = make_panels([2.6, height], f"{run_name}: load of experts", False)
+    figure, (curves, table) = make_panels(
+        [2.6, height], f"{run_name}: load of experts", share_x=False
+    )
     x = [record["consumed_samples"] for record in shown]
     extremes = ((loads_RLE.max(2), RED, "most loaded"), (loads_RLE.min(2), BLUE, "least loaded"))
     for loads_RL, color, label in extremes:
@@ -176,7 +180,7 @@ def figure_of_experts(records: list[Record], run_name: str) -> "Figure | None":
     curves.set(xlim=(0, x[-1] * 1.01), ylabel="load over the mean\n(line: median layer, area: all)")
     curves.legend(frameon=False, fontsize="small", ncols=2, loc="center right")
     name_consumption([curves], 0)
-    mean_LE = np.maximum(loads_RLE[-_LAST:].mean(0), 1e-9)
+    mean_LE = np.maximum(loads_RLE[-_LAST:].mean(0), 1e-9)  # its logarithm is shown
     most = np.clip(np.ceil(np.abs(np.log2(mean_LE)).max()), 1, np.log2(_MOST))
     colors = {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
     image = table.imshow(np.log2(mean_LE), aspect="auto", interpolation="nearest", **colors)

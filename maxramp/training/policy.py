@@ -12,7 +12,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux
 from maxramp.objectives.rewards import PolicyKeys
-from maxramp.parallel.collectives import delay_gradient, wait_for
+from maxramp.parallel.collectives import delay, delay_gradient
 from maxramp.training.log_probs import token_log_probs
 from maxramp.training.loss import Loss, with_layers
 
@@ -69,7 +69,7 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Loss:
         loss = (share_BT * loss_BT).sum()
         shown |= {
             "loss": loss,
-            "tokens": wait_for(share_BT, loss).sum(),  # or its sum could run beside the layers
+            "tokens": delay(share_BT, loss).sum(),  # or its sum could run beside the layers
             "entropy": (share_BT * entropy_BT).sum(),
             "clip_share": (share_BT * cut_BT).sum(),
             "sampler_difference": (share_BT * jnp.abs(change_BT)).sum(),

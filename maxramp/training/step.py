@@ -27,7 +27,7 @@ from maxramp.objectives.pairs import PAIRS
 from maxramp.objectives.rewards import REWARDS
 from maxramp.objectives.text import TEXT
 from maxramp.parallel.axes import COPY_AXES, TOKEN_AXES
-from maxramp.parallel.collectives import add_up, map_shards, square_sums, wait_for
+from maxramp.parallel.collectives import add_up, delay, map_shards, square_sums
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT, gradient_spec
 from maxramp.training import balance, noise_scale
@@ -164,8 +164,8 @@ def train_step(
         learning_rate=learning_rate,
         divisor=recipe.objective.divisor,
     )
-    # What follows reads the batch only after the update, see wait_for.
-    batch_after = jax.tree.map(lambda x: wait_for(x, metrics["grad_norm"]), batch)
+    # What follows reads the batch only after the update, see `delay`.
+    batch_after = jax.tree.map(lambda x: delay(x, metrics["grad_norm"]), batch)
     metrics |= {"target_tokens": targets, "batch_fingerprint": batch_after.hashes.sum((0, 1))}
     if squares_by_kind:
         metrics |= noise_scale.metrics(

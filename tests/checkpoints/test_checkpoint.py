@@ -68,7 +68,7 @@ class Folder:
 
     def record(self, step: int):
         stages, samples = self.ramp.to_json()["stages"], self.ramp.samples_before(step)
-        return self.checkpoints.record(step, samples, stages, self.config.values)
+        return self.checkpoints.make_record(step, samples, stages, self.config.values)
 
     def begin(self, step: int, state, last=False):
         self.checkpoints.save(self.record(step), state, last)

@@ -13,7 +13,7 @@ from maxramp.data.corpus import Corpus
 from maxramp.data.opening import open_rows
 from maxramp.errors import ConfigError
 from maxramp.run.metrics import evaluation_from_sums, numbers_of, read_records, tag_of
-from maxramp.run.picture import figure_of
+from maxramp.run.picture import make_run_figure
 
 LETTERS = {"train": "abc", "wiki": "de", "code": "fgh"}
 
@@ -134,7 +134,7 @@ def test_numbers_of_sets():
     assert {name for name, group in tags.items() if group == "batch"} == token_keys
     assert tag_of("eval_loss_x_seconds") == "learning/eval_loss_x_seconds"
     step = {"step": 0, "loss": 1.0, "consumed_samples": 8, "global_batch_size": 8}
-    figure = figure_of([step, {"step": 0, "consumed_samples": 8, **record}], "run")
+    figure = make_run_figure([step, {"step": 0, "consumed_samples": 8, **record}], "run")
     drawn = [text.get_text() for text in figure.legends[0].get_texts()]
     assert drawn == ["loss", "loss on held-out text", "code", "wiki"]
 

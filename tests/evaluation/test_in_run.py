@@ -17,7 +17,7 @@ from made_tasks import write_tasks
 
 from maxramp.data.keys import EvalKeys
 from maxramp.run.metrics import read_records, tag_of
-from maxramp.run.picture import figure_of
+from maxramp.run.picture import make_run_figure
 
 KEYS = (
     *("step_batch_size_schedule=0:4 40:8", "step_batch_size_unit=samples", "total_samples=104"),
@@ -93,7 +93,7 @@ def test_numbers_of_tasks_are_drawn():
     assert tag_of("task_made_acc") == "tasks/task_made_acc"
     step = {"step": 0, "loss": 1.0, "consumed_samples": 8, "global_batch_size": 8}
     record = {"step": 0, "consumed_samples": 8, "task_made_acc": 0.5}
-    figure = figure_of([step, record], "run")
+    figure = make_run_figure([step, record], "run")
     assert "task_made_acc" in [axes.get_title(loc="left") for axes in figure.axes]
 
 

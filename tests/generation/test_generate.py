@@ -32,7 +32,7 @@ def save_run(folder, *keys):
         )
         with saving:
             saving.start_saving()
-            record = saving.record(0, 0, ramp.to_json()["stages"], config.values)
+            record = saving.make_record(0, 0, ramp.to_json()["stages"], config.values)
             saving.save(record, initial_state(config.recipe), last=True)
     return str(folder)
 

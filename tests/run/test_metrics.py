@@ -14,7 +14,7 @@ from tensorboardX import SummaryWriter
 
 from maxramp.errors import TrainingError
 from maxramp.run.metrics import Dispatched, MetricsLog, loads_of, read_records, tag_of
-from maxramp.run.picture import figure_of, figure_of_experts
+from maxramp.run.picture import make_expert_figure, make_run_figure
 from maxramp.run.writers import JsonlWriter, tensorboard_writers
 
 STAGE = types.SimpleNamespace(
@@ -46,7 +46,7 @@ def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
     assert [record["balance"] for record in records] == [0, 0.25, 0.5]
     assert all("pair" not in record and record["word"] == "x" for record in records)
     assert events.shown(tmp_path / "tb")["learning/balance"] == {0: 0, 1: 0.25, 2: 0.5}
-    large, _, small = figure_of(records, "a run").axes
+    large, _, small = make_run_figure(records, "a run").axes
     assert large.get_title("left") == "a run: batch size and loss"
     assert small.get_title("left") == "balance"
     assert [*small.lines[0].get_ydata()] == [0, 0.25, 0.5]
@@ -77,14 +77,14 @@ def test_loads_of_experts(tmp_path):
     first = histograms["experts/layer_00"]
     assert (first.num, sum(first.bucket), first.max, first.min) == (4, 4, 2, 0)
     assert first.sum == pytest.approx(4)
-    curves, table, _ = figure_of_experts(records, "a run").axes
+    curves, table, _ = make_expert_figure(records, "a run").axes
     most, least, _ = curves.lines
     assert [*most.get_ydata()] == [1.5, 1.5] and [*least.get_ydata()] == [0.5 + 1 / 128] * 2
     assert np.allclose(2.0 ** table.images[0].get_array()[:, 1], [1.506, 1])
-    assert figure_of_experts(records[1:2], "a run") is None
+    assert make_expert_figure(records[1:2], "a run") is None
     for loads in ([0.25] * 4, [1, 0, 0, 0]):  # axes of no height, and of all
         alike = [record | {"expert_load": [loads] * 2} for record in records]
-        figure_of_experts(alike, "a run").savefig(io.BytesIO())
+        make_expert_figure(alike, "a run").savefig(io.BytesIO())
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ class Chat:
         return _texts([self.messages, self.tools])
 
     def check_answers(self) -> None:
-        """Refuses a chat without an answer but with messages that seem to be some."""
+        """Raises a BadRecord if no message has the role `assistant`, but some have a role that is
+        unknown here, such as "bot": they may be answers. A chat of questions alone passes."""
         roles = dict.fromkeys(message["role"] for message in self.messages)
         if ANSWERS in roles:
             return

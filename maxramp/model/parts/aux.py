@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.model.parts.weights import stages_of
-from maxramp.parallel.collectives import wait_for
+from maxramp.parallel.collectives import delay
 from maxramp.parallel.sharding import staged_rows_spec
 
 
@@ -48,9 +48,9 @@ def sum_by_stage(x_B: jax.Array) -> jax.Array:
 
 
 def await_sums(x: jax.Array, aux: Aux) -> jax.Array:
-    """Returns `x`; on several CPU devices not before the sums are computed (`wait_for`)."""
+    """Returns `x`; on several CPU devices not before the sums are computed (`delay`)."""
     sums = jax.tree.leaves(aux)
-    return wait_for(x, sum(value.sum() for value in sums)) if sums else x
+    return delay(x, sum(value.sum() for value in sums)) if sums else x
 
 
 def sum_rows(aux: Aux) -> Aux:
