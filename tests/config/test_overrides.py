@@ -31,9 +31,6 @@ def refusal(*arguments, config=BASE):
     return str(caught.value)
 
 
-# --- A key twice ---------------------------------------------------------------------------------
-
-
 def test_the_last_value_of_a_key_wins():
     values, _ = load("log_period=3", "steps=5", "log_period=4", "log_period=7")
     assert values == {"log_period": 7, "steps": 5}
@@ -60,9 +57,6 @@ def test_the_last_counts_among_alternatives():
     assert load("steps=5", "total_samples=99", "steps=-1")[0] == {"steps": -1, "total_samples": 99}
     assert load("rampup_batch_size=[8,8,99]", "rampup_batch_size=none")[0] == {}
     assert "steps=6 and total_samples=99" in refusal("steps=5", "total_samples=99", "steps=6")
-
-
-# --- Unknown keys --------------------------------------------------------------------------------
 
 
 def test_all_unknown_keys_in_one_line(tmp_path):
@@ -101,9 +95,6 @@ def test_a_suggestion_is_close(name, meant):
 def test_a_long_line_names_everything():
     line = refusal(*(f"qqq{i}={'x' * 500}" for i in range(40)))
     assert len(line) < 1500 and all(f"qqq{i}" in line for i in range(40))
-
-
-# --- Keys of MaxText and NeMo --------------------------------------------------------------------
 
 
 def test_renamed_keys_are_taken_with_a_line():

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,13 @@ def folders(data, processes, factor):
     return [data / ("with" if i % max(1, factor) == 0 else "without") for i in range(processes)]
 
 
+def answers_of(outcomes):
+    """Returns what each process of a job printed, which must have succeeded."""
+    assert [status for *_, status in outcomes] == [0] * len(outcomes), outcomes
+    printed = [out.splitlines() for out, _, _ in outcomes]
+    return [[json.loads(line) for line in lines if line.startswith("{")] for lines in printed]
+
+
 def ask(data, requests, processes=1, devices=1):
     """Returns what the loader of every process reads, by request: (first step, expansion factor,
     keys). A job answers requests of one factor, which decides who has the data.
@@ -72,11 +80,8 @@ def ask(data, requests, processes=1, devices=1):
         numbers = [i for i, request in enumerate(requests) if request[1] == factor]
         program = [*PROGRAM, json.dumps([[requests[i][0], requests[i][2]] for i in numbers])]
         job = start(program, processes, devices, folders(data, processes, factor))
-        printed = []
-        for out, err, status in finish(job):
-            assert status == 0, err[-2000:]
-            printed.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
-        for i, answer in zip(numbers, zip(*printed, strict=True), strict=True):
+        printed = zip(*answers_of(finish(job)), strict=True)
+        for i, answer in zip(numbers, printed, strict=True):
             answers[i] = answer
     return answers
 
@@ -138,7 +143,6 @@ def test_rows_depend_on_no_reader(data, alone, processes, devices, factors):
 
 MIXTURE = ("dataset_type=grain", "grain_train_files=a.jsonl,0.7;b.jsonl,0.3", "num_epoch=9")
 
-
 PACKINGS = [
     (packing, evaluated)
     for packing in ("concat_then_split", "best_fit", "none")
@@ -176,39 +180,26 @@ def test_documents_of_a_mixture_are_the_same_rows(mixtures, case):
             assert seen[name] == alone[name]
 
 
-@pytest.mark.slow
-def test_machines_that_share_no_disk_prepare_a_set_each(data, mixtures, tmp_path):
-    case = PACKINGS[0]
-    disks = [tmp_path / "a", tmp_path / "b"]
-    for folder in disks:
-        shutil.copytree(data / "with", folder, ignore=shutil.ignore_patterns("output"))
-    program = [*PROGRAM, json.dumps([[0, keys(2, *mixture(*case))]])]
-    for out, err, status in finish(start(program, 2, 1, disks)):
-        assert status == 0, err[-2000:]
-        (answer,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        assert answer["steps"] == mixtures[case][0][0]["steps"]
-    sets = [sorted(x.name for x in (f / "output" / ".prepared").iterdir()) for f in disks]
-    assert [len(names) for names in sets] == [2, 2]  # a copy of a file has a version of its own
+AT_HOME = "import os, hosts; os.environ['HOME'] = os.getcwd(); hosts.main()"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["gs"], indirect=True)
-def test_machines_that_share_a_storage_prepare_a_set_once(data, mixtures, storage, tmp_path):
-    """The first prepares it, the other fetches it; each has a home of its own."""
-    case = PACKINGS[0]
+@pytest.mark.parametrize("in_storage", [False, True], ids=["apart", "in a storage"])
+def test_machines_that_share_no_disk_prepare_a_set(data, mixtures, storages, tmp_path, in_storage):
+    """Each its own, or the first for both in a storage; each has a home of its own."""
     disks = [tmp_path / "a", tmp_path / "b"]
     for folder in disks:
-        folder.mkdir()
-        for name in ("a.jsonl", "b.jsonl"):
-            (folder / name).symlink_to(data / "with" / name)
-    requests = [[0, keys(2, *mixture(*case), f"data_cache_dir={storage.address}/sets")]]
-    at_home = "import os, hosts; os.environ['HOME'] = os.getcwd(); hosts.main()"
-    outcomes = finish(start([sys.executable, "-c", at_home, json.dumps(requests)], 2, 1, disks))
-    for out, err, status in outcomes:
-        assert status == 0, err[-2000:]
-        (answer,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        assert answer["steps"] == mixtures[case][0][0]["steps"]
-    assert sorted(out.count("fetching") for out, _, _ in outcomes) == [0, 2]
+        copy = os.symlink if in_storage else shutil.copy2  # a copy has a version of its own
+        ignore = shutil.ignore_patterns("output")
+        shutil.copytree(data / "with", folder, ignore=ignore, copy_function=copy)
+    sets = (f"data_cache_dir={storages('gs').address}/sets",) if in_storage else ()
+    request = json.dumps([[0, keys(2, *mixture(*PACKINGS[0]), *sets)]])
+    outcomes = finish(start([sys.executable, "-c", AT_HOME, request], 2, 1, disks))
+    for (answer,) in answers_of(outcomes):
+        assert answer["steps"] == mixtures[PACKINGS[0]][0][0]["steps"]
+    assert sorted(out.count("fetching") for out, _, _ in outcomes) == [0, 2 * in_storage]
+    for folder in disks:
+        assert in_storage or len([*(folder / "output" / ".prepared").iterdir()]) == 2
 
 
 # Makes a process of a job see the file boot_id of its folder as the machine's: a host of its own.
@@ -289,19 +280,6 @@ def noise(records):
 
 
 NOISE = "log_gradient_noise_scale=True"
-
-
-@pytest.mark.slow
-def test_training_does_not_depend_on_who_reads(data, tmp_path, cache_dir):
-    """One process of two devices, and two of which one reads: packed text, bit for bit."""
-    # To compile less.
-    text = (*MIXTURE, "text_files=", "total_samples=48", "eval_interval=-1", NOISE)
-    first = train(data, tmp_path, cache_dir, "a", 1, 2, *text, optimized=True)
-    second = train(data, tmp_path, cache_dir, "b", 2, 1, *text, optimized=True, factor=2)
-    assert losses(first) == losses(second)
-    assert fingerprints(first) == fingerprints(second) and len(set(fingerprints(first))) == 3
-    assert noise(first) == noise(second)
-
 
 SPLIT = {"tensor": 2, "accumulation": 2}
 

@@ -64,11 +64,6 @@ def test_a_file_has_the_published_numbers(name):
         assert 0 <= stage.first_sample - tokens // sample <= size
 
 
-def test_palm_switches_at_the_published_steps():
-    ramp = RampupBatchManager(load([str(FILES["palm-540b"])]).batch, 1)
-    assert [stage.first_step for stage in ramp.stages] == [0, 50_000, 115_000]
-
-
 def test_olmo_saves_the_published_steps():
     """43% fewer than the constant batch of 1024; this figure gave the file its length."""
     config = load([str(FILES["olmo-1b"])])

@@ -10,15 +10,6 @@ from maxramp.errors import ConfigError
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 
-LLAMA = {
-    **{"max_target_length": 8192, "global_batch_tokens": 4_194_304, "per_device_batch_size": 1.0},
-    "row_length": 4096,
-    "phases": {
-        "252M": {"global_batch_tokens": 8_388_608, "row_length": 8192},
-        "2.87T": {"global_batch_tokens": 16_777_216},
-    },
-}
-
 
 def stages(**values):
     return RampupBatchManager({"num_nodes": 1, "devices_per_node": 1} | values).stages
@@ -34,16 +25,6 @@ def shapes(**values):
 
 def loaded(*arguments):
     return load([BASE, *arguments])
-
-
-def test_llama_3_405b():
-    """252M tokens are 30,761 samples of 8,192, reached by 61 steps of 512; 2.87T are 350,341,796,
-    reached by 342,101 steps of 1,024 more."""
-    assert shapes(**LLAMA, devices_per_node=512) == [
-        (0, 512, 1, 4096),
-        (61 * 512, 1024, 2, 8192),
-        (61 * 512 + 342_101 * 1024, 2048, 4, 8192),
-    ]
 
 
 def test_a_key_holds_until_a_later_phase_gives_it_and_the_batch_may_fall():
@@ -147,7 +128,6 @@ def test_a_warm_up_anew_is_no_part_of_the_curve():
 BATCH = ("global_batch_size=8", "total_samples=4000")
 CHATS = "dataset_type=grain grain_train_files=f packing=False tokenizer_path=t.json"
 
-
 REFUSED = table("""
 phases.10K.vocab_size=8 | phases.10K.vocab_size=8: no phase can change it
 phases.10K.rope_factor=0.5 | phases.10K: rope_factor=0.5 must be 1 or more
@@ -194,12 +174,8 @@ program=grpo row_length=64 | row_length=64 cuts samples into rows, and program=g
 program=grpo phases.10K.row_length=64 | phases.10K: row_length=64 cuts samples
 use_sft=True row_length=64 CHATS | row_length=64 cuts samples into rows, and use_sft=True reads \
     each as a whole
-use_sft=True phases.10K.row_length=64 CHATS | row_length=64 cuts samples into rows, and \
-    use_sft=True reads each as a whole
 use_dpo=True row_length=64 CHATS | row_length=64 cuts samples into rows, and use_dpo=True reads \
     each as a whole
-use_dpo=True phases.10K.row_length=64 CHATS | row_length=64 cuts samples into rows, and \
-    use_dpo=True reads each as a whole
 """)
 
 

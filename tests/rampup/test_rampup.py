@@ -42,29 +42,11 @@ def test_documented_example():
     assert [s.samples for s in stages] == [20, 24, 24, None]
 
 
-def test_accumulation_counts():
-    """With 3 accumulation steps the same ramp takes fewer steps: samples are what counts."""
-    ramp = RampupBatchManager(settings(gradient_accumulation_steps=3))
-    # 20 samples per increment in batches of 12, 24, 36.
-    assert shape(ramp) == [(2, 12), (1, 24), (1, 36), (None, 48)]
-
-
-def test_fractions_are_exact():
-    """0.1 -> 0.7 by 0.2 on 10 devices is 1, 3, 5, 7 rows; binary fractions would not divide."""
-    keys = {"per_device_batch_size": 0.7, "per_device_batch_size_start": 0.1}
-    keys |= {"per_device_batch_size_increment": 0.2, "global_rampup_samples": 9}
-    ramp = RampupBatchManager(settings(**keys, devices_per_node=10))
-    assert shape(ramp) == [(3, 1), (1, 3), (1, 5), (None, 7)]
-
-
 def test_constant_batch_is_one_stage():
     ramp = RampupBatchManager(settings(enable_rampup_batch_size=False, per_device_batch_size=2))
     assert len(ramp.stages) == 1
     assert ramp.samples_before(10**12) == 8 * 10**12
     assert ramp.step_at_sample(8 * 10**12 + 7) == 10**12
-
-
-# --- What it is made of --------------------------------------------------------------------------
 
 
 def test_without_a_size_of_a_pass_a_batch_is_one():
@@ -115,8 +97,6 @@ def test_a_configuration_may_be_of_any_kind():
         values | {"global_rampup_samples": np.int64(values["global_rampup_samples"])},
     ):
         assert RampupBatchManager(config).stages == wanted
-    with pytest.raises(ConfigError, match="^stpes=3 is not a known key; did you mean steps?"):
-        RampupBatchManager(ml_collections.ConfigDict(values | {"stpes": 3}))
     with pytest.raises(ConfigError, match="^per_device_batch_size=8 must be a number, not text"):
         RampupBatchManager(SimpleNamespace(per_device_batch_size="8"), 8)
 
@@ -160,9 +140,6 @@ def test_keys_left_out_have_the_defaults_of_base_yml():
     }
 
 
-# --- Its answers ---------------------------------------------------------------------------------
-
-
 def simulate(start, increment, final, samples, devices, accumulation, steps):
     """MaxText's ramp step by step, with accumulation counted in: the batch size of every step."""
     increments = (final - start) / increment
@@ -177,7 +154,7 @@ def simulate(start, increment, final, samples, devices, accumulation, steps):
 
 
 def random_settings(rng):
-    devices = rng.choice([1, 2, 3, 4, 6, 8, 12, 16])
+    devices = rng.choice([1, 2, 3, 4, 6, 8, 10, 12, 16])
     denominator = rng.choice([d for d in (1, 2, 4, 5, 8, 10) if devices % d == 0 or d == 1])
     unit = Fraction(1, denominator)
     start, increment = rng.randint(1, 12) * unit, rng.randint(1, 9) * unit
@@ -293,9 +270,6 @@ def test_negative_positions_are_refused():
     for question in (ramp.stage_at_step, ramp.stage_at_sample, ramp.samples_before):
         with pytest.raises(ValueError, match="before"):
             question(-1)
-
-
-# --- What a stage says that its steps are --------------------------------------------------------
 
 
 def ramp_of(*arguments, fields=text_fields):

@@ -12,14 +12,12 @@ SAMPLES = {"total_samples": 40_000, "max_target_length": 64}
 MEGATRON = {"step_batch_size_unit": "samples", **SAMPLES}
 SMALL = {"per_device_batch_size": 2.0, **NODES}
 PHASES = {
-    700: {"row_length": 16, "grain_train_files": "a:1;b:3", "learning_rate": 1e-3},
-    5_003: {"row_length": 32, "sliding_window_size": 16, "warmup_steps_fraction": 0.1},
-    5_020: {"grain_train_files": "b"},
-    21_000: {"row_length": 64, "ici_tensor_parallelism": 2, "remat_policy": "full"},
+    "700": {"row_length": 16, "grain_train_files": "a:1;b:3", "learning_rate": 1e-3},
+    "5_003": {"row_length": 32, "sliding_window_size": 16, "warmup_steps_fraction": 0.1},
+    "5_020": {"grain_train_files": "b"},
+    "21_000": {"row_length": 64, "ici_tensor_parallelism": 2, "remat_policy": "full"},
 }
-SIZED = {
-    begins: {**keys, "global_batch_size": 64 + begins % 7 * 64} for begins, keys in PHASES.items()
-}
+SIZED = {n: keys | {"global_batch_size": 64 + int(n) % 7 * 64} for n, keys in PHASES.items()}
 NOTATIONS = {
     "constant": {"global_batch_size": 96, "steps": 300, **NODES},
     "MaxText": {
@@ -73,11 +71,6 @@ NOTATIONS = {
 }
 
 
-def by_name(**keys):
-    phases = {str(begins): values for begins, values in keys.pop("phases", {}).items()}
-    return keys | ({"phases": phases} if phases else {})
-
-
 def stand(ramp, step):
     return ResumePoint(step, ramp.samples_before(step), ramp.to_json()["stages"])
 
@@ -89,7 +82,7 @@ def test_the_rest_of_a_schedule_is_that_of_the_whole(notation, devices, starts):
     """At random steps, and from each once more at another; on nodes as planned, and on one job's
     devices.
     """
-    draw, keys = random.Random(notation), by_name(**NOTATIONS[notation])
+    draw, keys = random.Random(notation), NOTATIONS[notation]
     whole = RampupBatchManager(keys, devices)
     plan = whole.to_json()
     for _ in range(starts):
