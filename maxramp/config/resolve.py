@@ -243,7 +243,8 @@ def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
 
 
 def check_context(model: ModelKeys, mesh: MeshKeys, row_length: int) -> None:
-    """Makes sure that devices along `context` can share out the tokens of a row, and the heads."""
+    """Raises a ConfigError if devices along `context` cannot share out the tokens of a row, or the
+    heads. `mesh` is resolved."""
     size, tensor = mesh.sizes["context"], mesh.sizes["tensor"]
     axis = f"{mesh.command_line('context')} = {size}"
     if row_length % size:

@@ -172,7 +172,8 @@ class _RemoteBytes:
 
 
 def read_range(path: str, start: int, stop: int) -> np.ndarray:
-    """Reads the bytes [start, stop) of a file, uint8, into memory of their own."""
+    """Reads the bytes [start, stop) of a file, uint8, into memory of their own; a ConfigError if it
+    is missing or ends before."""
     data = _ask(
         path,
         lambda: np.fromfile(path, np.uint8, stop - start, offset=start),

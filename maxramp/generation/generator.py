@@ -87,7 +87,8 @@ class Generator:
         config: GenerationConfig,
         options: Mapping[str, Any] | None = None,
     ):
-        """Prepares for a model, or its shapes and shardings; `options` are the compiler's."""
+        """Prepares for a model, or its shapes and shardings; `options` are the compiler's. A
+        ConfigError if the model is a pipeline."""
         self.config, self._keys, mesh = config, keys, mesh_of(model)
         if mesh.shape["stage"] > 1:
             raise ConfigError(
@@ -136,7 +137,8 @@ class Generator:
         samples: Sequence[int] | None = None,
         every: int = 1,
     ) -> Iterator[list[Answer]]:
-        """Yields all answers so far after every `every` tokens, at last those of `answer`."""
+        """Yields all answers so far after every `every` tokens, at last those of `answer`, whose
+        limits hold here too; what it raises comes with the first `next`."""
         self._check(prompts)
         most = max(map(self._max_new_tokens, prompts))
         sizes = self._sizes(max(map(len, prompts)))

@@ -102,7 +102,8 @@ class ModelSource:
     """A model to use: its weights, not yet read, and its keys, as `config`, on other devices."""
 
     def __init__(self, weights: Weights, arguments: Sequence[str]):
-        """Reads the keys; no device is touched. `arguments` are key=value, of _OPEN_KEYS."""
+        """Reads the keys; no device is touched. `arguments` are key=value; a ConfigError if one
+        is neither of _OPEN_KEYS nor, for weights that begin with others, KEY."""
         *_, command_line = config_files.read(str(base.CONFIGS / "base.yml"), arguments, print_note)
         overrides = command_line.values
         allowed = (*_OPEN_KEYS, KEY) if weights.base else _OPEN_KEYS

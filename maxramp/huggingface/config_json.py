@@ -52,7 +52,7 @@ def read_keys(written: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the keys of the model that a config.json describes; messages name the file `where`.
 
     Reads what transformers 5 writes (`rope_parameters`) and what earlier ones wrote (`rope_theta`,
-    `rope_scaling`).
+    `rope_scaling`). A ConfigError for a model that is not supported.
     """
     name = _family_name(written, where)
     family, released = FAMILIES[name], FAMILIES[name].released

@@ -80,7 +80,8 @@ def name_tensors(
 
     Args:
       layers: those that have tensors; none = all.
-      dense_block: names tensors as in that family's models; routers then have none.
+      dense_block: names tensors as in that family's models; routers then have none. A ConfigError
+        if that family lacks another weight.
     """
     tensors = FAMILIES[decoder_block].tensors
     if dense_block:

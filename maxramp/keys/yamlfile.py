@@ -80,6 +80,7 @@ def parse(text: str) -> Any:
 
 
 def read_yaml(path: pathlib.Path) -> dict[str, Any]:
+    """Reads a config file; {} if it is empty. A ConfigError if it is missing or not valid."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

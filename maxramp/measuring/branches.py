@@ -68,7 +68,8 @@ class Branch:
 
 
 def difference(branch: Branch, other: Branch) -> tuple[float, float | None, float | None]:
-    """Returns how much a branch's loss is above another's, and the 90% interval of that.
+    """Returns how much a branch's loss is above another's, and the 90% interval of that. Both must
+    have the same held-out batches.
 
     The interval says how far the held-out rows could mislead: what it would be on all text. It is
     a ratio's, linearized, with Student's t over the batches.
@@ -133,13 +134,14 @@ class Experiment:
     """The branches of one checkpoint over one window of rows."""
 
     def __init__(self, run: str, at: int, sizes: str, tokens: str, keys: Sequence[str]):
-        """
+        """Plans branches, and trains nothing. A ConfigError if an argument does not fit the run.
+
         Args:
-          run: a folder or an address.
-          at: the step of a checkpoint.
-          sizes: global batch sizes, with commas between them.
+          run: a folder or an address, of a run that is evaluated by its loss.
+          at: the step of a checkpoint, where the learning rate is above 0.
+          sizes: global batch sizes, two or more, with commas between them.
           tokens: those of the window; "" = a tenth of the run's.
-          keys: key=value for every branch.
+          keys: key=value for every branch, but none that a branch has for itself.
         """
         self._run, self._sizes, self._keys = place(run).absolute(), parse_sizes(sizes), list(keys)
         self._position = position = _checkpoint(self._run, at)
@@ -200,7 +202,8 @@ class Experiment:
         return 0
 
     def result(self, tolerance: float) -> dict[str, Any]:
-        """Compares all sizes; returns what it writes to branch.json."""
+        """Compares all sizes, after `train` returned 0; returns what it writes to branch.json. A
+        ConfigError if a branch has no evaluation, or one of other rows."""
         result = compare([self._branch(size) for size in self._sizes], tolerance)
         trained = read_records(self._folder / str(self._sizes[0]) / "metrics.jsonl")
         result |= {

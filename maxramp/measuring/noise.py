@@ -57,7 +57,8 @@ def run_records(run: Place) -> list[Record]:
 
 
 def noise_curves(run: Place, blocks: int) -> dict[str, list[Block]]:
-    """Returns the noise scale of a run by kind, over `blocks` shares of its samples."""
+    """Returns the noise scale of a run by kind, over `blocks` shares of its samples; kinds without
+    one are left out. A ConfigError if none has one, or `blocks` is below 1."""
     if blocks < 1:
         raise ConfigError(f"--blocks {blocks} must be 1 or more")
     records = run_records(run)
@@ -156,7 +157,8 @@ def ratio_of_means(
 
 
 def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
-    """Draws noise scales with their intervals, by name, and the batch that was used."""
+    """Draws noise scales with their intervals, by name, and the batch that was used. `curves` are
+    one to three, and none is empty."""
     figure, (axes,) = make_panels([4.5], "")
     axes.set(yscale="log", xlabel="consumed samples", ylabel="rows")
     colors = "tab:orange", "tab:green", "tab:red"

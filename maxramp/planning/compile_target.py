@@ -102,7 +102,9 @@ class CompileTarget:
 
     @functools.cache  # noqa: B019
     def step(self, spec: StageSpec) -> dict[str, Any]:
-        """Compiles a stage's step: its memory, whether it fits, and `StepCost.to_json`."""
+        """Compiles a stage's step: its memory, whether it fits, and `StepCost.to_json`, which is
+        missing if the compiler refuses the step as too large. A ConfigError if a library that a
+        kernel needs is not installed, or the program cannot be counted."""
         self.say(
             f"compiling {spec.accumulation} x {spec.rows:,} rows, remat_policy={spec.remat_policy}"
         )
@@ -215,7 +217,8 @@ class CompileTarget:
 
     def largest_batch(self) -> str:
         """Compiles the last stage's step in growing sizes under each remat policy. Returns lines
-        for a config: the cheapest policy under which anything fits, and the largest pass."""
+        for a config: the cheapest policy under which anything fits, and the largest pass. A
+        ConfigError if the memory is not known, or the smallest pass fits under no policy."""
         spec, batch, limit = self.ramp.stages[-1].spec, self.config.batch, self.limit
         # With accumulation the sums of the gradients live through the passes: two passes show it.
         passes = 2 if batch.gradient_accumulation_steps > 1 or batch.global_batch_size != -1 else 1

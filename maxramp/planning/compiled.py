@@ -109,6 +109,8 @@ def _nearest_fit(target: CompileTarget, spec: StageSpec) -> dict[str, Any] | Non
 def run_totals(
     target: CompileTarget, entry: dict[str, Any], spec: StageSpec, steps: int
 ) -> dict[str, float | None]:
+    """Returns the speed of an entry of `CompileTarget.step`, with its `global_batch_size`, and what
+    `steps` of it take; all None if it does not fit, `price` also without a rate."""
     if not entry["fits"]:
         return dict.fromkeys(("tokens_per_second", "mfu", "hours", "device_hours", "price"))
     devices, config = len(target.machine.devices), target.config
@@ -127,7 +129,8 @@ def run_totals(
 
 def add_compiled(plan: dict[str, Any], path: Place, keys: PlanKeys) -> None:
     """Adds `compiled` to every stage whose batch shape and devices a file of maxramp.compile holds,
-    and to the plan's totals where it holds all of them and they fit."""
+    and to the plan's totals where it holds all of them and they fit; None and a warning where it
+    holds none. A ConfigError if it is not such a file."""
     try:
         result = json.loads(path.read_bytes())
         machine = f"{result['num_slices']} x {result['compile_topology']}"

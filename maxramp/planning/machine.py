@@ -60,7 +60,8 @@ def local_machine() -> Machine:
 
 
 def describe_machine(keys: PlanKeys) -> Machine:
-    """Describes the machine that compile_topology names."""
+    """Describes the machine that compile_topology names; a ConfigError if it names none, or its
+    compiler is not installed."""
     cluster, slices = _parse(keys), keys.compile_topology_num_slices
     devices = describe_devices(cluster, slices)
     if isinstance(cluster, topology.Topology):
@@ -111,7 +112,8 @@ def describe_machine(keys: PlanKeys) -> Machine:
 def describe_devices(
     cluster: gpu.Cluster | topology.Topology, num_slices: int = 1
 ) -> Sequence[Any]:
-    """Returns JAX's abstract devices of a machine."""
+    """Returns JAX's abstract devices of a machine; a ConfigError if its compiler is missing or
+    refuses it."""
     shown, what = f"compile_topology={cluster}", f"the {cluster.compiler} compiler"
     if importlib.util.find_spec(cluster.plugin) is None:
         raise ConfigError(

@@ -236,7 +236,8 @@ def compile_meshes(config: Config, number: int, say: Callable[[str], None]) -> d
 
     Returns `stages`, each with `meshes`: entries as those of `compile_stages` with `mesh`,
     `remat_policy`, `estimated_seconds` and `keys`; `keys` of the fastest run; `gain`, the share of
-    the first stage's time that a mesh of its own saves.
+    the first stage's time that a mesh of its own saves; `refusal`, why no run can have these keys,
+    or "". A ConfigError if the config allows no mesh, or none may fit by the estimate.
     """
     search = MeshSearch(config, open_machine(config), say)
     first, last = search.stages[0].index, search.stages[-1].index

@@ -63,7 +63,8 @@ class PassCost:
 
 def with_nodes(config: Config) -> Config:
     """Fills in the nodes of a loaded config: as the keys say, else those of compile_topology, else
-    this machine's.
+    this machine's. Unless it asks for those, JAX runs on the CPU from then on. A ConfigError if the
+    keys and compile_topology differ.
     """
     batch, planning = config.batch, config.planning
     if not planning.compile_topology and batch.devices_per_node == -1:
@@ -114,7 +115,8 @@ class PlannedRun:
     def from_config(
         cls, config: Config, meshes: Meshes, origin: Origin | None = None
     ) -> "PlannedRun":
-        """Plans a run for a config of `with_nodes`; `origin` tells where the run stands."""
+        """Plans a run for a config of `with_nodes`; `origin` tells where the run stands. A
+        ConfigError if the devices cannot run a stage."""
         target = resolve(config, config.batch.num_devices)
         cost = PassCost(target)
         point = origin(target.batch) if origin else ResumePoint()

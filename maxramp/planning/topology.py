@@ -107,7 +107,8 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """Reads `v5p:8x8x16`, or MaxText's `v5p-2048`, `v5e-256`, `v6e-256`."""
+    """Reads `v5p:8x8x16`, or MaxText's `v5p-2048`, `v5e-256`, `v6e-256`; a ConfigError if no slice
+    has that shape or size."""
     match = re.fullmatch(r"(v\d\w*)(?::(\d+(?:x\d+)+)|-(\d+))", name)
     if not match or match[1] not in CHIPS:
         raise ConfigError(

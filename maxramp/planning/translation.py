@@ -19,7 +19,8 @@ def translate_file(trainer: str, arguments: Sequence[str]) -> tuple[list[str], l
     """Turns FILE key=value ... of another trainer into arguments for maxramp.
 
     MaxText's files are configs here. Returns the arguments, and what has no key: Megatron's flags,
-    or NeMo's keys, some with a reason.
+    or NeMo's keys, some with a reason. A ConfigError if `trainer` is none of TRAINERS, or there is
+    not one file.
     """
     if trainer not in TRAINERS:
         raise ConfigError(f"--trainer {trainer} must be one of {', '.join(TRAINERS)}")

@@ -139,7 +139,8 @@ class Scorer:
         part.rewards_RF = np.array(rewards, np.float64)
 
     def batch(self, part: Part, tokens: int) -> Batch:
-        """Returns rows to learn from, [R, T = tokens]: a prompt, its answer as targets, padding."""
+        """Returns rows to learn from, [R, T = tokens]: a prompt, its answer as targets, padding.
+        `part` has its rewards (`wait`), and no prompt with its answer is longer than `tokens`."""
         policy, shape = self._policy, (len(part.answers), tokens)
         total_PG = self._total(part).reshape(-1, policy.num_generations)
         advantages_R = advantages(total_PG, policy.grpo_normalize_advantages).ravel()
