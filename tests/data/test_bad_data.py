@@ -404,20 +404,13 @@ PREPARE = table("""
 {f}/empty.jsonl {o} | 0 documents
 {f}/cut_bin.bin {o} | {f}/cut_bin.idx: sequence 39
 {f}/cut.jsonl {o} | {f}/cut.jsonl: line 40 | not JSON
-{f}/cut.jsonl.zst {o} | {f}/cut.jsonl.zst | cut off
-{f}/surrogate.jsonl {o} | {f}/surrogate.jsonl: line 2 | \\ud83d
-{f}/latin.parquet {o} | {f}/latin.parquet: record 1
 {f}/broken.txt {o} | {f}/broken.txt: cannot be read: Input/output error
 {f}/broken.txt {o} --train_bpe 300 | {f}/broken.txt: cannot be read: Input/output error
 {f}/good.jsonl --output {f} | --output {f} holds 
-{f}/null.parquet {o} | {f}/null.parquet: record 1
-{f}/flipped.array_record {o} | flipped.array_record: record
-{f}/negative.bin {o} | {f}/negative.bin: document 0 | -3
 --inspect {f} | {f} | not a prepared set
 --inspect {f}/good.jsonl | good.jsonl is not a prepared set | use_dpo=true
 --inspect {f}/set_short | shard-00000.bin | torn
 {f}/good.jsonl {o} --shard_megabytes nan | --shard_megabytes nan | above 0 and finite
-{f}/good.jsonl {o} --shard_megabytes inf | --shard_megabytes inf | above 0 and finite
 {f}/good.jsonl {o} --shard_megabytes 1e305 | --shard_megabytes 1e+305 | above 0 and finite
 {f}/good.jsonl {o} --max_bad_records=-1 | --max_bad_records
 {f}/good.jsonl {o} --max_bad_records=0.1 | --max_bad_records

@@ -3,14 +3,11 @@
 import os
 import pathlib
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
-from conftest import BASE, TINY, environment, make_config
+from conftest import BASE, TINY, make_config
 from test_formats import TEXTS, open_file, write_file
 
 from maxramp.config.load import load
@@ -194,43 +191,6 @@ def test_counts_are_those_of_every_chat(tmp_path):
             assert (tokens, LEFT_OUT[reason]) == (len(chat.tokens), chat.left_out)
             assert targets == (0 if chat.left_out else int(chat.is_target[1:].sum()))
         assert len({*counts[:, 2].tolist()}) == 3 + (length == 12 and not cut)
-
-
-# Opens data as a run does, with workers and in many shards.
-OPEN = """
-import dataclasses, sys
-from maxramp.config.load import load
-from maxramp.config.resolve import resolve
-from maxramp.data import mixtures, shards
-from maxramp.data.opening import open_rows
-def plan(*arguments):
-    return dataclasses.replace(shards.plan_cached(*arguments), shard_size=2000, workers=2)
-mixtures.plan_cached = plan
-if __name__ == "__main__":
-    print(open_rows(resolve(load(sys.argv[1:]), 1, 1, 1).data, True).hash, flush=True)
-"""
-
-
-def start(source, cache):
-    line = [sys.executable, "-c", OPEN, BASE, *TINY, *keys(source, cache), "steps=1"]
-    return subprocess.Popen(line, env=environment(), text=True, stdout=subprocess.PIPE)
-
-
-@pytest.mark.slow
-def test_a_kill_leaves_what_the_next_start_continues(tmp_path):
-    source, cache = write_file(tmp_path, "jsonl", TEXTS * 40), tmp_path / "cache"
-    expected = rows_of(source, tmp_path / "other")
-    killed = start(source, cache)
-    while not list(cache.glob("*/.preparing/shard-*.json")):
-        assert killed.poll() is None
-        time.sleep(0.002)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert not list(cache.glob("*/manifest.json"))
-    again = start(source, cache)
-    again.communicate()
-    assert again.returncode == 0 and len(sets_in(cache)) == 1
-    assert rows_of(source, cache) == expected
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ import pickle
 import numpy as np
 import pytest
 from conftest import make_config, open_sources, refused
+from preference_pairs import write_pairs, write_tokenizer
+from test_prepared_chats import chats
 
 from maxramp import prepare
 from maxramp.data import tokenizers
 from maxramp.data.chats import messages
 from maxramp.data.opening import open_rows
-from maxramp.data.tokenizers import train_bpe
 from maxramp.errors import ConfigError
 
 pytest.importorskip("jinja2")
@@ -59,12 +60,7 @@ TURNS = [
 @pytest.fixture
 def folder(tmp_path):
     """A tokenizer with marks for turns."""
-    model = json.loads(train_bpe(iter(["the quick brown fox"] * 9), 264))
-    size = len(model["model"]["vocab"])
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    for i, mark in enumerate(("<|im_start|>", "<|im_end|>")):
-        model["added_tokens"].append({"id": size + i, "content": mark, "special": True} | flags)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(model))
+    write_tokenizer(tmp_path)
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "chat_template": CHATML}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     return tmp_path
@@ -75,14 +71,13 @@ def data_keys(folder, *arguments):
         *("use_sft=True", "dataset_type=grain", f"tokenizer_path={folder}", "vocab_size=320"),
         *("grain_packing_type=best_fit", "eval_interval=-1", "max_target_length=64"),
         *("enable_rampup_batch_size=False", f"grain_train_files={folder}/chats.jsonl"),
-        "eval_fraction=0",
-        *arguments,
+        *("eval_fraction=0", *arguments),
     )
 
 
 def chats_of(folder, records, *arguments, template=""):
     """The chats of a file of these records."""
-    (folder / "chats.jsonl").write_text("".join(json.dumps(x) + "\n" for x in records))
+    write_pairs(folder / "chats.jsonl", records)
     if template:
         (folder / "template.jinja").write_text(template)
         arguments += (f"chat_template={folder}/template.jinja",)
@@ -248,14 +243,7 @@ def test_without_a_template(folder):
 
 def test_rows_hold_whole_chats(folder):
     """Each in one row, apart; what is left out is counted, and targets are those of the chats."""
-    random = np.random.default_rng(0)
-    records = [
-        {"prompt": "q" * int(n), "completion": f"{i} " + "a" * int(m)}
-        for i, (n, m) in enumerate(random.integers(1, 12, (60, 2)))
-    ]
-    records[7]["completion"] = "x" * 99
-    records[9] = {"messages": [{"role": "user", "content": "alone"}]}
-    records[11]["prompt"] = "<s>"
+    records = chats()
     items = chats_of(folder, records, "chats_with_marks=leave_out")
     keys = data_keys(folder, "chats_with_marks=leave_out")
     corpus = open_rows(keys.data, True)

@@ -64,7 +64,6 @@ TEXT += ("max_target_length=16",)
 SYNTHETIC = ("dataset_type=synthetic",)
 STREAM = (*GRAIN, "grain_train_files={}/set", "max_target_length=8", "eval_fraction=0.5")
 
-
 OWN_STREAM = (*STREAM, "grain_eval_files={}/set")
 CHANGES = [
     (TEXT, ["eval_fraction=0.3", "max_target_length=17"], []),

@@ -205,8 +205,6 @@ def test_a_text_that_looks_like_a_message_is_text(tmp_path):
     assert read(file) == texts
 
 
-# --- Megatron ----------------------------------------------------------------------------------
-
 CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [], [[7] * 9], [[], [8, 9, 10, 11]]]  # of sequences
 
@@ -270,9 +268,6 @@ def test_what_is_written_is_megatrons(tmp_path):
         assert ours.read_bytes() == theirs.read_bytes()
     index = hashlib.blake2b((tmp_path / "theirs.idx").read_bytes(), digest_size=8).hexdigest()
     assert counts == {"documents": 4, "tokens": 6, "max_token": 60000, "index": index}
-
-
-# --- Tokenizers --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -371,9 +366,6 @@ def test_marks_named_beside_the_tokenizer(models, tmp_path):
     (swapped,) = tokenizers.load("huggingface", str(tmp_path), True, True).encode([""])
     (usual,) = tokenizers.load("huggingface", str(models["huggingface"]), True, True).encode([""])
     assert swapped.tolist() == usual.tolist()[::-1]
-
-
-# --- The corpus --------------------------------------------------------------------------------
 
 
 def corpus(files, *arguments: str) -> Corpus:

@@ -84,6 +84,9 @@ def test_what_no_cache_holds_is_one_line(name, file, cache):
     parts = ("no such file or folder here", "out of reach", f"hf download {name} {file}")
     with refused(f"tokenizer_path={name}: ", *parts, f"{file} of "):
         tokenizers.load(kind, name, True, True)
+    for wrong in ("my/tok--v2", "my/tok..v2", f"my/{'x' * 100}"):
+        with refused(f"tokenizer_path={wrong}: ", "no name of a model"):
+            tokenizers.load("huggingface", wrong, True, True)
 
 
 def test_a_model_by_its_name(cache):
@@ -96,12 +99,6 @@ def test_a_model_by_its_name(cache):
     with pytest.raises(ConfigError, match="an-org/other: no such file or folder here") as caught:
         open_model("an-org/other", [])
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ("my/tok--v2", "my/tok..v2", f"my/{'x' * 100}"))
-def test_what_is_no_name_is_one_line(name, cache):
-    with refused(f"tokenizer_path={name}: ", "no name of a model"):
-        tokenizers.load("huggingface", name, True, True)
 
 
 def test_marks_that_may_be_missing_are_not_guessed(cache):
@@ -133,9 +130,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(cache, monkeypatch):
     with pytest.raises(ConfigError, match="the hub is out of reach; fetch it where"):
         hub.fetch("tokenizer_path", "an-org/another", "tokenizer.json")
     assert time.monotonic() < start + 10 and constants.HF_HUB_OFFLINE
-
-
-# --- Data sets ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
 
 ASKED = [{"role": "system", "content": "Be."}, {"role": "user", "content": "2+2?"}]
+TALK = zip(("system", "human", "gpt"), ("Be.", "2+2?", "4"), strict=True)
+TALK = [{"from": name, "value": value} for name, value in TALK]
 GOOD, BAD = ({"role": "assistant", "content": content} for content in ("4", "five"))
 
 
@@ -36,14 +38,7 @@ def opened(folder, records, *arguments):
         {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": ASKED, "chosen": "4", "rejected": "five"},
         {"prompt": "2+2?", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD], "score": 3},
-        {
-            "chosen": [
-                {"from": "system", "value": "Be."},
-                {"from": "human", "value": "2+2?"},
-                {"from": "gpt", "value": "4"},
-            ],
-            "rejected": [*ASKED, BAD],
-        },
+        {"chosen": TALK, "rejected": [*ASKED, BAD]},
     ],
 )
 def test_forms(record):

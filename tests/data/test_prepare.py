@@ -69,7 +69,6 @@ def test_every_format_holds_the_same_documents(tmp_path):
 
 def test_a_tokenizer_for_several_sets(tmp_path, capsys):
     """The one that a preparation trains on these inputs; a second one takes no other's place."""
-    pytest.importorskip("tokenizers")
     path = str(write_file(tmp_path, "jsonl", TEXTS))
     options = [path, COLUMN, "--train_bpe", "300"]
     assert prepare_lib.main([*options, "--output", str(tmp_path / "set")]) == 0
@@ -382,6 +381,14 @@ def test_stopped_while_workers_start(tmp_path):
     assert len(documents(tmp_path / "set")) == 200
 
 
+def run_program(folder, program, *arguments) -> subprocess.CompletedProcess:
+    """A program that prepares in.jsonl of a folder, in it; a file, as workers import it."""
+    (folder / "main.py").write_text(program)
+    line = [sys.executable, "main.py", "in.jsonl", *arguments]
+    more = {"cwd": folder, "capture_output": True, "text": True, "check": False}
+    return subprocess.run(line, env=environment(), **more)
+
+
 # A worker that is killed at the worst moment: while it tells its counts, and nobody else can.
 KILLED_AT_COUNTING = """
 import os, signal, sys
@@ -398,17 +405,8 @@ if __name__ == "__main__":
 
 def test_killed_while_counting(tmp_path):
     many(tmp_path / "in.jsonl", 10_000)
-    (tmp_path / "main.py").write_text(KILLED_AT_COUNTING)
-    done = subprocess.run(
-        [sys.executable, "main.py", "in.jsonl", "--output", "set", "--workers", "2"],
-        env=environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "a worker was killed" in done.stderr
+    done = run_program(tmp_path, KILLED_AT_COUNTING, "--output", "set", "--workers", "2")
+    assert done.returncode == 1 and "a worker was killed" in done.stderr
 
 
 def test_two_at_once(tmp_path):
@@ -439,19 +437,12 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_ten_times_the_documents_take_no_more_memory(tmp_path):
     """In the parent or in a worker."""
-    (tmp_path / "peak.py").write_text(PEAK)
     peaks = []
     for count in (60_000, 600_000):
         many(tmp_path / "in.jsonl", count)
         options = ["--output", f"set{count}", "--shard_megabytes", "4", "--workers", "2"]
-        done = subprocess.run(
-            [sys.executable, "peak.py", "in.jsonl", *options],
-            env=environment(),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = run_program(tmp_path, PEAK, *options)
+        assert done.returncode == 0, done.stderr
         peaks.append([int(line) / 1024 for line in done.stdout.splitlines()[-2:]])
         manifest = prepared.read_manifest(str(tmp_path / f"set{count}"))
         assert manifest["documents"] == count

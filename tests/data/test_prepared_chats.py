@@ -1,11 +1,13 @@
 """Prepared sets of chats and of pairs: the rows of a run are those of the JSON lines."""
 
+import functools
 import json
 import signal
 
+import jax
 import numpy as np
 import pytest
-from conftest import BASE, TINY, complete, make_config, open_sources, refused, run
+from conftest import BASE, TINY, complete, make_config, open_sources, refused, run, steps_of
 from in_process import run_here
 from jobs import start_until
 from preference_pairs import MARKS, TEMPLATE, pairs, write_pairs, write_tokenizer
@@ -13,7 +15,6 @@ from preference_pairs import MARKS, TEMPLATE, pairs, write_pairs, write_tokenize
 from maxramp.data.files import prepared
 from maxramp.data.opening import open_rows
 from maxramp.errors import ConfigError
-from maxramp.run.metrics import read_records
 
 pytest.importorskip("jinja2")
 pytest.importorskip("tokenizers")
@@ -31,12 +32,8 @@ def chats(count: int = 60) -> list[dict]:
     records[7]["completion"] = "x" * 99
     records[9] = {"messages": [{"role": "user", "content": "alone"}]}
     records[11]["prompt"] = MARKS[0]
-    records[13]["messages"] = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d"},
-    ]
+    turns = zip(("user", "assistant") * 2, "abcd", strict=True)
+    records[13]["messages"] = [{"role": role, "content": content} for role, content in turns]
     return records
 
 
@@ -69,15 +66,14 @@ def opened(folder, source, *arguments, reads="use_sft"):
     return open_rows(config.data, True)
 
 
+assert_equal = functools.partial(np.testing.assert_array_equal, strict=True)
+
+
 def assert_same_rows(one, other):
     for a, b in zip((*one.train, *one.held_out), (*other.train, *other.held_out), strict=True):
         assert len(a.items) == len(b.items) > 0
         for i in range(len(a.items)):
-            for x, y in zip(a.items[i], b.items[i], strict=True):
-                assert (x is None) == (y is None)
-                if x is not None:
-                    np.testing.assert_array_equal(x, y)
-                    assert x.dtype == y.dtype
+            jax.tree.map(assert_equal, a.items[i], b.items[i])
     ours, theirs = (corpus.description.partition(": ")[2] for corpus in (one, other))
     assert ours == theirs  # every count
 
@@ -205,14 +201,8 @@ def test_a_run_and_its_restart(folder, cache_dir):
     assert killed.returncode == -signal.SIGKILL
     complete(*line)
     names = ("step", "loss", "batch_fingerprint")
-    one, other = (
-        [
-            tuple(r[n] for n in names)
-            for r in read_records(folder / name / "metrics.jsonl")
-            if "loss" in r
-        ]
-        for name in ("lines", "own")
-    )
+    runs = (steps_of(folder / name) for name in ("lines", "own"))
+    one, other = ([[r[name] for name in names] for r in records] for records in runs)
     assert one == other and len(one) > 20
     assert (
         "(num_epoch=15); for a new run give another run_name, to continue a larger num_epoch"

@@ -32,16 +32,9 @@ def known():
 
 
 @contextlib.contextmanager
-def loading(keys, ramp, first_step=0, corpus=None):
-    loader = Loader(
-        keys.data,
-        keys.reading,
-        corpus or open_rows(keys.data, True),
-        ramp,
-        Expansion(make_mesh(keys), 1),
-        first_step,
-    )
-    with contextlib.closing(loader):
+def loading(keys, ramp):
+    parts = keys.data, keys.reading, open_rows(keys.data, True), ramp
+    with contextlib.closing(Loader(*parts, Expansion(make_mesh(keys), 1), 0)) as loader:
         yield loader
 
 

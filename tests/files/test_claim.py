@@ -1,10 +1,10 @@
 """Claims: of two that want one folder one gets it, and who was killed does not keep it."""
 
+import concurrent.futures
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -33,11 +33,8 @@ def test_one_of_many_gets_it(storage):
         except BlockingIOError as error:
             refused.append(str(error))
 
-    threads = [threading.Thread(target=try_it, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        [*pool.map(try_it, range(6))]
     (held,) = claims
     owner = json.loads(path.read_bytes())["owner"]
     assert refused == [owner] * 5

@@ -156,10 +156,8 @@ def test_a_kill_in_a_save_stops_no_restart(client, tmp_path):
 def test_a_slow_save_lets_the_next_ones_out(client):
     """Until it is done; and one that has failed is told of by the next."""
     folder, warnings = place("gs://bucket/run/checkpoints"), []
-    saves, go_on = (
-        Saves(folder, make_config("max_failed_saves=9").checkpoints, warnings.append),
-        threading.Event(),
-    )
+    saves = Saves(folder, make_config("max_failed_saves=9").checkpoints, warnings.append)
+    go_on = threading.Event()
     saves.begin(4, lambda: go_on.wait(60))
     assert saves.is_late(8) and saves.is_late(12)
     (line,) = warnings

@@ -28,15 +28,9 @@ SAME = ("step", "loss", "eval_loss", "grad_norm", "batch_fingerprint", "consumed
 
 def start(address, cache_dir, storage, *more, module="train"):
     """A maxramp command; all that it prints comes from its stdout."""
-    arguments = [
-        BASE,
-        *KEYS,
-        f"jax_cache_dir={cache_dir}",
-        f"base_output_directory={address}",
-        *more,
-    ]
+    keys = [*KEYS, f"jax_cache_dir={cache_dir}", f"base_output_directory={address}", *more]
     printed = tempfile.NamedTemporaryFile()  # noqa: SIM115
-    line = command(*arguments, module=module)
+    line = command(BASE, *keys, module=module)
     return Forked(line, environment() | storage.environment, stdout=printed, stderr=printed)
 
 

@@ -114,13 +114,9 @@ TUNING |= {"use_dpo": True, "lora_rank": 8, "program": "grpo"}
 
 
 @pytest.mark.parametrize("key", TUNING)
-def test_tuning_gets_no_line(key):
+def test_tuning_and_an_adaptive_ramp_get_no_line(key):
     assert lines([*LONG, "global_batch_size=16384"], **{key: TUNING[key]}) == []
-
-
-def test_an_adaptive_ramp_gets_no_line():
-    ramp = ["rampup_policy=noise", "rampup_ladder=[4096,16384]"]
-    assert lines([*LONG, *ramp]) == []
+    assert lines([*LONG, "rampup_policy=noise", "rampup_ladder=[4096,16384]"]) == []
 
 
 def test_the_noise_scale_halves_what_is_far_above(tmp_path):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BASE, TINY, complete, make_config, run
+from conftest import BASE, TINY, complete, make_config, run, steps_of
 
 from maxramp import branch
 from maxramp.checkpoints.folder import Checkpoint, commit
@@ -37,16 +37,8 @@ def branches_of(rng, losses, spread, count=40):
     """Branches whose held-out batches scatter alike, and apart from each other by `spread`."""
     tokens = rng.integers(300, 500, count).astype(float)
     common = 2 + 0.5 * rng.standard_normal(count)
-    return [
-        Branch(
-            8 * 2**k,
-            10,
-            0.1,
-            tokens * (loss + common + spread * rng.standard_normal(count)),
-            tokens,
-        )
-        for k, loss in enumerate(losses)
-    ]
+    sums = [tokens * (loss + common + spread * rng.standard_normal(count)) for loss in losses]
+    return [Branch(8 * 2**k, 10, 0.1, each, tokens) for k, each in enumerate(sums)]
 
 
 def test_the_interval_of_a_difference_holds_the_truth_in_nine_of_ten_cases():
@@ -271,7 +263,7 @@ def test_branches_train_on_the_rows_of_their_run_at_scaled_rates(tmp_path, cache
     assert "tokens/s" in (folder / "branches" / "20-64" / "8.log").read_text()
     assert not list(folder.glob("branches/*/*/exported"))
     result = json.loads((folder / "branches" / "20-64" / "branch.json").read_text())
-    run_records = {r["step"]: r for r in read_records(folder / "metrics.jsonl") if "loss" in r}
+    run_records = {r["step"]: r for r in steps_of(folder)}
     rate = run_records[20]["learning_rate"]
     for size in result["sizes"]:
         records = read_records(folder / "branches" / "20-64" / str(size["rows"]) / "metrics.jsonl")

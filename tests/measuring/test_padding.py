@@ -6,13 +6,13 @@ import random
 
 import pytest
 from conftest import BASE, TINY, complete, steps_of
+from test_suggest import result
 
 from maxramp import suggest
 from maxramp.measuring.noise import noise_blocks
 
 LENGTHS = 16, 64
 LADDER = ["rampup_policy=noise", "rampup_ladder=[8,16]", "warmup_steps_fraction=0"]
-
 
 pytestmark = pytest.mark.slow
 
@@ -71,16 +71,11 @@ def test_padding_changes_no_suggestion(padded, tmp_path, capsys):
     _, runs = padded
     suggested = []
     for measured in LENGTHS:
-        result = {
-            **{"run": str(runs[measured][0]), "step": 0, "first_sample": 0, "samples": 240},
-            **{"row_tokens": measured, "target_tokens": 240 * 9, "tolerance": 0.01},
-            **{"sizes": [{"rows": n} for n in (8, 16, 32, 64)], "largest": 64, "surely": 64},
-            "possibly": 64,
-            "noise": {"norms_noise_scale": {"noise_scale": 16.0}},
-        }
+        measurement = result(0, 64, 64, noise=16.0, run=str(runs[measured][0]))
+        measurement |= {"samples": 240, "row_tokens": measured, "target_tokens": 240 * 9}
         path = tmp_path / f"{measured}" / "branch.json"
         path.parent.mkdir()
-        path.write_text(json.dumps(result))
+        path.write_text(json.dumps(measurement))
         for planned in LENGTHS:
             keys = [BASE, *TINY, "dataset_type=grain", "grain_train_files=x", "packing=False"]
             keys += ["eval_interval=-1", "total_samples=960", "global_batch_size=8", "--json"]

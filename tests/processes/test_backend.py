@@ -62,11 +62,6 @@ def test_a_plugin_that_fails_prints_one_line_where_an_accelerator_may_be(argumen
     variables = environment()
     del variables["JAX_PLATFORMS"]
     variables["PYTHONPATH"] += f":{tmp_path}"
-    done = subprocess.run(
-        command(BASE, *arguments, module="plan"),
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    line, more = command(BASE, *arguments, module="plan"), {"capture_output": True, "text": True}
+    done = subprocess.run(line, env=variables, check=True, **more)
     assert done.stderr.endswith(says) and done.stderr.count("\n") == bool(says), done.stderr

@@ -12,24 +12,18 @@ import threading
 import time
 
 import pytest
-from conftest import BASE, TINY, command, environment
+from conftest import BASE, TINY, command, environment, steps_of
 
 from maxramp import console
 from maxramp.errors import EXIT_PREEMPTED
-from maxramp.run.metrics import read_records
 
 RUN = (*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=8", "steps=12")
 RUN += ("dataset_type=synthetic", "eval_interval=6", "eval_samples=8", "log_period=1")
 
 
 def start(module: str, *arguments: str, **streams) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(*arguments, module=module),
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        **streams,
-    )
+    streams |= {"stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command(*arguments, module=module), env=environment(), **streams)
 
 
 @pytest.mark.slow
@@ -47,8 +41,7 @@ def test_output_that_fails_never_ends_a_run(tmp_path, cache_dir, fault):
         run.stdout.readline()
         run.stdout.close()
     assert run.stderr.read() == "" and run.wait(200) == 0
-    records = [r["step"] for r in read_records(tmp_path / "r" / "metrics.jsonl") if "loss" in r]
-    assert records == list(range(12))
+    assert [r["step"] for r in steps_of(tmp_path / "r")] == list(range(12))
 
 
 @pytest.fixture

@@ -27,13 +27,6 @@ def batches_of(ramp, steps):
     return [(ramp.samples_before(k), ramp.stage_at_step(k).global_batch_size) for k in range(steps)]
 
 
-def test_megatrons_case_step_by_step():
-    """[16, 16, 96] to 32: 16 at consumed 0, 16, 32, 48, 64, 80; 32 from 96 on."""
-    ramp = RampupBatchManager(keys(rampup_batch_size=[16, 16, 96], global_batch_size=32))
-    wanted = [(0, 16), (16, 16), (32, 16), (48, 16), (64, 16), (80, 16), (96, 32), (128, 32)]
-    assert batches_of(ramp, 8) == wanted
-
-
 def simulate_nemo(start, increment, final, samples, steps):
     """The rule as it is written, one step after the other."""
     share = Fraction(samples * increment, final - start)
@@ -80,28 +73,15 @@ def test_thousand_random_schedules():
         text = separator.join(
             f"{written(rng, point)}:{size}" for point, size in zip(points, sizes, strict=True)
         )
-        ramp = RampupBatchManager(
-            keys(
-                step_batch_size_schedule=text,
-                step_batch_size_unit="tokens" if by_tokens else "samples",
-                max_target_length=length,
-            )
-        )
+        unit_name = {"step_batch_size_unit": "tokens" if by_tokens else "samples"}
+        schedule = keys(step_batch_size_schedule=text, max_target_length=length, **unit_name)
+        ramp = RampupBatchManager(schedule)
         consumed = 0
         for step in range(ramp.stages[-1].first_step + 3):
             batch = [b for p, b in zip(points, sizes, strict=True) if p // unit <= consumed][-1]
             assert ramp.samples_before(step) == consumed
             assert ramp.stage_at_step(step).global_batch_size == batch, (text, step)
             consumed += batch
-
-
-@pytest.mark.parametrize(
-    "text, tokens", [("8.2M", 8_200_000), ("1.005B", 1_005_000_000), ("2.87T", 2_870_000_000_000)]
-)
-def test_decimals_are_exact(text, tokens):
-    """Through binary fractions these become 8199999, 1004999999 and the like."""
-    ramp = RampupBatchManager(keys(step_batch_size_schedule=f"0:1 {text}:2"))
-    assert ramp.stages[1].first_sample == tokens
 
 
 def test_a_threshold_within_a_step_gives_no_stage():
@@ -118,14 +98,9 @@ def test_the_split_is_the_largest_that_divides():
         parallel = min(parallel, devices)
         ranks, micro = devices // parallel, rng.randint(1, 9)
         batch = ranks * rng.randint(1, 60)
-        ramp = RampupBatchManager(
-            keys(
-                global_batch_size=batch,
-                micro_batch_size=micro,
-                devices_per_node=devices,
-                ici_tensor_parallelism=parallel,
-            )
-        )
+        batches = {"global_batch_size": batch, "micro_batch_size": micro}
+        split = keys(**batches, devices_per_node=devices, ici_tensor_parallelism=parallel)
+        ramp = RampupBatchManager(split)
         ramp.check(ramp.stages)
         (stage,) = ramp.stages
         rows = stage.per_device_batch_size * parallel  # per rank and pass
@@ -282,14 +257,6 @@ def test_best_does_not_starve_where_nemos_rule_does():
     best = RampupBatchManager(documented(node_schedule="best", **changes)).stages
     assert all(b.nodes >= n.nodes for b, n in zip(best, nemo, strict=True))
     assert sum(b.nodes for b in best) > 3 * sum(n.nodes for n in nemo)
-
-
-def test_tensor_parallelism_counts_in_nodes():
-    """8-way: a node of 8 devices is one rank, so 256 rows in micro batches of 4 fill 64 nodes."""
-    ramp = RampupBatchManager(
-        documented(node_schedule="best", ici_tensor_parallelism=8, num_nodes=100)
-    )
-    assert ramp.stages[0].nodes == 64
 
 
 def loaded(*arguments):

@@ -19,6 +19,7 @@ from conftest import BASE, TINY, command, complete, environment, run
 from forked import Forked
 from jobs import member
 from object_stores import free_port
+from test_metrics import record
 
 from maxramp.checkpoints import folder as folder_lib
 from maxramp.errors import EXIT_LOST, EXIT_PREEMPTED
@@ -115,9 +116,6 @@ def assert_all_is_saved(job: Job):
     folder_lib.read(job.run / "checkpoints" / str(len(steps)))
 
 
-# --- Signals -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=SLOW)])
 def test_a_signal_saves(tmp_path, cache_dir, number):
     with Job(tmp_path, cache_dir) as job:
@@ -180,9 +178,6 @@ def test_a_signal_to_one_of_two_stops_both_at_one_step(tmp_path, cache_dir, numb
         job.processes[to].send_signal(number)
         assert job.statuses() == [EXIT_PREEMPTED] * 2
         assert_all_is_saved(job)
-
-
-# --- Peers and hangs -----------------------------------------------------------------------------
 
 
 @SLOW
@@ -261,9 +256,6 @@ def test_fifty_saves_grow_nothing(tmp_path, cache_dir):
     # Between the halves lie 20 saves. Libraries start a few pool threads when they first need them.
     assert min(threads[half:]) - min(threads[:half]) < 8, seen
     assert max(memory[half:]) - max(memory[:half]) < 16, seen
-
-
-# --- Disks ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -397,9 +389,6 @@ def test_a_folder_that_cannot_be_written_is_refused(mount, cache_dir, fault):
     assert f"base_output_directory={folder}" in done.stderr and fault in done.stderr
 
 
-# --- Two at once ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_locks(tmp_path_factory, monkeypatch):
     """flock fails in every process that is started, with the error number in NO_LOCKS."""
@@ -460,9 +449,6 @@ def test_a_second_run_on_one_folder_is_refused(tmp_path, cache_dir):
     complete(*arguments(tmp_path, cache_dir, f"steps={len(job.steps()) + 5}"))
 
 
-# --- Gradients that are not finite ---------------------------------------------------------------
-
-
 def test_bad_steps_in_a_row_end_the_run(tmp_path, cache_dir):
     more = ("learning_rate=1e30", "opt_type=sgd", "gradient_clipping_threshold=0")
     more += ("warmup_steps_fraction=0", "skip_bad_steps=4", "checkpoint_period=1")
@@ -474,13 +460,6 @@ def test_bad_steps_in_a_row_end_the_run(tmp_path, cache_dir):
     counted = [r["bad_steps"] for r in records]
     assert counted[-3:] == [1, 2, 3] and set(counted[:-3]) == {0}
     assert len(re.findall(r"skipped: .* gradient norm (nan|inf)", done.stdout)) == 3
-
-
-# --- What is written of every step ---------------------------------------------------------------
-
-
-def record(step: int) -> dict:
-    return {"step": step, "loss": step / 7, "consumed_samples": 8 * (step + 1)}
 
 
 def test_records_wait_for_a_disk_that_is_full(mount, tmp_path):

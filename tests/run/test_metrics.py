@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pathlib
-import types
 
 import events
 import numpy as np
@@ -13,19 +12,13 @@ from conftest import make_config
 from tensorboardX import SummaryWriter
 
 from maxramp.errors import TrainingError
+from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import Dispatched, MetricsLog, loads_of, read_records, tag_of
 from maxramp.run.picture import make_expert_figure, make_run_figure
 from maxramp.run.writers import JsonlWriter, tensorboard_writers
 
-STAGE = types.SimpleNamespace(
-    index=0,
-    per_device_batch_size=2,
-    gradient_accumulation_steps=1,
-    global_batch_size=2,
-    devices=1,
-    nodes=1,
-    spec=types.SimpleNamespace(row_length=16),
-)
+BATCH = {"global_batch_size": 2, "max_target_length": 16, "devices_per_node": 1}
+(STAGE,) = RampupBatchManager(BATCH).stages
 
 
 def step_numbers(loss, **shown):
@@ -33,16 +26,22 @@ def step_numbers(loss, **shown):
     return Dispatched(numbers, lambda read, begin, end: {"step_seconds": end - begin, "word": "x"})
 
 
-def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
-    writers = [JsonlWriter(tmp_path / "metrics.jsonl"), *tensorboard_writers(tmp_path / "tb", 0, 0)]
-    log = MetricsLog(make_config().run, writers)
-    for step in range(3):
-        log.log_step(step, STAGE, 2 * step + 2, step_numbers(step, balance=np.float32(step / 4)))
+def logged(folder, config, numbers):
+    """The records of steps with these numbers, which event files in tb hold, too."""
+    writers = [JsonlWriter(folder / "metrics.jsonl"), *tensorboard_writers(folder / "tb", 0, 0)]
+    log = MetricsLog(config.run, writers)
+    for step, shown in enumerate(numbers):
+        log.log_step(step, STAGE, 2 * step + 2, step_numbers(step, **shown))
     log.flush()
     log.close()
     for writer in writers:
         writer.close()
-    records = read_records(tmp_path / "metrics.jsonl")
+    return read_records(folder / "metrics.jsonl")
+
+
+def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
+    numbers = [{"balance": np.float32(step / 4)} for step in range(3)]
+    records = logged(tmp_path, make_config(), numbers)
     assert [record["balance"] for record in records] == [0, 0.25, 0.5]
     assert all("pair" not in record and record["word"] == "x" for record in records)
     assert events.shown(tmp_path / "tb")["learning/balance"] == {0: 0, 1: 0.25, 2: 0.5}
@@ -57,21 +56,15 @@ def test_loads_of_experts(tmp_path):
     """Of every second step, in four digits; as histograms, in which every expert counts; and in
     the picture, where 1 is the mean of a layer. Experts without a token are drawn, too."""
     loads_LE = np.array([[0.123456, 0.376544, 0.5, 0.0], [0.25, 0.25, 0.25, 0.25]], np.float32)
-    writers = [JsonlWriter(tmp_path / "metrics.jsonl"), *tensorboard_writers(tmp_path / "tb", 0, 0)]
-    log = MetricsLog(make_config("log_period=2").run, writers)
-    for step in range(4):
-        numbers = {"expert_load": loads_LE, "expert_load_max": loads_LE.max() * 4}
-        log.log_step(step, STAGE, 2 * step + 2, step_numbers(step, **numbers))
-    log.flush()
-    log.close()
-    for writer in writers:
-        writer.close()
-    records = read_records(tmp_path / "metrics.jsonl")
+    numbers = {"expert_load": loads_LE, "expert_load_max": loads_LE.max() * 4}
+    records = logged(tmp_path, make_config("log_period=2"), [numbers] * 4)
     assert [record["step"] for record in records if "expert_load" in record] == [0, 2]
     assert records[2]["expert_load"] == [[0.1235, 0.3765, 0.5, 0.0], [0.25] * 4]
     assert all(record["expert_load_max"] == 2 for record in records)
     (path,) = (tmp_path / "tb").glob("events*")
-    values = [value for event in events.read(path) for value in event.summary.value]
+    first, *_ = written = events.read(path)
+    assert first.file_version == "brain.Event:2"
+    values = [value for event in written for value in event.summary.value]
     histograms = {value.tag: value.histo for value in values if value.HasField("histo")}
     assert {*histograms} == {"experts/layer_00", "experts/layer_01"} == {*loads_of(records[0])}
     first = histograms["experts/layer_00"]
@@ -122,9 +115,6 @@ def test_records_that_a_full_disk_loses():
     assert raised.value.filename == "/dev/full"
 
 
-# --- TensorBoard's event files: each step once, over any number of starts ------------------------
-
-
 def record(step: int) -> dict:
     return {"step": step, "loss": step / 7, "consumed_samples": 8 * (step + 1)}
 
@@ -158,14 +148,3 @@ def test_tensorboard_shows_each_step_once(tmp_path):
     for curve in (by_step, by_sample):
         assert np.allclose([curve[place] for place in sorted(curve)], [k / 7 for k in range(20)])
     assert other.read_bytes() == theirs
-
-
-def test_events_are_as_tensorboard_reads_them(tmp_path):
-    """With the version first, and the tags in their groups."""
-    writer, _ = tensorboard_writers(tmp_path, 0, 0)
-    for step in range(6):
-        writer(record(step))
-    writer.close()
-    (path,) = tmp_path.glob("events*")
-    assert events.read(path)[0].file_version == "brain.Event:2"
-    assert {*events.shown(tmp_path)} == {"learning/loss", "batch/consumed_samples"}

@@ -14,16 +14,9 @@ from maxramp.run.metrics import read_records
 
 
 def arguments(tmp_path, cache_dir, name, *more):
-    return [
-        BASE,
-        *TINY,
-        "enable_rampup_batch_size=False",  # one program
-        *("per_device_batch_size=2", "checkpoint_period=10", "eval_interval=-1"),
-        f"jax_cache_dir={cache_dir}",
-        f"base_output_directory={tmp_path}",
-        f"run_name={name}",
-        *more,
-    ]
+    keys = [*TINY, "enable_rampup_batch_size=False", "per_device_batch_size=2"]  # one program
+    keys += ["checkpoint_period=10", "eval_interval=-1", f"jax_cache_dir={cache_dir}"]
+    return [BASE, *keys, f"base_output_directory={tmp_path}", f"run_name={name}", *more]
 
 
 def test_a_longer_run_says_how_the_learning_rate_jumps(tmp_path, cache_dir):
@@ -70,9 +63,7 @@ def test_the_same_curve_is_not_mentioned(tmp_path, cache_dir):
 def test_another_batch_is_no_other_curve_over_steps(batch):
     """Of a constant run that continues at step 30 with another batch."""
     keys = ["steps=40", "learning_rate_by=steps"]
-    before = make_config(*keys, "global_batch_size=8", devices=1)
-    stages = [stage.to_json() for stage in RampupBatchManager(before.batch, 1).stages]
-    position = Checkpoint("", 30, 240, stages, "", dict(before.values), {})
+    position = standing(30, 240, *keys, "global_batch_size=8")
     now = make_config(*keys, f"global_batch_size={batch}", devices=1)
     ramp = RampupBatchManager(now.batch, 1, resume_point(now.batch, position))
     assert rate_change(now.learning_rate, ramp, position) == ""
@@ -137,10 +128,8 @@ def test_what_was_trained_stays_whatever_phases_say_of_it(tmp_path):
     assert "before 120 (step 30) is not what was trained there, and is ignored" in line
     lengths = [(s["index"], s["first_sample"], s["samples"], s["row_length"]) for s in ramp.trained]
     assert lengths == [(0, 0, 40, 16), (1, 40, 40, 4), (2, 80, 40, 8)]
-    assert [(s.index, s.first_sample, s.global_batch_size) for s in ramp.stages] == [
-        (2, 120, 4),
-        (3, 200, 8),
-    ]
+    batches = [(s.index, s.first_sample, s.global_batch_size) for s in ramp.stages]
+    assert batches == [(2, 120, 4), (3, 200, 8)]
     plan = ramp.to_json()
     path = tmp_path / "45"
     path.mkdir()

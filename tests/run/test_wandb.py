@@ -1,13 +1,11 @@
 """Weights & Biases without a network: what a run hands over lies in its folder, to be uploaded."""
 
-import builtins
 import gc
 import struct
 import sys
 import types
 
 import pytest
-from conftest import make_config
 from test_output import start
 
 from maxramp.errors import ConfigError
@@ -62,14 +60,7 @@ def test_numbers_of_an_offline_run(tmp_path, monkeypatch):
 
 
 def test_without_the_package(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *arguments, **more):
-        if name == "wandb":
-            raise ImportError(name)
-        return real(name, *arguments, **more)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb_project=a needs the package wandb: .*pip install"):
         start(tmp_path / "run", "wandb_project=a", "steps=10")
 
@@ -114,7 +105,3 @@ def test_a_run_goes_on_without_a_network(tmp_path, monkeypatch, capsys):
     start(tmp_path / "run", *keys, first_step=2, records=[record(2)])
     printed = capsys.readouterr()
     assert "the run continues without it" in printed.out + printed.err
-
-
-def test_by_default_there_is_none():
-    assert make_config().run.wandb_project == ""
