@@ -213,11 +213,8 @@ def environment(devices: int = 1, optimized: bool = False) -> dict[str, str]:
     Its programs are compiled without optimization, except where a test is about what the compiler
     makes of them: the bits of a sum, or the order of collectives.
     """
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("XLA_FLAGS", "JAX_CPU_ENABLE_ASYNC_DISPATCH", "COLUMNS")
-    }
+    own = ("XLA_FLAGS", "JAX_CPU_ENABLE_ASYNC_DISPATCH", "COLUMNS")
+    kept = {name: value for name, value in os.environ.items() if name not in own}
     flags = [] if optimized else [*QUICK]
     if devices > 1:
         flags.append(f"--xla_force_host_platform_device_count={devices}")

@@ -1,17 +1,23 @@
-"""A step of training on the mesh of a config, what an evaluation finds before it, and weights."""
+"""A step of training on the mesh of a config, its program, and weights by their names."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import make_mesh
+from conftest import batch_of, make_mesh
 from jax.sharding import NamedSharding
 
+from maxramp.data.relay import Expansion
 from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.sharding import BATCH_ABT
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.background_compiler import BackgroundCompiler
+from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import next_token_prediction
-from maxramp.training.state import init_state
+from maxramp.training.programs import Programs
+from maxramp.training.state import abstract_state, init_state
 from maxramp.training.step import eval_step, make_train_step
 
 
@@ -33,6 +39,49 @@ def take_step(config, batch):
         after, metrics = jax.jit(step)(state, batch)
         models = (order_by_layer(x.model) for x in (state, after))
         return *map(jax.device_get, (*models, metrics)), sums
+
+
+def programs_fail():
+    raise AssertionError("a program did not compile")
+
+
+@contextlib.contextmanager
+def programs_of(config, say, on_failure=programs_fail, first_stages=None):
+    """The programs of a config's stages without an evaluation, their compiler, and the stages."""
+    mesh, ramp = make_mesh(config), RampupBatchManager(config.batch)
+    rate = LearningRate.from_keys(config.learning_rate, ramp)
+    compiler = BackgroundCompiler(0, say, on_failure)
+    with jax.set_mesh(mesh):
+        state = abstract_state(config.recipe, mesh)
+        programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, compiler)
+        for stage in ramp.stages[:first_stages]:
+            programs.add(stage)
+        compiler.lower()
+        yield programs, compiler, ramp.stages
+        compiler.close()
+
+
+def packed_batch(config, rows, accumulation=1, packed=True):
+    """Random rows of the model's length, with the documents of packed ones."""
+    rng = np.random.default_rng(0)
+    rows_RS = rng.integers(0, 264, (rows, config.model.max_target_length + 1), dtype=np.int32)
+    arrays = (rows_RS, rng.random(rows_RS.shape) < 0.15)[: 1 + packed]
+    return batch_of(*(x.reshape(accumulation, -1, x.shape[-1]) for x in arrays))
+
+
+def assert_same_update(actual, expected, tolerance=1e-5):
+    """Two results of `take_step` must begin with the same weights, and be near to each other."""
+    (*models, metrics, sums), (*models_1, metrics_1, sums_1) = actual, expected
+    (first, last), (first_1, last_1) = map(by_name, models), map(by_name, models_1)
+    np.testing.assert_equal(first, first_1)
+    for name in first:
+        change = np.abs(last_1[name] - first_1[name]).max()
+        rounding = 2.0**-22 * np.abs(last_1[name]).max()  # of the weight, not of its change
+        assert np.abs(last[name] - last_1[name]).max() < tolerance * change + rounding, name
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[name], metrics_1[name], rtol=tolerance)
+    np.testing.assert_array_equal(metrics["batch_fingerprint"], metrics_1["batch_fingerprint"])
+    np.testing.assert_allclose(sums, sums_1, rtol=tolerance)
 
 
 def by_name(tree):

@@ -16,14 +16,10 @@ def pairs(count: int = 6) -> list[dict]:
     """Records; answers are of several lengths."""
     records = []
     for i in range(count):
-        asked = [{"role": "user", "content": f"{i}?"}]
-        chosen, rejected = "yes " * (1 + i % 3) + str(i), "no" * (1 + i % 2)
-        records.append(
-            {
-                "chosen": [*asked, {"role": "assistant", "content": chosen}],
-                "rejected": [*asked, {"role": "assistant", "content": rejected}],
-            }
-        )
+        asked = {"role": "user", "content": f"{i}?"}
+        texts = {"chosen": "yes " * (1 + i % 3) + str(i), "rejected": "no" * (1 + i % 2)}
+        answers = {name: {"role": "assistant", "content": text} for name, text in texts.items()}
+        records.append({name: [asked, answer] for name, answer in answers.items()})
     return records
 
 

@@ -130,19 +130,12 @@ def test_only_sharding_builds_specs():
     assert {name for name, text in modules().items() if builds_specs(text)} == {"parallel.sharding"}
 
 
-@pytest.mark.parametrize(
-    "source, expected",
-    [
-        ("from jax.sharding import Mesh, PartitionSpec as P", True),
-        ("def f():\n    from jax import P\n    return P()", True),
-        ("import jax\nx = jax.sharding.PartitionSpec('data')", True),
-        ("import jax\nx = jax.P('data')", True),
-        ("from maxramp.parallel.sharding import Spec\nx = Spec('data')", True),
-        ("from maxramp.parallel.sharding import Spec\ndef f(spec: Spec): pass", False),
-    ],
-)
-def test_a_spec_is_found(source, expected):
-    assert builds_specs(source) == expected
+def test_a_spec_is_found():
+    assert builds_specs("from jax.sharding import Mesh, PartitionSpec as P")
+    assert builds_specs("def f():\n    from jax import P\n    return P()")
+    for call in ("jax.sharding.PartitionSpec('data')", "jax.P('data')", "Spec('data')"):
+        assert builds_specs(call)
+    assert not builds_specs("from maxramp.parallel.sharding import Spec\ndef f(spec: Spec): pass")
 
 
 def test_no_mesh_is_global():

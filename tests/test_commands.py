@@ -19,19 +19,12 @@ from maxramp.errors import ConfigError
 from maxramp.launch import __main__ as launch
 
 
-def maxramp(*arguments):
-    return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "maxramp", *arguments],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def start(*line):
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    return subprocess.run(line, env=environment(), **options)
 
 
 def test_every_command_is_listed():
-    """Modules that run a main are commands, and those alone."""
     names = set()
     for path in (ROOT / "maxramp").rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -43,8 +36,7 @@ def test_every_command_is_listed():
 
 
 def test_the_list_of_commands():
-    """In one line each, and before JAX is imported."""
-    done = maxramp()
+    done = start(sys.executable, "-X", "importtime", "-m", "maxramp")
     assert done.returncode == 0
     for name, what in commands.COMMANDS.items():
         assert f"  {name:<12}{what}\n" in done.stdout
@@ -137,17 +129,12 @@ def test_a_command_by_its_name_is_its_module():
     """The same output, errors and exit status; through the function that the entry point names."""
     with open(ROOT / "pyproject.toml", "rb") as file:
         assert tomllib.load(file)["project"]["scripts"] == {"maxramp": "maxramp.__main__:main"}
-    entry = [
-        sys.executable,
-        "-c",
-        "import sys; from maxramp.__main__ import main; sys.exit(main())",
-    ]
+    program = "import sys; from maxramp.__main__ import main; sys.exit(main())"
     for name, arguments in (("plan", [BASE, "--json"]), ("train", [BASE, "stpes=3"])):
         module = run(*arguments, module=name)
-        for start in (command(name, *arguments, module="__main__"), [*entry, name, *arguments]):
-            done = subprocess.run(
-                start, env=environment(), capture_output=True, text=True, timeout=120, check=False
-            )
+        entry = [sys.executable, "-c", program, name, *arguments]
+        for line in (command(name, *arguments, module="__main__"), entry):
+            done = start(*line)
             assert (done.returncode, done.stdout) == (module.returncode, module.stdout)
             assert done.stderr == module.stderr
     assert done.returncode == 2 and "did you mean steps?" in done.stderr

@@ -42,17 +42,10 @@ def test_functions_are_verbs_or_nouns():
     assert not bad
 
 
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        *(("of", True), ("_at", True), ("of_mesh", True), ("over_stages", True), ("to", True)),
-        *(("_said", True), ("held", True), ("allowed", True), ("with_", True)),
-        *(("to_json", False), ("from_config", False), ("without_axis", False), ("_as_rows", False)),
-        *(("held_out", False), ("seed", False), ("is_found", False), ("__format__", False)),
-    ],
-)
-def test_a_function_name_that_says_nothing_is_detected(name, expected):
-    assert is_no_name(name) == expected
+def test_a_function_name_that_says_nothing_is_detected():
+    bad = ["of", "_at", "of_mesh", "over_stages", "to", "_said", "held", "allowed", "with_"]
+    good = ["to_json", "from_config", "without_axis", "_as_rows", "held_out", "seed", "is_found"]
+    assert [name for name in [*bad, *good] if is_no_name(name)] == bad
 
 
 def bound_names(node: ast.AST) -> Iterator[str]:
@@ -89,19 +82,8 @@ def test_no_name_says_only_what_happened_to_a_thing(folder):
     assert not bad
 
 
-@pytest.mark.parametrize(
-    "source, expected",
-    [
-        ("found = 1", True),
-        ("def f(given): pass", True),
-        ("self._made = 1", True),
-        ("x = {'of': 1}", True),
-        ("for of_run in runs: pass", True),
-        ("with open(path) as taken: pass", True),
-        ("f(there=1)", True),
-        ("offset = found_names = 1", False),
-        ("print(found)", False),
-    ],
-)
-def test_a_name_that_says_nothing_is_detected(source, expected):
-    assert bool(empty_names(source)) == expected
+def test_a_name_that_says_nothing_is_detected():
+    bad = ["found = 1", "def f(given): pass", "self._made = 1", "x = {'of': 1}", "f(there=1)"]
+    bad += ["for of_run in runs: pass", "with open(path) as taken: pass"]
+    good = ["offset = found_names = 1", "print(found)"]
+    assert [source for source in [*bad, *good] if empty_names(source)] == bad

@@ -1,6 +1,5 @@
 """checkpoint_best: which checkpoint it is, that it stays, that a restart knows it."""
 
-import dataclasses
 import json
 import math
 import shutil
@@ -25,12 +24,8 @@ def write(folder, how="lowest eval_loss", evaluated_on="data", **values):
         path.mkdir(parents=True)
         evaluation = {} if loss is None else {"eval_loss": loss}
         config = {"checkpoint_best": how}
-        checkpoint = Checkpoint(path, int(step[1:]), 8, stages, "", config, {})
-        commit(
-            dataclasses.replace(
-                checkpoint, evaluation=evaluation, evaluations={"eval": evaluated_on}
-            )
-        )
+        numbers = {"evaluation": evaluation, "evaluations": {"eval": evaluated_on}}
+        commit(Checkpoint(path, int(step[1:]), 8, stages, "", config, {}, **numbers))
     return place(folder / "checkpoints")
 
 
@@ -108,9 +103,7 @@ def test_a_run_whose_loss_rises_at_the_end(tmp_path, cache_dir):
     losses = {r["step"] + 1: r["eval_loss"] for r in records if "eval_loss" in r}
     best = min(losses, key=losses.get)
     assert best < 150 and losses[200] > losses[best] + 0.2, losses
-    assert sorted(p.name for p in (tmp_path / "whole/checkpoints").iterdir()) == sorted(
-        [str(best), "200"]
-    )
+    assert {p.name for p in (tmp_path / "whole/checkpoints").iterdir()} == {str(best), "200"}
     assert f"checkpoint {best} has the lowest eval_loss, {losses[best]:.4f}" in done.stdout
 
     folder = tmp_path / "killed"

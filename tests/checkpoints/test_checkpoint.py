@@ -211,24 +211,20 @@ def test_the_weights_alone(saved_folder):
 @pytest.mark.parametrize(
     "keys, expected",
     [
-        (["checkpoint_period=7"], [7, 10, 14, 15, 21, 28, 35]),
-        (["checkpoint_period=7", "checkpoint_stage_ends=False"], [7, 14, 21, 28, 35]),
+        ("=7", [7, 10, 14, 15, 21, 28, 35]),
+        ("=7 checkpoint_stage_ends=False", [7, 14, 21, 28, 35]),
         # Samples 100, 200, ... are passed by the steps that reach 112, 208, 304, 400, 520, 616, 712
         (
-            [
-                "checkpoint_period=-1",
-                "checkpoint_period_samples=100",
-                "checkpoint_stage_ends=False",
-            ],
+            "=-1 checkpoint_period_samples=100 checkpoint_stage_ends=False",
             [12, 17, 21, 25, 30, 34, 38],
         ),
-        (["checkpoint_period=-1"], [10, 15]),
-        (["checkpoint_period=-1", "checkpoint_period_minutes=1e-9"], list(range(1, 40))),
-        (["enable_checkpointing=False", "checkpoint_period=7"], []),
+        ("=-1", [10, 15]),
+        ("=-1 checkpoint_period_minutes=1e-9", list(range(1, 40))),
+        ("=7 enable_checkpointing=False", []),
     ],
 )
 def test_when_it_is_due(tmp_path, keys, expected):
-    folder = Folder(tmp_path / "c", config_of(*keys))
+    folder = Folder(tmp_path / "c", config_of(*f"checkpoint_period{keys}".split()))
     folder.checkpoints.start_saving()
     assert [s for s in range(1, 40) if folder.checkpoints.is_due(s, folder.ramp)] == expected
 
@@ -282,10 +278,7 @@ def test_a_save_prints_one_line_when_it_counts(tmp_path, capsys):
     with jax.set_mesh(make_mesh(folder.config)):
         folder.begin(10, first_state(), last=True)
     lines = first + capsys.readouterr().out.splitlines()
-    assert [line.partition(" in ")[0] for line in lines] == [
-        "save     checkpoint 4",
-        "save     checkpoint 10",
-    ]
+    assert [line.split()[:3] for line in lines] == [["save", "checkpoint", n] for n in ("4", "10")]
     assert folder.checkpoints.newest == 10
 
 
@@ -342,16 +335,7 @@ def test_a_torn_checkpoint_is_passed_over(copied, damage, capsys):
     assert [line.split()[0] for line in listed if "torn" in line] == ["12"]
     assert [line.split()[0] for line in listed if "complete" in line] == ["8"]
     assert command.main(["verify", str(copied)]) == 1
-    folder.checkpoints.start_saving()
-    assert sorted(p.name for p in copied.iterdir()) == ["12.torn", "8"]
-
-
-def test_what_was_moved_aside_stays(copied):
-    """Also when the same checkpoint is torn again."""
-    (copied / f"12{folder_lib.TORN}").mkdir()
-    truncate(largest(copied / "12"))
-    folder = Folder(copied, config_of())
-    assert folder.latest().step == 8
+    (copied / f"12{folder_lib.TORN}").mkdir()  # what was moved aside before stays
     folder.checkpoints.start_saving()
     assert sorted(p.name for p in copied.iterdir()) == ["12-2.torn", "12.torn", "8"]
 
@@ -386,10 +370,8 @@ def test_a_checkpoint_under_another_number(copied, capsys):
     shutil.copytree(copied / "12", copied / "20")
     folder = Folder(copied, config_of())
     assert folder.latest().path.name == "12"
-    assert (
-        len(folder.warnings) == 1
-        and "it is checkpoint 12, under another number" in folder.warnings[0]
-    )
+    (warning,) = folder.warnings
+    assert "it is checkpoint 12, under another number" in warning
     assert command.main(["verify", str(copied / "20")]) == 1
 
 
@@ -521,20 +503,15 @@ def test_other_changes_are_listed(saved_folder):
 def test_show_and_verify(saved_folder, capsys):
     assert command.main(["show", str(saved_folder.path)]) == 0
     shown = capsys.readouterr().out
-    for part in (
-        "12 steps, 112 samples, 1,792 tokens",
-        "stage     1 (of 0 to 2)",
-        "base_emb_dim=32",
-    ):
-        assert part in shown
+    assert "12 steps, 112 samples, 1,792 tokens" in shown and "base_emb_dim=32" in shown
+    assert "stage     1 (of 0 to 2)" in shown
     assert command.main(["verify", str(saved_folder.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    size = sum(x.size for x in jax.tree.leaves(first_state()))
+    leaves = jax.tree.leaves(first_state())
+    size = sum(x.size for x in leaves)
     assert [f"complete, {size:,} values" in line for line in lines] == [True, True]
     arrays = list(stored_arrays(saved_folder.path / "12"))
-    assert sorted(a.nbytes for a in arrays) == sorted(
-        x.nbytes for x in jax.tree.leaves(first_state())
-    )
+    assert sorted(a.nbytes for a in arrays) == sorted(x.nbytes for x in leaves)
 
 
 def test_a_run_with_a_number_for_a_name(saved_folder, tmp_path, capsys):

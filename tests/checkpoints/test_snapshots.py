@@ -11,9 +11,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import BASE, TINY, environment, make_mesh
+from conftest import BASE, TINY, environment, make_mesh, steps_of
 from forked import Forked
-from jobs import finish
+from jobs import finish, member
 from object_stores import free_port
 from test_checkpoint import Folder, config_of, first_state
 
@@ -22,7 +22,6 @@ from maxramp.checkpoints.pieces import FileName, list_files, verify, write_parts
 from maxramp.checkpoints.starts import Starts
 from maxramp.errors import EXIT_CONFIG, EXIT_LOST
 from maxramp.files.place import place
-from maxramp.run.metrics import read_records
 from maxramp.run.writers import JsonlWriter
 
 # Trains, and kills its process where a function is called for the nth time, or fills its memory.
@@ -76,20 +75,15 @@ class Cluster:
         for i, node in enumerate(nodes):
             where = at if node == killed else NEVER
             line = [sys.executable, "-c", PROGRAM, *where, *self._keys, *keys]
-            place = {"MAXRAMP_COORDINATOR": f"127.0.0.1:{port}", "MAXRAMP_PROCESS_ID": str(i)}
-            place |= {"MAXRAMP_NUM_PROCESSES": str(len(nodes)), "NODE": node}
-            job.append(Forked(line, environment() | place))
+            variables = environment() | member(port, len(nodes), i) | {"NODE": node}
+            job.append(Forked(line, variables))
         return finish(job)
 
-    def train_alone(self, node, killed="", **options):
+    def train_alone(self, node, at=NEVER, **options):
         """Runs a job of one node; returns its output and its errors. It is killed, or finishes."""
-        at = dict(zip(("killed", "at"), (node, KILLS[killed]), strict=True)) if killed else {}
-        ((output, errors, status),) = self.train(node, **at, **options)
-        assert status == (-signal.SIGKILL if killed else 0), errors
+        ((output, errors, status),) = self.train(node, node, at, **options)
+        assert status == (0 if at is NEVER else -signal.SIGKILL), errors
         return output, errors
-
-    def lose(self, node):
-        shutil.rmtree(self.folder / node)
 
     def files(self, node):
         return [name for path in (self.folder / node).glob("*") for name in list_files(path)]
@@ -97,12 +91,11 @@ class Cluster:
     def newest_whole(self, nodes):
         """The last step of which these nodes have the files of all four processes."""
         names = {name for node in nodes for name in self.files(node)}
-        return max(
-            n.step for n in names if {(*n[:2], p) for p in range(4)} <= {x[:3] for x in names}
-        )
+        held = {name[:3] for name in names}
+        return max(n.step for n in names if {(*n[:2], p) for p in range(4)} <= held)
 
     def records(self):
-        return [r for r in read_records(self.run / "metrics.jsonl") if "loss" in r]
+        return steps_of(self.run)
 
 
 def resumed_from(output):
@@ -126,9 +119,8 @@ def calm(tmp_path_factory, cache_dir):
 
 def check(cluster, calm, same_devices):
     records = cluster.records()
-    assert [[r[name] for name in EXACT] for r in records] == [
-        [r[name] for name in EXACT] for r in calm
-    ]
+    exact, wanted = ([[r[name] for name in EXACT] for r in run] for run in (records, calm))
+    assert exact == wanted
     losses, expected = ([r["loss"] for r in run] for run in (records, calm))
     assert losses == expected if same_devices else losses == pytest.approx(expected, rel=1e-4)
 
@@ -146,7 +138,7 @@ def lose_one(cluster, node, phase="write"):
     done = cluster.train("abcd", node, PHASES[phase][0])
     assert -signal.SIGKILL in [status for *_, status in done]
     assert {status for *_, status in done} <= {EXIT_LOST, -signal.SIGKILL, 1}, done
-    cluster.lose(node)
+    shutil.rmtree(cluster.folder / node)
 
 
 def finish_run(cluster, nodes):
@@ -179,15 +171,13 @@ def test_a_node_is_lost_while_its_job_restores(tmp_path, cache_dir, calm):
     expected = cluster.newest_whole("abc")
     done = cluster.train("abc", "b", ("snapshots", "read_part", "9"))
     assert done[1][2] == -signal.SIGKILL
-    cluster.lose("b")
+    shutil.rmtree(tmp_path / "b")
     out, *_ = finish_run(cluster, "ac")
     assert resumed_from(out) == expected
     check(cluster, calm, same_devices=False)
 
 
-KILLS = {
-    "in a snapshot": ("pieces", "write_parts", "4")  # of step 8, as step 6 has one
-}
+IN_A_SNAPSHOT = ("pieces", "write_parts", "4")  # of step 8, as step 6 has one
 SAVES = ["checkpoint_period=5", "async_checkpointing=False"]
 
 
@@ -195,12 +185,12 @@ SAVES = ["checkpoint_period=5", "async_checkpointing=False"]
 def test_nodes_that_come_back_bring_no_old_snapshot(tmp_path, cache_dir):
     """Three nodes are killed, one of them begins alone and saves: then that is the run."""
     cluster = Cluster(tmp_path, cache_dir)
-    done = cluster.train("abc", "c", KILLS["in a snapshot"])
+    done = cluster.train("abc", "c", IN_A_SNAPSHOT)
     assert -signal.SIGKILL in [status for *_, status in done]
     assert {name.step for name in cluster.files("b")} >= {6}
-    _, errors = cluster.train_alone("a", "in a snapshot", keys=SAVES)
+    _, errors = cluster.train_alone("a", IN_A_SNAPSHOT, keys=SAVES)
     assert "no snapshot is whole, the newest is after step" in errors
-    cluster.lose("a")
+    shutil.rmtree(tmp_path / "a")
     output, errors, _ = finish_run(cluster, "abc")
     assert "resume   from step 5," in output and "node was lost" not in errors
     assert [r["step"] for r in cluster.records()] == [*range(13)]
@@ -209,7 +199,7 @@ def test_nodes_that_come_back_bring_no_old_snapshot(tmp_path, cache_dir):
 @pytest.mark.slow
 def test_a_snapshot_is_found_by_any_path_to_its_run(tmp_path, cache_dir):
     cluster = Cluster(tmp_path, cache_dir)
-    cluster.train_alone("a", "in a snapshot")
+    cluster.train_alone("a", IN_A_SNAPSHOT)
     (tmp_path / "link").symlink_to("runs")
     other = ["base_output_directory={}/link", "data_shuffle_seed=5"]
     ((_, errors, status),) = cluster.train("a", keys=[key.format(tmp_path) for key in other])
@@ -258,10 +248,9 @@ def test_a_snapshot_counts_until_a_start_goes_back_behind_it(tmp_path):
         ((memory[0], f"local_checkpoint_directory={tmp_path}/other"), 12, f"{tmp_path}/other"),
     ):
         folder, position = start(*keys, recorded=recorded, trains=False)
-        assert position.step == 8 and len(folder.warnings) == 1
-        assert (
-            f"{why}" in folder.warnings[0] and "the snapshot after step 12 in" in folder.warnings[0]
-        )
+        (warning,) = folder.warnings
+        assert position.step == 8
+        assert why in warning and "the snapshot after step 12 in" in warning
     folder, position = start()
     assert position.step == 8
     assert "=False passes over the snapshot after step 12 in" in folder.warnings[0]
@@ -334,14 +323,14 @@ def test_the_first_weights_stay_where_their_run_trains_on(tmp_path, cache_dir, s
     for name, *keys in (["model", *run], ["calm", "run_name=calm", begin]):
         for _, errors, status in cluster.train(nodes, keys=[key.format(3) for key in keys]):
             assert status == 0, (name, errors)
-    cluster.train(nodes, killed=nodes[-1], at=KILLS["in a snapshot"], keys=[begin])
+    cluster.train(nodes, killed=nodes[-1], at=IN_A_SNAPSHOT, keys=[begin])
     stands = min(name.step for name in cluster.files(nodes[-1]))
     ((_, errors, status),) = cluster.train("c", keys=[key.format(5) for key in run])
     assert status == 0, errors
     done = cluster.train(nodes, keys=[begin])
     assert {status for *_, status in done} == {0}, done
     assert resumed_from(done[0][0]) == stands
-    losses = [r["loss"] for r in read_records(runs / "calm" / "metrics.jsonl") if "loss" in r]
+    losses = [r["loss"] for r in steps_of(runs / "calm")]
     assert [r["loss"] for r in cluster.records()] == losses
     saved = json.loads((cluster.run / "checkpoints" / "13" / "checkpoint.json").read_bytes())
     assert saved["config"][key] == str(runs / "model" / "checkpoints" / "3")

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import yaml
 from small_models import write_folder
 
 from maxramp.data import tokenizers
@@ -11,51 +12,16 @@ TEXT = "the cat sat on a mat and saw two red birds fly over three old green hill
 WORDS = tuple(TEXT.split())
 LINES = [" ".join(WORDS[(i * 7 + j * 5) % len(WORDS)] for j in range(4 + i % 9)) for i in range(12)]
 
+# The kind of request, its text and its target, and the metrics.
 _TASKS = {
-    "choices": """
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: label
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-""",
-    "open": """
-output_type: loglikelihood
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list:
-  - metric: acc
-  - metric: perplexity
-""",
-    "rolling": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{long}}"
-metric_list:
-  - metric: word_perplexity
-  - metric: bits_per_byte
-""",
-    "writing": """
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{text}}"
-generation_kwargs:
-  until: [" a", "red"]
-  max_gen_toks: 12
-metric_list:
-  - metric: exact_match
-""",
+    "choices": ("multiple_choice", "{{question}}", "label", ("acc", "acc_norm")),
+    "open": ("loglikelihood", "", "{{text}}", ("acc", "perplexity")),
+    "rolling": ("loglikelihood_rolling", "", "{{long}}", ("word_perplexity", "bits_per_byte")),
+    "writing": ("generate_until", "{{question}}", "{{text}}", ("exact_match",)),
 }
-_COMMON = """task: made_{name}
-dataset_path: json
-dataset_kwargs:
-  data_files: {{validation: {file}}}
-validation_split: validation
-fewshot_split: validation
-target_delimiter: " "
-"""
+_MORE = {"choices": {"doc_to_choice": "{{choices}}"}}
+_MORE["writing"] = {"generation_kwargs": {"until": [" a", "red"], "max_gen_toks": 12}}
+_COMMON = {"validation_split": "validation", "fewshot_split": "validation", "target_delimiter": " "}
 
 
 def write_tasks(folder: pathlib.Path) -> pathlib.Path:
@@ -68,9 +34,13 @@ def write_tasks(folder: pathlib.Path) -> pathlib.Path:
             record = {"question": question, "choices": choices, "label": 0}
             long = line * (1 + 5 * (i % 3))
             file.write(json.dumps({**record, "text": line, "long": long}) + "\n")
-    for name, text in _TASKS.items():
-        head = _COMMON.format(name=name, file=folder / "lines.jsonl")
-        (folder / f"made_{name}.yaml").write_text(head + text)
+    files = {"data_files": {"validation": str(folder / "lines.jsonl")}}
+    for name, (kind, asked, target, metrics) in _TASKS.items():
+        task = {"task": f"made_{name}", "dataset_path": "json", "dataset_kwargs": files} | _COMMON
+        task |= {"output_type": kind, "doc_to_text": asked, "doc_to_target": target}
+        task |= {"metric_list": [{"metric": metric} for metric in metrics]} | _MORE.get(name, {})
+        text = yaml.safe_dump(task, width=1000)
+        (folder / f"made_{name}.yaml").write_text(text)
     return folder
 
 

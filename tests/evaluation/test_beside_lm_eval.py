@@ -46,9 +46,8 @@ def ours(model, tasks, output, *more, begins=None):
     mark gets one line about whole texts.
     """
     line = ("--tasks", ",".join(NAMES), "--include_path", str(tasks), "--output_path", str(output))
-    done = complete(
-        str(model), *line, "--log_samples", *more, module="evaluate", optimized=True, timeout=600
-    )
+    line = (str(model), *line, "--log_samples", *more)
+    done = complete(*line, module="evaluate", optimized=True, timeout=600)
     assert "|made_choices|" in done.stdout
     if begins is not None:
         assert done.stderr.count("as with lm-eval's own backend; add_bos=False") == begins
@@ -84,9 +83,7 @@ def compare(answers, expected, tolerance=1e-4):
 )
 def test_small_models_answer_as_behind_lm_evals_backend(kind, begins, options, longest, tmp_path):
     model, tasks = write_model(tmp_path / "model", kind, begins), write_tasks(tmp_path / "tasks")
-    line = [
-        f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
-    ]
+    line = [f"--{name}" if x is True else f"--{name}={x}" for name, x in options.items()]
     line += [f"max_target_length={longest}"]
     answers = ours(model, tasks, tmp_path / "ours.json", *line, begins=begins)
     assert compare(answers, theirs(model, tasks, longest=longest, **options)) == 72
@@ -115,7 +112,6 @@ def test_two_processes_answer_as_one(tmp_path):
 
 
 def test_a_pipeline_has_likelihoods_and_refuses_to_write(tmp_path):
-    """It has likelihoods, and writes nothing."""
     model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
     stages = (str(model), "ici_pipeline_parallelism=2", "--include_path", str(tasks), "--tasks")
     done = run(*stages, "made_choices", devices=2, module="evaluate")

@@ -17,9 +17,14 @@ from maxramp.handover.opening import PromptTokenizer
 NO_HARNESS = importlib.util.find_spec("lm_eval") is None
 
 
+def dry_model(server):
+    from maxramp.evaluation.harness import Model
+
+    return Model(server, PromptTokenizer(tokenizers.Tokenizer("bytes", "", False, False, True)))
+
+
 @pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
 def test_scores_of_a_folders_task_are_those_of_its_answers(tmp_path, cache_dir, offline):
-    """Its scores are those of the answers that it writes down."""
     tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model")
     line = ("--tasks", "made_choices", "--include_path", str(tasks), "--limit", "3")
     line += ("--num_fewshot", "0")
@@ -69,12 +74,7 @@ def test_a_wrong_option_is_one_line(options, expected, capsys):
     ],
 )
 def test_a_continuation_of_no_length_that_can_be_scored_names_what_to_change(continuation, says):
-    from maxramp.evaluation.harness import Model
-
-    model = Model(
-        DryRun(4, lambda: None),
-        PromptTokenizer(tokenizers.Tokenizer("bytes", "", False, False, True)),
-    )
+    model = dry_model(DryRun(4, lambda: None))
     with pytest.raises(ConfigError) as caught:
         model.loglikelihood([SimpleNamespace(args=("context", continuation))])
     assert str(caught.value).startswith(says)
@@ -83,10 +83,8 @@ def test_a_continuation_of_no_length_that_can_be_scored_names_what_to_change(con
 @pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
 def test_a_context_of_spaces_is_scored_behind_the_prefix_token():
     """As an empty one: lm-eval moves its spaces to the continuation."""
-    from maxramp.evaluation.harness import Model
-
     server = DryRun(8, lambda: None)
-    model = Model(server, PromptTokenizer(tokenizers.Tokenizer("bytes", "", False, False, True)))
+    model = dry_model(server)
     model.loglikelihood([SimpleNamespace(args=(" ", "abc")), SimpleNamespace(args=("", " abc"))])
     assert server.requests == [["score", [4, 4]]]
 
@@ -94,7 +92,6 @@ def test_a_context_of_spaces_is_scored_behind_the_prefix_token():
 @pytest.mark.slow
 @pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
 def test_errors_of_lm_eval_are_one_line(tmp_path, capsys, offline):
-    """One line each, before weights are read or in the place of a traceback."""
     tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model")
     good = (tasks / "made_choices.yaml").read_text()
     for name, text in (

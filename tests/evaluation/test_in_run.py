@@ -1,6 +1,5 @@
 """Tasks that a run is evaluated on while it trains."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -59,7 +58,7 @@ def process(doc, results):
 def keys_of(**keys) -> EvalKeys:
     values = {"eval_interval": -1, "eval_samples": 8, "eval_per_device_batch_size": 0.0}
     values |= {"log_eval_batches": False, "evaluate_tasks_include_path": ""}
-    return EvalKeys(**values, **keys)
+    return EvalKeys(**values | keys)
 
 
 def test_when_tasks_are_due():
@@ -82,9 +81,7 @@ def test_when_tasks_are_due():
 
 def test_a_run_of_any_length_is_evaluated_at_its_quarters():
     """With eval_interval=0; and after the first step, where its curve begins."""
-    keys = dataclasses.replace(
-        keys_of(evaluate_tasks=[], evaluate_tasks_interval=-1), eval_interval=0
-    )
+    keys = keys_of(evaluate_tasks=[], evaluate_tasks_interval=-1, eval_interval=0)
     for total, expected in ((35, [1, 9, 18, 27, 35]), (2, [1, 2]), (800, [1, 200, 400, 600, 800])):
         assert [n for n in range(1, total + 1) if keys.due(n, n - 1, n, total)] == expected
 
@@ -146,8 +143,6 @@ def test_tasks_are_evaluated_at_their_samples_by_programs_compiled_ahead(line, w
 
 @pytest.mark.slow
 def test_an_evaluation_that_a_signal_ends_is_made_once_afterwards(line, whole):
-    """It is given up between two passes, and done again once, whatever ended the run."""
-
     def signalled(number, last):
         program = (sys.executable, "-c", SIGNALLED, *map(str, (number, last, 0)), *line)
         done = run_forked((*program, "run_name=signals"), environment(), timeout=600)
@@ -178,12 +173,10 @@ def test_an_evaluation_that_a_signal_ends_is_made_once_afterwards(line, whole):
 def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
     """The state is saved without the numbers; mended, the run is the one that nothing ended."""
     (tmp_path / "code.py").write_text(FAILS)
-    (tmp_path / "made_failing.yaml").write_text(
-        (folder_of(line, "tasks") / "made_choices.yaml")
-        .read_text()
-        .replace("made_choices", "made_failing")
-        .replace("metric_list:", "process_results: !function code.process\nmetric_list:")
-    )
+    text = (folder_of(line, "tasks") / "made_choices.yaml").read_text()
+    text = text.replace("made_choices", "made_failing")
+    text += "process_results: !function code.process\n"
+    (tmp_path / "made_failing.yaml").write_text(text)
     line = (*line, f"evaluate_tasks_include_path={tmp_path}", "evaluate_tasks=[made_failing]")
     line += (f"evaluate_tasks_interval={interval}", "eval_interval=2", "eval_samples=8")
     line += ("enable_tensorboard=False", f"base_output_directory={tmp_path}")
@@ -215,7 +208,6 @@ def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_ends_both_after_the_same_pass(line, tmp_path):
-    """A signal to one ends both after the same pass; where one is killed, the other ends."""
     for number, statuses in ((signal.SIGTERM, (76, 76)), (signal.SIGKILL, (77, -9))):
         keys = (*line, "run_name=two", "hang_timeout_seconds=60")
         program = (sys.executable, "-c", SIGNALLED, *map(str, (number, 3, 1)), *keys)

@@ -59,8 +59,7 @@ class Writer:
         for row_T, row in zip(tokens_BT, rows, strict=False):
             row_T[: len(row)] = row
         with jax.set_mesh(self.mesh):
-            call = functools.partial(Decoder.__call__, execution=self.execution)
-            forward = jax.jit(call)
+            forward = jax.jit(functools.partial(Decoder.__call__, execution=self.execution))
             return np.asarray(forward(self.model, tokens_BT))[: len(rows)]
 
 
@@ -111,9 +110,8 @@ def test_bfloat16_rounds_as_the_forward_pass_does():
     coarse = writer("one device", "dtype=bfloat16")
     answers = coarse(PROMPTS, MOST, Sampling(), 0)
     rows = [np.concatenate([p, a.tokens]) for p, a in zip(PROMPTS, answers, strict=True)]
-    for prompt, answer, row, logits_TV in zip(
-        PROMPTS, answers, rows, coarse.logits(rows), strict=True
-    ):
+    cases = zip(PROMPTS, answers, rows, coarse.logits(rows), strict=True)
+    for prompt, answer, row, logits_TV in cases:
         index = np.arange(len(prompt), len(row))
         log_probs = np.asarray(jax.nn.log_softmax(logits_TV))[index - 1, row[index]]
         np.testing.assert_allclose(answer.log_probs, log_probs, atol=0.15)
@@ -160,7 +158,6 @@ def test_a_stream_yields_the_answers_so_far():
 
 
 def test_without_a_limit_every_answer_fills_its_row():
-    """Whatever the other prompts are."""
     several = writer("one device")(PROMPTS, None, GREEDY)
     (alone,) = writer("one device")(PROMPTS[4:], None, GREEDY)
     assert [len(a.tokens) for a in several] == [LENGTH - len(p) for p in PROMPTS]
@@ -168,12 +165,10 @@ def test_without_a_limit_every_answer_fills_its_row():
 
 
 def test_a_row_ends_at_a_stop_id():
-    """The others continue as they do without it."""
     free = writer("one device")(PROMPTS, MOST, GREEDY)
     stops = int(free[1].tokens[4]), int(free[3].tokens[7])
-    for answer, alone in zip(
-        writer("one device")(PROMPTS, MOST, GREEDY, stop_ids=stops), free, strict=True
-    ):
+    answers = writer("one device")(PROMPTS, MOST, GREEDY, stop_ids=stops)
+    for answer, alone in zip(answers, free, strict=True):
         stopped = np.flatnonzero(np.isin(alone.tokens, stops))
         end = stopped[0] + 1 if len(stopped) else MOST
         assert answer.tokens.tolist() == alone.tokens[:end].tolist()
@@ -182,9 +177,8 @@ def test_a_row_ends_at_a_stop_id():
 
 def test_programs_are_shared():
     """Two for prompts and answers of about the same length, however many there are."""
-    assert [rounded_up(n) for n in (1, 2, 3, 4, 5, 7, 9, 13, 25, 33)] == [
-        *(1, 2, 3, 4, 6, 8, 12, 16, 32, 48)
-    ]
+    sizes = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 7: 8, 9: 12, 13: 16, 25: 32, 33: 48}
+    assert {n: rounded_up(n) for n in sizes} == sizes
     one = writer("one device")
 
     def count_programs():
@@ -247,13 +241,8 @@ def test_draws_follow_the_distribution(sampling, left):
     """Counts of 4,000 draws lie within 5 standard deviations; log-probabilities are of all."""
     n = 4000
     draw = jax.jit(sample, static_argnums=1)
-    positions = np.full(n, 5, np.int32)
-    tokens, log_probs = draw(
-        np.tile(LOGITS, (n, 1)),
-        sampling,
-        np.array([(1, i) for i in range(n)], np.uint32),
-        positions,
-    )
+    seeds, positions = np.array([(1, i) for i in range(n)], np.uint32), np.full(n, 5, np.int32)
+    tokens, log_probs = draw(np.tile(LOGITS, (n, 1)), sampling, seeds, positions)
     scaled = LOGITS.astype(np.float64) / (sampling.temperature or 1)
     np.testing.assert_allclose(
         log_probs, (scaled - np.log(np.exp(scaled).sum()))[np.asarray(tokens)], atol=1e-5

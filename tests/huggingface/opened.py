@@ -10,6 +10,7 @@ from conftest import make_config, make_mesh
 from maxramp.huggingface import folder as released
 from maxramp.huggingface import reading
 from maxramp.huggingface.names import name_tensors
+from maxramp.huggingface.safetensors import find_tensors
 from maxramp.model.decoder import Decoder
 from maxramp.training.state import abstract_state
 
@@ -36,6 +37,16 @@ def logits(model: Decoder, config, tokens_BT: np.ndarray) -> np.ndarray:
     forward = functools.partial(Decoder.__call__, execution=config.model)
     with jax.set_mesh(make_mesh(config)):
         return np.asarray(jax.jit(forward)(model, tokens_BT))
+
+
+def contents(folder) -> dict[str, np.ndarray]:
+    """The tensors of a folder's files."""
+    return {name: x.read(0, x.rows) for name, x in find_tensors(str(folder)).items()}
+
+
+def assert_equal(folder, other) -> None:
+    """The tensors of two folders must have the same names and bits."""
+    jax.tree.map(np.testing.assert_array_equal, contents(folder), contents(other))
 
 
 def named_arrays(model: Decoder, decoder_block: str) -> dict[str, np.ndarray]:

@@ -25,96 +25,53 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 _LLAMA3["original_max_position_embeddings"] = 16
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 _YARN |= {"beta_fast": 2.0, "beta_slow": 0.5}
-_GEMMA = {"rope_theta": 100.0, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 _GEMMA |= {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _GEMMA |= {"pad_token_id": None}  # whose embedding torch does not train
 
 
-def _model(kind: str, architecture: str, **others) -> dict:
-    return {**_SIZES, "model_type": kind, "architectures": [architecture], **others}
+def _model(kind: str, **others) -> dict:
+    """What config.json says of a kind, whose class has its name."""
+    name = "".join(word.title() for word in kind.removesuffix("_text").split("_"))
+    config = _SIZES | {"model_type": kind, "architectures": [f"{name}ForCausalLM"]} | others
+    return config if "rope_parameters" in others else config | {"rope_theta": 100.0}
 
 
-# What config.json says. Heads of 16 are no quotient of the width.
+# Heads of 16 are no quotient of the width.
+_DEFAULT = {"rope_theta": 100.0, "rope_type": "default"}
+_OLMO3 = {"full_attention": {**_YARN, "rope_theta": 100.0}}
+_OLMO3["sliding_attention"] = _DEFAULT | {"rope_theta": 20.0}
+_LINEAR = {"rope_type": "linear", "factor": 4.0}
+_ROUTED = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_DOTS1 = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+_DOTS1 |= {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5} | _ROUTED
 CONFIGS = {
-    "llama2": _model("llama", "LlamaForCausalLM", rope_theta=100.0, head_dim=16),
-    "llama3.1": _model("llama", "LlamaForCausalLM", rope_theta=100.0, rope_scaling=_LLAMA3),
+    "llama2": _model("llama", head_dim=16),
+    "llama3.1": _model("llama", rope_scaling=_LLAMA3),
     "smollm2": _model(
-        *("llama", "LlamaForCausalLM"),
-        rope_parameters={"rope_theta": 100.0, "rope_type": "default"},
-        tie_word_embeddings=True,
-        num_key_value_heads=1,
+        "llama", rope_parameters=_DEFAULT, tie_word_embeddings=True, num_key_value_heads=1
     ),
-    "mistral": _model(
-        "mistral", "MistralForCausalLM", rope_theta=100.0, sliding_window=5, head_dim=16
-    ),
-    "qwen2.5": _model("qwen2", "Qwen2ForCausalLM", rope_theta=100.0, use_sliding_window=False),
-    "qwen3": _model(
-        *("qwen3", "Qwen3ForCausalLM"), rope_theta=100.0, head_dim=16, tie_word_embeddings=True
-    ),
-    "gemma2": _model(
-        *("gemma2", "Gemma2ForCausalLM"),
+    "mistral": _model("mistral", sliding_window=5, head_dim=16),
+    "qwen2.5": _model("qwen2", use_sliding_window=False),
+    "qwen3": _model("qwen3", head_dim=16, tie_word_embeddings=True),
+    "gemma2": _model("gemma2", **_GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=3.0),
+    "gemma3": _model(  # a period of 6 layers, and 2 behind it
+        "gemma3_text",
         **_GEMMA,
-        attn_logit_softcapping=1.5,
-        final_logit_softcapping=3.0,
+        **{"num_hidden_layers": 8, "rope_local_base_freq": 20.0, "rope_scaling": _LINEAR},
     ),
-    "gemma3": _model(
-        *("gemma3_text", "Gemma3ForCausalLM"),
-        **_GEMMA,
-        num_hidden_layers=8,  # a period of 6, and 2 layers behind it
-        rope_local_base_freq=20.0,
-        rope_scaling={"rope_type": "linear", "factor": 4.0},
-    ),
-    "olmo2": _model(
-        *("olmo2", "Olmo2ForCausalLM"), rope_theta=100.0, pad_token_id=None, attention_bias=False
-    ),
+    "olmo2": _model("olmo2", pad_token_id=None, attention_bias=False),
     "olmo3": _model(
-        *("olmo3", "Olmo3ForCausalLM"),
-        num_hidden_layers=5,
-        pad_token_id=None,
-        sliding_window=5,
-        rope_parameters={
-            "full_attention": {**_YARN, "rope_theta": 100.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
-        },
+        "olmo3", num_hidden_layers=5, pad_token_id=None, sliding_window=5, rope_parameters=_OLMO3
     ),
     "mixtral": _model(
-        *("mixtral", "MixtralForCausalLM"),
-        rope_theta=100.0,
-        head_dim=16,
-        sliding_window=5,
-        num_local_experts=4,
-        num_experts_per_tok=2,
+        "mixtral", head_dim=16, sliding_window=5, num_local_experts=4, num_experts_per_tok=2
     ),
-    "qwen3_moe": _model(
-        *("qwen3_moe", "Qwen3MoeForCausalLM"),
-        rope_theta=100.0,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=24,
-        norm_topk_prob=True,
-    ),
+    "qwen3_moe": _model("qwen3_moe", head_dim=16, num_experts=8, **_ROUTED),
     "olmoe": _model(
-        *("olmoe", "OlmoeForCausalLM"),
-        pad_token_id=None,
-        rope_theta=100.0,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=False,
+        "olmoe", pad_token_id=None, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False
     ),
-    "dots1": _model(
-        *("dots1", "Dots1ForCausalLM"),
-        rope_theta=100.0,
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
-        moe_intermediate_size=24,
-        n_shared_experts=2,
-        first_k_dense_replace=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-    ),
+    "dots1": _model("dots1", **_DOTS1),
 }
 EXPERTS = {"mixtral": "num_local_experts", "dots1": "n_routed_experts"}  # how many there are
 EXPERTS |= dict.fromkeys(("qwen3_moe", "olmoe"), "num_experts")
@@ -130,6 +87,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     kind = config["model_type"]
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
+        attention = f"{layer}self_attn."
         by_name |= {
             f"{layer}input_layernorm.weight": (D,),
             f"{layer}self_attn.q_proj.weight": (H * h, D),
@@ -142,11 +100,9 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             by_name |= _expert_shapes(layer, config)
         else:
             by_name |= _mlp_shapes(f"{layer}mlp.", F, D)
+        heads = (("q", H), ("k", K), ("v", K))
         if kind == "qwen2":
-            by_name |= {
-                f"{layer}self_attn.{n}_proj.bias": (w * h,)
-                for n, w in zip("qkv", (H, K, K), strict=True)
-            }
+            by_name |= {f"{attention}{n}_proj.bias": (w * h,) for n, w in heads}
         if kind.startswith("gemma"):
             by_name |= {f"{layer}pre_feedforward_layernorm.weight": (D,)}
         if kind.startswith(("gemma", "olmo2", "olmo3")):
@@ -156,9 +112,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
         if kind in ("qwen3", "qwen3_moe", "dots1", "gemma3_text"):
             by_name |= {f"{layer}self_attn.{n}_norm.weight": (h,) for n in "qk"}
         if kind.startswith("olmo"):
-            by_name |= {
-                f"{layer}self_attn.{n}_norm.weight": (w * h,) for n, w in (("q", H), ("k", K))
-            }
+            by_name |= {f"{attention}{n}_norm.weight": (w * h,) for n, w in heads[:2]}
     by_name["model.norm.weight"] = (D,)
     if not config["tie_word_embeddings"]:
         by_name["lm_head.weight"] = (V, D)
@@ -203,9 +157,8 @@ def fuse_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         experts_in_order = [experts[e] for e in range(len(experts))]
         gate_up = [np.concatenate([x["gate_proj"], x["up_proj"]]) for x in experts_in_order]
         by_name[f"{layer}mlp.experts.gate_up_proj"] = np.stack(gate_up)
-        by_name[f"{layer}mlp.experts.down_proj"] = np.stack(
-            [x["down_proj"] for x in experts_in_order]
-        )
+        down = [x["down_proj"] for x in experts_in_order]
+        by_name[f"{layer}mlp.experts.down_proj"] = np.stack(down)
     return by_name
 
 

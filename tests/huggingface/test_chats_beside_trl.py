@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.util
+import itertools
 import json
 import pathlib
 import re
@@ -25,24 +26,20 @@ pytestmark = pytest.mark.slow
 
 TEMPLATES = pathlib.Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
 _CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def turns(*texts):
+    """Messages of a user and the assistant in turn."""
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for text, role in zip(texts, roles, strict=False)]
+
+
+_SYSTEM, _RESULT = {"role": "system", "content": "Be."}, {"role": "tool", "content": "2"}
+_TOOL_CALL = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 CHATS = {
-    "turns": [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "assistant"},
-        {"role": "assistant", "content": "ok\nassistant\nno"},
-    ],
-    "system": [
-        {"role": "system", "content": "Be."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-    ],
-    "tools": [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "It is 2"},
-    ],
+    "turns": turns("Hi", "Hello", "assistant", "ok\nassistant\nno"),
+    "system": [_SYSTEM, *turns("Hi", "Hello")],
+    "tools": [*turns("Hi"), _TOOL_CALL, _RESULT, turns("", "It is 2")[1]],
 }
 _CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 _LLAMA = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -88,13 +85,9 @@ def test_answers_are_those_of_the_training_template(name, kind):
 
 
 THOUGHTS = [
-    {"role": "system", "content": "Be."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "<think>\nWho?\n</think>\n\nHello"},
-    {"role": "user", "content": "Add"},
+    *(_SYSTEM, *turns("Hi", "<think>\nWho?\n</think>\n\nHello", "Add")),
     {"role": "assistant", "content": "So", "reasoning_content": "two", "tool_calls": [_CALL] * 2},
-    {"role": "tool", "content": "2"},
-    {"role": "tool", "content": "3"},
+    *(_RESULT, _RESULT | {"content": "3"}),
     {"role": "assistant", "content": "It is 2", "reasoning_content": "Done"},
 ]
 
@@ -177,8 +170,8 @@ def test_nulls_and_thoughts_are_those_of_transformers():
         source = path.read_text()
         template = ChatTemplate(source, _CHATML, {}, datetime.date.today(), {})
         for answer in (*thoughts, calls):
-            turns = [CHATS["turns"][0], answer, CHATS["tools"][2], answer, CHATS["turns"][1]]
-            chat = turns if answer is calls else turns[:2]
+            chat = [CHATS["turns"][0], answer, CHATS["tools"][2], answer, CHATS["turns"][1]]
+            chat = chat if answer is calls else chat[:2]
             try:
                 expected = tokens.apply_chat_template(chat, chat_template=source, tokenize=False)
             except Exception:
@@ -201,11 +194,7 @@ def test_the_first_loss_is_that_of_transformers(smollm2, tmp_path, packing):
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     sums = [(a, b) for a in range(2, 6) for b in (11, 20)]
     chats = [
-        [
-            {"role": "user", "content": f"What is {a} plus {b}?"},
-            {"role": "assistant", "content": f"{a} plus {b} is {a + b}." * (1 + a % 3)},
-        ]
-        for a, b in sums
+        turns(f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}." * (1 + a % 3)) for a, b in sums
     ]
     lines = [json.dumps({"messages": chat}) for chat in chats]
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))

@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
-from conftest import BASE, complete, run
+from conftest import BASE, complete, run, steps_of
+from opened import assert_equal, contents
 from preference_pairs import write_pairs, write_tokenizer
 from small_models import CONFIGS, write_file, write_folder
 
@@ -18,8 +20,6 @@ from maxramp.files.place import lock
 from maxramp.handover.export import export
 from maxramp.handover.opening import open_model
 from maxramp.huggingface.adapter import AdapterFolder
-from maxramp.huggingface.safetensors import find_tensors
-from maxramp.run.metrics import read_records
 
 CONSTANT = ("enable_rampup_batch_size=False", "per_device_batch_size=2", "eval_interval=-1")
 VOCAB = 300
@@ -36,10 +36,6 @@ def train_arguments(tmp_path, name, *more):
     ]
 
 
-def contents(folder):
-    return {name: x.read(0, x.rows) for name, x in find_tensors(str(folder)).items()}
-
-
 def with_tokenizer(tmp_path):
     """A model whose tokenizer was trained on a few sentences; its end marks are a list."""
     changes = {"vocab_size": VOCAB, "bos_token_id": None}
@@ -50,9 +46,7 @@ def with_tokenizer(tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": t}) + "\n" for t in texts * 100)
-    )
+    write_pairs(tmp_path / "texts.jsonl", [{"text": text} for text in texts * 100])
     return folder
 
 
@@ -70,24 +64,19 @@ def test_a_run_continues_and_exports_without_the_folder_that_it_began_with(tmp_p
     again = run(*train_arguments(tmp_path, "b", *data))
     assert again.returncode == 2 and "allow_changed=[tokenizer_path]" in again.stderr
     complete(*train_arguments(tmp_path, "b", *data, "allow_changed=[tokenizer_path]"))
-    losses = [
-        [record["loss"] for record in read_records(tmp_path / name / "metrics.jsonl")]
-        for name in "ab"
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
+    losses, expected = ([r["loss"] for r in steps_of(tmp_path / name)] for name in "ba")
+    assert losses == expected and len(losses) == 4
     for name in "ab":
         complete(str(tmp_path / name), "--to", str(tmp_path / f"{name}-out"), module="convert")
-    a, b = (contents(tmp_path / f"{name}-out") for name in "ab")
-    assert a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+    assert_equal(tmp_path / "a-out", tmp_path / "b-out")
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         kept = (tmp_path / "b" / "huggingface" / file).read_bytes()
         assert (tmp_path / "b-out" / file).read_bytes() == kept
     wrote = json.loads((tmp_path / "b-out" / "config.json").read_text())
     assert wrote == CONFIGS["qwen3"] | {"vocab_size": VOCAB, "bos_token_id": None}
     prompt = ("--prompt", "the quick", "--max_new_tokens", "4", "--temperature", "0", "--json")
-    answers = [
-        run(str(tmp_path / name), *prompt, module="generate").stdout for name in ("b", "b-out")
-    ]
+    models = (str(tmp_path / name) for name in ("b", "b-out"))
+    answers = [run(model, *prompt, module="generate").stdout for model in models]
     assert answers[0] == answers[1] and json.loads(answers[0])["tokens"]
 
 
@@ -126,17 +115,16 @@ def test_files_that_another_export_left_are_not_exported(tmp_path):
     """Weights that lay at the same path before, and other files."""
     folder = with_tokenizer(tmp_path)
     hand_over(folder, tmp_path / "out")
-    expected, left = contents(tmp_path / "out"), tmp_path / "again"
+    left = tmp_path / "again"
     shutil.copytree(tmp_path / "out", left)
     (left / "config.json").unlink()
-    zeros = {name: np.zeros_like(x) for name, x in expected.items()}
+    zeros = {name: np.zeros_like(x) for name, x in contents(left).items()}
     write_file(left / "model.safetensors", zeros)
     source = json.loads((left / ".source.json").read_bytes())
     (left / ".source.json").write_text(json.dumps(source | {"weights": "0" * 16}, sort_keys=True))
     (left / "special_tokens_map.json").write_text("{}")
     hand_over(folder, tmp_path / "again")
-    converted = contents(tmp_path / "again")
-    assert all(np.array_equal(converted[name], x) for name, x in expected.items())
+    assert_equal(tmp_path / "again", tmp_path / "out")
     names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("again", "out")]
     assert names[0] == names[1]
 
@@ -264,12 +252,12 @@ def test_a_finished_run_is_exported_once(tmp_path, devices, mesh):
     other = [*command, "steps=6", "learning_rate=1e-3"]
     trained = run(*other, devices=devices)  # another state after six steps
     assert trained.returncode == 0 and "6 is of another state than" in trained.stderr
-    stale, now = (contents(tmp_path / "r" / "exported" / name) for name in ("6.stale", "6"))
-    assert all(np.array_equal(stale[name], x) for name, x in before.items())
+    stale = contents(tmp_path / "r/exported/6.stale")
+    jax.tree.map(np.testing.assert_array_equal, stale, before)
     complete(str(tmp_path / "r"), "--to", str(tmp_path / "now"), module="convert")
-    expected = contents(tmp_path / "now")
-    assert all(np.array_equal(now[name], x) for name, x in expected.items())
-    assert not all(np.array_equal(stale[name], x) for name, x in expected.items())
+    assert_equal(tmp_path / "r/exported/6", tmp_path / "now")
+    now = contents(tmp_path / "now")
+    assert not all(np.array_equal(stale[name], x) for name, x in now.items())
 
 
 @pytest.mark.slow
@@ -318,9 +306,8 @@ def test_an_answer_to_a_chat_is_that_of_transformers(tmp_path):
     talk = subprocess.run(command, input="Who?\n\nWho?\n", capture_output=True, text=True)
     assert talk.returncode == 0, talk.stderr
     first, second = map(json.loads, talk.stdout.splitlines())
-    assert first["tokens"] == answer["tokens"] and second["prompt"].startswith(
-        f"{text}{answer['answer']}"
-    )
+    assert first["tokens"] == answer["tokens"]
+    assert second["prompt"].startswith(f"{text}{answer['answer']}")
     assert second["prompt"].count("Who?") == 2 + answer["answer"].count("Who?")
     marked = run(str(folder), "--chat", "--prompt", "a<|im_end|>b", module="generate")
     assert marked.returncode == 2 and "a message holds <|im_end|>" in marked.stderr
@@ -332,9 +319,8 @@ def test_adapters_need_a_model(tmp_path):
     config = tmp_path / "adapter" / "adapter_config.json"
     for base in (tmp_path / "adapter", tmp_path / "nowhere"):
         config.write_text(json.dumps({"peft_type": "LORA", "r": 2} | {BASE_OF: str(base)}))
-        with pytest.raises(
-            ConfigError, match=f"adapter_config.json: {BASE_OF}={base} is not a model"
-        ):
+        says = f"adapter_config.json: {BASE_OF}={base} is not a model"
+        with pytest.raises(ConfigError, match=says):
             open_model(str(tmp_path / "adapter"), [])
     config.rename(tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="has adapter_model.safetensors and no adapter_config"):

@@ -154,36 +154,28 @@ def test_a_key_is_read_as_transformers_does_or_refused(tmp_path, name):
 # --- Scaled positions -----------------------------------------------------------------------------
 
 _YARN = {"rope_type": "yarn", "factor": 4.0}
+_LENGTH = {"original_max_position_embeddings": 16}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+_LINEAR = {"rope_type": "linear", "factor": 2.0}
 SCALINGS = {
     "yarn of the class's length": (_YARN, {"max_position_embeddings": None}),
     "yarn of the model's length": (_YARN, {}),
     "fractions": (_YARN | {"original_max_position_embeddings": 16.0}, {}),
-    "whole factor": (_YARN | {"factor": 4, "original_max_position_embeddings": 16}, {}),
-    "a length beside it": (
-        _YARN | {"original_max_position_embeddings": 32},
-        {"original_max_position_embeddings": 16},
-    ),
-    "fractions of pairs": (_YARN | {"truncate": False, "original_max_position_embeddings": 16}, {}),
+    "whole factor": (_YARN | {"factor": 4} | _LENGTH, {}),
+    "a length beside it": (_YARN | {"original_max_position_embeddings": 32}, _LENGTH),
+    "fractions of pairs": (_YARN | {"truncate": False} | _LENGTH, {}),
     "attention_factor": (_YARN | {"attention_factor": 1.5}, {}),
     "mscale": (_YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, {}),
     "mscale alone": (_YARN | {"mscale": 2.0}, {}),
     "mscale of both": (_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, {}),
-    "factor of the lengths": (_YARN | {"factor": None, "original_max_position_embeddings": 16}, {}),
-    "betas": (
-        _YARN | {"beta_fast": 0, "beta_slow": None, "original_max_position_embeddings": 16},
-        {},
-    ),
+    "factor of the lengths": (_YARN | {"factor": None} | _LENGTH, {}),
+    "betas": (_YARN | {"beta_fast": 0, "beta_slow": None} | _LENGTH, {}),
     "attn_factor": (_YARN | {"attn_factor": 3.0}, {}),
     "dynamic": ({"type": "dynamic", "factor": 2.0}, {"max_position_embeddings": None}),
-    "llama3": (
-        {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
-        {},
-    ),
-    "before rope_parameters": (
-        {"rope_type": "linear", "factor": 2.0},
-        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9.0}},
-    ),
+    "llama3": (_LLAMA3, {}),
 }
+_OTHER = {"rope_parameters": _LINEAR | {"factor": 8.0, "rope_theta": 9.0}}
+SCALINGS["before rope_parameters"] = (_LINEAR, _OTHER)
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen3", "gemma3", "olmo3"])
@@ -215,8 +207,7 @@ def test_scaled_positions_give_the_logits_of_transformers(tmp_path, name):
 
 def values_of(folder):
     """What transformers makes of a config.json."""
-    values = transformers.AutoConfig.from_pretrained(folder).to_dict()
-    return {key: x for key, x in values.items() if key not in ("_name_or_path",)}
+    return transformers.AutoConfig.from_pretrained(folder).to_dict() | {"_name_or_path": ""}
 
 
 @pytest.mark.parametrize("writer", ["earlier", "transformers 5"])

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_both_layouts_of_experts_are_read(tmp_path, name):
-    """transformers saves experts in a tensor each and, asked for, in one a layer: we read both."""
     model = opened(write_folder(tmp_path / "in", name))
     held = tensors(CONFIGS[name])
     for is_fused in (False, True):

@@ -5,26 +5,17 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 from conftest import BASE, command, complete, environment, run
 from jobs import finish, start
+from opened import assert_equal
 from small_models import write_folder
 
 from maxramp.files.place import place
 from maxramp.handover.opening import open_model
 from maxramp.huggingface import folder as released
-from maxramp.huggingface.safetensors import find_tensors
 
 pytestmark = pytest.mark.slow
-
-
-def assert_equal(folder, other):
-    a, b = (
-        {name: x.read(0, x.rows) for name, x in find_tensors(str(path)).items()}
-        for path in (folder, other)
-    )
-    assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
 def train_arguments(model, root):
@@ -51,9 +42,8 @@ def test_folders_in_a_storage_are_read_and_written(storage, tmp_path):
     keys = train_arguments(root / "in", root)
     for more in (("run_name=r",), ("run_name=adapters", "lora_rank=2")):
         complete(*keys, *more)
-    assert open_model(str(root / "adapters/exported/2"), []).weights.adapted_model == str(
-        root / "in"
-    )
+    adapters = open_model(str(root / "adapters/exported/2"), [])
+    assert adapters.weights.adapted_model == str(root / "in")
     assert_equal(folder, root / "r" / "exported" / "2")
     config = json.loads((root / "r" / "huggingface" / "config.json").read_bytes())
     assert config == json.loads((folder / "config.json").read_bytes())

@@ -29,14 +29,12 @@ pytestmark = pytest.mark.slow
 
 TOKENS_BT = np.random.default_rng(0).integers(0, 40, (8, 24), dtype=np.int32)
 MESH = ("ici_fsdp_parallelism=2", "ici_data_parallelism=4")
+TWO_LAYERS = {"layers_to_transform": [1, 3]}
 CASES = [
     ("smollm2", {}),
     ("qwen2.5", {}),
     ("qwen3", {"use_rslora": True, "r": 8}),
-    (
-        "llama2",
-        {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3, "layers_to_transform": [1, 3]},
-    ),
+    ("llama2", TWO_LAYERS | {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3}),
     ("dots1", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     ("qwen2.5", {"target_modules": r".*\.layers\.[13]\..*(k_proj|down_proj)"}),
 ]
@@ -130,7 +128,6 @@ def test_gradients_are_those_of_peft(tmp_path):
 
 @pytest.mark.parametrize("modules", [["q_proj", "v_proj"], "all-linear"])
 def test_an_adapter_of_a_larger_model_is_read_and_written(tmp_path, modules):
-    """It is read as its base is; what belongs to vision is named; written again, PEFT opens it."""
     text = {key: x for key, x in CONFIGS["gemma3"].items() if key != "torch_dtype"}
     vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}

@@ -1,11 +1,10 @@
 """Runs that train adapters: restarts, what they hand over, and what they refuse."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
-from conftest import BASE, complete, run
+from conftest import BASE, complete, run, steps_of
 from small_models import CONFIGS, tensors, write_file, write_folder
 
 pytestmark = pytest.mark.slow
@@ -22,11 +21,6 @@ def train_arguments(folder, name, base, *keys):
     )
 
 
-def losses(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
-
-
 def refused(*arguments, **options):
     done = run(*arguments, **options)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
@@ -41,7 +35,7 @@ def test_adapters_restart_on_their_base_alone(tmp_path):
     done = complete(*keys)
     assert "8,960 of adapters train" in done.stdout
     assert (tmp_path / "a/exported/4/adapter_model.safetensors").exists()
-    before = losses(tmp_path / "a")
+    before = [record["loss"] for record in steps_of(tmp_path / "a")]
 
     for name in ("checkpoints/4", "exported"):
         shutil.rmtree(tmp_path / "a" / name)
@@ -53,7 +47,7 @@ def test_adapters_restart_on_their_base_alone(tmp_path):
     assert "lora_alpha=8.0 (now 4.0)" in refused(*keys, "lora_alpha=4")
     assert "checkpoints/2 were trained with lora_rank=4;" in refused(*keys, "lora_rank=2")
     complete(*keys)
-    assert losses(tmp_path / "a") == before
+    assert [record["loss"] for record in steps_of(tmp_path / "a")] == before
 
     adapter = tmp_path / "a/exported/4"
     done = complete(*train_arguments(tmp_path, "b", adapter, "steps=2"))
@@ -70,7 +64,6 @@ def test_adapters_restart_on_their_base_alone(tmp_path):
 
 
 def test_adapters_keep_the_checkpoint_that_they_began_with(tmp_path):
-    """They keep the checkpoint that they began with, wherever it lies later; no other does."""
     base = write_folder(tmp_path / "base", "llama2")
     whole = train_arguments(tmp_path, "r", base, "export_huggingface=False")
     complete(*whole)
@@ -90,12 +83,9 @@ def test_adapters_keep_the_checkpoint_that_they_began_with(tmp_path):
         done = run(*converted, module="convert")
         assert done.returncode == status, done.stderr
     assert "not the weights that" in done.stderr
-    names = [
-        {p.name: p.read_bytes() for p in folder.iterdir()}
-        for folder in (exported, tmp_path / "of-4")
-    ]
-    assert names[0] == names[1]
+    contents = {p.name: p.read_bytes() for p in exported.iterdir()}
+    assert contents == {p.name: p.read_bytes() for p in (tmp_path / "of-4").iterdir()}
     shutil.rmtree(tmp_path / "l/exported")
     again = (str(tmp_path / "moved/config.yml"), *lora[1:], "steps=6")
     complete(*again, f"load_parameters_path={tmp_path / 'moved'}")
-    assert {p.name: p.read_bytes() for p in exported.iterdir()} == names[0]
+    assert {p.name: p.read_bytes() for p in exported.iterdir()} == contents

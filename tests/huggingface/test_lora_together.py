@@ -9,6 +9,7 @@ from jobs import finish, start
 from preference_pairs import pairs, write_pairs, write_tokenizer
 from small_models import write_folder
 
+from maxramp.huggingface.adapter import TENSORS
 from maxramp.huggingface.safetensors import find_tensors
 from maxramp.run.metrics import read_records
 
@@ -53,17 +54,7 @@ def on_two_processes(folder, *keys):
 
 def assert_same(folder, one, other):
     """The metrics of two runs and the adapters that they hand over."""
-    measured = [
-        "restarted",
-        "nodes",
-        "time",
-        "goodput",
-        "seconds",
-        "per_second",
-        "tflops",
-        "memory",
-        "bytes",
-    ]
+    measured = ["restarted", "nodes", "time", "goodput", "second", "tflops", "memory", "bytes"]
     records = (read_records(folder / name / "metrics.jsonl") for name in (one, other))
     for a, b in zip(*records, strict=True):
         assert a.keys() - {"restarted", "save_seconds"} == b.keys() - {"save_seconds"}
@@ -72,9 +63,7 @@ def assert_same(folder, one, other):
                 same = b[key] if isinstance(x, str) else pytest.approx(b[key], rel=1e-4, abs=1e-6)
                 assert x == same, key
     (own,), (others,) = (list((folder / name / "exported").iterdir()) for name in (one, other))
-    actual, wanted = (
-        find_tensors(str(path), "adapter_model.safetensors") for path in (own, others)
-    )
+    actual, wanted = (find_tensors(str(path), TENSORS) for path in (own, others))
     assert actual.keys() == wanted.keys()
     for name, tensor in actual.items():
         x, y = (np.asarray(t.read(0, t.rows)) for t in (tensor, wanted[name]))

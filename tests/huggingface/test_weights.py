@@ -9,13 +9,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from opened import config_of, load, logits
+from opened import config_of, contents, load, logits
 from small_models import CONFIGS, TOKENS_BT, fuse_experts, tensors, write_file, write_folder
 
 from maxramp.errors import ConfigError, TrainingError
 from maxramp.huggingface import config_json, writing
 from maxramp.huggingface import folder as released
-from maxramp.huggingface.safetensors import find_tensors
 
 # Logits of tokens 0 to 3 behind the 24 of the first row, in float64.
 LOGITS = {
@@ -60,7 +59,6 @@ def on_mesh(folder, mesh, *keys):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_transformers(tmp_path, name):
-    """Of transformers, within 1e-5 of their range."""
     folder = write_folder(tmp_path, name)
     config, model = on_mesh(folder, "one")
     actual = logits(model, config, TOKENS_BT)
@@ -90,8 +88,7 @@ def test_any_mesh_holds_the_same_weights_and_gives_them_back(tmp_path, name, mes
     config, model = on_mesh(folder, mesh)
     _, one = on_mesh(folder, "one")
     if "num_pipeline_repeats=2" not in MESHES[mesh]:  # which holds its layers in another order
-        for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(one), strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (model, one)))
     write(tmp_path / "out", config, model, file_bytes=20_000)
     assert len([n for n in os.listdir(tmp_path / "out") if n.endswith(".safetensors")]) > 3
     assert_same_tensors(tmp_path / "out", tensors(CONFIGS[name]))
@@ -105,14 +102,10 @@ def write(to, config, model, dtype="float32", vocab_size=40, **options):
 
 
 def assert_same_tensors(folder, expected):
-    actual = find_tensors(str(folder))
-    assert actual.keys() == expected.keys()
-    for name, x in expected.items():
-        np.testing.assert_array_equal(actual[name].read(0, actual[name].rows), x)
+    jax.tree.map(np.testing.assert_array_equal, contents(folder), expected)
 
 
 def test_tensors_are_read_in_their_dtype_and_held_in_ours(tmp_path):
-    """Tensors are read in theirs and held in ours; bfloat16 goes round bit-equal."""
     folder = write_folder(tmp_path / "in", "llama2", dtype="bfloat16")
     config, model = on_mesh(folder, "one", "weight_dtype=bfloat16")
     write(tmp_path / "out", config, model, "bfloat16")
@@ -155,7 +148,6 @@ def test_config_json_says_the_same_again_and_what_was_changed(tmp_path, name):
 
 @pytest.mark.parametrize("mesh", ["one", "all axes"])
 def test_new_rows_of_a_larger_vocabulary_are_the_mean_of_the_others(tmp_path, mesh):
-    """New rows are the mean of the others, so that no new token is likely; the rest stays."""
     folder = write_folder(tmp_path, "llama2")
     _, model = on_mesh(folder, mesh, "vocab_size=48")
     plain = tensors(CONFIGS["llama2"])
@@ -171,10 +163,8 @@ def test_what_belongs_to_no_text_model_is_left_out_and_named(tmp_path):
     more = {f"vision_tower.layer.{i}.weight": np.zeros((2, 2), np.float32) for i in range(4)}
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
     embedding = tensors(CONFIGS["qwen3"])["model.embed_tokens.weight"]
-    write_file(
-        folder / "model.safetensors",
-        {**tensors(CONFIGS["qwen3"]), **more, "lm_head.weight": embedding},
-    )
+    held = tensors(CONFIGS["qwen3"]) | more | {"lm_head.weight": embedding}
+    write_file(folder / "model.safetensors", held)
     notes = []
     load(folder, config_of(folder), notes.append)
     text = " ".join(notes)
@@ -191,28 +181,30 @@ HEADERS = {
 }
 
 
+ONE, HEAD, EMBEDDING = (
+    f"{name}.weight" for name in ("model.layers.1.mlp.up_proj", "lm_head", "model.embed_tokens")
+)
+ARRAYS = {
+    "misshapen": lambda held: {ONE: held[ONE].T.copy()},
+    "quantized": lambda held: {ONE: held[ONE].astype(np.int8)},
+    "unknown": lambda held: {"model.layers.1.mlp.experts.0.weight": held[ONE]},
+    "another head": lambda held: {HEAD: held[EMBEDDING][::-1].copy()},
+    "fewer rows": lambda held: {EMBEDDING: held[EMBEDDING][:39]},
+}
+
+
 def _spoil(folder, what):
     file = folder / "model.safetensors"
     held = tensors(CONFIGS["qwen3"])
-    one = "model.layers.1.mlp.up_proj.weight"
+    held |= ARRAYS[what](held) if what in ARRAYS else {}
     if what == "missing":
-        del held[one]
-    elif what == "misshapen":
-        held[one] = held[one].T.copy()
-    elif what == "quantized":
-        held[one] = held[one].astype(np.int8)
-    elif what == "unknown":
-        held["model.layers.1.mlp.experts.0.weight"] = held[one]
-    elif what == "another head":
-        held["lm_head.weight"] = held["model.embed_tokens.weight"][::-1].copy()
-    elif what == "fewer rows":
-        held["model.embed_tokens.weight"] = held["model.embed_tokens.weight"][:39]
+        del held[ONE]
     write_file(file, held)
     if what in HEADERS:
         data = file.read_bytes()
         end = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:end])
-        header[one] |= HEADERS[what]
+        header[ONE] |= HEADERS[what]
         text = json.dumps(header).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
     if what == "torn":
@@ -222,7 +214,7 @@ def _spoil(folder, what):
     elif what == "no tensors":
         file.rename(folder / "pytorch_model.bin")
     elif what == "a file that is not there":
-        index = {"weight_map": {one: "model-00001-of-00002.safetensors"}}
+        index = {"weight_map": {ONE: "model-00001-of-00002.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         file.unlink()
 

@@ -35,12 +35,6 @@ def nodes() -> list[str]:
     return (CLUSTER / "nodes").read_text().split()
 
 
-def read_yaml(text: str) -> dict:
-    import yaml  # which takes longer than all else
-
-    return yaml.safe_load(text)
-
-
 def apply(manifest: dict) -> None:
     name = manifest["metadata"]["name"]
     if manifest["kind"] == "ConfigMap":
@@ -150,6 +144,7 @@ class JobSet:
             self.kill(index)
         status = {"conditions": [{"type": condition, "status": "True"}]}
         write(self.path, json.dumps(self.manifest | {"status": status}))
+        self.wait_for_deletion()
 
     def action(self, code: int) -> str:
         for rule in self.rules:
@@ -180,16 +175,12 @@ class JobSet:
                     restarts += 1
                     most = self.manifest["spec"]["failurePolicy"]["maxRestarts"]
                     if action == "FailJob" or restarts > most:
-                        self.end("Failed")
-                        self.wait_for_deletion()
-                        return
+                        return self.end("Failed")
                     for other in list(self.processes):
                         self.kill(other)
                     self.codes.clear()
             if len(self.codes) == self.count:
-                self.end("Completed")
-                self.wait_for_deletion()
-                return
+                return self.end("Completed")
             time.sleep(0.05)
         self.wait_for_deletion()
 
@@ -213,7 +204,9 @@ def main() -> None:
     if words[0] == "apply":
         if words[2] == "-":
             return apply(json.load(sys.stdin))
-        return apply(read_yaml(pathlib.Path(words[2]).read_text()))
+        import yaml  # which takes longer than all else
+
+        return apply(yaml.safe_load(pathlib.Path(words[2]).read_text()))
     if words[0] == "get":
         return get(words[1], words[3])
     if words[:2] == ["delete", "jobset"]:

@@ -166,18 +166,14 @@ LONG = "run_name=llama3-8b-ablation-learning-rate-seed"
 @pytest.mark.parametrize(
     "other",
     [
-        [f"{LONG}2"],
-        [f"{LONG}1", "base_output_directory=/mnt/shared/elsewhere"],
-        [f"{LONG}1", "gke_bucket=other-runs"],
-        [f"{LONG}1", "steps=91"],
-        [f"{LONG}1", "container_image=example.com/train:2"],
+        *(f"{LONG}2", "base_output_directory=/mnt/shared/elsewhere", "gke_bucket=other-runs"),
+        *("steps=91", "container_image=example.com/train:2"),
     ],
-    ids=["name", "folder", "bucket", "steps", "image"],
 )
 def test_another_launch_has_objects_of_its_own(other):
     """It overwrites no ConfigMap, and takes no completed JobSet for its own."""
     assert names_of(f"{LONG}1") == names_of(f"{LONG}1")
-    assert not names_of(f"{LONG}1") & names_of(*other)
+    assert not names_of(f"{LONG}1") & names_of(f"{LONG}1", other)
 
 
 @pytest.mark.parametrize("key", [f"{LONG}1", f"run_name={HARMLESS}", "run_name=7", "run_name=Ä"])

@@ -129,7 +129,6 @@ def test_a_run_takes_the_nodes_that_are_ready(tmp_path, monkeypatch):
 
 
 def test_a_slice_that_loses_a_node_is_lost(tmp_path, monkeypatch):
-    """Two slices of two nodes: one that lost a node is gone."""
     keys = [key for key in TPU if not key.startswith(("num_nodes", "devices", "run_name"))]
     keys += ["gke_topology=2x2x2", "devices_per_node=4", "per_device_batch_size=2", "min_nodes=2"]
     keys += ["step_batch_size_schedule=0:32", "ici_fsdp_parallelism=4"]

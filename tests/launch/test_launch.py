@@ -290,9 +290,8 @@ def test_a_dry_run_asks_no_storage(capsys):
     assert main([*line, "--cluster", "local", "--dry-run"]) == 0
     printed = capsys.readouterr()
     assert printed.out.count("process") == 3
-    assert printed.err == (
-        "note: gs://nobody/runs/default is not read: these are the jobs of a new run\n"
-    )
+    note = "gs://nobody/runs/default is not read: these are the jobs of a new run"
+    assert printed.err == f"note: {note}\n"
 
 
 def test_jobs_run_the_program_that_a_config_is_for(tmp_path, capsys):

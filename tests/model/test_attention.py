@@ -41,14 +41,9 @@ def inputs(T, h=16, B=2, H=4, K=2):
 
 def on_mesh(function, tensor, *arrays):
     """`function` of float32 arrays whose rows and heads are spread over 2 x `tensor` devices."""
-    config = make_config(
-        "ici_data_parallelism=2",
-        f"ici_tensor_parallelism={tensor}",
-        "per_device_batch_size=2",
-        "enable_rampup_batch_size=False",
-        devices=2 * tensor,
-    )
-    mesh = make_mesh(config)
+    rows = ("per_device_batch_size=2", "enable_rampup_batch_size=False")
+    axes = ("ici_data_parallelism=2", f"ici_tensor_parallelism={tensor}")
+    mesh = make_mesh(make_config(*rows, *axes, devices=2 * tensor))
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, X_BTHh)
         return jax.jit(function)(*(jax.device_put(x.astype(np.float32), sharding) for x in arrays))
@@ -109,9 +104,8 @@ def assert_equals_plain_products(kernel, tensor, q, k, v, mask):
         out, pull = jax.vjp(lambda *qkv: attend(*qkv, mask, kernel), *qkv)
         return out, *pull(jax.reshard(towards, jax.typeof(out).sharding.spec))
 
-    outputs = (
-        on_mesh(functools.partial(run, name), tensor, q, k, v) for name in (kernel, "dot_product")
-    )
+    runs = (functools.partial(run, name) for name in (kernel, "dot_product"))
+    outputs = (on_mesh(function, tensor, q, k, v) for function in runs)
     for actual, expected in zip(*outputs, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
 

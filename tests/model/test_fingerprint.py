@@ -18,9 +18,8 @@ def hash_with_numpy(arrays):
         for n, x in enumerate(arrays, 1):
             bits = x.ravel().view(f"uint{8 * x.itemsize}").astype(np.uint32)
             index = np.arange(bits.size, dtype=np.uint32)
-            word += int(
-                mix_bits(mix_bits(index + np.uint32(n * c % 2**32)) ^ bits).sum(dtype=np.uint32)
-            )
+            mixed = mix_bits(mix_bits(index + np.uint32(n * c % 2**32)) ^ bits)
+            word += int(mixed.sum(dtype=np.uint32))
         words.append(f"{word % 2**32:08x}")
     return "".join(words)
 

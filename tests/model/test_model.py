@@ -19,6 +19,7 @@ from maxramp.model.keys import SHAPE_KEYS
 from maxramp.model.parts import attention
 from maxramp.model.parts.embedding import look_up
 from maxramp.model.parts.weights import dense, new_weight
+from maxramp.model.pattern import Rope
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import abstract_mesh
@@ -87,10 +88,10 @@ PUBLISHED = {
     "smollm2-1.7b": 1_711_376_384,
 }
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
+ONE_ROW = ("enable_rampup_batch_size=False", "per_device_batch_size=1")
 SMALL = (
-    *("enable_rampup_batch_size=False", "per_device_batch_size=1", "base_emb_dim=24"),
-    *("base_num_query_heads=6", "base_num_kv_heads=2", "head_dim=4", "base_mlp_dim=40"),
-    *("base_num_decoder_layers=3", "vocab_size=260", "max_target_length=12"),
+    *(*ONE_ROW, "base_emb_dim=24", "base_num_query_heads=6", "base_num_kv_heads=2", "head_dim=4"),
+    *("base_mlp_dim=40", "base_num_decoder_layers=3", "vocab_size=260", "max_target_length=12"),
 )
 EXPERTS = (
     *("decoder_block=dots1", "use_qk_norm=true", "routed_bias=true", "routed_score_func=sigmoid"),
@@ -124,12 +125,11 @@ def _keys_of_shapes(config):
         model = abstract_model(config.replace(**changed))
         return {str(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(model)}
 
-    other = {"mlp_activations": ["gelu", "linear"], "base_num_kv_heads": 3}
-    other |= {"dtype": "bfloat16", "weight_dtype": "bfloat16", "remat_policy": "full"}
-    other |= {"context_parallel_strategy": "ulysses"}
+    other = {"mlp_activations": ["gelu", "linear"], "base_num_kv_heads": 3, "remat_policy": "full"}
+    other |= {"dtype": "bfloat16", "weight_dtype": "bfloat16"}
+    other |= {"context_parallel_strategy": "ulysses", "rope_attention_factor": 1.5}
     other |= {"attention": "dot_product", "rope_type": "llama3.1", "sliding_window_size": 8}
     other |= {"query_pre_attn_scalar": 8, "local_rope_max_timescale": 100.0}
-    other |= {"rope_attention_factor": 1.5}
     other |= {"attn_logits_soft_cap": 5.0, "final_logits_soft_cap": 5.0}
     other |= {"lora_rank": 4, "lora_dropout": 0.5}
     is_softmax = config.model.routed_score_func == "softmax"
@@ -153,6 +153,16 @@ def _keys_of_shapes(config):
 def test_published_size(name):
     model = abstract_model(load(f"model_name={name}"))
     assert num_parameters(model) == PUBLISHED[name]
+
+
+def test_models_have_the_rope_of_their_cards():
+    def rope(name):
+        return Rope.from_keys(load(f"model_name={name}").model)
+
+    assert rope("llama3.1-8b") == Rope(500_000.0, 8.0, "llama3.1", 1.0, 4.0, 8192)
+    expected = Rope(500_000.0, 32.0, "llama3.1", 1.0, 4.0, 8192)
+    assert rope("llama3.2-1b") == rope("llama3.2-3b") == expected
+    assert rope("llama3-8b") == Rope(500_000.0)
 
 
 def product_flops(jaxpr):
@@ -243,7 +253,7 @@ def test_a_kernels_result_is_kept_where_the_policy_says_so(monkeypatch):
 def test_initial_weights():
     """Standard deviation 1 / sqrt(inputs of the product), the embedding's 1 / sqrt(D), cut at two
     of the normal's; norms are 1; layers differ, and another seed gives other weights."""
-    config = make_config("enable_rampup_batch_size=False", "per_device_batch_size=1")
+    config = make_config(*ONE_ROW)
     with jax.set_mesh(make_mesh(config)):
         make = jax.jit(functools.partial(Decoder, config.model))
         model, other = make(jax.random.key(0)), make(jax.random.key(1))
@@ -271,11 +281,7 @@ def test_initial_weights():
 @pytest.mark.parametrize("apart", [(), ("data",)])
 def test_products_of_few_tokens(axes, x_spec, spec, y_spec, apart):
     """On all axes, and their gradients: XLA alone returns the rows in another order."""
-    config = make_config(
-        "enable_rampup_batch_size=False",
-        "per_device_batch_size=1",
-        *("ici_data_parallelism=2", "ici_tensor_parallelism=2"),
-    )
+    config = make_config(*ONE_ROW, "ici_data_parallelism=2", "ici_tensor_parallelism=2")
     mesh, random = make_mesh(config), np.random.default_rng(0)
     x, weight, dy = (random.standard_normal(s) for s in ((8, 1, 16), (16, 32), (8, 1, 32)))
 
@@ -298,11 +304,7 @@ def test_products_of_few_tokens(axes, x_spec, spec, y_spec, apart):
 @pytest.mark.parametrize("apart", [(), ("data",)])
 def test_what_travels_to_look_tokens_up(T, vectors_travel, apart):
     """Vectors, or the table where a device has as many tokens as its part has rows: same bits."""
-    config = make_config(
-        "enable_rampup_batch_size=False",
-        "per_device_batch_size=1",
-        *("ici_data_parallelism=2", "ici_tensor_parallelism=2"),
-    )
+    config = make_config(*ONE_ROW, "ici_data_parallelism=2", "ici_tensor_parallelism=2")
     mesh, random = make_mesh(config), np.random.default_rng(0)
     table = random.standard_normal((16, 8), np.float32)
     tokens = random.integers(0, 16, (8, T), np.int32)

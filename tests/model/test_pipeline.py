@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BASE, TINY, batch_of, make_config, make_mesh, refused, table
+from conftest import BASE, TINY, make_config, make_mesh, refused, table
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from one_step import by_name, take_step
+from one_step import assert_same_update, packed_batch, take_step
 
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
@@ -29,11 +29,9 @@ from maxramp.parallel.sharding import BATCH_ABT, X_BTD
 from maxramp.planning import hlo, topology
 from maxramp.planning.plan import make_plan
 from maxramp.rampup.schedule import RampupBatchManager
-from maxramp.training.state import init_state
+from maxramp.training.state import initial_state
 
 ROWS = 32
-# The largest difference of an array, in units of its largest element.
-TOLERANCE = 1e-5
 
 
 def config_of(*arguments, devices=8):
@@ -45,25 +43,9 @@ def config_of(*arguments, devices=8):
     return make_config(*constant, *keys, *arguments, devices=devices)
 
 
-def random_rows(packed, length=16):
-    rng = np.random.default_rng(0)
-    rows_RS = rng.integers(0, 264, (ROWS, length + 1), dtype=np.int32)
-    return rows_RS, rng.random(rows_RS.shape) < 0.15 if packed else None
-
-
-def batch_for(config, accumulation, packed):
-    rows = random_rows(packed, config.model.max_target_length)
-    return batch_of(*(x if x is None else x.reshape(accumulation, -1, x.shape[-1]) for x in rows))
-
-
 def place(config, mesh, accumulation, packed):
-    batch = batch_for(config, accumulation, packed)
+    batch = packed_batch(config, ROWS, accumulation, packed)
     return jax.device_put(batch, NamedSharding(mesh, BATCH_ABT))
-
-
-def first_state(config):
-    """The initial weights, with layers in the pipeline's order."""
-    return jax.jit(functools.partial(init_state, config.recipe))()
 
 
 def matrices(weights_LDF):
@@ -76,23 +58,9 @@ def first(weights_LSDF):
 
 @functools.cache
 def trained(*arguments, devices=8, accumulation=1, packed=False):
-    """The weights before and after a step, its metrics, and the held-out sums of its rows."""
+    """What a step on one of the meshes makes."""
     config = config_of(*arguments, devices=devices)
-    first, last, metrics, sums = take_step(config, batch_for(config, accumulation, packed))
-    return by_name(first), by_name(last), (metrics, sums)
-
-
-def assert_same(actual, expected):
-    (first, last, (metrics, sums)), (first_1, last_1, (metrics_1, sums_1)) = actual, expected
-    np.testing.assert_equal(first, first_1)
-    for name in first:
-        change = np.abs(last_1[name] - first_1[name]).max()
-        rounding = 2.0**-22 * np.abs(last_1[name]).max()  # of the weight, not of its change
-        assert np.abs(last[name] - last_1[name]).max() < TOLERANCE * change + rounding, name
-    for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(metrics[name], metrics_1[name], rtol=TOLERANCE)
-    np.testing.assert_array_equal(metrics["batch_fingerprint"], metrics_1["batch_fingerprint"])
-    np.testing.assert_allclose(sums, sums_1, rtol=TOLERANCE)
+    return take_step(config, packed_batch(config, ROWS, accumulation, packed))
 
 
 # What composes with a pipeline, as docs/mesh.md lists it: keys behind two stages, accumulation,
@@ -119,7 +87,7 @@ def test_one_update_on_any_mesh(name):
     keys, accumulation, packed = (MESHES | MORE_MESHES)[name]
     stages = "ici_pipeline_parallelism=2"
     actual = trained(stages, *keys, accumulation=accumulation, packed=packed)
-    assert_same(actual, trained("ici_fsdp_parallelism=1", devices=1, packed=packed))
+    assert_same_update(actual, trained("ici_fsdp_parallelism=1", devices=1, packed=packed))
 
 
 OWN_KEYS = {
@@ -152,7 +120,7 @@ def test_one_update_for_any_family(family, mesh):
     """Biases, norms of heads and windows, with all axes, accumulation and packed rows."""
     keys = OWN_KEYS[family]
     actual = trained(*OF_FAMILIES[mesh], *keys, accumulation=2, packed=True)
-    assert_same(actual, trained("ici_fsdp_parallelism=1", *keys, devices=1, packed=True))
+    assert_same_update(actual, trained("ici_fsdp_parallelism=1", *keys, devices=1, packed=True))
 
 
 @pytest.mark.slow
@@ -161,7 +129,7 @@ def test_a_tied_embedding():
     keys = ("ici_data_parallelism=2", "ici_pipeline_parallelism=2")
     tied = "logits_via_embedding=True"
     actual = trained(*keys, tied, accumulation=2)
-    assert_same(actual, trained("ici_fsdp_parallelism=1", tied, devices=1))
+    assert_same_update(actual, trained("ici_fsdp_parallelism=1", tied, devices=1))
 
 
 @pytest.mark.slow
@@ -175,7 +143,7 @@ def test_a_kernel(monkeypatch, kernel, length):
     monkeypatch.setattr(attention, "select", lambda *_: f"{kernel}_interpreted")
     keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4")
     keys += ("remat_policy=minimal_with_context",)
-    assert_same(trained(*keys, *small, devices=2, packed=True), one)
+    assert_same_update(trained(*keys, *small, devices=2, packed=True), one)
 
 
 def execution_of(microbatches):
@@ -189,7 +157,7 @@ def test_layers_are_reordered_by_one_program(monkeypatch):
     config = config_of("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", devices=2)
     reordered, traced = pipeline.merge_repeats, []
     with jax.set_mesh(make_mesh(config)):
-        model = first_state(config).model
+        model = initial_state(config.recipe).model
         monkeypatch.setattr(
             pipeline, "merge_repeats", lambda *arguments: traced.append(1) or reordered(*arguments)
         )
@@ -231,7 +199,7 @@ def program(request):
     )
     mesh = make_mesh(config)
     with jax.set_mesh(mesh):
-        model, batch = first_state(config).model, place(config, mesh, 1, True)
+        model, batch = initial_state(config.recipe).model, place(config, mesh, 1, True)
 
         def layers(model, batch):
             batch = jax.tree.map(lambda x: x[0], batch)
@@ -291,9 +259,8 @@ def test_the_estimated_bytes_of_a_pass():
         spec = RampupBatchManager(config.batch, 2).stages[0].spec
         return pass_bytes(config.model, spec.resize(1, 8), 1)
 
-    assert estimated("none", "num_pipeline_repeats=2") == estimated(
-        "minimal_with_context", "num_pipeline_repeats=2"
-    )
+    policies = ("none", "minimal_with_context")
+    assert len({estimated(policy, "num_pipeline_repeats=2") for policy in policies}) == 1
     # Of 4 rows 2 are in a tick, and the arrays with the most elements are the scores.
     rows, heads, T = 2, 8, 512
     more = estimated("none") - estimated("minimal")

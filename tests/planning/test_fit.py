@@ -72,7 +72,6 @@ def test_a_row_that_does_not_fit_is_refused(one_device):
 
 
 def test_a_program_that_cannot_be_counted_names_the_machine(one_device):
-    """One line that names the machine."""
     config = make_config("base_num_decoder_layers=1", "enable_rampup_batch_size=False", devices=1)
 
     def work(text):
@@ -122,6 +121,5 @@ def test_the_ways_of_a_batch_by_speed(one_device):
 
 
 def test_fit_is_a_command(capsys):
-    """It refuses a machine that it cannot compile for as maxramp.compile does."""
     assert plan_main(["configs/base.yml", "--fit", "compile_topology=h200:2"]) == 2
     assert "compile_topology=h200:2 " in capsys.readouterr().err

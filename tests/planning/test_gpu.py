@@ -2,6 +2,7 @@
 every shipped model through the GPU's and the TPU's compiler."""
 
 import dataclasses
+import json
 
 import pytest
 from compilers import needs_cuda, needs_libtpu
@@ -48,11 +49,8 @@ def expected_flops(config, tokens_per_device: float, again: int = 1) -> float:
 def test_a_cluster_that_shards_over_all_of_its_gpus():
     """With two passes a step, which 0.12's compiler makes a loop that does not say its turns."""
     s, result, config = compiled("gradient_accumulation_steps=2")
-    assert (result["compile_topology"], result["device"], result["devices"]) == (
-        "h200:2x4",
-        "GPU",
-        8,
-    )
+    assert (result["compile_topology"], result["devices"]) == ("h200:2x4", 8)
+    assert result["device"] == "GPU"
     sizes = {"data": 1, "stage": 1, "fsdp": 8, "expert": 1, "context": 1, "tensor": 1}
     assert result["mesh"] == sizes
     assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 2 * 512), rel=0.02)
@@ -118,12 +116,7 @@ def test_every_kind_of_gpu(kind, tmp_path):
     if kind == "file":
         fields = dataclasses.asdict(gpu.GPUS["h200"]) | {"name": "mine", "cores": 120}
         path = tmp_path / "mine.yml"
-        path.write_text(
-            "".join(
-                f'{name}: "{value}"\n' if isinstance(value, str) else f"{name}: {value}\n"
-                for name, value in fields.items()
-            )
-        )
+        path.write_text(json.dumps(fields))
         kind = str(path)
     s, result, config = compiled(f"compile_topology={kind}:1x2")
     assert s["fits"] and not s["network_gib"] and s["collective_gib"]["all-gather"] > 0
@@ -197,8 +190,7 @@ def test_refused(case, tmp_path):
     fields = dataclasses.asdict(gpu.GPUS["h200"])
     for name, change in (("bad", {"clock_ghz": None}), ("low", {"cores": 0})):
         kept = {key: value for key, value in (fields | change).items() if value is not None}
-        text = "".join(f"{key}: {value!r}\n" for key, value in kept.items())
-        (tmp_path / f"{name}.yml").write_text(text)
+        (tmp_path / f"{name}.yml").write_text(json.dumps(kept))
     topology, *parts = case
     keys = f"compile_topology={topology}".replace("{f}", str(tmp_path)).split()
     line = arguments(*keys, f"base_output_directory={tmp_path}")

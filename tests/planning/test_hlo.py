@@ -54,20 +54,22 @@ def sent(mesh: Mesh, function, shape: tuple[int, int] = (512, 512)) -> hlo.StepC
 MIB = 2.0**20  # of float32[512, 512]
 
 
+def collectives(axis: str, n: int) -> dict:
+    """A function of each kind over an axis of n devices, and the shares that a device receives."""
+    turns = [(i, (i + 1) % n) for i in range(n)]
+    return {
+        "all-gather": (lambda x: jax.lax.all_gather(x, axis, tiled=True), n - 1),
+        "all-reduce": (lambda x: jax.lax.psum(x, axis), 2 * (n - 1) / n),
+        "collective-permute": (lambda x: jax.lax.ppermute(x, axis, turns), 1),
+    }
+
+
 @needs_libtpu
 @pytest.mark.parametrize("axis, n", [("data", 2), ("fsdp", 4), ("tensor", 2)])
 def test_bytes_along_each_axis(axis, n):
     """A ring over n devices that each begin with a MiB: what each receives."""
     mesh = pod("v5p:2x2x4", (2, 4, 2))
-    expected = {
-        "all-gather": (lambda x: jax.lax.all_gather(x, axis, tiled=True), n - 1),
-        "all-reduce": (lambda x: jax.lax.psum(x, axis), 2 * (n - 1) / n),
-        "collective-permute": (
-            lambda x: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
-            1,
-        ),
-    }
-    for kind, (function, received) in expected.items():
+    for kind, (function, received) in collectives(axis, n).items():
         work = sent(mesh, function)
         assert work.collective_bytes == {kind: received * MIB} and not work.network_bytes
 
@@ -76,15 +78,7 @@ def test_bytes_along_each_axis(axis, n):
 def test_bytes_between_slices():
     """Three slices: what crosses them is counted apart, and so is each kind."""
     mesh = pod("v5p:2x2x1", (3, 4, 1), slices=3)
-    expected = {
-        "all-reduce": (lambda x: jax.lax.psum(x, "data"), 2 * 2 / 3),
-        "all-gather": (lambda x: jax.lax.all_gather(x, "data", tiled=True), 2),
-        "collective-permute": (
-            lambda x: jax.lax.ppermute(x, "data", [(i, (i + 1) % 3) for i in range(3)]),
-            1,
-        ),
-    }
-    for kind, (function, received) in expected.items():
+    for kind, (function, received) in collectives("data", 3).items():
         work = sent(mesh, function)
         assert work.network_bytes == {kind: received * MIB} and not work.collective_bytes
     # A sum over chips and slices: 1/4 of it crosses, once it is scattered.

@@ -4,16 +4,15 @@ import functools
 import json
 import pathlib
 
-import jax
 import pytest
-from conftest import BASE, ROOT, TINY, complete, make_config, make_mesh, run, steps_of
+from conftest import BASE, ROOT, TINY, complete, make_config, run, steps_of
 from matplotlib.figure import Figure
+from one_step import programs_of
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
-from maxramp.data.relay import Expansion
 from maxramp.errors import EXIT_STAGE_END
 from maxramp.model.size import training_flops_per_token
 from maxramp.plan import main, print_plan
@@ -22,11 +21,8 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.job_schedule import JobSchedule, ramp_change
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
-from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.device_memory import compiled_bytes
 from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import Programs
-from maxramp.training.state import abstract_state
 
 NEMO_8B = [
     *("model_name=llama3-8b", "max_target_length=4096", "num_nodes=16", "devices_per_node=8"),
@@ -106,7 +102,6 @@ def test_one_device_has_no_columns_of_nodes(capsys):
 
 
 def test_the_legend_covers_no_curve(tmp_path, monkeypatch):
-    """Its box lies outside of the axes, for a loss that stays at the top and one that falls."""
     kept = []
     save = Figure.savefig
     monkeypatch.setattr(
@@ -126,9 +121,8 @@ def test_the_legend_covers_no_curve(tmp_path, monkeypatch):
         assert figure.bbox.containsx(box.x0) and figure.bbox.containsx(box.x1)
         assert figure.bbox.containsy(box.y0) and figure.bbox.containsy(box.y1)
         title = figure.axes[0].title
-        others = [axes.bbox for axes in figure.axes] + [
-            figure.axes[0]._left_title.get_window_extent()
-        ]
+        others = [axes.bbox for axes in figure.axes]
+        others.append(figure.axes[0]._left_title.get_window_extent())
         assert not any(box.overlaps(other) for other in others), title
 
 
@@ -224,14 +218,9 @@ def test_the_memory_estimate_is_of_the_right_size(policy, keys):
         *keys,
         devices=2,
     )
-    ramp, mesh = RampupBatchManager(config.batch), make_mesh(config)
-    with jax.set_mesh(mesh):
-        state = abstract_state(config.recipe, mesh)
-        rate = LearningRate.from_keys(config.learning_rate, ramp)
-        compiler = BackgroundCompiler(0, print, lambda: None)
-        programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, compiler)
-        compiled, _ = programs.train_step(ramp.stages[0])
-    memory = estimate(config.recipe, ramp.stages[0].spec)
+    with programs_of(config, print) as (programs, _, (stage,)):
+        compiled, _ = programs.train_step(stage)
+    memory = estimate(config.recipe, stage.spec)
     sizes = {name: gib * 2**30 for name, gib in memory.items()}
     clock, bad_steps, batch = 8, 4, 8 * (2 * 256 * 4 + 2 * 4)
     held = compiled.memory_analysis().argument_size_in_bytes - clock - bad_steps - batch
@@ -258,10 +247,6 @@ GROWING = [
 ]
 
 
-# Stage, rows and consumed samples of what follows a start on 2 and on 4 devices.
-NEXT_STAGES = {2: (1, 16, 120), 4: (2, 24, 248)}
-
-
 @pytest.mark.slow
 def test_other_stages_at_every_stop(tmp_path, cache_dir):
     """Two stages, two circular ones beside tensor, four, with evaluations: one run without any.
@@ -271,15 +256,15 @@ def test_other_stages_at_every_stop(tmp_path, cache_dir):
     line = [BASE, *GROWING, "base_num_decoder_layers=4", "eval_interval=10", "eval_samples=16"]
     line += [f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"]
     complete(*line, "run_name=whole", "eval_per_device_batch_size=8")
-    starts = (
-        (2, "ici_pipeline_parallelism=2 num_pipeline_microbatches=4"),
-        (4, "ici_pipeline_parallelism=2 ici_tensor_parallelism=2 num_pipeline_repeats=2"),
-        (8, "ici_pipeline_parallelism=4 remat_policy=full"),
+    two = "ici_pipeline_parallelism=2"
+    starts = (  # and the stage, rows and consumed samples of what follows
+        (2, f"{two} num_pipeline_microbatches=4", (1, 16, 120)),
+        (4, f"{two} ici_tensor_parallelism=2 num_pipeline_repeats=2", (2, 24, 248)),
+        (8, "ici_pipeline_parallelism=4 remat_policy=full", None),
     )
-    for devices, keys in starts:
+    for devices, keys, following in starts:
         keys = (*keys.split(), f"eval_per_device_batch_size={8 // devices}")
         done = run(*line, "run_name=staged", "stop_at_stage_end=True", *keys, devices=devices)
-        following = NEXT_STAGES.get(devices)
         expected = EXIT_STAGE_END if following else 0
         assert (done.returncode, done.stderr) == (expected, ""), done.stderr
         path = tmp_path / "staged" / "next_stage.json"
@@ -309,29 +294,18 @@ def test_a_plan_finds_micro_batches_that_make_the_bubble_small():
 
     idle = plan("0:112 1120:128", 16)
     assert [s["pipeline_bubble"] for s in idle["stages"]] == pytest.approx([3 / 11] * 2)
-    assert idle["smaller_bubble"] == {
-        "num_pipeline_microbatches": 28,
-        "rows_multiple": 7,
-        "not_in_stages": [1],
-    }
+    names = ("num_pipeline_microbatches", "rows_multiple", "not_in_stages")
+    assert idle["smaller_bubble"] == dict(zip(names, (28, 7, [1]), strict=True))
     # 8 rows of a pass divide into 8 parts: 32 micro batches.
-    assert plan("0:64 640:128", 8)["smaller_bubble"] == {
-        "num_pipeline_microbatches": 32,
-        "rows_multiple": 8,
-        "not_in_stages": [],
-    }
+    whole = plan("0:64 640:128", 8)
+    assert whole["smaller_bubble"] == dict(zip(names, (32, 8, []), strict=True))
 
 
 @pytest.mark.slow
 def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     """From the checkpoint on the new sizes hold; no row is lost or repeated; one line says so."""
-    line = [
-        BASE,
-        *TINY,
-        f"base_output_directory={tmp_path}",
-        f"jax_cache_dir={cache_dir}",
-        *("run_name=changed", "eval_interval=-1", "checkpoint_period=7", "micro_batch_size=8"),
-    ]
+    line = [BASE, *TINY, f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"]
+    line += ["run_name=changed", "eval_interval=-1", "checkpoint_period=7", "micro_batch_size=8"]
     complete(*line, "step_batch_size_schedule=0:4 50:8", "step_batch_size_unit=samples", "steps=14")
     new = ("step_batch_size_schedule=0:4 50:8 100:16 130:2", "step_batch_size_unit=samples")
     second = complete(*line, *new, "steps=18")
@@ -350,11 +324,8 @@ def test_a_ramp_is_changed_on_the_way(tmp_path, cache_dir):
     assert [r["global_batch_size"] for r in records] == sizes
     # The stage of 8 continues as stage 1, whatever number today's keys alone would give it.
     assert [r["stage"] for r in records] == [0] * 13 + [1] * 6 + [2] * 2 + [3] * 9
-    assert [line.split(":")[0] for line in third.stdout.splitlines() if line[:6] == "stage "] == [
-        "stage 1 (of 0 to 3)",
-        "stage 2 (of 0 to 3)",
-        "stage 3 (of 0 to 3)",
-    ]
+    stages = [line.split(":")[0] for line in third.stdout.splitlines() if line[:6] == "stage "]
+    assert stages == [f"stage {i} (of 0 to 3)" for i in (1, 2, 3)]
     plan = json.loads((tmp_path / "changed" / "plan.json").read_text())
     assert [s["index"] for s in plan["stages"]] == [0, 1, 2, 3]  # as trained, and as planned
     assert records[-1]["consumed_samples"] == sum(sizes)
@@ -430,10 +401,8 @@ def test_a_plan_names_what_it_takes_from_the_demo(capsys):
     lines = {line[:10].strip(): line[10:] for line in capsys.readouterr().out.splitlines()}
     others = "opt_type=adamw, remat_policy=none, weight_dtype=float32, steps=320 (configs/base.yml)"
     assert f"learning_rate=0.003, {others}; dtype=bfloat16 (configs/models" in lines["defaults"]
-    assert (
-        "in Megatron's words: weights, gradients and the optimizer's state over 4 ranks"
-        in (lines["mesh"])
-    )
+    words = "in Megatron's words: weights, gradients and the optimizer's state over 4 ranks"
+    assert words in lines["mesh"]
     assert "GiB (remat_policy=none), of 59.3 GiB (compile_topology=h100:1x8)" in lines["memory"]
     plan = make_plan(load([BASE, *keys, "per_device_batch_size=8"]), {"learning_rate": ""})
     assert [line.partition(" is ")[0] for line in plan["warnings"]] == ["stage 0"]
@@ -443,7 +412,6 @@ def test_a_plan_names_what_it_takes_from_the_demo(capsys):
 
 
 def test_the_plan_in_the_docs_is_the_plan(monkeypatch, capsys):
-    """Line by line, as it is printed."""
     monkeypatch.setenv("COLUMNS", "130")
     assert main([str(ROOT / "configs" / "schedules" / "nemo-gpt3-5b.yml")]) == 0
     shown = [line.rstrip() for line in (ROOT / "docs" / "running.md").read_text().splitlines()]

@@ -60,21 +60,12 @@ def test_work_and_time_of_a_program():
     assert work.collective_bytes == {"all-gather": 4 * 6 * 64, "all-reduce": 2 * 48}
     assert work.network_bytes == {"all-gather": 4 * 64, "all-reduce": 0}
     # The gathering takes longer than the product beside it: each turn lasts as long as it.
-    assert work.compute_seconds + work.collective_seconds == pytest.approx(
-        4 * 64 / 1e3 + 2 * 48 / 1e4
-    )
-
-
-def test_a_slow_product_hides_a_transfer():
-    slow = (1e3, 1e6, 1e4, 1e3)
-    work = gpu.count(PROGRAM, TWO_NODES, slow)
-    assert work.compute_seconds + work.collective_seconds == pytest.approx(
-        4 * 2 * 8 * 16 * 8 / 1e3 + 2 * 48 / 1e4
-    )
-
-
-def test_one_node_has_no_network():
-    work = gpu.count(PROGRAM, [0] * 8, RATES)
+    gathered, reduced = 4 * 64 / 1e3, 2 * 48 / 1e4
+    assert work.compute_seconds + work.collective_seconds == pytest.approx(gathered + reduced)
+    slow = gpu.count(PROGRAM, TWO_NODES, (1e3, *RATES[1:]))  # its product hides the transfer
+    total = slow.compute_seconds + slow.collective_seconds
+    assert total == pytest.approx(4 * product / 1e3 + reduced)
+    work = gpu.count(PROGRAM, [0] * 8, RATES)  # on one node, which has no network
     assert sum(work.network_bytes.values()) == 0
     assert work.collective_bytes == {"all-gather": 4 * 7 * 64, "all-reduce": 2 * 48}
 

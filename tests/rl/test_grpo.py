@@ -121,9 +121,8 @@ def test_more_prompts_than_the_passes_have_are_refused(tmp_path):
     keys = load([RL, f"prompt_file={tmp_path / 'p.jsonl'}", "num_epoch=3"]).rollout
     prompts = FilePrompts(keys.prompt_file, 0)
     check_enough(prompts, keys, 9)
-    with pytest.raises(
-        ConfigError, match="takes 10 prompts, .* 3 x num_epoch=3 = 9; use num_epoch=4"
-    ):
+    says = "takes 10 prompts, .* 3 x num_epoch=3 = 9; use num_epoch=4"
+    with pytest.raises(ConfigError, match=says):
         check_enough(prompts, keys, 10)
 
 
@@ -145,10 +144,8 @@ def test_evaluations_compare_by_prompts_and_rewards(tmp_path, monkeypatch):
     assert hashes() == first
     other = hashes(text='{"prompt": "1+2="}\n')
     assert other[0] != first[0] and other[1] != first[1]
-    for changed in (
-        hashes(source="def f(p, a, t): return [1.0] * len(a)"),
-        hashes("rollout_seed=9"),
-    ):
+    rewarded = hashes(source="def f(p, a, t): return [1.0] * len(a)")
+    for changed in (rewarded, hashes("rollout_seed=9")):
         assert changed[0] == first[0] and changed[1] != first[1]
     others = hashes(trained=11)
     assert others[0] != first[0] and others[1] == first[1]

@@ -115,30 +115,27 @@ def work(*names, workers=1, timeout=30.0):
 
 
 def test_each_function_rewards_each_answer_in_order():
-    """In the order of the answers, however many processes share them."""
-    actual = work("length", "right", "process", workers=2)
-    assert actual[:, :2].tolist() == [[1, 1], [3, 0], [3, 0]]
-    assert len(np.unique(actual[:, 2])) == 2
+    """Each has lists of its own, a CPU for JAX and multiprocessing; what it starts ends with it."""
+    actual = work("changes", "length", "right", "process", workers=2)
+    assert actual[:, :3].tolist() == [[0, 1, 1], [0, 3, 0], [0, 3, 0]]
+    assert len(np.unique(actual[:, 3])) == 2
+    actual = work("on_cpu", "in_pool", "starts")
+    assert actual[:, :2].tolist() == [[0.5, 1], [1.5, 3], [1.5, 3]]
+    assert not is_running(int(actual[0, 2]))
 
 
 @pytest.mark.parametrize(
     "name, error",
     [
-        ("fails", "of_test:fails raised ZeroDivisionError.*on the answer 'bad' to the prompt 'p2'"),
-        ("no_number", "of_test:no_number returned nan, which is no.*'bad' to the prompt 'p2'"),
-        (
-            "short",
-            "of_test:short returned 0 rewards for 1 answer on the answer 'a' to the prompt 'p1'",
-        ),
-        ("huge", r"of_test:huge returned 10{76}\.\.\., which is not a finite float32 number"),
-        (
-            "digits",
-            "of_test:digits returned a value of type int, which is not a finite float32 number",
-        ),
-        ("complex_", r"of_test:complex_ returned .*1\+0j.*, which is not a finite float32 number"),
-        ("leaves", "of_test:leaves raised SystemExit: bye on the answer 'a' to the prompt 'p1'"),
-        ("none_", "of_test:none_ returned None, which is not a list of rewards, on the answer 'a'"),
-        ("large", r"of_test:large returned 1e\+300, which is not a finite float32 number"),
+        ("fails", "raised ZeroDivisionError.*on the answer 'bad' to the prompt 'p2'"),
+        ("no_number", "returned nan, which is no.*'bad' to the prompt 'p2'"),
+        ("short", "returned 0 rewards for 1 answer on the answer 'a' to the prompt 'p1'"),
+        ("huge", r"returned 10{76}\.\.\., which is not a finite float32 number"),
+        ("digits", "returned a value of type int, which is not a finite float32 number"),
+        ("complex_", r"returned .*1\+0j.*, which is not a finite float32 number"),
+        ("leaves", "raised SystemExit: bye on the answer 'a' to the prompt 'p1'"),
+        ("none_", "returned None, which is not a list of rewards, on the answer 'a'"),
+        ("large", r"returned 1e\+300, which is not a finite float32 number"),
     ],
 )
 def test_a_function_that_fails_is_named_with_its_prompt(name, error):
@@ -146,7 +143,7 @@ def test_a_function_that_fails_is_named_with_its_prompt(name, error):
     exec(FUNCTIONS, namespace)
     functions = {f"of_test:{each}": namespace[each] for each in ("length", name)}
     message = rewards_lib._call_all(functions, PROMPTS, ANSWERS, TRUTHS)
-    assert re.match(f"rewards: {error}", message), message
+    assert re.match(f"rewards: of_test:{name} {error}", message), message
 
 
 @pytest.mark.parametrize(
@@ -162,18 +159,6 @@ def test_a_failure_in_a_worker_ends_the_step(name, error):
         work("length", name, timeout=2.0 if name == "hangs" else 30.0)
 
 
-def test_a_function_that_uses_jax_has_a_cpu():
-    assert work("on_cpu")[:, 0].tolist() == [0.5, 1.5, 1.5]
-
-
-def test_each_function_has_lists_of_its_own():
-    assert work("changes", "length", "right").tolist() == [[0, 1, 1], [0, 3, 0], [0, 3, 0]]
-
-
-def test_a_function_may_use_multiprocessing():
-    assert work("in_pool")[:, 0].tolist() == [1, 3, 3]
-
-
 def is_running(pid):
     """Whether a process runs, within 5 seconds; a zombie, which waits for init, does not."""
     for _ in range(100):
@@ -185,10 +170,6 @@ def is_running(pid):
             return False
         time.sleep(0.05)
     return True
-
-
-def test_processes_of_a_function_end_with_the_run():
-    assert not is_running(int(work("starts")[0, 0]))
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,9 @@ from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, init_state
 
-KEYS = (
-    *("program=grpo", "num_generations=4", "max_completion_length=6", "opt_type=sgd"),
-    "learning_rate=1",
-)
+KEYS = ("program=grpo", "num_generations=4", "max_completion_length=6", "opt_type=sgd")
 KEYS += ("warmup_steps_fraction=0", "steps=4", "global_batch_size=4", "max_target_length=16")
-KEYS += ("base_num_decoder_layers=1",)
+KEYS += ("base_num_decoder_layers=1", "learning_rate=1")
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +173,6 @@ def test_a_step_repeats_to_the_last_bit(rewards):
 
 
 def test_each_pass_has_every_prompt_once(tmp_path):
-    """Each once in every pass, in an order of its own."""
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"prompt": "p{i}", "answer": {i}}}\n' for i in range(7)))
     prompts = FilePrompts(str(path), 3)

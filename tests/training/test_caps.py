@@ -22,10 +22,8 @@ def test_caps_of_logits_are_in_all_that_is_made_of_them(mesh):
     plain formulas of all logits."""
     keys = ("final_logits_soft_cap=0.7", "loss_block_tokens=6", "z_loss_multiplier=0.1")
     config = make_config(*TINY, *keys, *mesh, devices=2 if mesh else 1)
-    batch, execution = (
-        batch_of((np.arange(34, dtype=np.int32) * 7 % 264).reshape(2, 17)),
-        config.model,
-    )
+    batch = batch_of((np.arange(34, dtype=np.int32) * 7 % 264).reshape(2, 17))
+    execution = config.model
     objective = next_token_prediction(config.recipe.loss, execution)
 
     def minimize(model):

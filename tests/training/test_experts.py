@@ -39,15 +39,9 @@ MIXTURE = (
 )
 LOSSES = ("load_balance_loss_weight=0.1", "router_z_loss_weight=0.01")
 # DeepSeek-V3's router, whatever the family.
-SIGMOID = {
-    "routed_score_func": "sigmoid",
-    "routed_scaling_factor": 1.5,
-    "routed_bias": True,
-    "routed_bias_update_rate": 0.01,
-    "n_routing_groups": 4,
-    "topk_routing_group": 2,
-    "shared_experts": 2,
-}
+SIGMOID = {"routed_score_func": "sigmoid", "routed_scaling_factor": 1.5, "shared_experts": 2}
+SIGMOID |= {"routed_bias": True, "routed_bias_update_rate": 0.01}
+SIGMOID |= {"n_routing_groups": 4, "topk_routing_group": 2}
 
 
 def config_of(*keys, devices=1, **router):
@@ -85,9 +79,8 @@ def choose(scores_RTE, sigmoid, bias_E):
         groups = by_RTE.reshape(*by_RTE.shape[:2], SIGMOID["n_routing_groups"], -1)
         worth_RTg = jnp.sort(groups, axis=-1)[..., -2:].sum(-1)
         open_RTt = jnp.argsort(-worth_RTg)[..., : SIGMOID["topk_routing_group"]]
-        is_open_RTE = jnp.stack(
-            [(open_RTt == e // groups.shape[-1]).any(-1) for e in range(by_RTE.shape[-1])], -1
-        )
+        group_E = np.arange(by_RTE.shape[-1]) // groups.shape[-1]
+        is_open_RTE = (open_RTt[..., None] == group_E).any(-2)
         by_RTE = jnp.where(is_open_RTE, by_RTE, -np.inf)
     return jnp.argsort(-by_RTE)[..., :PER_TOKEN]
 

@@ -110,13 +110,9 @@ def test_constant_batch_is_maxtext(seed):
         steps = np.arange(MOST_STEPS)
         expected = np.asarray(maxtext_schedule(config)(steps)) * np.ones(MOST_STEPS)
         actual = rates_at_steps(rate, ramp, MOST_STEPS)
-        np.testing.assert_allclose(
-            actual[: config.steps],
-            expected[: config.steps],
-            rtol=0,
-            atol=TOLERANCE * config.learning_rate,
-            err_msg=str(config),
-        )
+        limits = {"rtol": 0, "atol": TOLERANCE * config.learning_rate, "err_msg": str(config)}
+        steps = config.steps
+        np.testing.assert_allclose(actual[:steps], expected[:steps], **limits)
         assert not np.any(actual[config.learning_rate_schedule_steps :])
 
 
@@ -148,11 +144,8 @@ def test_ramp_does_not_bend_the_curve():
         if samples % batch or samples <= ramp.stages[-1].first_sample:
             continue  # no constant-batch run has this total, or the schedule ends inside the ramp
         total = samples // batch
-        constant = vars(config) | {
-            "enable_rampup_batch_size": False,
-            "learning_rate_schedule_steps": total,
-            "steps": total + 1,
-        }
+        constant = {"learning_rate_schedule_steps": total, "steps": total + 1}
+        constant = vars(config) | constant | {"enable_rampup_batch_size": False}
         curve, _ = rate_and_ramp(settings(**constant))
         steps = [ramp.samples_before(step) for step in range(MOST_STEPS)]
         elsewhere = rng.choices(range(samples), k=MOST_STEPS)
@@ -208,19 +201,13 @@ def test_seesaw_keeps_rate_over_root_of_batch(seed):
         batches = [ramp.stage_at_step(k).global_batch_size for k in range(ramp.total_steps)]
         actual = [float(rate(s, batch)) for s, batch in zip(before, batches, strict=True)]
         constant = expected[np.array(before) // first]
-        np.testing.assert_allclose(
-            actual / np.sqrt(batches),
-            constant / np.sqrt(first),
-            rtol=0,
-            atol=2 * TOLERANCE * config.learning_rate,
-            err_msg=str(config),
-        )
+        limits = {"rtol": 0, "atol": 2 * TOLERANCE * config.learning_rate, "err_msg": str(config)}
+        wanted = constant / np.sqrt(first)
+        np.testing.assert_allclose(actual / np.sqrt(batches), wanted, **limits)
 
 
 @pytest.mark.parametrize("reference, batch", [("initial", 2), ("final", 8)])
 def test_a_ramp_keeps_the_curve_of_its_reference_batch(reference, batch):
-    """A ramp keeps the curve of the constant run at its first or at its final batch, and a step of
-    that batch has the rate of that run."""
     config = settings(
         batch_size_lr_scaling="sqrt",
         batch_size_lr_reference=reference,
@@ -231,11 +218,8 @@ def test_a_ramp_keeps_the_curve_of_its_reference_batch(reference, batch):
         step_batch_size_unit="samples",
     )
     rate, ramp = rate_and_ramp(config)
-    constant, _ = rate_and_ramp(
-        settings(
-            global_batch_size=batch, total_samples=800, steps=-1, learning_rate_schedule_steps=-1
-        )
-    )
+    length = {"total_samples": 800, "steps": -1, "learning_rate_schedule_steps": -1}
+    constant, _ = rate_and_ramp(settings(global_batch_size=batch, **length))
     samples = np.arange(0, 800, 8)
     np.testing.assert_array_equal(rate(samples, batch), constant(samples))
     np.testing.assert_allclose(rate(samples, 4), constant(samples) * (4 / batch) ** 0.5, rtol=1e-6)
@@ -259,7 +243,6 @@ def test_a_schedule_that_ended_before_the_changed_ramp(steps, total, reference):
 
 
 def test_rates_hold_beyond_32_bits_of_samples():
-    """Samples beyond 32 bits: a million steps of 65,536 rows, at some of its steps."""
     total, rows = 1_000_000, 65_536
     config = settings(
         per_device_batch_size=rows // 2, steps=total, learning_rate_schedule_steps=total

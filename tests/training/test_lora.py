@@ -86,9 +86,8 @@ def test_other_rows_of_the_run_drop_others():
 def test_only_adapters_have_a_state_of_the_optimizer():
     config = make_config("lora_rank=2", "lora_targets=[q_proj,down_proj]", "weight_dtype=bfloat16")
     state = abstract_state(config.recipe, make_mesh(config))
-    paths = jax.tree.leaves_with_path(
-        stored_part(state.model), is_leaf=lambda x: hasattr(x, "role")
-    )
+    stored = stored_part(state.model)
+    paths = jax.tree.leaves_with_path(stored, is_leaf=lambda x: hasattr(x, "role"))
     names = {path[-2].name for path, _ in paths}
     assert names == {"query_DHh", "out_FD"}
     moments = weights_of(state.opt_state)

@@ -1,7 +1,5 @@
 """The loss in blocks against a plain one in float64, on several meshes."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +21,17 @@ def inputs():
     targets = random.integers(0, V, (B, T), dtype=np.int32)
     targets[random.random((B, T)) < 0.3] = PADDING
     return x, head, targets
+
+
+def mesh_of(data, fsdp, tensor):
+    sizes = (f"ici_data_parallelism={data}", f"ici_fsdp_parallelism={fsdp}")
+    keys = (*sizes, f"ici_tensor_parallelism={tensor}", "enable_rampup_batch_size=False")
+    return make_mesh(make_config(*keys, devices=data * fsdp * tensor))
+
+
+def place(mesh, x, head, targets):
+    pairs = zip((x, head), (X_BTD, HEAD_DV), strict=True)
+    return *(jax.device_put(np.float32(a), NamedSharding(mesh, s)) for a, s in pairs), targets
 
 
 def reference(z_loss):
@@ -54,24 +63,14 @@ CASES = [
 
 @pytest.mark.parametrize("mesh, block_tokens, z_loss", CASES)
 def test_blocks_change_nothing(mesh, block_tokens, z_loss):
-    data, fsdp, tensor = mesh
-    config = make_config(
-        f"ici_data_parallelism={data}",
-        f"ici_fsdp_parallelism={fsdp}",
-        f"ici_tensor_parallelism={tensor}",
-        "enable_rampup_batch_size=False",
-        devices=data * fsdp * tensor,
-    )
-    mesh = make_mesh(config)
+    mesh = mesh_of(*mesh)
 
     def loss(x, head, targets):
         sums = cross_entropy_sums(x, head, targets, z_loss, block_tokens)
         return 3 * sums[0], sums
 
     with jax.set_mesh(mesh):
-        x, head, targets = inputs()
-        x = jax.device_put(x.astype(np.float32), NamedSharding(mesh, X_BTD))
-        head = jax.device_put(head.astype(np.float32), NamedSharding(mesh, HEAD_DV))
+        x, head, targets = place(mesh, *inputs())
         gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
         gradients, sums = jax.jit(gradient)(x, head, targets)
         alone = jax.jit(lambda *a: loss(*a)[1])(x, head, targets)
@@ -85,19 +84,15 @@ def test_blocks_change_nothing(mesh, block_tokens, z_loss):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_statistics_of_tokens(mesh):
     """As numpy counts them from all logits; the other sums stay what they are."""
-    data, fsdp, tensor = mesh
-    sizes = (f"ici_data_parallelism={data}", f"ici_fsdp_parallelism={fsdp}")
-    config = make_config(*sizes, f"ici_tensor_parallelism={tensor}", devices=math.prod(mesh))
+    mesh = mesh_of(*mesh)
     x, head, targets = inputs()
     targets[0, :2] = np.einsum("btd,dv->btv", x, head)[0, :2].argmax(-1)
     logits = np.einsum("btd,dv->btv", x, head)[targets >= 0]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     expected = (logits.argmax(-1) == targets[targets >= 0]).sum(), -(p * np.log(p)).sum()
-    mesh = make_mesh(config)
     with jax.set_mesh(mesh):
-        x = jax.device_put(x.astype(np.float32), NamedSharding(mesh, X_BTD))
-        head = jax.device_put(head.astype(np.float32), NamedSharding(mesh, HEAD_DV))
+        x, head, targets = place(mesh, x, head, targets)
         sums = jax.jit(lambda *a: cross_entropy_sums(*a, 0.1, 3, True))(x, head, targets)
         without = jax.jit(lambda *a: cross_entropy_sums(*a, 0.1, 3))(x, head, targets)
     assert sums[3] == expected[0] >= 1
@@ -125,7 +120,6 @@ def test_blocks_are_as_large_as_asked_for(tokens, block_tokens, width, expected)
 
 def test_logits_exist_for_one_block_at_a_time():
     """By the compiler's account: a vocabulary of 4096, 1,024 tokens, and 16 MiB of logits."""
-    config = make_config("enable_rampup_batch_size=False", devices=1)
 
     def temporary_bytes(block_tokens):
         def loss(x, head, targets):
@@ -136,7 +130,7 @@ def test_logits_exist_for_one_block_at_a_time():
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    with jax.set_mesh(make_mesh(config)):
+    with jax.set_mesh(mesh_of(1, 1, 1)):
         whole, blocks = temporary_bytes(0), temporary_bytes(64)
     logits = 1024 * 4096 * 4
     assert whole >= logits

@@ -179,12 +179,8 @@ def test_compilers_take_the_moves(topology):
     config = make_config(*SAMPLES, *wide, "opt_type=muon", *in_phase(320, OTHER))
     target = CompileTarget.from_config(config.replace(compile_topology=topology), lambda line: None)
     meshes = [stage.spec.mesh for stage in stages_of(config)]
-    sizes = [
-        [mesh_lib.bytes_per_device(x) / GIB for x in jax.tree.leaves(state)]
-        for state in (
-            abstract_state(config.recipe, mesh_lib.abstract_mesh(m.sizes)) for m in meshes
-        )
-    ]
+    states = [abstract_state(config.recipe, mesh_lib.abstract_mesh(m.sizes)) for m in meshes]
+    sizes = [[mesh_lib.bytes_per_device(x) / GIB for x in jax.tree.leaves(s)] for s in states]
     for before, after, (old, new) in ((*meshes, sizes), (*meshes[::-1], sizes[::-1])):
         costs = target.move(before, after)
         received = sum(sum(costs[name].values()) for name in ("collective_gib", "network_gib"))

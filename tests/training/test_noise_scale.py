@@ -48,9 +48,8 @@ def trained(*arguments, accumulation=4, devices=8, optimized=False):
     rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
     with jax.set_mesh(mesh):
         state = initial_state(config)
-        step = jax.jit(
-            make_train_step(config.recipe, rate), compiler_options=OPTIMIZED if optimized else None
-        )
+        options = OPTIMIZED if optimized else None
+        step = jax.jit(make_train_step(config.recipe, rate), compiler_options=options)
         states, records = [state], []
         for rows in random_rows(3, accumulation, ROWS // accumulation):
             state, metrics = step(state, place(rows, mesh))
@@ -124,7 +123,6 @@ def test_estimates_are_those_of_the_definition(copies):
 
 @pytest.mark.long
 def test_training_keeps_its_bits():
-    """With and without: the same weights, optimizer and losses, to the last bit."""
     plain, without = trained(devices=2, optimized=True)
     logged, unlogged = trained(LOG, devices=2, optimized=True)
     jax.tree.map(np.testing.assert_array_equal, logged, plain)

@@ -84,30 +84,6 @@ MUON = (
 )
 
 
-def check_muon(sizes, layers, *more, rms=None):
-    axes = dict.fromkeys(AXES, 1) | sizes
-    keys = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
-    before, after, gradients, roles = moved(
-        *MUON, *keys, f"base_num_decoder_layers={layers}", f"muon_consistent_rms={rms}", *more
-    )
-    matrices = {name: w for name, w in before.items() if roles[name] == "matrix"}
-    assert len(matrices) == 7 and {w.shape[0] for w in matrices.values()} == {layers}
-    reference = muon(
-        *(RATE, (3.4445, -4.7750, 2.0315)),
-        weight_decay=0.3,
-        consistent_rms=rms,
-        muon_weight_dimension_numbers={name: dimensions(name) for name in matrices},
-    )
-    expected = as_optax(reference, matrices, {name: gradients[name] for name in matrices})
-    adam = optax.adamw(
-        *(RATE, 0.9, 0.98), weight_decay=0.2, mask=lambda ws: {n: roles[n] != "scale" for n in ws}
-    )
-    others = {name: w for name, w in before.items() if name not in matrices}
-    expected |= as_optax(adam, others, {name: gradients[name] for name in others})
-    for name, weight in after.items():
-        np.testing.assert_allclose(weight, expected[name], atol=2e-5, err_msg=name)
-
-
 def muon_case(sizes, layers, *keys, rms=None, mark=pytest.mark.slow):
     return pytest.param(sizes, layers, keys, rms, marks=mark, id=f"{sizes} {layers} {keys}")
 
@@ -134,7 +110,27 @@ CIRCULAR = ("num_pipeline_repeats=2", "num_layers_per_pipeline_stage=2")
 def test_muon_is_that_of_optax_on_every_mesh(sizes, layers, keys, rms):
     """Also where layers do not divide over the devices; heads have axes of their own, an expert is
     a matrix, and some weights decay."""
-    check_muon(sizes, layers, *keys, rms=rms)
+    axes = dict.fromkeys(AXES, 1) | sizes
+    axis_keys = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
+    before, after, gradients, roles = moved(
+        *MUON, *axis_keys, f"base_num_decoder_layers={layers}", f"muon_consistent_rms={rms}", *keys
+    )
+    matrices = {name: w for name, w in before.items() if roles[name] == "matrix"}
+    assert len(matrices) == 7 and {w.shape[0] for w in matrices.values()} == {layers}
+    reference = muon(
+        *(RATE, (3.4445, -4.7750, 2.0315)),
+        weight_decay=0.3,
+        consistent_rms=rms,
+        muon_weight_dimension_numbers={name: dimensions(name) for name in matrices},
+    )
+    expected = as_optax(reference, matrices, {name: gradients[name] for name in matrices})
+    adam = optax.adamw(
+        *(RATE, 0.9, 0.98), weight_decay=0.2, mask=lambda ws: {n: roles[n] != "scale" for n in ws}
+    )
+    others = {name: w for name, w in before.items() if name not in matrices}
+    expected |= as_optax(adam, others, {name: gradients[name] for name in others})
+    for name, weight in after.items():
+        np.testing.assert_allclose(weight, expected[name], atol=2e-5, err_msg=name)
 
 
 def test_momentum_is_that_of_optax():

@@ -43,10 +43,8 @@ KEYS = PolicyKeys(
 
 def config_of(*keys, devices=8):
     constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={P * G / devices}")
-    constant += (
-        *("base_num_decoder_layers=1", "warmup_steps_fraction=0", "steps=20", "opt_type=sgd"),
-        "learning_rate=1",
-    )
+    constant += ("base_num_decoder_layers=1", "warmup_steps_fraction=0", "steps=20")
+    constant += ("opt_type=sgd", "learning_rate=1")
     return make_config(*constant, *keys, devices=devices)
 
 

@@ -3,6 +3,8 @@
 Shapes: R rows, S tokens of a row and the one after it.
 """
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -32,13 +34,8 @@ def gradients(mesh_sizes, rows_a_pass, *arguments):
     """Sums over all rows, added up in float64 over passes of so many: by name, and the loss."""
     axes = zip(("data", "fsdp", "tensor"), mesh_sizes, strict=True)
     keys = [f"ici_{axis}_parallelism={size}" for axis, size in axes]
-    config = make_config(
-        "enable_rampup_batch_size=False",
-        "per_device_batch_size=1",
-        *keys,
-        *arguments,
-        devices=int(np.prod(mesh_sizes)),
-    )
+    keys += ["enable_rampup_batch_size=False", "per_device_batch_size=1", *arguments]
+    config = make_config(*keys, devices=math.prod(mesh_sizes))
     mesh, random, sums = make_mesh(config), np.random.default_rng(0), {}
 
     def weight(path, x):
@@ -77,11 +74,8 @@ def error(actual, expected):
     ],
 )
 def test_gradients_of_a_large_pass(name, mesh):
-    """One pass over all rows, and 16 that are added up: near float32's, and near each other.
-
-    bfloat16 has 8 bits, so that what is rounded once is within 1/256; a sum in bfloat16 loses all
-    that is less than 1/256 of it.
-    """
+    """One pass and 16 that are added up are near float32's and each other: what is rounded once is
+    within 1/256; a sum in bfloat16 loses all that is less than 1/256 of it."""
     exact, small, large = (
         gradients(MESHES[mesh], rows_a_pass, f"model_name={name}", f"dtype={dtype}")
         for dtype, rows_a_pass in (("float32", PASS), ("bfloat16", PASS), ("bfloat16", ROWS))

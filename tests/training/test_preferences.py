@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, complete, make_config, make_mesh, run
+from conftest import ROOT, complete, make_config, make_mesh, run, steps_of
 from preference_pairs import keys_of, pairs, write_pairs, write_tokenizer
 
 from maxramp.data.batch import Batch
@@ -117,8 +117,6 @@ def test_shown_numbers_follow_from_log_probabilities(expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tie_is_no_win(dtype):
-    """In pairs of two equal answers none is right; one is once a token differs, in an answer or
-    before it."""
     config = make_config(*KEYS, f"dtype={dtype}")
     objective, batch = loss_of(config.recipe), equal_pairs()
     zeros = (jnp.float32(0),) * len(config.recipe.sum_names)
@@ -165,14 +163,12 @@ def first(tmp_path_factory):
 
 
 def losses(folder):
-    records = [x for x in read_records(folder / "metrics.jsonl") if "loss" in x]
     names = ("step", "loss", "rewards/margins", "batch_fingerprint", "consumed_samples")
-    return [tuple(record[name] for name in names) for record in records]
+    return [tuple(record[name] for name in names) for record in steps_of(folder)]
 
 
 @pytest.mark.slow
 def test_a_run_begins_at_log_2_and_counts_pairs(first):
-    """It begins at log 2 with nothing gained, its ramp counts pairs, evaluation is on pairs."""
     folder, _, done = first
     records = losses(folder / "whole")
     assert [record[-1] for record in records] == [4, 8, 16, 24]
@@ -230,7 +226,6 @@ def test_another_reference_is_refused(first):
 
 @pytest.mark.slow
 def test_a_reference_of_another_run_is_made_again(first, tmp_path):
-    """It is made again, before the first checkpoint and after it."""
     folder, arguments, _ = first
     head, *lines = (folder / "whole/reference.jsonl").read_bytes().splitlines(keepends=True)
     other = json.dumps(json.loads(head) | {"reference": "of other weights"}).encode() + b"\n"

@@ -48,10 +48,8 @@ def test_a_plan_counts_the_window_of_each_stage():
     keys = ("max_target_length=4096", "sliding_window_size=0", "planned_tflops_per_device=1")
     config = phased({"40": {"sliding_window_size": 256}}, *keys, "devices_per_node=1", devices=1)
     before, after = make_plan(config)["stages"]
-    flops = [
-        training_flops_per_token(dataclasses.replace(config.model, sliding_window_size=n), 4096)
-        for n in (0, 256)
-    ]
+    models = (dataclasses.replace(config.model, sliding_window_size=n) for n in (0, 256))
+    flops = [training_flops_per_token(model, 4096) for model in models]
     per_step = [stage["hours"] / stage["run_steps"] for stage in (before, after)]
     assert per_step[1] / per_step[0] == pytest.approx(flops[1] / flops[0]) and flops[1] < flops[0]
 
@@ -74,9 +72,8 @@ def numbers(folder):
 def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
     """They are equal to the last bit, evaluations too; each checkpoint is exported as it was
     trained."""
-    done = complete(
-        *run_keys(tmp_path / "one", cache_dir, PHASES, *SHORT, "export_huggingface=True")
-    )
+    exporting = (*SHORT, "export_huggingface=True")
+    done = complete(*run_keys(tmp_path / "one", cache_dir, PHASES, *exporting))
     assert "rope_max_timescale=100.0, sliding_window_size=4\n" in done.stdout
     same = {name: {"learning_rate": 1e-2} for name in PHASES}  # where each of these runs ends
     for keys in FLAT[:3]:
@@ -102,6 +99,5 @@ def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
         with torch.no_grad():
             wanted = theirs(torch.tensor(tokens)).logits.numpy()
         rows = np.broadcast_to(tokens, (8, 32)).astype(np.int32)
-        np.testing.assert_allclose(
-            logits(opened.load(), opened.config, rows)[:1], wanted, atol=2e-5
-        )
+        actual = logits(opened.load(), opened.config, rows)[:1]
+        np.testing.assert_allclose(actual, wanted, atol=2e-5)

@@ -42,16 +42,14 @@ def trained(stream, begins, tokens, samples, *keys):
     ramp = RampupBatchManager(config.batch)
     spec, mesh = ramp.stages[0].spec, make_mesh(config)
     assert spec.samples == samples
-    step = make_train_step(
-        config.recipe.with_spec(spec), LearningRate.from_keys(config.learning_rate, ramp)
-    )
+    rate = LearningRate.from_keys(config.learning_rate, ramp)
+    step = make_train_step(config.recipe.with_spec(spec), rate)
     starts = np.arange(STEPS * samples)[:, None] * tokens + np.arange(tokens + 1)
     shape = (STEPS, spec.accumulation, spec.rows, tokens + 1)
     with jax.set_mesh(mesh):
         state, jitted, records = jax.jit(lambda: init_state(config.recipe))(), jax.jit(step), []
-        for rows, step_begins in zip(
-            stream[starts].reshape(shape), begins[starts].reshape(shape), strict=True
-        ):
+        arrays = (x[starts].reshape(shape) for x in (stream, begins))
+        for rows, step_begins in zip(*arrays, strict=True):
             batch = jax.device_put(batch_of(rows, step_begins), NamedSharding(mesh, BATCH_ABT))
             state, metrics = jitted(state, batch)
             records.append(jax.device_get(metrics))
@@ -65,9 +63,8 @@ def test_a_cut_sample_is_rows_of_that_length():
     rng = np.random.default_rng(0)
     stream = rng.integers(0, 264, STEPS * R * T + 1, dtype=np.int32)
     begins = rng.random(stream.size) < 1 / 20
-    cut, weights = trained(
-        *(stream, begins, T, R, *MESH), "per_device_batch_size=0.5", f"row_length={T // K}"
-    )
+    sizes = ("per_device_batch_size=0.5", f"row_length={T // K}")
+    cut, weights = trained(stream, begins, T, R, *MESH, *sizes)
     size = f"per_device_batch_size={K / 2}"
     wanted, expected_weights = trained(stream, begins, T // K, R * K, *MESH, size)
     for ours, theirs in zip(cut, wanted, strict=True):

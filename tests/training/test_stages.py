@@ -1,6 +1,5 @@
 """Programs compiled ahead: what the loop sees of them, and what happens if one does not compile."""
 
-import contextlib
 import json
 import re
 import subprocess
@@ -11,17 +10,14 @@ import jax
 import pytest
 from conftest import BASE, TINY, complete, environment, make_config, make_mesh, run
 from forked import Forked, run_forked
+from jobs import member
+from one_step import programs_of
 
-from maxramp.data.relay import Expansion
 from maxramp.errors import TrainingError
 from maxramp.parallel.compiler import compiler_options
-from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training import background_compiler
 from maxramp.training.background_compiler import BackgroundCompiler
-from maxramp.training.learning_rate import LearningRate
-from maxramp.training.programs import Programs
-from maxramp.training.state import abstract_state
 
 # Batches 2, 4, 6, 8 for 60, 30, 20 steps and the rest.
 RAMP = [
@@ -152,9 +148,8 @@ def test_the_first_program_does_not_compile(tmp_path, cache_dir):
     patch = COMPILER_FAILS.format(which=1, when="pass")
     done = run_patched(patch, arguments(tmp_path, cache_dir))
     assert done.returncode == 1
-    assert done.stderr == (
-        "error: the program of stage 0 (batch 2) did not compile: out of registers\n"
-    )
+    message = "the program of stage 0 (batch 2) did not compile: out of registers"
+    assert done.stderr == f"error: {message}\n"
     assert not list((tmp_path / "r" / "checkpoints").iterdir())
 
 
@@ -166,13 +161,9 @@ def test_on_two_processes_all_save_the_same_step(tmp_path, cache_dir):
     keys += ["per_device_batch_size_start=1", "per_device_batch_size_increment=1"]
     running = []
     for index in range(2):
-        cluster = {
-            "MAXRAMP_COORDINATOR": "127.0.0.1:29517",
-            "MAXRAMP_NUM_PROCESSES": "2",
-            "MAXRAMP_PROCESS_ID": str(index),
-        }
         program = PATCHED.format(patch=patch if index else "")
-        running.append(Forked([sys.executable, "-c", program, *keys], environment() | cluster))
+        line = [sys.executable, "-c", program, *keys]
+        running.append(Forked(line, environment() | member(29517, 2, index)))
     (_, _), (_, error) = (process.communicate(timeout=240) for process in running)
     assert running[1].returncode == 1
     assert "error: the program of stage 2" in error
@@ -196,28 +187,7 @@ def test_a_stage_that_does_not_fit_is_told_when_it_is_compiled(undisturbed, tmp_
     assert warnings[0].startswith(f"warning  stage 3 (batch 8) needs {needs['3']:.3g} GiB a device")
 
 
-def programs_fail():
-    raise AssertionError("a program did not compile")
-
-
-@contextlib.contextmanager
-def programs_of(config, say, on_failure=programs_fail, first_stages=None):
-    """The programs of a config's stages without an evaluation, their compiler, and the stages."""
-    mesh, ramp = make_mesh(config), RampupBatchManager(config.batch, 1)
-    rate = LearningRate.from_keys(config.learning_rate, ramp)
-    compiler = BackgroundCompiler(0, say, on_failure)
-    with jax.set_mesh(mesh):
-        state = abstract_state(config.recipe, mesh)
-        programs = Programs(config.recipe, Expansion(mesh, 1), rate, state, compiler)
-        for stage in ramp.stages[:first_stages]:
-            programs.add(stage)
-        compiler.lower()
-        yield programs, compiler, ramp.stages
-        compiler.close()
-
-
 def test_a_long_wait_for_a_program_is_a_line(monkeypatch):
-    """A short one is none."""
     monkeypatch.setattr(background_compiler, "_SILENT", 0.2)
     lowered, lines = jax.jit(lambda x: x + 1).lower(0.0), []
 
@@ -230,22 +200,13 @@ def test_a_long_wait_for_a_program_is_a_line(monkeypatch):
     for name, lower in (("quick", lambda: lowered), ("slow", Slow)):
         compiler.announce(name, name, make_mesh(make_config()), lower)
         assert compiler.get(name)[0](1.0) == 2
-    assert [line.split()[:2] for line in lines] == [
-        ["ready", "quick:"],
-        ["wait", "slow:"],
-        ["ready", "slow:"],
-    ]
+    assert [" ".join(x.split()[:2]) for x in lines] == ["ready quick:", "wait slow:", "ready slow:"]
 
 
 def test_stages_of_one_shape_share_a_program():
     """Also if they are added while others run; one that was not added is compiled when used."""
-    config = make_config(
-        "step_batch_size_schedule=0:4 80:8 160:4 320:16",
-        "step_batch_size_unit=samples",
-        "total_samples=600",
-        "per_device_batch_size=8",
-        devices=1,
-    )
+    keys = ("step_batch_size_schedule=0:4 80:8 160:4 320:16", "step_batch_size_unit=samples")
+    config = make_config(*keys, "total_samples=600", "per_device_batch_size=8", devices=1)
     lines = []
     with programs_of(config, lines.append, first_stages=1) as (programs, compiler, stages):
         first, _ = programs.train_step(stages[0])
@@ -254,11 +215,9 @@ def test_stages_of_one_shape_share_a_program():
         compiler.lower()
         second, third, fourth = (programs.train_step(stage)[0] for stage in stages[1:])
     assert third is first and len({first, second, fourth}) == 3
-    assert [line.split(":")[0] for line in lines if line[:5] == "ready"] == [
-        "ready    stage 0 (batch 4)",
-        "ready    stage 1 (batch 8)",
-        "ready    stage 3 (batch 16)",
-    ]
+    ready = [line.partition(":")[0] for line in lines if line[:5] == "ready"]
+    batches = {0: 4, 1: 8, 3: 16}
+    assert ready == [f"ready    stage {i} (batch {rows})" for i, rows in batches.items()]
 
 
 def test_options_of_the_compiler(monkeypatch):
@@ -278,14 +237,8 @@ def test_options_of_the_compiler(monkeypatch):
 
 
 def test_a_profile_holds_the_steps_that_were_asked_for(tmp_path, cache_dir):
-    done = run(
-        *arguments(
-            tmp_path,
-            cache_dir,
-            *("profiler=xplane", "skip_first_n_steps_for_profiler=3", "profiler_steps=4"),
-            *("steps=20", "eval_interval=-1"),
-        )
-    )
+    keys = ("profiler=xplane", "skip_first_n_steps_for_profiler=3", "profiler_steps=4")
+    done = run(*arguments(tmp_path, cache_dir, *keys, "steps=20", "eval_interval=-1"))
     assert (done.returncode, done.stderr) == (0, "")
     (trace,) = (tmp_path / "r" / "tensorboard").rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(trace))
