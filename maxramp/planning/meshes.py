@@ -211,7 +211,9 @@ class MeshSearch:
             step = f"{entry['step_seconds']:.3g} s a step" if entry["fits"] else "does not fit"
             self._say(f"{way.name}: {step}")
             entries.append((way, entry))
-        return sorted(entries, key=lambda pair: pair[1].get("step_seconds", math.inf))
+        return sorted(
+            entries, key=lambda pair: (not pair[1]["fits"], pair[1].get("step_seconds", math.inf))
+        )
 
     def seconds(self, way: Way, index: int) -> float:
         """Estimates a step of another stage on a way's mesh; infinite if it cannot run there."""

@@ -196,3 +196,14 @@ def test_bad_numbers_are_refused_in_a_line(capsys):
     assert compile_main([BASE, "compile_topology=h200:1x4", "--meshes", "0"]) == 2
     assert compile_main([BASE, "compile_topology=h200:1x4", "--meshes", "2", "--best"]) == 2
     assert capsys.readouterr().err.count("error: ") == 2
+
+
+def test_a_mesh_that_does_not_fit_comes_behind_those_that_do(monkeypatch):
+    """Also where its program compiles, and would be the fastest."""
+    meshes = search(on=machine(4))
+    ways = meshes.rank(meshes.stages[-1].index)[:3]
+    results = [{"fits": False}, {"fits": True, "step_seconds": 2.0}]
+    results.append({"fits": False, "step_seconds": 1.0})
+    by_way = dict(zip(map(id, ways), results, strict=True))
+    monkeypatch.setattr(meshes, "compile", lambda way: by_way[id(way)])
+    assert [entry["fits"] for _, entry in meshes.compile_all(ways)] == [True, False, False]
