@@ -187,8 +187,6 @@ def test_what_is_read_first_stays_short():
     assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 1800
 
 
-# --- Sizes ---------------------------------------------------------------------------------------
-
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 450, 70, 6
 
 

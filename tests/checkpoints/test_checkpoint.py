@@ -108,8 +108,6 @@ def equal(a, b):
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
 
 
-# --- What is in one, and on which mesh it can be read --------------------------------------------
-
 MESHES = {
     "one device": (1, []),
     "fsdp": (8, []),
@@ -205,9 +203,6 @@ def test_the_weights_alone(saved_folder):
         assert equal(model, first_state().model)
 
 
-# --- When one is written and how long it stays ---------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "keys, expected",
     [
@@ -295,9 +290,6 @@ def test_minutes_count_from_the_end_of_a_save(tmp_path):
         go_on.set()
         folder.begin(4, first_state(), last=True)  # waits
         assert checkpoints.is_due(5, folder.ramp) and folder.steps == [4]
-
-
-# --- Torn ----------------------------------------------------------------------------------------
 
 
 def largest(path: pathlib.Path) -> pathlib.Path:
@@ -429,9 +421,6 @@ def test_too_little_memory_is_no_damage(saved_folder, monkeypatch):
         list(stored_arrays(path))
 
 
-# --- What may change -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "keys, names",
     [
@@ -497,9 +486,6 @@ def test_other_changes_are_listed(saved_folder):
     )
 
 
-# --- The command ---------------------------------------------------------------------------------
-
-
 def test_show_and_verify(saved_folder, capsys):
     assert command.main(["show", str(saved_folder.path)]) == 0
     shown = capsys.readouterr().out
@@ -527,9 +513,6 @@ def test_a_run_with_a_number_for_a_name(saved_folder, tmp_path, capsys):
     assert "torn" not in capsys.readouterr().out
     (tmp_path / "100").symlink_to(saved_folder.path)  # a folder of checkpoints, too
     assert folder_lib.find(tmp_path / "100") == tmp_path / "100" / "12"
-
-
-# --- A new run from another's checkpoint ---------------------------------------------------------
 
 
 def test_the_state_of_a_finished_run_leaves_nothing_to_do(tmp_path, cache_dir):

@@ -50,8 +50,6 @@ def test_a_checkpoint_without_spikes_has_nothing_of_them(tmp_path):
     assert equal(dataclasses.replace(restored, recent={}), first_state())
 
 
-# --- Runs ----------------------------------------------------------------------------------------
-
 LENGTH, INTERVAL, FACTOR = 16, 48, 6.0
 NONSENSE = {1104: 40, 1604: 14}  # rows, and how many
 

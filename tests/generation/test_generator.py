@@ -220,8 +220,6 @@ def test_a_pipeline_is_refused():
         Generator(config.model, model, GenerationConfig(MOST, GREEDY))
 
 
-# --- Sampling ------------------------------------------------------------------------------------
-
 LOGITS = np.log([0.05, 0.3, 0.02, 0.25, 0.2, 0.08, 0.1]).astype(np.float32)
 
 

@@ -46,8 +46,6 @@ def test_what_config_json_leaves_open_is_what_the_class_has(name):
     assert rope["rope_theta"] == family.defaults.get("rope_theta", 10_000)
 
 
-# --- Every key of every class ---------------------------------------------------------------------
-
 # Sizes of tensors, which every comparison of logits reads, and the names of what a file is.
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"}
 SIZES |= {"num_attention_heads", "num_key_value_heads", "tie_word_embeddings", "num_experts"}
@@ -151,8 +149,6 @@ def test_a_key_is_read_as_transformers_does_or_refused(tmp_path, name):
     assert {"is_causal", "architectures", "per_layer_config", "partial_rotary_factor"} <= refused
 
 
-# --- Scaled positions -----------------------------------------------------------------------------
-
 _YARN = {"rope_type": "yarn", "factor": 4.0}
 _LENGTH = {"original_max_position_embeddings": 16}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
@@ -200,9 +196,6 @@ def test_scaled_positions_give_the_logits_of_transformers(tmp_path, name):
             written = config_json.make_config(model, original, "float32")
             (folder / "config.json").write_text(json.dumps(written))
             assert_near(theirs(opened(folder)), expected)
-
-
-# --- Exports --------------------------------------------------------------------------------------
 
 
 def values_of(folder):

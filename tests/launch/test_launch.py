@@ -159,9 +159,6 @@ def test_no_trainer_outlives_a_killed_launcher(tmp_path, cache_dir):
     assert gone(launched)
 
 
-# --- Scripts ------------------------------------------------------------------------------------
-
-
 def test_a_batch_script_passes_every_argument_as_it_is(tmp_path):
     launch = plan(tmp_path, f"run_name={NASTY}", 'setup_lines=["export A=1"]')
     script = slurm.batch_script(launch)
@@ -227,8 +224,6 @@ def test_the_number_of_a_stage_survives_a_changed_ramp(tmp_path):
     assert [(s.index, s.first_sample, s.nodes) for s in launch.stages] == [(1, 80, 2)]
     assert launch.next_nodes == launch.fit(0, 4) == 2
 
-
-# --- What cannot be launched: one line that says what --------------------------------------------
 
 SLURM = ["--cluster", "slurm"]
 DATA = ["ici_data_parallelism=-1", "ici_fsdp_parallelism=1"]

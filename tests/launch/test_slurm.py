@@ -156,9 +156,6 @@ def test_jobs_that_leave_no_checkpoint_end_the_chain(cluster, tmp_path):
     assert "gave up after max_restarts=2" in chain.text()
 
 
-# --- An elastic run: nodes fail, drain and come back, tasks are killed ----------------------------
-
-
 KEYS = (
     *("node_schedule=fixed", "per_device_batch_size=3", "step_batch_size_schedule=0:12"),
     *("ici_data_parallelism=-1", "ici_fsdp_parallelism=1", "checkpoint_period=20", "log_period=1"),

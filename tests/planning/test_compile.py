@@ -174,9 +174,6 @@ def test_a_slice_has_its_chips_hosts_and_wraps(name, cores, hosts, wraps, slices
     assert len({d.process_index for d in devices}) == slices * hosts
 
 
-# --- Without libtpu ------------------------------------------------------------------------------
-
-
 SLICES = table("""
 v5p-8 2x2x1 | v5p-16 2x2x2 | v5p-128 4x4x4 | v5p-384 4x4x12 | v5p-2048 8x8x16 | v5p:8x8x16 8x8x16
 v5p-12288 16x16x24 | v4-8 2x2x1 | v4-512 4x8x8 | v5e-4 2x2 | v5e-8 2x4 | v5e-32 4x8

@@ -68,9 +68,6 @@ def counts_of(training):
     return np.asarray(training.states[1].buffers["expert_load"]).astype(int)
 
 
-# --- The definitions -----------------------------------------------------------------------------
-
-
 def choose(scores_RTE, sigmoid, bias_E):
     """The experts of each token [R, T, k]: of the best two groups by their best two, the best."""
     by_RTE = scores_RTE
@@ -207,8 +204,6 @@ def test_a_step_is_that_of_the_definitions(name):
     assert deviation(ours.change, change) < TOLERANCE
 
 
-# --- Splits --------------------------------------------------------------------------------------
-
 TENSOR = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")
 EXPERT = ("ici_expert_parallelism=4", "ici_fsdp_parallelism=2")
 ALL = ("ici_expert_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
@@ -292,9 +287,6 @@ def test_the_balance_of_a_pass_depends_on_the_split():
     # Micro batches of a pipeline are passes of their own.
     turns = trained(*keys, *PIPELINE, devices=8)
     assert deviation(order(turns)[1], order(halves)[1]) < 1e-5
-
-
-# --- What moves the weights ----------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -121,8 +121,6 @@ def test_every_update_on_a_batch_is_compared_with_the_steps_before_it():
     assert counts[40].tolist() == [1, 1, 1, 1]
 
 
-# --- In a step -----------------------------------------------------------------------------------
-
 SMALL = ("skip_step_interval=6", "skip_step_scaling_factor=3")
 EXPERTS = (
     *("decoder_block=dots1", "use_qk_norm=True", "num_experts=8", "num_experts_per_tok=2"),
