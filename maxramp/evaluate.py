@@ -46,6 +46,12 @@ _SETTINGS = ("limit", "num_fewshot", "apply_chat_template", "system_instruction"
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     opened = open_model(options.run, options.keys)
+    if options.log_samples and not (
+        options.output_path or isinstance(opened.weights, SavedWeights)
+    ):
+        raise ConfigError(
+            "--log_samples writes them into --output_path, or beside a run; give --output_path"
+        )
     seconds, keys = opened.config.run.hang_timeout_seconds, opened.config.backend
     with Watchdog(seconds, keys.join_timeout_seconds) as watchdog:
         backend.start(keys)
@@ -92,8 +98,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
     if limit is not None and limit.is_integer():
         options.limit = int(limit)  # a number of questions; else a share of them
-    if options.log_samples and not options.output_path:
-        raise ConfigError("--log_samples writes them into --output_path; give that too")
     options.names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not options.names:
         raise ConfigError("--tasks names none; give NAME,NAME")
@@ -173,8 +177,8 @@ def _run_tasks(options: argparse.Namespace, opened: ModelSource, watchdog: Watch
         eval_options = EvalOptions(**settings, log_samples=options.log_samples)
         results = harness.evaluate(tasks, lm, eval_options)
         results["config"]["model_args"] = {"path": opened.path}
+        path = place(options.output_path) if options.output_path else _path_in_run(opened)
         try:  # before the table: a reader who has gone away ends this process
-            path = place(options.output_path) if options.output_path else _path_in_run(opened)
             if path:
                 text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,10 +187,13 @@ def _run_tasks(options: argparse.Namespace, opened: ModelSource, watchdog: Watch
             if options.output_path:
                 raise
             print_note(f"{path} cannot be written: {error.strerror}; --output_path names a file")
+            path = None
         finally:
             shown = ", ".join(f"{name}: {value!r}" for name, value in settings.items())
             print(f"{opened.path}: {shown}")
             print(harness.table(results))
+            if path:
+                print(f"see       {path}")
         seconds = time.perf_counter() - start
         print(f"{', '.join(options.names)}: {seconds:.1f} s, compiling included", file=sys.stderr)
 

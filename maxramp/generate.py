@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before the imports that take a second
     console.end_with_readers()
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from maxramp.commandline import Parser, command, count, print_progress
+from maxramp.commandline import Parser, command, count, print_progress, show_wait
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
 from maxramp.generation.generator import Answer, GenerationConfig, Generator
@@ -34,6 +35,7 @@ from maxramp.processes.ending import run
 from maxramp.rl.prompts import FilePrompts
 
 _STOP_INTERVAL = 16  # tokens between looks for stop texts, if nobody watches
+_PATIENCE = 10.0  # seconds without a token, after which a line says why
 
 
 class AnswerText:
@@ -118,12 +120,18 @@ def main(arguments: list[str]) -> int:
         writer.write(texts)
         return 0
     messages = []
-    print_progress("end the conversation with Ctrl-D")
+    if sys.stdin.isatty():
+        print_progress("end the conversation with Ctrl-D")
     while text := _read_message():
         messages.append(_message("user", text))
         [answer] = writer.write([_chat_text(messages, tokenizer)])
         messages.append(_message("assistant", answer))
     return 0
+
+
+def _say(line: str) -> None:
+    if jax.process_index() == 0:
+        print_progress(line)
 
 
 class _Writer:
@@ -159,7 +167,10 @@ class _Writer:
         if options.json:  # all at once, or often enough to notice stop texts
             every = _STOP_INTERVAL if stops else self._longest
         start, first = time.perf_counter(), None
-        for answers in self._generator.stream(self._weights, prompts, every=every):
+        stream = self._generator.stream(self._weights, prompts, every=every)
+        with show_wait(_say, "waiting for the first tokens, which takes a compile", _PATIENCE):
+            begun = next(stream)
+        for answers in itertools.chain([begun], stream):
             first = first or (time.perf_counter(), _count_tokens(answers))
             for text, answer in zip(written, answers, strict=True):
                 text.read(answer)

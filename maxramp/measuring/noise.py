@@ -64,16 +64,16 @@ def noise_curves(run: Place, blocks: int) -> dict[str, list[Block]]:
     records = run_records(run)
     curves = {kind: curve for kind in KINDS if (curve := noise_blocks(records, kind, blocks))}
     if not curves:
+        has_scale = any("norms_noise_signal" in record for record in records)
         fewer = [n for n in range(1, blocks) if any(noise_blocks(records, k, n) for k in KINDS)]
         if fewer:
             remedy = f"use --blocks {fewer[-1]}"
-        elif any("norms_noise_signal" in record for record in records):
+        elif has_scale:
             remedy = "train more steps, of more than 1 row, as one row has none"
         else:
             remedy = "train with log_gradient_noise_scale=true"
-        raise ConfigError(
-            f"{run} holds no noise scale of 8 steps or more in one of {blocks} blocks; {remedy}"
-        )
+        what = f" of {_FEWEST_STEPS} steps or more in one of {blocks} blocks" if has_scale else ""
+        raise ConfigError(f"{run} holds no noise scale{what}; {remedy}")
     return curves
 
 

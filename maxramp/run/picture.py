@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from maxramp.commandline import count
 from maxramp.drawing import (
     BLUE,
     COLORS,
@@ -34,7 +35,7 @@ _RESULTS = {
     "pairs": ("loss", "loss (per pair)", "loss on held-out pairs"),
 }
 
-_LAST = 10  # recorded steps that the table of experts is the mean of
+_LAST = 10  # recorded steps at most, and a quarter of all, that the table is the mean of
 _LEAST = 1 / 64  # times the mean load: where curves end
 _MOST = 16.0  # times the mean load: colors range at most from 1 / 16 to this
 _CELLS = 12, 16  # layers and experts: a table of more has no numbers in its cells
@@ -180,15 +181,18 @@ def make_expert_figure(records: list[Record], run_name: str) -> "Figure | None":
     curves.set(xlim=(0, x[-1] * 1.01), ylabel="load over the mean\n(line: median layer, area: all)")
     curves.legend(frameon=False, fontsize="small", ncols=2, loc="center right")
     name_consumption([curves], 0)
-    mean_LE = np.maximum(loads_RLE[-_LAST:].mean(0), 1e-9)  # its logarithm is shown
+    number = min(_LAST, -(-len(loads_RLE) // 4))
+    mean_LE = np.maximum(loads_RLE[-number:].mean(0), 1e-9)  # its logarithm is shown
     most = np.clip(np.ceil(np.abs(np.log2(mean_LE)).max()), 1, np.log2(_MOST))
     colors = {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
     image = table.imshow(np.log2(mean_LE), aspect="auto", interpolation="nearest", **colors)
     if layers <= _CELLS[0] and experts <= _CELLS[1]:
         for (layer, expert), load in np.ndenumerate(mean_LE):
-            table.text(expert, layer, f"{load:.2g}", ha="center", va="center", fontsize="small")
+            style = {"color": "white" if abs(np.log2(load)) > 0.6 * most else "black"}
+            style |= {"ha": "center", "va": "center", "fontsize": "small"}
+            table.text(expert, layer, f"{load:.2g}", **style)
     table.grid(visible=False)
-    last = f"expert (mean of the last {len(loads_RLE[-_LAST:])} recorded steps)"
+    last = f"expert (mean of the last {count(number, 'recorded step')})"
     table.set(xlabel=last, ylabel="layer of experts")
     for axis in (table.xaxis, table.yaxis):
         axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
