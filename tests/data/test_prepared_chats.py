@@ -204,10 +204,7 @@ def test_a_run_and_its_restart(folder, cache_dir):
     runs = (steps_of(folder / name) for name in ("lines", "own"))
     one, other = ([[r[name] for name in names] for r in records] for records in runs)
     assert one == other and len(one) > 20
-    assert (
-        "(num_epoch=15); for a new run give another run_name, to continue a larger num_epoch"
-        in (run(*line).stdout)
-    )
+    assert "(num_epoch=15); for a new run" in run(*line).stdout
     suggested = run(*line, "--json", module="suggest")  # which reads the length, too
     assert suggested.returncode == 0, suggested.stderr
     assert json.loads(suggested.stdout)["rows"][0]["steps"] == len(one)

@@ -99,7 +99,6 @@ def test_rows_of_one_document_are_no_packed_rows(tmp_path):
 
 
 def test_held_out_documents_are_apart_beside_a_train_file_of_one(tmp_path):
-    """As they are beside one of several."""
     documents, segments = make_documents(60), []
     write_megatron(tmp_path / "held_out", documents)
     for name, train in (("one", [[list(range(200))]]), ("several", documents)):

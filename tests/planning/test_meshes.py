@@ -199,7 +199,6 @@ def test_bad_numbers_are_refused_in_a_line(capsys):
 
 
 def test_a_mesh_that_does_not_fit_comes_behind_those_that_do(monkeypatch):
-    """Also where its program compiles, and would be the fastest."""
     meshes = search(on=machine(4))
     ways = meshes.rank(meshes.stages[-1].index)[:3]
     results = [{"fits": False}, {"fits": True, "step_seconds": 2.0}]
