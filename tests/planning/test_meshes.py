@@ -201,11 +201,7 @@ def test_bad_numbers_are_refused_in_a_line(capsys):
 def test_a_mesh_that_does_not_fit_comes_behind_those_that_do(monkeypatch):
     meshes = search(on=machine(4))
     ways = meshes.rank(meshes.stages[-1].index)[:3]
-    results = [
-        {"fits": False},
-        {"fits": True, "step_seconds": 2},
-        {"fits": False, "step_seconds": 1},
-    ]
+    results = [{"fits": n == 1, "step_seconds": n} for n in range(3)]
     by_way = dict(zip(map(id, ways), results, strict=True))
     monkeypatch.setattr(meshes, "compile", lambda way: by_way[id(way)])
     assert [entry["fits"] for _, entry in meshes.compile_all(ways)] == [True, False, False]
