@@ -117,6 +117,11 @@ def print_ways(result: dict[str, Any]) -> None:
     print(f"times     {result['times']}")
 
 
+# Columns that a narrow terminal goes without, the first first.
+_EXPENDABLE = ("of it temporary", "tokens/s", "accum.", "per device", "price", "estimate")
+_EXPENDABLE += ("waits for transfers",)
+
+
 def print_meshes(result: dict[str, Any]) -> None:
     columns = "mesh|remat_policy|per device|accum.|peak memory|of it temporary|estimate|step|MFU"
     columns += "|tokens/s|waits for transfers|price"
@@ -134,7 +139,7 @@ def print_meshes(result: dict[str, Any]) -> None:
 
     for stage in result["stages"]:
         print(f"stage {stage['index']}, a batch of {stage['global_batch_size']:,}")
-        print_table(columns.split("|"), map(row, stage["meshes"]))
+        print_table(columns.split("|"), map(row, stage["meshes"]), _EXPENDABLE)
     fastest = show_keys(result["keys"]) or "those that the config has"
     if not result["stages"][-1]["meshes"][0]["fits"]:
         fastest = "none of these meshes fits; a larger N tries more"

@@ -171,9 +171,10 @@ def test_what_the_config_refuses_is_not_ranked():
 
 
 @pytest.mark.slow
-def test_a_ramp_whose_stages_want_other_meshes_gets_a_phase(tmp_path, capsys):
+def test_a_ramp_whose_stages_want_other_meshes_gets_a_phase(tmp_path, capsys, monkeypatch):
     """On 4 devices 2 rows need parts of rows, 64 do not; what is printed makes that run."""
     skip_without(GPU)
+    monkeypatch.setenv("COLUMNS", "80")
     keys = [
         *(*MODEL, "compile_topology=h200:1x4", f"base_output_directory={tmp_path}"),
         *("global_batch_size=-1", "step_batch_size_schedule=0:2 8:64", "steps=20"),
@@ -201,7 +202,6 @@ def test_bad_numbers_are_refused_in_a_line(capsys):
 def test_a_mesh_that_does_not_fit_comes_behind_those_that_do(monkeypatch):
     meshes = search(on=machine(4))
     ways = meshes.rank(meshes.stages[-1].index)[:3]
-    results = [{"fits": n == 1, "step_seconds": n} for n in range(3)]
-    by_way = dict(zip(map(id, ways), results, strict=True))
+    by_way = {id(way): {"fits": n == 1, "step_seconds": n} for n, way in enumerate(ways)}
     monkeypatch.setattr(meshes, "compile", lambda way: by_way[id(way)])
     assert [entry["fits"] for _, entry in meshes.compile_all(ways)] == [True, False, False]
