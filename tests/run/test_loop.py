@@ -26,7 +26,7 @@ class Steps:
             snapshots=None,
             newest=4,
             settle_alone=lambda: None,
-            record=lambda done, *more, **numbers: done,
+            make_record=lambda done, *more, **numbers: done,
             save=lambda done, *more: self.saved.append(done),
         )
         output = types.SimpleNamespace(
