@@ -345,8 +345,8 @@ def read_lines(path: Place) -> Iterator[Any]:
 
 
 def read_records(path: Place) -> list[Record]:
-    """Reads all records of metrics.jsonl; empty without one. Lines that are no record are left out,
-    such as one that a kill tore.
+    """Reads all records of metrics.jsonl, none without the file. Leaves out other lines, such as
+    one that a kill tore.
     """
     return list(filter(_is_record, read_lines(path)))
 

@@ -58,8 +58,8 @@ def loss_of(recipe: Recipe) -> Loss:
 def make_train_step(
     recipe: Recipe, learning_rate: LearningRate
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Makes the train step of a stage's recipe (`Recipe.with_spec`), a function of a state and a
-    batch as of `train_step`. It is not compiled: trace it under the stage's mesh.
+    """Makes the train step of a stage's recipe (`Recipe.with_spec`), a function of state and
+    batch like `train_step`. It is not compiled: trace it under the stage's mesh.
     """
     return functools.partial(
         train_step, recipe=recipe, learning_rate=learning_rate, loss=loss_of(recipe)

@@ -229,8 +229,8 @@ from maxramp.files.place import write_whole
 path, letter = pathlib.Path(sys.argv[1]), sys.argv[2].encode()
 for _ in range(300):
     write_whole(path, letter * 10_000)
-    there = path.read_bytes()
-    assert len(there) == 10_000 and len(set(there)) == 1
+    content = path.read_bytes()
+    assert len(content) == 10_000 and len(set(content)) == 1
 """
 
 

@@ -37,7 +37,7 @@ def _model(kind: str, **others) -> dict:
     return config if "rope_parameters" in others else config | {"rope_theta": 100.0}
 
 
-# Heads of 16 are no quotient of the width.
+# A head's width, 16, is not the model's width over the number of heads.
 _DEFAULT = {"rope_theta": 100.0, "rope_type": "default"}
 _OLMO3 = {"full_attention": {**_YARN, "rope_theta": 100.0}}
 _OLMO3["sliding_attention"] = _DEFAULT | {"rope_theta": 20.0}

@@ -128,7 +128,7 @@ def test_tensorboard_shows_each_step_once(tmp_path):
     others.add_scalar("accuracy", 0.5, 100)
     others.close()
     (other,) = (tmp_path / "others").glob("events*")
-    theirs = other.read_bytes()
+    content = other.read_bytes()
     (tmp_path / "run").mkdir()
     other = other.rename(tmp_path / "run" / other.name)
     for number, (first, last) in enumerate(((0, 10), (6, 14), (10, 20))):
@@ -147,4 +147,4 @@ def test_tensorboard_shows_each_step_once(tmp_path):
     assert sorted(by_sample) == list(range(8, 168, 8))
     for curve in (by_step, by_sample):
         assert np.allclose([curve[place] for place in sorted(curve)], [k / 7 for k in range(20)])
-    assert other.read_bytes() == theirs
+    assert other.read_bytes() == content

@@ -190,18 +190,18 @@ def slow_but(cases, *quick):
 def test_a_step_is_that_of_the_definitions(name):
     keys, is_sigmoid = DEFINED[name]
     keys += ("base_num_decoder_layers=2",)
-    ours = trained(*keys, is_sigmoid=is_sigmoid)
+    states = trained(*keys, is_sigmoid=is_sigmoid)
     model = config_of(*keys, **(SIGMOID if is_sigmoid else {})).model
     with jax.enable_x64(True):
-        last, metrics = train_by_definition(ours, model)
+        last, metrics = train_by_definition(states, model)
     assert (metrics["dropped_share"] > 0.01).all() == (name == "capacity")
     for shown, expected in metrics.items():
         if shown != "dropped_share" or name == "capacity":
             np.testing.assert_allclose(
-                ours.metrics[shown], expected, rtol=1e-5, atol=1e-9, err_msg=shown
+                states.metrics[shown], expected, rtol=1e-5, atol=1e-9, err_msg=shown
             )
-    change = {name: last[name] - ours.first[name] for name in last}
-    assert deviation(ours.change, change) < TOLERANCE
+    change = {name: last[name] - states.first[name] for name in last}
+    assert deviation(states.change, change) < TOLERANCE
 
 
 TENSOR = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")
