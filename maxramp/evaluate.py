@@ -26,7 +26,7 @@ import jax
 import yaml
 
 from maxramp.commandline import Parser, Throttle, command, print_note, print_progress
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, reason_of
 from maxramp.evaluation.scorer import Scorer
 from maxramp.evaluation.server import EvalOptions, EvalServer
 from maxramp.files.place import Place, is_near, place, write_whole
@@ -183,11 +183,11 @@ def _run_tasks(options: argparse.Namespace, opened: ModelSource, watchdog: Watch
                 text = json.dumps(results, indent=2, default=str, ensure_ascii=False)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, text.encode())
-        except OSError as error:  # of a run that is somebody else's
+        except (ConfigError, OSError) as error:  # of a run that is somebody else's
+            path = None
             if options.output_path:
                 raise
-            print_note(f"{path} cannot be written: {error.strerror}; --output_path names a file")
-            path = None
+            print_note(f"scores are not kept: {reason_of(error)}; --output_path names a file")
         finally:
             shown = ", ".join(f"{name}: {value!r}" for name, value in settings.items())
             print(f"{opened.path}: {shown}")

@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
         writer.write(texts)
         return 0
     messages = []
-    if sys.stdin.isatty():
+    if sys.stdin and sys.stdin.isatty():
         print_progress("end the conversation with Ctrl-D")
     while text := _read_message():
         messages.append(_message("user", text))
@@ -269,10 +269,10 @@ def _chat_text(messages: Sequence[dict[str, str]], tokenizer: PromptTokenizer) -
 
 
 def _read_message() -> str:
-    """Reads what the user says next from stdin; "" at its end."""
-    if sys.stdin.isatty():
+    """Reads what the user says next from stdin; "" at its end, or if it is closed."""
+    if sys.stdin and sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
-    for line in sys.stdin:
+    for line in sys.stdin or ():
         if text := _replace_bad_bytes(line.strip()):
             return text
     return ""
