@@ -163,7 +163,8 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
     """Returns the config.json of a model that was trained here, with tensors of this dtype.
 
     `original` is the one that its weights came with; what the run did not change stays as it is
-    there. {} = the run began with new weights.
+    there. {} = the run began with new weights. A ConfigError for activations that no model there
+    has.
     """
     gate, other = keys.mlp_activations
     if gate not in _ACTIVATIONS or other != "linear":

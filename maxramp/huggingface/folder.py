@@ -81,7 +81,8 @@ class ModelFolder:
 
     @property
     def ends(self) -> list[int]:
-        """The ids at which an answer ends, by generation_config.json or else config.json."""
+        """The ids at which an answer ends, by generation_config.json or else config.json; [] if
+        neither has any."""
         file = f"{self.path}/generation_config.json"
         value = storage.read_json(file).get("eos_token_id") if storage.exists(file) else None
         if value is None:
@@ -137,7 +138,8 @@ def is_whole(folder: Place) -> bool:
 
 
 def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
-    """Returns the model folder that a path, an address or a name on the Hub means, or None.
+    """Returns the model folder that a path, an address or a name on the Hub (which it fetches)
+    means, or None; a ConfigError for adapters without their config or base.
 
     `key` is whose value the path is, for messages; without `may_adapt` adapters are no model.
     """

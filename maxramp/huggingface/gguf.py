@@ -46,7 +46,8 @@ _CONTROL = 3  # the type of a special token
 def unpack(path: str, to: Place, dtype: str) -> None:
     """Writes the folder of a model with tensors of this dtype; it appears when all is there.
 
-    A ConfigError if `to` is not local or cannot be written, or the file cannot be read.
+    A ConfigError if `to` is not local, holds files or cannot be written, or the file cannot be
+    read.
     """
     if not is_near(to):
         raise ConfigError(
@@ -176,7 +177,8 @@ def _special_ids(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _tokenizer_files(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Makes the files of a folder's tokenizer: their texts, or what they hold as JSON."""
+    """Makes the files of a folder's tokenizer: their texts, or what they hold as JSON; refuses
+    other tokenizers than gpt2's."""
     kind, pre = (fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind != "gpt2" or pre not in _SPLITS_DIGITS:
         raise ConfigError(

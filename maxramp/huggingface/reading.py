@@ -114,7 +114,8 @@ def prepare_load(
     layers: Sequence[int] = (),
     dense_block: str = "",
 ) -> Callable[[], Decoder]:
-    """Refuses a folder without all weights of an abstract `model`; returns what reads them.
+    """Refuses a folder without all weights of an abstract `model`; returns what reads them on its
+    mesh, called once by all processes together.
 
     Args:
       folder: where `tensors` lie, for messages.
@@ -152,7 +153,8 @@ def _load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[Named
 def _read_ahead(steps: Sequence[tuple], pool: Executor) -> Iterator[tuple]:
     """Yields steps (tensor, transfer, ...), each behind a function that waits for its rows.
 
-    Meanwhile the next ones are read, up to the size of the largest tensor in all.
+    Meanwhile the next ones are read, up to the size of the largest tensor in all. `steps` is not
+    empty.
     """
     sizes = [math.prod(tensor.shape) for tensor, *_ in steps]
     limit, waiting, total = max(sizes), collections.deque(), 0

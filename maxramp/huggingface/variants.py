@@ -32,7 +32,7 @@ def name_in_larger(name: str) -> str:
 
 
 def rename_as_text_model(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors by their names in a text model."""
+    """Returns tensors by their names in a text model; refuses two that get the same one."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix = _PEFT_PREFIX if name.startswith(_PEFT_PREFIX) else ""

@@ -97,7 +97,10 @@ def write(
     source: Mapping[str, Any],
     pause: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes a model's folder, which is missing or not whole, on every process of the job.
+    """Writes a model's folder, which is missing or not whole; all processes call it together.
+
+    A ConfigError if something else wrote the folder or it cannot be written, a TrainingError if the
+    disk is full.
 
     Args:
       side_files: the other files by name, one of SENTINELS among them.
@@ -132,7 +135,8 @@ def write(
 
 
 def check_free(folder: Place) -> None:
-    """Makes sure that an export may make this folder: it is missing, or an export began it."""
+    """Refuses a folder that an export may not make: it may if it is missing, empty, or one began
+    it."""
     with _refusing(folder):
         names = []
         if folder.is_dir():
@@ -147,7 +151,7 @@ def read_source(folder: Place) -> dict[str, Any] | None:
     """Returns what a folder was made of, the `source` of `write`.
 
     Empty for a folder that something else wrote, or that has lost files since; None for one that
-    is missing or not whole.
+    is missing or not whole. A ConfigError if it cannot be read.
     """
     with _refusing(folder):
         if not is_whole(folder):

@@ -45,8 +45,8 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: Any = None
     ) -> tuple[jax.Array, Aux]:
-        """Returns the stream [B, T, D] after the layer, and its MLP's sums; `state` is the
-        mixer's."""
+        """Returns the stream [B, T, D] after the layer, and its MLP's sums; `state` is the mixer's,
+        which it changes in place, None in training."""
         before, after = self.norms != "after", self.norms != "before"
         with jax.named_scope(type(self.mixer).__name__.lower()):  # as profiles show it
             y_BTD = self.mixer_norm(x_BTD) if before else x_BTD

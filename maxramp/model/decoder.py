@@ -63,7 +63,7 @@ class Decoder(nnx.Module):
         return self.logits(self.hidden(tokens_BT, execution, positions)[0])
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Computes float32 logits [B, T, V] from what `hidden` or `read` returned."""
+        """Computes float32 logits [B, T, V] from the vectors of `hidden` or `read`."""
         logits_BTV = jnp.einsum(
             "BTD,DV->BTV",
             x_BTD,
@@ -76,8 +76,8 @@ class Decoder(nnx.Module):
     def hidden(
         self, tokens_BT: jax.Array, execution: Execution, positions: Positions = _IN_ORDER
     ) -> tuple[jax.Array, Aux]:
-        """Returns vectors [B, T, D] for `logits`, and the layers' sums. Padding counts as token
-        0."""
+        """Returns vectors [B, T, D] for `logits`, and the layers' sums. Padding (below 0) counts as
+        token 0; other tokens are below V."""
         x_BTD = self._embed(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
             run = functools.partial(layers.run, head_dim=self.head_dim, execution=execution)
@@ -94,7 +94,8 @@ class Decoder(nnx.Module):
         self, tokens_BT: jax.Array, first_B: jax.Array, states: Sequence[Any], execution: Execution
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Reads T more tokens of every row, from position first_B on, after those in the layers'
-        states. Returns their vectors [B, T, D], and the next states."""
+        states. Returns their vectors [B, T, D], and the next states; `states` stay as they are. T
+        is 1, or all slots from position 0 on. Not in a pipeline."""
         positions_BT = first_B[:, None] + jnp.arange(tokens_BT.shape[1])
         angles = layers.find_angles(self.pattern, execution, positions_BT, self.head_dim)
         shared = Pass(execution, _IN_ORDER, angles, first_B=first_B)
@@ -121,8 +122,8 @@ class Decoder(nnx.Module):
         return weight_DV.astype(dtype)
 
     def cast(self, dtype: str, apart: Iterable[str] = ()) -> "Decoder":
-        """Casts products' weights; gradients stay apart over axes `apart`
-        (`sharding.weight_spec`)."""
+        """Returns the model with products' weights cast; their gradients stay apart over axes
+        `apart` (`sharding.weight_spec`)."""
 
         def cast(x: jax.Array) -> jax.Array:
             return jax.reshard(x.astype(dtype), weight_spec(jax.typeof(x).sharding.spec, apart))

@@ -67,7 +67,8 @@ def merge_repeats(x_RL: jax.Array) -> jax.Array:
 
 
 def order_by_layer(tree: Any) -> Any:
-    """Returns the tree as checkpoints store it: layers on one axis, for any number of stages."""
+    """Returns the tree (of arrays, or their shapes) as checkpoints store it: layers on one axis,
+    for any number of stages. All processes call it together."""
     if not any(map(_is_circular, weights_of(tree))):
         return tree
     mesh, is_abstract = mesh_of(tree), isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct)
@@ -78,7 +79,8 @@ def order_by_layer(tree: Any) -> Any:
 
 
 def order_by_stage(tree: Any, like: Any) -> Any:
-    """Inverts `order_by_layer` for a pipeline that holds `like`; donates the arrays."""
+    """Inverts `order_by_layer` for a pipeline that holds `like`; donates the arrays. All processes
+    call it together."""
     repeats = {weight.shape[0] for weight in weights_of(like) if _is_circular(weight)}
     if not repeats:
         return tree

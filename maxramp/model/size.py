@@ -37,7 +37,7 @@ def describe_weights(total: int, active: int, form: Callable[[int], str] = "{:,}
 
 
 def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
-    """Counts a training step's FLOPs per token of a row of T, without those of remat.
+    """Counts a training step's FLOPs per token of a row of `tokens` > 0, without those of remat.
 
     They are 6 for each active weight of a matrix product (4 if it is frozen), and three times those
     of mixers without weights (PaLM, arXiv 2204.02311, appendix B; MaxText). The embedding's lookup
@@ -70,9 +70,9 @@ def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
 
 def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
     """Returns the groups, blocks of a group, and tokens of a block (the last one padded) of a
-    device's loss. A group has as many blocks as keep the gradients of their logits, of `itemsize`
-    bytes, no larger than their product's sum in float32; or all, if they need no more than two
-    such sums."""
+    device's loss over `tokens` > 0, of the model's `width`; with block_tokens=0 one block. A group
+    has as many blocks as keep the gradients of their logits, of `itemsize` bytes, no larger than
+    their product's sum in float32; or all, if they need no more than two such sums."""
     count = math.ceil(tokens / (block_tokens or tokens))
     size = math.ceil(tokens / count)
 
@@ -86,7 +86,8 @@ def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tu
 
 
 def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> float:
-    """Estimates the bytes that a device keeps of a pass for its backward pass, and for logits."""
+    """Estimates the bytes that a device keeps of a pass for its backward pass, and for logits;
+    `keys` are resolved, without -1."""
     tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
     D, stages = keys.base_emb_dim, spec.mesh.pipeline_stages
     itemsize, family = BYTES[keys.dtype], FAMILIES[keys.decoder_block]

@@ -36,8 +36,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def unify_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Gives keys that mean the same one value, so that two models can be compared; drops those that
-    no weight depends on."""
+    """Returns a model's keys in which those that mean the same have one value, so that two models
+    can be compared, without those that no weight depends on."""
     unified = dict(values)
     if has_experts(values["decoder_block"]):
         if unified["base_moe_mlp_dim"] == -1:

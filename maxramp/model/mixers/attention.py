@@ -49,8 +49,9 @@ class KeysAndValues:
         mask: AttentionMask,
         kernel: str,
     ) -> jax.Array:
-        """Writes T more tokens of every row (one segment), from position first_B on (0 if they fill
-        all slots), into their slots, and returns what they attend to: [B, T, H, h]."""
+        """Writes T more tokens of every row (one segment), from position first_B on, into their
+        slots, in place, and returns what they attend to: [B, T, H, h]. T is 1, or all slots from
+        position 0 on."""
         tokens, slots = q_BTHh.shape[1], self.keys_BKSh.shape[2]
         if tokens == slots:
             self.keys_BKSh, self.values_BKSh = (
@@ -140,8 +141,8 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: KeysAndValues | None = None
     ) -> jax.Array:
-        """Maps [B, T, D] to [B, T, D]; with a state, for tokens after its own, which it then
-        has."""
+        """Maps [B, T, D] to [B, T, D]; with a state, for tokens after its own, which it adds to
+        it in place."""
         angles, execution = shared.angles[mixing.rope], shared.execution
         x_BTD = jax.reshard(x_BTD, X_BTD)
         q_BTHh = dense(x_BTD, self.query_DHh, X_BTHh)

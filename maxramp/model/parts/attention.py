@@ -216,7 +216,8 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0):
 
 
 def attend_plainly(q_BTHh, k, v, axes, mask, visible):
-    """Computes attention on one device as two products and a softmax; k and v have `axes`."""
+    """Computes attention on one device as two products and a softmax; k and v have `axes`, and
+    `visible` is a mask for [B, K, G, T, S]."""
     B, T, H, h = q_BTHh.shape
     K = k.shape[axes.index("K")]
     q = q_BTHh.reshape(B, T, K, H // K, h) * mask.query_scale(q_BTHh.shape[-1])
@@ -228,7 +229,8 @@ def attend_plainly(q_BTHh, k, v, axes, mask, visible):
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=False):
     """Runs cuDNN's flash attention, or our own kernel for what cuDNN lacks: packed rows (which cost
-    it a dense mask), some tokens of a row, scores with a cap, and some widths of heads."""
+    it a dense mask), some tokens of a row, scores with a cap, and some widths of heads. A
+    ConfigError where ours is needed and this jax has no Triton."""
     segments_BT = mask.positions.segments_BT
     packed = segments_BT is not None
     only_ours = bool(mask.cap) or index_BT is not None

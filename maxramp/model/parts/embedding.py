@@ -18,8 +18,9 @@ from maxramp.parallel.sharding import (
 
 @jax.custom_vjp
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Looks up the tokens' vectors [B, T, D]. The gradient is summed in float32: in bfloat16 a
-    frequent token's sum of thousands would stop growing, and depend on the tokens of a pass."""
+    """Looks up the tokens' vectors [B, T, D], zeros for one outside of [0, V). The gradient is
+    summed in float32: in bfloat16 a frequent token's sum of thousands would stop growing, and
+    depend on the tokens of a pass."""
     spec, tokens = jax.typeof(table_VD).sharding.spec, tokens_BT.size // axis_size(*BATCH_AXES)
     # Where a device has fewer tokens than its part of the table has rows, vectors travel and the
     # table does not: every device cuts its part of D for the rows of all who share the table, and

@@ -106,7 +106,8 @@ def _module(kernel: str) -> Any:
 
 
 def select(requested: str, platform: str | None) -> str:
-    """Returns the requested kernel; for "autoselected" the platform's best (None: unknown)."""
+    """Returns the requested kernel, a ConfigError if it does not work on the platform (None:
+    unknown); for "autoselected" the platform's best."""
     devices = f"{platform or 'unknown'} devices"
     obstacles = {
         "megablox": {f"needs TPUs, not {devices}": platform != "tpu"},

@@ -40,7 +40,8 @@ def product(
     is_transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiplies rows by their experts' matrices [E, K, N], or transposed [E, N, K]: [M, N]."""
+    """Multiplies rows by their experts' matrices [E, K, N], or transposed [E, N, K]: [M, N]; rows
+    after all groups are undefined."""
     tiling = _choose(x_MK)
     M, E, N = len(x_MK), len(sizes_E), w.shape[1 if is_transposed else 2]
     rows = row_tile(M, E, tiling)

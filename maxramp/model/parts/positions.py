@@ -93,8 +93,8 @@ def key_blocks(
 def query_blocks(
     first_Bt: jax.Array, index_Bt: jax.Array, queries: int, keys: int, tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the first block of `queries` that sees each block of `keys`, and the one after the
-    last, or 0 and 0 if none does: int32 [B, k]."""
+    """Returns the first block of `queries` (which divides t) that sees each block of `keys`, and
+    the one after the last; the same twice if none does: int32 [B, k]."""
     start_k1 = jnp.arange(0, tokens, keys)[:, None]
     first_Bq, last_Bq = first_Bt[:, ::queries], index_Bt[:, queries - 1 :: queries]
     begin_Bk = (last_Bq[:, None] < start_k1).sum(-1, dtype=jnp.int32)
@@ -157,7 +157,8 @@ def run_length(tokens: int) -> int:
 
 
 def balanced_order(costs_Bn: jax.Array, run: int, devices: int) -> jax.Array:
-    """Assigns runs to devices by their costs: the costliest run left goes to the least busy device.
+    """Assigns n runs, a multiple of `devices`, by their costs: the costliest run left goes to the
+    least busy device.
 
     Returns int32 [B, T]: indices in the row of the first device's tokens, then of the next one's,
     each rising.

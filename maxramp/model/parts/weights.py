@@ -220,7 +220,8 @@ def hash_bits(x: jax.Array) -> jax.Array:
 
 
 def fingerprint_of_weights(weights: Any) -> str:
-    """Returns a 64-bit hash of a tree of arrays, in hex: the same on any mesh of devices.
+    """Returns a 64-bit hash of a tree of arrays of 2 or 4 bytes, in hex: the same on any mesh of
+    devices. All processes call it together, and wait for it.
 
     A value with the bits b at index i of the n-th array adds mix(mix(i + n c) ^ b) to the word
     whose constant is c, modulo 2^32; n counts from 1.
