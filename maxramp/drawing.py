@@ -53,7 +53,8 @@ def draw_steps(
 
 
 def name_values(axes: "Axes", values: Iterable[float]) -> None:
-    """Sets ticks at the values that occur, the largest and the smallest first, if they fit."""
+    """Sets ticks at the values that occur (at least one), the largest and the smallest first, if
+    they fit."""
     first, *others = sorted({*values}, reverse=True)
     spot = axes.get_subplotspec()
     height = spot.get_gridspec().get_height_ratios()[spot.rowspan.start]

@@ -46,7 +46,8 @@ class Piece(NamedTuple):
     checksum: int
 
     def overlap(self, start: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any] | None:
-        """Returns where it meets another part of its array: slices of itself, and of that part."""
+        """Returns where it meets another part of its array: slices of itself, and of that part;
+        None if it does not."""
         own, other = [], []
         for a, m, b, n in zip(self.start, self.shape, start, shape, strict=True):
             low, high = max(a, b), min(a + m, b + n)

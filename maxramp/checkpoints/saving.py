@@ -79,7 +79,7 @@ class Saves:
 
     def is_late(self, step: int) -> bool:
         """Tells whether the last save still runs at `step` and the loop must not wait for it; warns
-        once.
+        once. Every process asks.
 
         The loop waits for a disk. An object storage may be away for an hour: then checkpoints are
         skipped until the save is done on all processes, or has failed on one.

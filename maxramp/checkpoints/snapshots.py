@@ -221,7 +221,8 @@ class Snapshots:
         self._clean(lambda name: name[:2] == self._resumed)
 
     def _open(self, path: Place, start: str, own: Sequence[FileName]) -> Snapshot | None:
-        """Opens a snapshot, if every file of it is whole on some node; `own` are this node's."""
+        """Opens a snapshot, on all processes, if every file of it is whole on some node, else None;
+        `own` are this node's."""
         wanted = int(path.name), start
         on_node = [name for name in own if name[:2] == wanted]
         indices = {}  # of the files that this process finds whole

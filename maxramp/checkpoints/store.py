@@ -172,8 +172,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.reference = self._evaluations["eval_reference"] = fingerprint
 
     def start_saving(self) -> list[Place]:
-        """Begins the part of the run that this start trains, called when nothing can be refused any
-        more. Removes what killed saves left behind, and returns it; moves torn checkpoints aside.
+        """Begins the part of the run that this start trains, called on all processes when nothing
+        can be refused any more. Removes what killed saves left behind, and returns it; moves torn
+        checkpoints aside.
         """
         unfinished = []
         agreement.raise_everywhere(lambda: self._is_first and self._write_starts())
@@ -199,7 +200,8 @@ class Checkpoints(contextlib.AbstractContextManager):
             raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
-        """Tells whether to save after `step` steps; the same answer on every process."""
+        """Tells whether to save after `step` steps, asked once a step; the same answer on every
+        process."""
         keys = self._keys
         if not keys.enable_checkpointing:
             return False
@@ -242,8 +244,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         )
 
     def save(self, record: Checkpoint, state: TrainState, last: bool) -> None:
-        """Saves the state of a `record`, unless that was the last save. A TrainingError where
-        max_failed_saves saves in a row have failed, or the last one.
+        """Saves the state of a `record`, on all processes, unless that was the last save. A
+        TrainingError where max_failed_saves saves in a row have failed, or the last one.
 
         Returns when the state is copied; files are written in the background if
         `async_checkpointing`, or if nothing is trained after the `last`. A checkpoint that is not
@@ -266,7 +268,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def add_evaluation(self, step: int, evaluation: Mapping[str, float]) -> None:
         """Adds numbers of evaluations to the run's newest checkpoint, if it is that after `step`
-        steps. A TrainingError says that they cannot be written.
+        steps. Called on all processes; a TrainingError says that they cannot be written.
         """
 
         def add_to_record() -> None:

@@ -41,7 +41,8 @@ def fetch(key: str, name: str, file: str, beside: str = "") -> str:
 
 @functools.cache
 def fetch_model(key: str, name: str) -> str:
-    """Returns the folder of a model, from the hub or its cache."""
+    """Returns the folder of a model, from the hub or its cache; a ConfigError that names `key` if
+    neither has it."""
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
     def ask(hub: Any) -> str:
@@ -64,7 +65,8 @@ def _connect(hub: Any) -> None:
 
 
 def _ask(key: str, wanted: str, ask: Callable[[Any], str], required: bool) -> str:
-    """Returns what the cache or else the hub answers; `wanted` are arguments of `hf download`."""
+    """Returns what the cache or else the hub answers, a ConfigError if neither does, "" for a file
+    that the model lacks and that is not `required`. `wanted` are arguments of `hf download`."""
     name, _, file = wanted.partition(" ")
     what = f"{key}={name}: no such file or folder here; a model of that name on Hugging Face"
     hub = optional("huggingface_hub", "huggingface_hub", what, "hub")

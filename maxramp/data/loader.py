@@ -24,7 +24,8 @@ _SAMPLES = 64  # of each row length that cuts samples, in which losses are count
 
 
 class Loader:
-    """Hands out the batch of each step, in order from `first_step`, and whole evaluations."""
+    """Hands out the batch of each step, in order from `first_step`, and whole evaluations; close
+    it."""
 
     def __init__(
         self,
@@ -78,8 +79,8 @@ class Loader:
             )
 
     def batch(self, step: int, ramp: RampupBatchManager | None = None) -> tuple[Batch, float]:
-        """Returns the rows of `step` and the seconds waited for them; ask for steps in order. A
-        `ramp` that is not that of the steps before begins with this step.
+        """Returns the rows of `step` and the seconds waited for them; ask for steps in order, up to
+        the run's end. A `ramp` that is not that of the steps before begins with this step.
         """
         start = time.perf_counter()
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
@@ -102,7 +103,8 @@ class Loader:
         return self.expansion.place(next(self._batches), abstract)
 
     def eval_batches(self, stage: Stage, keys: EvalKeys, held_out: str = "") -> Iterator[Batch]:
-        """Yields a held-out set once, or its first eval_samples, as batches with A = 1."""
+        """Yields a held-out set once, or its first eval_samples, as batches with A = 1; not with
+        eval_interval=-1."""
         rows, most = self.held_out[held_out], keys.eval_samples
         spec = stage.spec.single_pass(keys.rows(self.expansion.mesh.size))
         return read_all(rows, spec, self.expansion, self._reading, most)
@@ -136,7 +138,7 @@ def read_all(
 
 def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
     """Counts documents (one text is one), those that are cut, and rows without a target, where the
-    rows are cut into rows of `length`.
+    rows, one or more, are cut into rows of `length`, which divides T.
     """
     tokens = len(rows[0].tokens) - 1
     batch = stack(rows, text_fields(tokens, separate=True))

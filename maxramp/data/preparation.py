@@ -197,7 +197,8 @@ def _run(
     counted: Sequence[int],
     show: Show,
 ) -> None:
-    """Calls a method of makers with each of the arguments, in processes or in this one."""
+    """Calls a method of makers with each of the arguments, in processes or in this one; a
+    TrainingError if one is killed."""
     if not work.processes:
         counts = list(counted)
         maker = _Maker(work, counts, contextlib.nullcontext(), os.cpu_count() or 1)
@@ -249,7 +250,8 @@ class _Maker:
         self._work, self._counts, self._lock, self._threads = work, counts, lock, threads
 
     def make_shard(self, shard: Shard, left_out: np.ndarray) -> None:
-        """Writes the files of a shard without the documents of some numbers, then its record."""
+        """Writes the files of a shard without the documents of some numbers, then its record; both
+        only if it is not told to leave before."""
         work, digest, bad, noted = self._work, 0, [], collections.Counter()
         path = str(work.folder / shard.name)
         with contextlib.ExitStack() as closing:

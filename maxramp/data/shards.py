@@ -86,7 +86,8 @@ class Preparation:
         return not self.shared or prepared.is_prepared(str(self.shared))
 
     def publish(self, beat: Callable[[], None]) -> None:
-        """Copies the set to the storage, the manifest last: no other file makes a set."""
+        """Copies the set to the storage, inside `lock`, the manifest last: no other file makes a
+        set."""
 
         def copy(name: str) -> None:
             (self.shared / name).upload(self.folder / name)
@@ -97,7 +98,8 @@ class Preparation:
         copy(prepared.NAME)
 
     def fetch(self, beat: Callable[[], None]) -> None:
-        """Copies the set from the storage; a kill leaves nothing but unfinished work."""
+        """Copies the set from the storage, inside `lock`; a kill leaves nothing but unfinished
+        work."""
 
         def copy(name: str) -> None:
             (self.shared / name).ask("get_file", str(self.work / name))
@@ -160,7 +162,7 @@ class Preparation:
         return done
 
     def remove_others(self) -> None:
-        """Removes what other preparations left in the folder."""
+        """Removes what other preparations left in the folder, inside `lock`."""
         done = self.finished_shards()
         for path in [*self.work.glob("shard-*"), *self._files()]:  # SHARD.json first
             if path.name.partition(".")[0] not in done:

@@ -121,7 +121,7 @@ def export(
 
 
 def _merge_adapters(model: Decoder, dtype: str) -> Decoder:
-    """Returns a model in a dtype with its adapters merged; it reuses the base's memory."""
+    """Returns a model in a dtype with its adapters merged; `model` may lose its memory to it."""
     base = without_adapters(model)
     reusable = () if {x.dtype for x in jax.tree.leaves(base)} - {jnp.dtype(dtype)} else (0,)
     with jax.set_mesh(mesh_of(model)):
@@ -189,7 +189,8 @@ def _make_side_files(source: ModelSource) -> tuple[dict[str, bytes], dict[str, A
 
 
 def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
-    """Returns the tokenizer of the data if transformers has such tokenizers."""
+    """Returns the tokenizer of the data if transformers has such tokenizers, else None, with a
+    note. A ConfigError if it cannot be opened, and the model has more rows than it came with."""
     try:
         tokenizer = source.tokenizer().tokenizer
     except ConfigError as error:

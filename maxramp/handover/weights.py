@@ -68,7 +68,7 @@ class ReleasedWeights:
     def prepare(
         self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
-        """Refuses keys that contradict config.json."""
+        """Refuses keys that contradict config.json; as in `Weights`."""
         folder, adapter, values = self.origin, self.origin.adapter, unify_keys(values)
         keys, family = folder.keys, values["decoder_block"]
         is_dense = has_experts(family) and not has_experts(keys["decoder_block"])
@@ -151,7 +151,8 @@ class SavedWeights:
     def prepare(
         self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
-        """Refuses a base that is not the one that adapters were trained on."""
+        """Refuses a base that is not the one that adapters were trained on, when it is read; as in
+        `Weights`."""
         checkpoint = self.checkpoint
         _check_adapters(self.path, checkpoint.config, model, values)
         own = stored_part(model) if self.base else without_adapters(model)
@@ -192,7 +193,7 @@ Weights = ReleasedWeights | SavedWeights
 
 
 def open_weights(path: str, key: str = KEY) -> Weights:
-    """Opens the weights at a path without reading an array.
+    """Opens the weights at a path without reading an array; a ConfigError if there are none.
 
     The path is that of a checkpoint, of a folder of them or of a run, whose newest counts, or of a
     Hugging Face folder, or the name of one. `key` is whose value it is.
@@ -242,7 +243,8 @@ def find_kept(run: Place) -> ModelFolder | None:
 
 
 def keep_released(weights: Weights | None, run: Place) -> None:
-    """Copies into a run's folder the side files of the weights that it begins with.
+    """Copies into a run's folder, on one process, the side files of the weights that it begins with
+    (None: no files).
 
     Those of other weights that an earlier start kept are removed. config.json goes first and comes
     last: without it nothing is kept.

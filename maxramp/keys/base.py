@@ -72,8 +72,8 @@ def may_be_unset(name: str) -> bool:
 
 
 def cast_value(text: str, value: Any, name: str) -> Any:
-    """Casts a value to the type of the default of the key `name`, if nothing is lost. `text` is the
-    key and value as written, for errors."""
+    """Casts a value to the type of the default of base.yml's key `name`; a ConfigError if something
+    would be lost. `text` is the key and value as written, for errors."""
     default = base()[name]
     if name in _OPTIONAL:
         if value in (None, "none", "None"):

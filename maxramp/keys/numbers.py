@@ -35,8 +35,8 @@ def nearest_multiples(value: int | Fraction, *units: int | Fraction) -> str:
 
 
 def nearest_divisors(value: int | Fraction, whole: int | Fraction) -> str:
-    """Names the divisors of a whole, above 0, around a value: of 8 "4 or 8" for 5, "8" from 8 on.
-    Those of fractions are multiples of the largest unit that divides both."""
+    """Names the divisors, above 0, of a whole > 0 around a value: of 8 "4 or 8" for 5, "8" from 8
+    on. Those of fractions are multiples of the largest unit that divides both."""
     unit = Fraction(1, math.lcm(Fraction(value).denominator, Fraction(whole).denominator))
     total = int(whole / unit)
     small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]

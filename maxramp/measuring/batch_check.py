@@ -186,7 +186,7 @@ def _remedy(config: Config, meshes: Meshes, ramp: RampupBatchManager) -> str:
 
 
 def ramp_keys(batches: Batches) -> dict[str, Any]:
-    """Returns the keys that give these batches."""
+    """Returns the keys that give these batches, the first from sample 0 on."""
     if len(batches) == 1:
         return {"global_batch_size": batches[0][1]}
     return {

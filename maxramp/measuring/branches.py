@@ -381,7 +381,8 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
-    """Returns how many rows all branches train on: every size ends with the same row."""
+    """Returns how many rows all branches train on, `wanted` or more: every size ends with the same
+    row. A ConfigError if that takes more than twice as many."""
     unit = math.lcm(*sizes)
     rows = -(-wanted // unit) * unit
     if rows > 2 * wanted:
@@ -408,7 +409,7 @@ def _checkpoint(run: Place, at: int) -> folder_lib.Checkpoint:
 
 def _train(arguments: Sequence[str], show: Callable[[str], None]) -> tuple[int, str]:
     """Trains in a process that ends with this one, and passes a signal to stop on to it; returns
-    its exit status, and what it printed. `show` is called with every line.
+    its exit status, and what it printed. `show` is called with every line. In the main thread.
     """
     command, signals = bind([sys.executable, "-m", "maxramp.train", *arguments]), []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -136,7 +136,7 @@ def ratio_of_means(
     deviations from zero.
 
     Args:
-      y, x: pairs, independent of each other.
+      y, x: pairs, two or more, independent of each other.
       weights: of each pair.
       z: half the interval, in standard deviations.
 

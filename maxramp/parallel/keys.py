@@ -60,7 +60,8 @@ class MeshKeys(_Sizes):
         return " x ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def resolve(self, num_devices: int, num_slices: int | None = None) -> "MeshKeys":
-        """Fills in the open size. `num_slices` None: as many slices as the dcn sizes make."""
+        """Fills in the open size of a group; a ConfigError if the devices make no such mesh.
+        `num_slices` None: as many slices as the dcn sizes make."""
         slices = num_slices or math.prod(max(1, size) for size in self.group("dcn").values())
         dcn = _fill(self.group("dcn"), slices, f"this job has {count(slices, 'slice')}")
         inside = num_devices // math.prod(dcn.values())
@@ -73,7 +74,8 @@ class MeshKeys(_Sizes):
 
 
 def _fill(sizes: dict[str, int], wanted: int, job: str) -> dict[str, int]:
-    """Returns sizes whose product is `wanted`; `job` says what the job has, for an error."""
+    """Returns sizes whose product is `wanted`, else a ConfigError; `job` is what it says of the
+    job."""
     known = math.prod(size for size in sizes.values() if size != -1)
     is_open = -1 in sizes.values()
     if is_open and wanted and wanted % known == 0:

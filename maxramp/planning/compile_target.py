@@ -43,7 +43,8 @@ POLICIES = ("none", "minimal_with_context", "minimal", "full")
 
 
 def open_machine(config: Config) -> Machine:
-    """Returns the machine of compile_topology, or this one, for a config of maxramp.train."""
+    """Returns the machine of compile_topology, or this one, whose JAX it starts; a ConfigError for
+    a config of another program than maxramp.train."""
     if config.run.program not in ("", "train"):
         raise ConfigError(
             f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
@@ -168,7 +169,7 @@ class CompileTarget:
         self, spec: StageSpec, number: int, most: int | None = None
     ) -> list[dict[str, Any]]:
         """Finds the `number` largest micro batches of a global batch that fit, of at most `most`
-        rows."""
+        rows of a rank, the largest first; [] if none fits."""
         multiple, rows = spec.rows_multiple, spec.samples // spec.mesh.ranks
         upto = (rows if most is None else most) + 1
         sizes = [size for size in range(multiple, upto, multiple) if rows % size == 0]
@@ -188,7 +189,8 @@ class CompileTarget:
     def fastest_ways(self, spec: StageSpec) -> list[dict[str, Any]]:
         """Finds the ways to run a stage's global batch that fit, the fastest first: under each
         remat policy the two largest micro batches, as smaller ones are slower but for small models;
-        with rows in as few parts as they can be, and in more as long as that is faster."""
+        with rows in as few parts as they can be, and in more as long as that is faster. [] if none
+        fits."""
         ways: list[dict[str, Any]] = []
         fastest = math.inf
         for mesh in self._context_meshes(spec):

@@ -174,7 +174,7 @@ def _bytes_as(dtype: Any, tree: Any) -> int:
 
 
 def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
-    """Estimates the GiB per device in a stage.
+    """Estimates the GiB per device in a stage, with resolved keys.
 
     Returns `weights` and `optimizer`, exactly; `gradients`, float32 sums and copies of weights in
     the arithmetic's dtype; `activations`, what a pass keeps for its backward pass, roughly, plus a
@@ -292,7 +292,8 @@ def find_published(names: str) -> list[dict[str, Any]]:
 def summarize_ramp(
     name: str, stages: list[tuple[int, int]], end: int, sample_tokens: int
 ) -> dict[str, Any]:
-    """Converts a ramp to tokens, from the (first sample, global batch size) of its stages.
+    """Converts a ramp to tokens, from the (first sample, global batch size) of its stages, at least
+    one.
 
     Returns `name`; `starts` and `batches` where the batch changes; `end` of the run.
     """

@@ -85,7 +85,8 @@ class Topology:
         return (all(n % 4 == 0 for n in self.shape),) * 3
 
     def description(self, num_slices: int) -> dict[str, Any]:
-        """Returns the arguments of JAX's `get_topology_desc`, once libtpu may be loaded."""
+        """Returns the arguments of JAX's `get_topology_desc`, and sets the environment for libtpu,
+        which must not be loaded yet."""
         # Read when libtpu is loaded: nothing is asked of a metadata server that is not there.
         os.environ |= {
             **{"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"},

@@ -85,8 +85,8 @@ def _wait_for_key(key: str, beat: Callable[[], None]) -> None:
 
 
 def meet(name: str, failure: str = "") -> list[str]:
-    """Waits until every process has called it with this `name`, in any thread and not for the
-    devices; returns the failures of all.
+    """Waits, up to an hour, until every process has called it with this `name` (new each time), in
+    any thread and not for the devices; returns the failures of all.
     """
     if jax.process_count() == 1:
         return [failure] if failure else []
@@ -111,8 +111,8 @@ def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | N
 def run_on(
     process_ids: Sequence[int], function: Callable[[], _T], beat: Callable[[], None]
 ) -> _T | None:
-    """Calls a function on some processes, for as long as that takes; others wait, return None, or
-    raise its errors.
+    """Calls a function on some processes, for as long as that takes; others wait (and call `beat`),
+    return None, or raise its errors.
     """
     key, outcome = f"maxramp/ran/{next(_KEYS)}", (None, None)
     if jax.process_index() in process_ids:

@@ -102,7 +102,8 @@ _PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 
 def join(timeout: float) -> None:
-    """Starts jax.distributed where the environment describes a job of several processes.
+    """Starts jax.distributed where the environment describes a job of several processes; a
+    TrainingError if they do not come.
 
     MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come first, then
     what JAX recognizes (TPU pods, GKE, SLURM, Open MPI). Waits `timeout` seconds for the others.
@@ -180,8 +181,8 @@ def _listen(host: str, port: int, count: int) -> socket.socket:
 
 
 def _wait_for_all(address: str, count: int, timeout: float) -> dict[socket.socket, int]:
-    """Waits, as process 0, until every other process has come; then lets all continue together.
-    Returns which process each connection leads to.
+    """Waits, as process 0, until every other process has come, else a TrainingError; then lets all
+    continue together. Returns which process each connection leads to.
     """
     shown, deadline = _describe_address(address), time.monotonic() + timeout
     known = {_greeting(other, count): other for other in range(1, count)}
@@ -225,7 +226,8 @@ def _wait_for_all(address: str, count: int, timeout: float) -> dict[socket.socke
 
 
 def _report(address: str, process_id: int, count: int, timeout: float) -> dict[socket.socket, int]:
-    """Reports to process 0, and waits until all processes have; returns the connection to it."""
+    """Reports to process 0, and waits until all processes have, else a TrainingError; returns the
+    connection to it."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -101,7 +101,8 @@ class NoisePolicy:
         self._periods = last | {number: period}
 
     def decide(self, ramp: RampupBatchManager, step: int) -> Decision | None:
-        """Returns the rung to climb to before `step`, once the numbers of step - 2 are known."""
+        """Returns the rung to climb to before `step`, None to stay, once the numbers of step - 2
+        are known. `ramp` begins with the run's rung; sets `lower_bound`."""
         self.lower_bound = None
         batch, done = ramp.stages[0].global_batch_size, ramp.samples_before(step)
         rung = next(iter(ladder.rungs(self._keys, batch)), None)

@@ -106,7 +106,7 @@ class ShapeKeys(MeshKeys, RopeKeys):
 
     @property
     def rows_of_sample(self) -> int:
-        """Number of rows into which a step cuts a sample."""
+        """Number of rows into which a step cuts a sample, a ConfigError if they are not equal."""
         row, sample = self.row_length, self.max_target_length
         if row == -1:
             return 1

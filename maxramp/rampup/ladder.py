@@ -62,7 +62,8 @@ class Rung:
 
 
 def rungs(keys: BatchKeys, above: int = 0) -> list[Rung]:
-    """Returns the rungs that are larger than the batch `above`, without the ladder's first size."""
+    """Returns the rungs of rampup_policy=noise that are larger than the batch `above`, without the
+    ladder's first size."""
     warm = int(_curve_of_first(keys).warmup)
     ladder = []
     for i, size in enumerate(keys.rampup_ladder[1:]):
@@ -111,8 +112,9 @@ def expected_rungs(
 
 
 def fixed_ramp(keys: BatchKeys, stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns keys of a ramp that repeats the `stages` of a run with rampup_policy=noise; {} if a
-    restart changed the batches, which no single ramp repeats.
+    """Returns keys of a ramp that repeats the `stages` (as in plan.json) of a run with
+    rampup_policy=noise; {} for another run, or if a restart changed the batches, which no single
+    ramp repeats.
     """
     sizes = [stage["global_batch_size"] for stage in stages]
     if keys.rampup_policy != "noise" or sizes != list(keys.rampup_ladder[: len(sizes)]):
@@ -207,7 +209,8 @@ _ROUNDING = 1e-3
 
 
 def seesaw_sizes(keys: BatchKeys) -> list[tuple[int, int]]:
-    """Returns (first sample, global batch size) of every stage under rampup_policy=seesaw.
+    """Returns (first sample, global batch size) of every stage under rampup_policy=seesaw, for keys
+    that `check_seesaw` lets pass.
 
     Seesaw lets the batch grow where the learning rate would fall (Meterez et al., arXiv
     2510.14717): where the base curve cuts the rate by a factor a, it cuts it by sqrt(a) and

@@ -85,7 +85,8 @@ class MetricsLog:
     def log_step(
         self, step: int, stage: Stage, consumed_samples: int, dispatched: Dispatched
     ) -> None:
-        """Takes over a step just dispatched, and waits for the record of the one before.
+        """Takes over a step just dispatched, and waits for the record of the one before; raises
+        what that raised, such as the TrainingError of `check_numbers`.
 
         Every scalar of it is recorded under its name; every log_period-th step has the loads of
         experts too. `consumed_samples` are those after the step.
@@ -195,8 +196,8 @@ def evaluation_from_sums(
     divisor: str = "tokens",
 ) -> Dispatched:
     """Makes an evaluation that was just dispatched of `sums`: of all batches of each held-out set
-    by its name, with `by_batch` one tuple for each batch. `shown` names them; those that are no
-    counts are divided by `divisor`. Names of a named set's numbers end with its name.
+    (at least one) by its name, with `by_batch` one tuple a batch. `shown` names them; those that
+    are no counts are divided by `divisor`. Names of a named set's numbers end with its name.
     """
 
     def averages(batches: np.ndarray, end: str) -> Record:

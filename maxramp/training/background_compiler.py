@@ -27,7 +27,7 @@ class BackgroundCompiler:
         self, memory_limit: int, say: Callable[[str], None], on_failure: Callable[[], None]
     ):
         """Starts the thread. It warns of a program that needs more than `memory_limit` bytes of a
-        device (0 = unknown), and calls `say` and `on_failure`."""
+        device (0 = unknown), and calls `say` with lines, and `on_failure` for each that fails."""
         self._memory_limit = memory_limit
         self.say, self._on_failure = say, on_failure
         self._failure: StepError | None = None
@@ -47,8 +47,8 @@ class BackgroundCompiler:
         return key in self._waiting or key in self._compiled
 
     def get(self, key: Hashable) -> tuple[Any, float]:
-        """Returns a program, or a tree of them, and the seconds spent waiting. Raises StepError if
-        it does not compile, KeyError if it was not announced."""
+        """Returns a program, or a tree of them, and the seconds spent waiting; called in the main
+        thread. Raises StepError if it does not compile, KeyError if it was not announced."""
         compiled = self._compiled.get(key)
         if compiled and compiled.done():
             return compiled.result(), 0.0

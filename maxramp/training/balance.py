@@ -26,7 +26,7 @@ Counts = dict[str, jax.Array]
 def summing_positions(model: Decoder, batch: Batch, divisors_B: jax.Array) -> Positions:
     """Returns positions with the weight of each token in the layers' sums. `divisors_B` is what
     each row adds to the divisor of the step's sums, so these become means over all tokens but
-    padding."""
+    padding. Models without experts need no weights."""
     if not model.pattern.counts:
         return batch.token_positions
     is_token_BT = batch.tokens >= 0
@@ -82,7 +82,8 @@ def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder
 
 def metrics(counts: Counts) -> dict[str, jax.Array]:
     """Returns, over all layers, the largest share of a layer's tokens relative to an equal share,
-    the mean entropy of the shares relative to that of equal ones, and all shares, [L, E]."""
+    the mean entropy of the shares relative to that of equal ones, and all shares, [L, E]; {}
+    without experts."""
     if LOAD not in counts:
         return {}
     shares_LE = load_shares(counts[LOAD])

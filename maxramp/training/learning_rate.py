@@ -48,9 +48,10 @@ class LearningRate:
         return cls(keys, ramp, reference, curve)
 
     def __call__(self, consumed_samples: Any, global_batch_size: int | None = None) -> Any:
-        """Returns the learning rate, float32, of the step that starts at `consumed_samples`.
-        `batch_size_lr_scaling` multiplies it by (global_batch_size / reference)^(1/2 or 1): the
-        square-root rule for Adam (Malladi et al., arXiv 2205.10287), the linear one for SGD."""
+        """Returns the learning rate, float32, of the step that starts at `consumed_samples`, 0 from
+        the curve's end on. `batch_size_lr_scaling` multiplies it by (global_batch_size /
+        reference)^(1/2 or 1), unless the batch is None: the square-root rule for Adam (Malladi et
+        al., arXiv 2205.10287), the linear one for SGD."""
         keys, curve, s = self.keys, self.curve, jnp.asarray(consumed_samples, jnp.float32)
         peak, risen = self._phase_peak(s)
         if keys.learning_rate_by == "steps":

@@ -53,7 +53,8 @@ def scores(
     x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, block_tokens: int, cap: float
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log-probabilities, and whether no token is likelier, bool: two arrays [B, T], without
-    gradients. `cap` is the soft cap of the logits."""
+    gradients. Negative targets read as token 0. `block_tokens` are of a device (0 = all), `cap` is
+    the soft cap of the logits."""
 
     def score(below_NV, chosen_NV, _):
         sums = jnp.stack([jnp.exp(below_NV).sum(-1), chosen_NV.sum(-1)])

@@ -43,7 +43,7 @@ def cross_entropy_sums(
     statistics: bool = False,
     cap: float = 0.0,
 ) -> _Sums:
-    """Sums over target tokens, in float32.
+    """Sums over target tokens, those from 0 up, in float32.
 
     Args:
       head_DV: sharded as HEAD_DV; its gradient may stay apart.

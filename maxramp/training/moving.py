@@ -54,7 +54,8 @@ def _stops(x: jax.ShapeDtypeStruct, mesh: Mesh) -> list[NamedSharding]:
 def move(
     arrays: list[jax.Array], abstract: Sequence[jax.ShapeDtypeStruct], compiled: Moves
 ) -> None:
-    """Puts each array on the mesh that its programs move it to, one by one to save memory."""
+    """Puts each array of the list, in place, on the mesh that its programs move it to; waits for
+    each and frees the old one, to save memory."""
     for number, like in enumerate(abstract):
         for program in compiled[kind(like)]:
             before = arrays[number]

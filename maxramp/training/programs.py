@@ -94,8 +94,9 @@ class Programs:
         return self._compiler.get(stage.spec)
 
     def follow(self, state: list[jax.Array], stage: Stage) -> float:
-        """Moves a state's arrays, in the list, to the mesh of a stage that was added. Returns the
-        seconds spent waiting for programs; raises StepError if they do not compile."""
+        """Moves a state's arrays, in the list, to the mesh of a stage that was added, and waits
+        until they are there. Returns the seconds spent waiting for programs; raises StepError if
+        they do not compile."""
         before, mesh = mesh_of(state), self._expansion.mesh_of(stage.spec)
         if mesh == before:
             return 0.0

@@ -74,7 +74,7 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 
 def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
     """Splits the weights into those that train (trainable_parameters_mask, else adapters, else all)
-    and the others."""
+    and the others; a ConfigError if none trains."""
     layers = len(list(model.pattern))
     for number in keys.trainable_layers:
         if number >= layers:

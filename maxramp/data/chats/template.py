@@ -96,7 +96,7 @@ class ChatTemplate:
     def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
         """Returns answers behind what asks for one, or behind its longest beginning that is there
         as often as answers are, and not before them: some templates add a thought that old answers
-        have lost. No message can imitate it, as it begins with a mark.
+        have lost. No message can imitate it, as it begins with a mark. [] if that is not clear.
         """
         first = _first_answer(chat)
         count = first or 1  # many templates look at the first message
@@ -123,7 +123,7 @@ class ChatTemplate:
         return spans if apart else []
 
     def _find_by_prefixes(self, chat: Chat, text: str, mark: str) -> list[Span]:
-        """Returns answers of a template whose text only grows with every message."""
+        """Returns answers of a template whose text only grows with every message; [] of another."""
         spans = []
         for i, message in enumerate(chat.messages):
             if message["role"] != ANSWERS:
