@@ -152,8 +152,8 @@ class _Writer:
         self._longest = trained.config.model.max_target_length
 
     def write(self, texts: Sequence[str]) -> list[str]:
-        """Answers prompts, and prints the answers as they are written; after plain text, as the end
-        of that. Returns the answers.
+        """Answers prompts, one or more, and prints the answers as they are written; after plain
+        text, as the end of that. Returns the answers.
         """
         options = self._options
         prompts = self._tokenizer.encode(texts)

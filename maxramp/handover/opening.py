@@ -131,7 +131,8 @@ class ModelSource:
         return self.weights.origin
 
     def load(self, say: Callable[[str], None] = lambda line: None) -> Decoder:
-        """Loads the weights on a mesh of all devices of a started backend; resolves `config`.
+        """Loads the weights on a mesh of all devices of a started backend, on all processes
+        together; resolves `config`.
 
         `say` prints a line, on the first process.
         """

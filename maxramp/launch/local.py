@@ -43,7 +43,8 @@ _CONNECTED = "[Gloo] Rank "
 
 
 def launch(run: Run, dry_run: bool = False) -> int:
-    """Runs job after job until the run is finished; returns the exit status of the last.
+    """Runs job after job until the run is finished, or prints their commands; returns the exit
+    status of the last.
 
     The first SIGINT or SIGTERM asks the job to save and end; a second one kills it.
     """

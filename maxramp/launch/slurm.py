@@ -269,7 +269,8 @@ class SlurmCluster:
         return environment
 
     def _start_guard(self, node: str) -> subprocess.Popen | None:
-        """Starts what starts this job again if the node of this supervisor fails."""
+        """Starts on a node what starts this job again if that of this supervisor fails; None if the
+        run is not elastic, or it is the same node."""
         if not self._keys.elastic or node == self._node:
             return None
         options = ["--overlap", "--quiet", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
@@ -293,7 +294,7 @@ class SlurmCluster:
         return []
 
     def _read_limit(self) -> float:
-        """Reads the Unix seconds at which SLURM ends this job."""
+        """Reads the Unix seconds at which SLURM ends this job; infinity if it does not."""
         try:
             (end,) = _ask("squeue", "-h", "-j", self._id, "-o", "%e").split()
             return datetime.datetime.fromisoformat(end).timestamp()

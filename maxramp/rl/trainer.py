@@ -101,7 +101,7 @@ class Scorer:
 
     def ask(self, weights: list[jax.Array], prompts: Sequence[Prompt], first: int) -> Part:
         """Writes `num_generations` answers to each prompt; their rewards are still being computed
-        when this returns.
+        when this returns. All processes call it together; raises as `Generator.answer`.
 
         Args:
           weights: from `Generator.prepare`.
@@ -122,8 +122,8 @@ class Scorer:
         return part
 
     def wait(self, part: Part) -> None:
-        """Waits for the rewards of a part, which process 0 sends to the others. Raises a StepError
-        if a function failed."""
+        """Waits for the rewards of a part, which process 0 sends to the others; all call it
+        together. Raises a StepError if a function failed."""
 
         def result() -> list | None:
             if not part.pending:
@@ -159,7 +159,7 @@ class Scorer:
         )
 
     def summary(self, part: Part) -> dict[str, float]:
-        """Returns the metrics of a part's answers."""
+        """Returns the metrics of the answers of a part that has its rewards (`wait`)."""
         total_R = self._total(part)
         numbers = (
             total_R.mean(),
@@ -174,7 +174,7 @@ class Scorer:
 
     def best_and_worst(self, part: Part) -> dict[str, Any]:
         """Returns the metric "answers": the `log_answers` answers of the most reward and of the
-        least, the best first."""
+        least, the best first; {} with log_answers=0."""
         rewards, number = self._total(part), self._keys.log_answers
         if not number:
             return {}
