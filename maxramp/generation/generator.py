@@ -248,7 +248,9 @@ class Generator:
         model, keys, count = self._structure.unflatten(weights), self._keys, len(rows.lengths_B)
         empty = [block.mixer.empty_state(keys, count, length) for block in model.layers]
         first_B = jnp.zeros_like(rows.lengths_B)
-        _, states = model.read(rows.tokens_BS[:, :length], first_B, empty, keys)
+        # `_write` begins with the last token of every prompt.
+        valid_BT = jnp.arange(length) < rows.lengths_B[:, None] - 1
+        _, states = model.read(rows.tokens_BS[:, :length], first_B, empty, keys, valid_BT)
         return tuple(
             state.resize(slots, layer.mixing(keys), rows.lengths_B)
             for state, layer in zip(states, model.pattern, strict=True)

@@ -18,14 +18,16 @@ from maxramp.model.parts.experts import Experts
 from maxramp.model.parts.mlp import MLP
 from maxramp.model.parts.norm import RMSNorm
 from maxramp.model.parts.positions import Pass
-from maxramp.model.pattern import Mixing
+from maxramp.model.pattern import Layer, Mixing
+
+MIXERS = {"attention": Attention}  # by `Layer.mixer`
 
 
 class Block(nnx.Module):
     """A mixer, then an MLP, each added to the residual stream: with a norm before each, after each
     (OLMo 2, arXiv 2501.00656), or both (Gemma 2, arXiv 2408.00118)."""
 
-    def __init__(self, family: Family, kind: str, keys: ModelKeys, key: jax.Array):
+    def __init__(self, family: Family, layer: Layer, keys: ModelKeys, key: jax.Array):
         mixer_key, mlp_key = jax.random.split(key)
         norm = functools.partial(
             *(RMSNorm, (keys.base_emb_dim,), keys.normalization_layer_epsilon, keys.weight_dtype),
@@ -36,8 +38,8 @@ class Block(nnx.Module):
             self.mixer_norm, self.mlp_norm = norm(), norm()
         if self.norms != "before":
             self.mixer_post_norm, self.mlp_post_norm = norm(), norm()
-        self.mixer = Attention(keys, mixer_key, family.heads_together, family.norm_offset)
-        if kind == "sparse":
+        self.mixer = MIXERS[layer.mixer](keys, mixer_key, family)
+        if layer.is_sparse:
             self.mlp = Experts(dataclasses.replace(keys, **family.expert_keys), mlp_key)
         else:
             self.mlp = MLP(keys, mlp_key)

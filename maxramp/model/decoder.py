@@ -42,12 +42,12 @@ class Decoder(nnx.Module):
         self.embedding_VD = normal(
             "embedding", "V D", embedding, (V, D), EMBEDDING_VD, D**-0.5, dtype
         )
-        keys_L, stacks = jax.random.split(layers_key, L), {}
+        keys_L, stacks, ordered = jax.random.split(layers_key, L), {}, [*self.pattern]
         for kind in self.pattern.kinds:
-            make_block = functools.partial(Block, family, kind, keys)
+            own = [i for i, layer in enumerate(ordered) if layer.kind == kind]
+            make_block = functools.partial(Block, family, ordered[own[0]], keys)
             if keys.lora_rank:
                 make_block = adapters.add_adapters(make_block, kind, keys)
-            own = [i for i, layer in enumerate(self.pattern) if layer.kind == kind]
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
             stacks[kind] = _stack(make_block, keys_l, keys.num_pipeline_repeats)
         self.layers = nnx.data(stacks)  # by kind of layer: a stack of weights, in order
@@ -91,14 +91,19 @@ class Decoder(nnx.Module):
         return jax.reshard(self.norm(await_sums(x_BTD, aux)), X_BTD), aux
 
     def read(
-        self, tokens_BT: jax.Array, first_B: jax.Array, states: Sequence[Any], execution: Execution
+        self,
+        tokens_BT: jax.Array,
+        first_B: jax.Array,
+        states: Sequence[Any],
+        execution: Execution,
+        valid_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Reads T more tokens of every row, from position first_B on, after those in the layers'
         states. Returns their vectors [B, T, D], and the next states; `states` stay as they are. T
-        is 1, or all slots from position 0 on. Not in a pipeline."""
+        is 1, or all slots from position 0 on; for `valid_BT` see `Pass`. Not in a pipeline."""
         positions_BT = first_B[:, None] + jnp.arange(tokens_BT.shape[1])
         angles = layers.find_angles(self.pattern, execution, positions_BT, self.head_dim)
-        shared = Pass(execution, _IN_ORDER, angles, first_B=first_B)
+        shared = Pass(execution, _IN_ORDER, angles, first_B=first_B, valid_BT=valid_BT)
         states = jax.tree.map(lambda x: x, tuple(states))  # a copy, which this pass changes
         x_BTD = self._embed(tokens_BT, execution.dtype)
         blocks = self.one_by_one().layers

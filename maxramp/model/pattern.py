@@ -69,6 +69,12 @@ class Layer:
     sums: tuple[str, ...] = ()  # names of the sums that its block minimizes or shows (`Aux`)
     # names and shapes of the counts that its block returns for a row
     counts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    mixer: str = "attention"  # the kind of its mixer (`mixers.table`)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its MLP is a mixture of experts, which counts its tokens."""
+        return bool(self.counts)
 
 
 @dataclasses.dataclass(frozen=True)

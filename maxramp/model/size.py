@@ -23,7 +23,7 @@ class LayerSizes(NamedTuple):
     @classmethod
     def from_keys(cls, keys: ModelKeys, layer: Layer) -> Self:
         mixer, width, router = AttentionSizes.from_keys(keys), keys.base_mlp_dim, {}
-        if layer.kind == "sparse":
+        if layer.is_sparse:
             width = keys.moe_mlp_dim * (keys.num_experts_per_tok + keys.shared_experts)
             router = {"router": keys.num_experts}
         reads = {**mixer.reads, "gate_proj": width, "up_proj": width, **router}
@@ -94,7 +94,7 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
     counts = Counter(family.pattern(keys))
     kept = {layer: _kept_bytes(LayerSizes.from_keys(keys, layer), keys, spec) for layer in counts}
     passing = 0.0
-    for layer in (layer for layer in counts if layer.counts):
+    for layer in (layer for layer in counts if layer.is_sparse):
         more, passing = _expert_bytes(keys, spec)
         kept[layer] = {name: size + more[name] for name, size in kept[layer].items()}
     everything = max(sizes["none"] for sizes in kept.values())

@@ -167,7 +167,7 @@ class CostModel:
             widths = LayerSizes.from_keys(model, layer)
             results = sum(widths.reads.values()) + D * len(widths.writes)
             numbers += count * (_STREAM * D + _RESULT * results / sizes["tensor"])
-            if layer.counts:
+            if layer.is_sparse:
                 k = model.num_experts_per_tok
                 room = sizes["expert"] * min(k, own) - k
                 numbers += (
@@ -212,7 +212,7 @@ class CostModel:
         experts, k = sizes["expert"], model.num_experts_per_tok
         automatic = min(k, experts) if self._platform == "tpu" else experts
         sent = {"ragged": k, "gather": experts}.get(model.expert_dispatch, automatic)
-        counting = sum(bool(layer.counts) for layer in layers)
+        counting = sum(layer.is_sparse for layer in layers)
         yield "experts", counting * (4 + again) * self._wait(sent * stream, mesh, "expert")
         context, tensor = sizes["context"], sizes["tensor"]
         heads, key_heads = model.base_num_query_heads, model.base_num_kv_heads

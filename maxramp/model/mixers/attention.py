@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxramp.model.families.family import Family
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import LANES, AttentionMask, attend, attend_plainly
 from maxramp.model.parts.norm import RMSNorm
@@ -108,13 +109,7 @@ class Attention(nnx.Module):
     norms of queries and keys, for each head (Qwen3, arXiv 2505.09388) or for all heads together
     (OLMoE, arXiv 2409.02060)."""
 
-    def __init__(
-        self,
-        keys: ModelKeys,
-        key: jax.Array,
-        heads_together: bool = False,
-        norm_offset: float = 0.0,
-    ):
+    def __init__(self, keys: ModelKeys, key: jax.Array, family: Family):
         D, h, dtype = keys.base_emb_dim, keys.head_dim, keys.weight_dtype
         H, K = keys.base_num_query_heads, keys.base_num_kv_heads
         q, k, v, o = jax.random.split(key, 4)
@@ -131,8 +126,8 @@ class Attention(nnx.Module):
             self.value_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
         if self.has_norms:
             form = (keys.normalization_layer_epsilon, dtype)
-            norm = functools.partial(RMSNorm, offset=norm_offset)
-            if heads_together:
+            norm = functools.partial(RMSNorm, offset=family.norm_offset)
+            if family.heads_together:
                 self.query_norm = norm((H, h), *form, "Hh", HEADS_Hh)
                 self.key_norm = norm((K, h), *form, "Kh", HEADS_Hh)
             else:
