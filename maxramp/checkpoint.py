@@ -91,7 +91,7 @@ def show(path: Place) -> int:
 
 
 def verify(path: Place) -> int:
-    """Reads every value of every checkpoint; 1 if one is torn."""
+    """Reads every value of every checkpoint; returns the exit status, not 0 if one is torn."""
     status = 0
     for checkpoint in _checkpoints(path):
         try:

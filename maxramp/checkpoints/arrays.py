@@ -187,7 +187,9 @@ def restore(
 
 
 def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:
-    """Reads the arrays of a snapshot from the nodes, as `load` does those of a checkpoint."""
+    """Reads the arrays of a snapshot from the nodes, as `load` does those of a checkpoint; a
+    PeerLostError if one does not answer.
+    """
 
     def collect(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -210,7 +212,7 @@ def reason_of(error: Exception) -> str:
 
 def save(path: Place, state: TrainState) -> Callable[[], None]:
     """Copies a state from the devices, and writes it in threads of Orbax; returns what waits until
-    all processes have written its arrays.
+    all processes, which call it together, have written its arrays, and raises any error of that.
 
     An array of all layers is stored by layer, so that reading one reads no other. An object storage
     is not asked for anything before the arrays are copied: it has no checkpoint of this number.
@@ -240,7 +242,9 @@ def load(path: Place, abstract: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reading(path: Place) -> Iterator[None]:
-    """Turns what Orbax and TensorStore raise about a checkpoint into one line."""
+    """Turns what Orbax and TensorStore raise about a checkpoint into a ConfigError of one line, but
+    not what says that memory ran out.
+    """
     try:
         yield
     except Exception as error:

@@ -248,7 +248,9 @@ def read(path: Place) -> Checkpoint:
 
 
 def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
-    """Reads the newest whole checkpoint of a folder; returns also the torn ones after it."""
+    """Reads the newest whole checkpoint of a folder, None without one; returns also the torn ones
+    after it.
+    """
     torn = []
     for step in reversed(steps_in(folder)):
         try:
@@ -266,7 +268,9 @@ def read_whole(folder: Place) -> Iterator[Checkpoint]:
 
 
 def find_best(folder: Place) -> Place:
-    """Finds the best checkpoint of a folder, as its newest one defines it (`checkpoint_best`)."""
+    """Finds the best checkpoint of a folder, as its newest one defines it (`checkpoint_best`); a
+    ConfigError if there is none.
+    """
     last, _ = newest(folder)
     why = "no checkpoint there"
     if last:

@@ -99,7 +99,9 @@ class Saves:
         return True
 
     def begin(self, step: int, write: Callable[[], None]) -> None:
-        """Runs `write` in a thread; the last save must have been settled."""
+        """Runs `write` in a thread; the last save must have been settled. `settle` tells of what it
+        raises.
+        """
         future: concurrent.futures.Future = concurrent.futures.Future()
 
         def work() -> None:
@@ -127,7 +129,7 @@ class Saves:
     def settle(self, last: bool = False) -> None:
         """Waits until the last save is done on every process, or has failed on one: Orbax would let
         the others wait for it for 20 minutes. Raises a TrainingError where it has failed and is
-        `last`, or one too many.
+        `last`, or one too many. All processes call it together.
         """
         if self._current is None:
             return
@@ -153,8 +155,8 @@ class Saves:
         self._warn(f"{line}; the run continues ({self._failed_in_a_row} of {most})")
 
     def finish(self, error: BaseException | None) -> None:
-        """Waits until this process has written, unless an error says that a peer may be lost: then
-        it never would have.
+        """Waits until this process has written, and warns if that failed; not after an `error` that
+        says that a peer may be lost: then it never would have.
         """
         if self._current is None or isinstance(error, PeerLostError):
             return  # the last save of a run that comes to its end was waited for

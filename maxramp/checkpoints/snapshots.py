@@ -64,8 +64,8 @@ class Snapshots:
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ):
-        """Joins the processes of the job. `run` is the run's folder, `start` the id of this start;
-        `say` and `warn` take a line.
+        """Joins the processes of the job, which all call it; a ConfigError if one cannot write.
+        `run` is the run's folder, `start` the id of this start; `say` and `warn` take a line.
         """
         self._period, self._say, self._warn = keys.local_checkpoint_period, say, warn
         self._me, self._is_first = jax.process_index(), jax.process_index() == 0
@@ -177,7 +177,7 @@ class Snapshots:
         self._clean(lambda name: (name[:2] == (step, self._start)) != bool(failures))
 
     def _clean(self, keeps: Callable[[FileName], bool]) -> None:
-        """Removes files of this node; its first process does."""
+        """Removes files of this node but those that it `keeps`; its first process does."""
         for name in list_files(self._folder) if self._rank == 0 else ():
             if not keeps(name):
                 (self._folder / str(name)).unlink(missing_ok=True)

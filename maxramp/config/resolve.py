@@ -75,7 +75,7 @@ def meshes_of(config: Config) -> Meshes:
 
 
 def data_values(config: Config) -> dict[str, str]:
-    """Returns the keys of the data that others decide if they are left open."""
+    """Returns the keys of the data that others decide if they are left open; as given if not."""
     cache = os.path.join(config.run.base_output_directory, ".prepared")
     if not (is_object_storage(cache) or can_make(config.run.folder.parent / ".prepared")):
         cache = LOCAL_CACHE
@@ -167,7 +167,7 @@ def _check_pipeline(config: Config) -> Relations:
 
 
 def _check_equal_parts(model: ModelKeys, parts: int, stages: str) -> None:
-    """Makes sure that a pipeline can cut layers of several kinds into equal parts."""
+    """Refuses layers of several kinds that a pipeline cannot cut into equal parts."""
     pattern = FAMILIES[model.decoder_block].pattern(model)
     period, is_whole = len(pattern.period), not (pattern.prefix or pattern.remainder)
     if period > 1 and (not is_whole or pattern.repeats % parts):
@@ -211,8 +211,8 @@ def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
 
 
 def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
-    """Makes sure that all shards have equal sizes. The ramp's stages are checked when they are
-    known.
+    """Refuses a mesh on which not all shards have equal sizes. The ramp's stages are checked when
+    they are known.
     """
     sizes, ranks = mesh.sizes, mesh.ranks
     eval_size = config.evaluation.eval_per_device_batch_size

@@ -278,7 +278,7 @@ def _check_kinds(entries: Sequence[Entry]) -> None:
 
 
 def _check_tokenizers(keys: DataKeys, entries: Sequence[Entry]) -> None:
-    """Checks that prepared sets have one tokenizer, that of the keys, and ids below vocab_size."""
+    """Refuses prepared sets of another tokenizer than the keys', or with ids beyond vocab_size."""
     sets = [one for entry in entries for one in entry.sets]
     with_tokenizer = [(one.folder, one.manifest["tokenizer"]) for one in sets]
     with_tokenizer = [(folder, tokenizer) for folder, tokenizer in with_tokenizer if tokenizer]

@@ -124,7 +124,7 @@ class RunRows:
 
         Args:
           seed: None = the data's own order.
-          later: (first row, weight of each part) of other mixtures; 0 = no rows in it.
+          later: (first row, weight of each part) of other mixtures, in order; 0 = no rows in it.
         """
         self._parts, self._seed = parts, seed
         self._stretches: list[_Stretch] = []

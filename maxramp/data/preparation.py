@@ -95,7 +95,9 @@ def prepare(work: Preparation, beat: Callable[[], None], publishes: bool = False
 
 @contextlib.contextmanager
 def progress(size: int) -> Iterator[Show]:
-    """Shows documents, tokens and bytes: a bar on a terminal, elsewhere a line at every tenth."""
+    """Yields what shows documents, tokens and the bytes done of `size`: by a bar on a terminal,
+    elsewhere by a line at every tenth.
+    """
     from rich.progress import BarColumn, Progress, TimeRemainingColumn  # most starts show none
 
     start, tenths = time.perf_counter(), 0
@@ -280,7 +282,7 @@ class _Maker:
         place.write_whole(work.work / f"{shard.name}.json", json.dumps(record).encode())
 
     def hash_shard(self, shard: Shard) -> None:
-        """Writes the hashes of a shard's documents."""
+        """Writes the hashes of a shard's documents, unless it is told to leave before."""
         hashes = bytearray()
         for file, start, stop, _ in shard.pieces:
             for _, record in _read(file, start, stop):
@@ -352,8 +354,8 @@ def _read(file: RecordFile, start: int, stop: int) -> Iterator[tuple[int, Record
 
 
 def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Iterator[str]:
-    """Yields texts from all over the inputs, about `most` bytes of them, without bad records, of
-    which there may be as many as are `allowed`.
+    """Yields texts from all over the inputs, about `most` bytes of them, without bad records; a
+    ConfigError if it meets more of these than are `allowed`.
     """
     bad = 0
     pieces = [(file, piece) for file in inputs for piece in file.split(1 << 24)]

@@ -79,7 +79,7 @@ class StreamRows(Items):
           tokens: an array, or a TokenStream.
           vocab_size: bound of the ids; None = they are not checked.
           separate: whether rows say where documents begin; of a TokenStream.
-          span: the tokens that count, if not all.
+          span: the tokens [start, stop) that count, if not all.
         """
         self._first, stop = span or (0, len(tokens))
         super().__init__(max(0, (stop - self._first - 1) // length))

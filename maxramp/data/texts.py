@@ -38,7 +38,8 @@ class BytesFile(RecordFile):
 
 def plan_text(keys: DataKeys) -> Preparation:
     """Returns the set of the files' bytes. The order of documents is random but the same
-    everywhere, so the tail of the stream is a fair sample; of a single file it is the file's end.
+    everywhere, so the tail of the stream is a fair sample; of a single file it is the file's end. A
+    ConfigError if all files are empty.
     """
     named, title = _find_files(keys.text_files)
     files = [BytesFile(str(path), "", True) for _, path in named if path.stat().st_size]
@@ -49,7 +50,9 @@ def plan_text(keys: DataKeys) -> Preparation:
 
 
 def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
-    """Returns (name, path) of every file, in the corpus's order, and what to call them."""
+    """Returns (name, path) of every file, in the corpus's order, and what to call them; without a
+    pattern, of the standard library's sources. A ConfigError for none.
+    """
     if not pattern:
         title, paths = "sources of the Python standard library", []
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])

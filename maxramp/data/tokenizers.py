@@ -274,7 +274,7 @@ class Tokenizer:
 def load(
     tokenizer_type: str, path: str, add_bos: bool, add_eos: bool, split_special_tokens: bool = True
 ) -> Tokenizer:
-    """Opens a tokenizer that is known to work."""
+    """Opens a tokenizer and tries it; a ConfigError if it does not work."""
     tokenizer = Tokenizer(tokenizer_type, path, add_bos, add_eos, split_special_tokens)
     if not split_special_tokens and tokenizer_type not in ("huggingface", "tiktoken"):
         raise ConfigError(

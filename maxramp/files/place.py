@@ -145,7 +145,7 @@ def is_near(path: Place) -> bool:
 
 def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
     """Measures the files in a folder, however deep: bytes by their names below the folder. On a
-    disk, those `names` alone if there are any, also behind links.
+    disk, those `names` alone if there are any, also behind links; what is missing is left out.
     """
     if isinstance(folder, ObjectPath):
         start = len("/".join((*folder.parts[1:], "")))
@@ -218,7 +218,7 @@ def remove_tree(folder: Place) -> None:
 
 
 def move_tree(folder: Place, to: Place) -> None:
-    """Renames a folder: at once on a disk, object by object in an object storage."""
+    """Renames a folder to a name that is free: at once on a disk, object by object in a storage."""
     if not isinstance(folder, ObjectPath):
         folder.rename(to)
         return

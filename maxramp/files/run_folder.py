@@ -46,7 +46,9 @@ class Claim:
     """A run's claim to its folder, until `release` or the end of the process."""
 
     def __init__(self, path: ObjectPath, owner: str):
-        """Waits where its owner may have been killed; a BlockingIOError names one that lives."""
+        """Claims the folder of the object `path`. Waits for half a minute where its owner may have
+        been killed; a BlockingIOError names one that lives, an OSError says that no answer came.
+        """
         self._path, self._renewed, self._lost = path, 0.0, ""
         # No two writes are alike, as an ETag is made from the content.
         self._content = {"owner": owner, "token": secrets.token_hex(8), "beat": 0}
@@ -223,7 +225,7 @@ class MirroredFiles(RunFiles):
             self._send()
 
     def close(self) -> None:
-        """Sends the rest, and removes the folder here unless that fails."""
+        """Sends the rest, trying for a minute, and removes the folder here; warns if that fails."""
         self._ended.set()
         deadline, failure = time.monotonic() + _END_SECONDS, self._try_to_publish()
         while failure and time.monotonic() < deadline:

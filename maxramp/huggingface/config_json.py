@@ -138,7 +138,7 @@ def describe_unread(values: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _family_name(values: Mapping[str, Any], where: str) -> str:
-    """Returns the value of decoder_block."""
+    """Returns the value of decoder_block; a ConfigError for a model_type that none here has."""
     families = {family.released.model_type: name for name, family in FAMILIES.items()}
     kind = str(values.get("model_type"))
     if kind not in families:

@@ -168,8 +168,8 @@ def _complete_yarn(
 
 
 def make_values(keys: ModelKeys, released: Released, original: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the `original` config.json lacks about positions: in both forms, as transformers
-    below 5 reads no `rope_parameters`.
+    """Returns what the `original` config.json, {} for a new model, lacks about positions: in both
+    forms, as transformers below 5 reads no `rope_parameters`.
     """
     if original:
         values = {**released.defaults, **original}

@@ -167,7 +167,8 @@ def read_source(folder: Place) -> dict[str, Any] | None:
 def _begin(
     folder: Place, source: Mapping[str, Any], closing: contextlib.ExitStack
 ) -> dict[str, int]:
-    """Makes the folder of an export, or continues it; returns the sizes of the files in it.
+    """Makes the folder of an export, or continues it, on the first process; returns the sizes of
+    the files in it, {} elsewhere. A ConfigError if the folder is not free.
 
     On a disk no other export may write it until `closing` closes.
     """
@@ -211,7 +212,9 @@ def _remove(folder: Place, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _refusing(folder: Place) -> Iterator[None]:
-    """Raises errors of the system as one line about the folder."""
+    """Raises errors of the system as one line about the folder: a TrainingError if the disk is
+    full, else a ConfigError.
+    """
     try:
         yield
     except OSError as error:
@@ -222,7 +225,9 @@ def _refusing(folder: Place) -> Iterator[None]:
 
 
 def _split_into_files(num_bytes: Mapping[str, int], form: Format) -> dict[str, list[str]]:
-    """Returns the names of each file's tensors; `num_bytes` are those of each tensor."""
+    """Returns the names of each file's tensors, at most `form.file_bytes` but at least one tensor
+    in a file; `num_bytes` are those of each tensor.
+    """
     files, total = [[]], 0
     for name, size in num_bytes.items():
         if total and total + size > form.file_bytes:
@@ -239,7 +244,9 @@ def _split_into_files(num_bytes: Mapping[str, int], form: Format) -> dict[str, l
 def _make_arrays(
     parts: Iterable[_Part], is_own: bool, pause: Callable[[], None]
 ) -> Iterator[np.ndarray]:
-    """Makes the arrays of a file on every process; yields them where it is that process's own."""
+    """Makes the arrays of a file on every process, all of which exhaust it; yields them where it
+    `is_own`, then raises a ConfigError if float16 could not hold one.
+    """
     too_large = ""
     for weight, index, shape, dtype in parts:
         pause()

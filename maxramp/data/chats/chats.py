@@ -82,7 +82,7 @@ class ChatEncoder:
 
 
 def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
-    """Opens the template that the keys name, or else the tokenizer's own."""
+    """Opens the template that the keys name, or else the tokenizer's own; a ConfigError without."""
     source, path = tokenizer.chat_template, keys.chat_template
     if path:
         source = storage.read_bytes(path).decode(errors="replace")

@@ -53,7 +53,7 @@ class MegatronFile(RecordFile):
         return self._header[0]
 
     def tokens_between(self, start: int, stop: int) -> np.ndarray:
-        """Returns tokens [start, stop) of the stream, int32."""
+        """Returns tokens [start, stop) of the stream, int32; a ConfigError for what is no id."""
         tokens = self.raw_tokens(start, stop)
         if self.dtype.kind == "i" and tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
             position = int(np.argmax((tokens < 0) | (tokens >= 2**31)))
@@ -253,7 +253,7 @@ class MegatronWriter(contextlib.AbstractContextManager):
         self.num_tokens += len(tokens)
 
     def finish(self) -> dict[str, Any]:
-        """Gives the files their names; returns the counts, and a hash of the index."""
+        """Gives the files their names, when all is added; returns counts and the index's hash."""
         sizes = np.asarray(self._sizes, "<i4")
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
         borders = np.arange(len(sizes) + 1, dtype="<i8")
