@@ -82,7 +82,8 @@ class Tasks(TaskManager):
     """The tasks of some names, with their data, loaded once."""
 
     def __init__(self, key: str, names: Sequence[str], include_path: str, stages: int):
-        """
+        """Loads the tasks; a ConfigError if one is missing, broken, or not for a pipeline.
+
         Args:
           key: the key or option that names the tasks, for errors.
           names: of tasks, groups, tags or files of tasks.
@@ -153,7 +154,7 @@ class Model(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text whose first token is scored too."""
+        """The token before a text whose first token is scored too; a ConfigError without one."""
         for token in (self._tokenizer.model.begin, self._tokenizer.model.end):
             if token is not None:
                 return token
@@ -370,7 +371,9 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of each task and group by a name such as task_hellaswag_acc."""
+    """Returns the numbers of each task and group, without standard errors, of what `evaluate`
+    returned, by names such as task_hellaswag_acc.
+    """
     values = {}
     for task, metrics in results["results"].items():
         for name, value in metrics.items():

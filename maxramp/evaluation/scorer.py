@@ -58,7 +58,8 @@ class Scorer:
         batch_size: int = 0,
         beat: Callable[[str], None] = lambda line: None,
     ):
-        """
+        """Prepares for the weights of a model; nothing is compiled yet.
+
         Args:
           recipe: its `max_target_length` is the longest row, its loss says how many logits exist
             at a time on a device.

@@ -40,7 +40,7 @@ _STALE = ".stale"  # ends the name of an export of a state that the run no longe
 
 
 def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Exports a finished run to exported/STEP of its folder, once.
+    """Exports a finished run to exported/STEP of its folder, once; all processes call it together.
 
     Exports nothing if the run saved no state, because the one that it continues was finished. An
     export of another state with that number is set aside. `pause` is called between two tensors, on
@@ -62,7 +62,9 @@ def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], N
 
 
 def _is_exported(to: Place, weights: Weights) -> bool:
-    """Returns whether a folder is an export of this state; sets aside one of another."""
+    """Returns whether a folder is an export of this state; sets aside one of another, or raises a
+    ConfigError. For process 0.
+    """
     exported = writing.read_source(to)
     if exported is None:
         return False
@@ -94,7 +96,8 @@ def export(
 ) -> None:
     """Writes a model as a Hugging Face folder, on every process; adapters alone, in PEFT's form,
     unless `merge`. `dtype` "" is that in which the tensors came, or weight_dtype. `pause` is called
-    between two tensors.
+    between two tensors. Raises as `writing.write`, and a ConfigError for adapters that PEFT could
+    not open.
     """
     if has_adapters(model) and not merge:
         _export_adapters(source, model, to, dtype, pause)

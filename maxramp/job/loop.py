@@ -80,7 +80,9 @@ class Profiler:
         self._first, self._last, self._running = first, first + keys.profiler_steps, False
 
     def annotate_step(self, step: int) -> jax.profiler.StepTraceAnnotation:
-        """Starts or ends the trace where its time has come; the context to run the step in."""
+        """Starts or ends the trace where its time has come, so it is called before every step;
+        returns the context to run the step in.
+        """
         if step == self._first:
             self._settle()
             jax.profiler.start_trace(str(self._folder))
@@ -112,7 +114,7 @@ class _StepEnd:
 
     def take_rung(self, done: int) -> Decision | None:
         """Takes the next rung after `done` steps, if the numbers before the last step ask for it:
-        what follows is as after a restart there.
+        what follows is as after a restart there. Returns None to stay on the rung.
         """
         schedule = self._job.schedule
         decision = self._policy and self._policy.decide(schedule.ramp, done)

@@ -45,7 +45,7 @@ def run(
     preemption: Preemption | None,
 ) -> int:
     """Runs a command that trains, and says in one line why it cannot. `load` gets what takes a
-    note, `work` returns the exit status.
+    note, `work` returns the exit status; `preemption` None = listens to signals from here on.
     """
     preemption, notes = preemption or Preemption(), []
     try:
@@ -65,7 +65,8 @@ def run(
 @contextlib.contextmanager
 def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Iterator["JobContext"]:
     """Starts the backend and joins the processes of the job; on the way out, closes all of it. The
-    first process prints `notes`.
+    first process prints `notes`. Raises as `backend.start`, and a ConfigError if the devices do not
+    fit the configuration.
     """
     hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
     with Watchdog(hang, join) as watchdog, contextlib.ExitStack() as closing:
@@ -209,7 +210,9 @@ class Job(JobContext):
         return abstract, weights.prepare(abstract.model, config.values, note)
 
     def first_state(self, abstract: TrainState, read: Callable[[], Decoder] | None) -> TrainState:
-        """Restores the state of a checkpoint, or makes one of the first weights or of new ones."""
+        """Restores the state of a checkpoint, or makes one of the first weights or of new ones; all
+        processes call it together, with what `abstract_state` returned.
+        """
         recipe, position = self.config.recipe, self.schedule.position
         if read:
             model = self._bind(read) if self.config.model.lora_rank else read()
@@ -235,8 +238,8 @@ class Job(JobContext):
         return position.reference if is_own else ""
 
     def _bind(self, read: Callable[[], Decoder]) -> Decoder:
-        """Reads weights; keeps the hash of the frozen ones in every checkpoint, and continues with
-        no others.
+        """Reads weights, on all processes; keeps the hash of the frozen ones in every checkpoint,
+        and refuses to continue with others.
         """
         weights, key = read(), self.first.key
         frozen = order_by_layer(without_adapters(weights))

@@ -43,8 +43,8 @@ class GkeCluster:
     """Applies the JobSets of a launch, which are files `{name}-{nodes}.yaml`."""
 
     def __init__(self, run: Run, folder: pathlib.Path, labels: dict[str, str], selector: str):
-        """Applies the configuration, unless a job of another launch of this run is active. `labels`
-        are the launch's, and `selector` chooses nodes by theirs.
+        """Applies the configuration; a ConfigError if a job of another launch of this run is
+        active, or kubectl fails. `labels` are the launch's, and `selector` chooses nodes by theirs.
         """
         self._run, self._keys, self._folder = run, run.config.launch, folder
         self._name, self._selector = labels["maxramp/launch"], selector
@@ -178,7 +178,8 @@ class GkeCluster:
         return messages
 
     def _items(self, kind: str, selector: str) -> list[dict[str, Any]]:
-        """Returns the objects that a selector chooses; asks until the cluster answers."""
+        """Returns the objects that a selector chooses; asks until the cluster answers, or until
+        somebody stops the launch: then []."""
         while True:
             done = self._kubectl("get", kind, "-l", selector, "-o", "json")
             if done.returncode == 0:

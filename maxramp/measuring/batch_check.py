@@ -91,7 +91,7 @@ class _StageBatch(NamedTuple):
 
 
 def check_batches(config: Config, meshes: Meshes, run: Place, consumed: int = 0) -> list[str]:
-    """Returns a line if a batch is far too large, with a ramp in its place.
+    """Returns a line if a batch is far too large, with a ramp in its place; else [].
 
     Args:
       config: resolved.

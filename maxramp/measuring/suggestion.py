@@ -79,7 +79,8 @@ def _noise_measurements(curve: Sequence[Block], factor: float, row: float) -> li
 def fit_ramp(measured: Sequence[Measurement], sizes: Sequence[int]) -> list[tuple[float, int]]:
     """Fits a ramp, (tokens from which on, batch in tokens), to measurements in order.
 
-    The batch is the largest of the rising sizes that a measurement allows, and never shrinks.
+    The batch is the largest of the rising sizes (at least one) that a measurement allows, and never
+    shrinks.
     """
     batches: list[tuple[float, int]] = [(0, sizes[0])]
     for one in measured:
@@ -106,7 +107,8 @@ class Evidence:
             self.limits += self._branch_limits(results)
 
     def _read_branches(self, branch: str) -> list[dict[str, Any]]:
-        """Reads all results below a folder, with `row_tokens` in tokens of the planned run."""
+        """Reads all results below a folder, or the one in a file, with `row_tokens` in tokens of
+        the planned run; describes them in `lines`. A ConfigError if there is none."""
         path = place(branch)
         files = [*path.glob("branches/*/branch.json"), *path.glob("branch.json")]
         try:
@@ -128,7 +130,9 @@ class Evidence:
 
     def _read_noise(self, run: Place, results: Sequence[dict[str, Any]]) -> list[Measurement]:
         """Returns measurements by the norms' noise scale, which has no gaps, times a factor: how
-        far above it the branches' batches surely cost nothing, the smallest of all branches."""
+        far above it the branches' batches surely cost nothing, the smallest of all branches. []
+        if no interval begins above 0, a ConfigError without a noise scale; adds lines and limits.
+        """
         records = run_records(run)
         curve = next(filter(None, (noise_blocks(records, "norms_", n) for n in _BLOCKS)), None)
         if not curve:

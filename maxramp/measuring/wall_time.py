@@ -40,7 +40,8 @@ def wall_time(run: Place, price: float | None) -> dict[str, Any]:
     """Divides the wall time of a run by KINDS, in seconds, of all and by stage and job; adds what
     it has cost at a `price` of a device for an hour, None where that is not known.
 
-    Node-hours are those of jobs. A stage has the time of its records, and no ends and waiting.
+    Node-hours are those of jobs. A stage has the time of its records, and no ends and waiting. A
+    ConfigError if the folder tells of no job.
     """
     jobs, warnings = _read_jobs(run)
     starts = np.array([job["start"] for job in jobs])

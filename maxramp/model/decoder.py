@@ -113,7 +113,8 @@ class Decoder(nnx.Module):
 
     def one_by_one(self) -> "Decoder":
         """Returns the model with a tuple of layers instead of stacks, to read tokens one by one:
-        slicing a stack copies the layer, which takes as long as reading a token with it."""
+        slicing a stack copies the layer, which takes as long as reading a token with it. Not in a
+        pipeline."""
         if isinstance(self.layers, tuple):
             return self
         assert axis_size("stage") == 1, "a pipeline's layers lie on several stages"

@@ -207,7 +207,8 @@ class CompileTarget:
         return sorted(ways, key=lambda way: way["step_seconds"])
 
     def _context_meshes(self, spec: StageSpec) -> Iterator[MeshKeys]:
-        """Yields the meshes that divide the devices of `fsdp` and `context` in other ways."""
+        """Yields the meshes that divide the devices of `fsdp` and `context` in all ways that rows
+        and heads allow."""
         devices = spec.mesh.ici_fsdp_parallelism * spec.mesh.ici_context_parallelism
         for size in (n for n in range(1, devices + 1) if devices % n == 0):
             sizes = {"ici_fsdp_parallelism": devices // size, "ici_context_parallelism": size}

@@ -56,7 +56,7 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
 
     It has the stages with their part of the run, node-time and memory; totals, also of runs of
     constant batch over the same samples; the learning rate over samples; and the keys that matter
-    and that `sources` (`config.load.find_sources`) does not name.
+    and that `sources` (`config.load.find_sources`) does not name, none of them with sources=None.
     """
     config = with_nodes(config)
     run = PlannedRun.from_config(config, meshes_of(config))
@@ -124,7 +124,9 @@ def _default_rate_warning(config: Config, sources: Mapping[str, str], weights: i
 
 
 def _memory_warning(stages: Sequence[dict[str, Any]], gib: float, source: str) -> str:
-    """Returns a warning if a stage is estimated above the memory of a program, else ""."""
+    """Returns a warning if a stage is estimated above the memory of a program, else "". `gib` is
+    that memory, 0 where unknown, and `source` says where it comes from.
+    """
     needs = {stage["index"]: stage["memory_gib"]["total"] for stage in stages}
     largest = max(needs, key=needs.__getitem__)
     if not gib or needs[largest] <= gib:
@@ -275,7 +277,9 @@ def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
 
 
 def find_published(names: str) -> list[dict[str, Any]]:
-    """Finds runs by their names, which commas separate; each as `summarize_ramp` returns it."""
+    """Finds runs by their names, which commas separate, a ConfigError for another name; returns
+    each as `summarize_ramp` does.
+    """
     files = {path.stem: path for path in sorted((CONFIGS / "schedules").glob("*.yml"))}
     runs = []
     for name in names.split(","):

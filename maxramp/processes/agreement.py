@@ -57,8 +57,9 @@ def all_gather_json(value: Any) -> list[Any]:
 
 
 def broadcast_json(value: Any, beat: Callable[[], None]) -> Any:
-    """Returns the JSON value of the first process, on all. It may take any time (collectives on
-    CPUs give 30 seconds): the others first wait for its key, and call `beat` meanwhile.
+    """Returns the JSON value of the first process, on all, which call it together. The first may
+    take any time before (collectives on CPUs give 30 seconds): the others wait for its key, and
+    call `beat` meanwhile.
     """
     if jax.process_count() == 1:
         return value
@@ -111,8 +112,8 @@ def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | N
 def run_on(
     process_ids: Sequence[int], function: Callable[[], _T], beat: Callable[[], None]
 ) -> _T | None:
-    """Calls a function on some processes, for as long as that takes; others wait (and call `beat`),
-    return None, or raise its errors.
+    """Calls a function on some processes, for as long as that takes; others, which call this too,
+    wait (and call `beat`), return None, or raise its errors.
     """
     key, outcome = f"maxramp/ran/{next(_KEYS)}", (None, None)
     if jax.process_index() in process_ids:

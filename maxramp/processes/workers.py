@@ -23,8 +23,8 @@ def delay_signals() -> Iterator[None]:
 
 
 def stay_with_parent() -> None:
-    """Lets a worker end when its parent does, even by a kill, and not before it: signals often go
-    to all processes of a job, but the parent saves first."""
+    """Lets a worker, which calls it, end when its parent does, even by a kill, and not before it:
+    signals often go to all processes of a job, but the parent saves first."""
     for number in _ENDS:
         # A handler that does nothing: programs that a worker starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)
@@ -42,7 +42,9 @@ def stay_with_parent() -> None:
 
 @contextlib.contextmanager
 def lead_group() -> Iterator[None]:
-    """Lets a worker start processes of its own, in its process group, which `end` ends with it."""
+    """Lets a worker start processes of its own, in its process group, which `end` ends with it. The
+    way out kills the group, and with it the worker.
+    """
     os.setpgid(0, 0)
     multiprocessing.current_process().daemon = False  # or multiprocessing refuses to
     # Its signals' handlers do not help a fork, which `Process.terminate` could not end.

@@ -29,7 +29,9 @@ class Threshold:
 
 
 def thresholds(keys: BatchKeys) -> list[Threshold]:
-    """Returns the thresholds of the notation that is used and of the phases, the first at 0."""
+    """Returns the thresholds of the notation that is used and of the phases, the first at 0; a
+    ConfigError if `check` refuses them, or the number of devices does not fit or is open.
+    """
     check(keys)
     joined, ends = [], [phase.first_sample for phase in keys.phase_list[1:]]
     for phase, end in zip(keys.phase_list, [*ends, math.inf], strict=True):
@@ -168,7 +170,7 @@ def _check_maxtext(keys: BatchKeys) -> Relations:
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
     """Reads MaxText's notation, and a constant batch, which is a ramp of no increments. A stage
     lasts the smallest number of steps whose samples reach global_rampup_samples / increments, and
-    the next stage counts from zero.
+    the next stage counts from zero. A ConfigError if the number of devices is open.
     """
     final, devices = exact(keys.per_device_batch_size), keys.num_devices
     sizes, share = [final], Fraction(0)

@@ -124,7 +124,8 @@ class JobSchedule:
     def _find_end(self) -> None:
         """Finds the end of this job: of the run, or of a stage under `stop_at_stage_end` or
         `stop_at_node_change`; and the stages that it runs, or may run. Under the latter, a job on
-        fewer devices than the plan gives its stage ends where it starts.
+        fewer devices than the plan gives its stage ends where it starts. A ConfigError for a batch
+        that does not divide over its devices.
         """
         ramp, step, keys = self.ramp, self.first_step, self.keys
         stages, planned = self._expected.stages, [self._fit(stage) for stage in self.planned.stages]
@@ -185,7 +186,7 @@ def resume_point(batch: BatchKeys, position: Checkpoint | None) -> ResumePoint:
 
 def _rung_of(batch: BatchKeys, position: Checkpoint) -> list[tuple[int, int]]:
     """Returns (first sample, global batch size) of the rung above the first that a run of
-    rampup_policy=noise stands on, if it does.
+    rampup_policy=noise stands on, if it does. A ConfigError if today's ladder has no such rung.
     """
     if not batch.rampup_policy == position.config.get("rampup_policy") == "noise":
         return []

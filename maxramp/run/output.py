@@ -57,7 +57,9 @@ class Output:
     """
 
     def __init__(self, keys: RunKeys, config_text: str):
-        """Claims the folder; `config_text` is the resolved configuration, for config.yml."""
+        """Claims the folder, on all processes; a ConfigError if it is in use, not a run's or not
+        shared, or cannot be written. `config_text` is the resolved configuration, for config.yml.
+        """
         self._keys, self._config_text = keys, config_text
         self._is_first = jax.process_index() == 0
         self.folder = keys.folder
@@ -139,7 +141,9 @@ class Output:
         return agreement.decide_on_first(lambda: read_last(path).get("step", -1) + 1)
 
     def begin_job(self, schedule: JobSchedule) -> None:
-        """Writes down that a job begins, once where the run stands is known."""
+        """Writes down that a job begins, once where the run stands is known; called on all
+        processes.
+        """
         stage = schedule.ramp.stage_at_step(schedule.first_step)
         origin = schedule.position.kind if schedule.position else "new"
 

@@ -22,7 +22,8 @@ def compiled_bytes(compiled: Any) -> int:
 
 
 def bytes_by_parts(compiled: Any) -> int:
-    """Adds up the parts. Too much on TPUs: memory that is used again after a loop counts again."""
+    """Adds up the parts of a program's bytes per device. Too much on TPUs: memory that is used
+    again after a loop counts again."""
     analysis = compiled.memory_analysis()
     return (
         analysis.argument_size_in_bytes

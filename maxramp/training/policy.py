@@ -43,7 +43,8 @@ def policy_gradient(keys: PolicyKeys, execution: Execution) -> Loss:
     For a token of an answer with the ratio r = exp(log p - log p when sampled) and the advantage A
     (in the batch's weights) it is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta
     (exp(d) - d - 1), where d = log p of the reference - log p (the k3 estimator of Schulman,
-    joschu.net/blog/kl-approx.html). The two bounds are DAPO's.
+    joschu.net/blog/kl-approx.html). The two bounds are DAPO's. A batch needs `weights`, `shares`
+    and `sampled_log_probs`, with grpo_beta also `reference_log_probs`.
     """
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:

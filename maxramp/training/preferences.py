@@ -36,7 +36,8 @@ def preference(keys: LossKeys, execution: Execution) -> Loss:
       ipo      (c / |c| - r / |r| - 1 / (2 beta))^2, by the tokens of each answer (arXiv 2310.12036)
 
     Shown under TRL's names: the rewards beta c and beta r, their difference, how often it is above
-    0 by more than rounding, and the policy's own log-probabilities.
+    0 by more than rounding, and the policy's own log-probabilities. A batch needs `segments` and
+    `reference_log_probs`; a row without both answers counts as none.
     """
     beta, smoothing = keys.dpo_beta, keys.dpo_label_smoothing
     shown = PAIRS.shown(keys)
@@ -91,8 +92,8 @@ def _are_equal(batch: Batch) -> jax.Array:
 def answer_log_probs(
     keys: LossKeys, execution: Execution, model: Decoder, batch: Batch
 ) -> tuple[jax.Array, Aux]:
-    """Returns the log-probabilities of both answers, sums over their tokens, float32 [B, 2], 0
-    without an answer; and the layers' sums."""
+    """Returns the log-probabilities of both answers (the targets in segments 0 and 1), sums over
+    their tokens, float32 [B, 2], 0 without an answer; and the layers' sums."""
     is_pair_B = (batch.targets >= 0).any(1)
     log_p_BT, _, aux = token_log_probs(
         model, execution, batch, keys.loss_block_tokens, divisors_B=is_pair_B

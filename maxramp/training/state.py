@@ -60,7 +60,7 @@ def _pick(model: Decoder, part: Decoder) -> Decoder:
 def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     """Makes the state before the first step; trace it under a mesh to make sharded weights. It
     starts from the weights of a model if there is one, with new adapters where `lora_rank` asks for
-    them."""
+    them. A ConfigError if none of them trains."""
     if model is None or (recipe.model.lora_rank and not has_adapters(model)):
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
         model = own if model is None else attach_adapters(own, model)
