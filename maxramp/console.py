@@ -15,8 +15,9 @@ def outlive_readers(patience: float | None = 10.0) -> None:
     """Makes prints never fail, for programs that run for hours; called in the main thread.
 
     Drops what no one can read any more (a closed pipe, a full disk, a terminal that is gone), and
-    what no one reads for `patience` seconds (a pager that waits, a stopped terminal). Ctrl-C ends
-    the program without a traceback, until it sets a handler of its own.
+    what no one reads for `patience` seconds (a pager that waits, a stopped terminal); with None see
+    `end_with_readers`. Ctrl-C ends the program without a traceback, until it sets a handler of its
+    own.
     """
     for descriptor in range(3):
         try:

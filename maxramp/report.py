@@ -117,7 +117,7 @@ _JOB: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def print_parts(parts: Sequence[dict[str, Any]], columns: dict[str, Callable[[Any], str]]) -> None:
-    """Prints a row of each stage or job, of which `columns` show what it is."""
+    """Prints a row of each stage or job: what it is, by `columns`, its time and its cost."""
     kinds = [kind for kind in KINDS if any(part["seconds"][kind] for part in parts)]
     costs = [x for x in ("node_hours", "cost") if any(part[x] is not None for part in parts)]
     rows = [

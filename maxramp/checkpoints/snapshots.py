@@ -117,7 +117,8 @@ class Snapshots:
 
     def save(self, record: Checkpoint, state: TrainState, prepared: Callable[[], None]) -> float:
         """Copies the state of a finished step, and keeps it in the background; returns the seconds
-        of the copy. `prepared` waits, on the first process, for what a restart needs besides.
+        of the copy. `prepared` waits, on the first process, for what a restart needs besides. Every
+        process calls it where `is_due` says so.
         """
         begin = time.perf_counter()
         kinds, pieces = _copy(state)

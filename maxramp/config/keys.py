@@ -68,7 +68,8 @@ class Config:
 
     @classmethod
     def unread_by(cls, program: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the defaults of changed keys that only other training programs read."""
+        """Returns the defaults of changed keys that only other training programs read; none for a
+        program that does not train."""
         sections = cls.sections()
         own_sections = PROGRAM_SECTIONS.get(program, sections)
         others = {*itertools.chain(*PROGRAM_SECTIONS.values())} - {*own_sections}

@@ -36,8 +36,9 @@ class RunTasks:
     """The tasks of a run, loaded once."""
 
     def __init__(self, job: Job, abstract: TrainState):
-        """Loads them on process 0, and goes through all requests without a model, while the others
-        wait; `abstract` has the train state's shapes and shardings.
+        """Loads them on process 0, and goes through all requests without a model, while the others,
+        which call it too, wait; raises as `harness.Tasks`. `abstract` has the train state's shapes
+        and shardings.
         """
         config, self._job = job.config, job
         keys: EvalKeys = config.evaluation

@@ -188,7 +188,8 @@ class Scorer:
         return passes
 
     def _expect_writing(self, generator: Generator, count: int, longest: int) -> list[Hashable]:
-        """Announces the programs that answer `count` prompts; returns their keys."""
+        """Announces the programs that answer `count` prompts of up to `longest` tokens; returns
+        their keys."""
         B, P, S = shape = generator.shape(count, longest)
         keys = []
         for name, trace in generator.trace_programs(self._abstract, count, longest).items():

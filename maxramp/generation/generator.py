@@ -244,7 +244,8 @@ class Generator:
         return NamedSharding(self._mesh, ROWS_BT if x.ndim == 2 else ROWS_B)
 
     def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
-        """Returns the states after the first `length` tokens of each row, with `slots` slots."""
+        """Returns the states after each prompt but its last token, with `slots` slots. None is
+        longer than `length`."""
         model, keys, count = self._structure.unflatten(weights), self._keys, len(rows.lengths_B)
         empty = [block.mixer.empty_state(keys, count, length) for block in model.layers]
         first_B = jnp.zeros_like(rows.lengths_B)

@@ -247,7 +247,7 @@ def keep_released(weights: Weights | None, run: Place) -> None:
     (None: no files).
 
     Those of other weights that an earlier start kept are removed. config.json goes first and comes
-    last: without it nothing is kept.
+    last: without it nothing is kept. A ConfigError if they cannot be written.
     """
     own = run / released.RUN_COPY
     files = weights.origin.side_files if weights and weights.origin else {}

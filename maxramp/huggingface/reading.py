@@ -40,7 +40,8 @@ _DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 def _describe_left_out(
     folder: str, tensors: Mapping[str, Tensor], used: set[str], tied: bool
 ) -> Iterator[str]:
-    """Yields lines about tensors that belong to no weight; refuses those that should.
+    """Yields lines about tensors that belong to no weight (whose names are not in `used`); refuses
+    those that should.
 
     `tied` = the model's head is its embedding.
     """

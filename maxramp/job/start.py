@@ -195,7 +195,7 @@ class Job(JobContext):
 
     def abstract_state(self) -> tuple[TrainState, Callable[[], Decoder] | None]:
         """Returns the state on the mesh of the first step, and what reads the weights for
-        `first_state`. Refuses a checkpoint or weights that do not fit.
+        `first_state`, None if that needs none. Refuses a checkpoint or weights that do not fit.
         """
         config, position = self.config, self.schedule.position
         spec = self.schedule.ramp.stage_at_step(self.schedule.first_step).spec

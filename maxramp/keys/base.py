@@ -120,7 +120,8 @@ def expand_path(name: str, value: Any) -> Any:
 
 
 def unknown_keys(keys: list[tuple[str, str]], list_of_keys: str = "--help-keys") -> str:
-    """Returns the error for unknown keys: each as written, and its name."""
+    """Returns the text of the error for unknown keys, at least one: each as written, and its name.
+    `list_of_keys` names what lists every key."""
     nearest = [nearest_key(name) for _, name in keys]
     if len(keys) == 1:
         hint = f"did you mean {nearest[0]}? " if nearest[0] else ""

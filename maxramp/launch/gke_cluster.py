@@ -143,7 +143,8 @@ class GkeCluster:
         return True
 
     def _publish(self) -> int:
-        """Tells the trainer how many nodes it could have; returns how many are ready."""
+        """Tells the trainer, unless kubectl fails, how many nodes it could have; returns how many
+        are ready."""
         ready = self.available()
         count = ready if self._lost.exists() else self._run.config.batch.nodes
         metadata = {"namespace": self._keys.gke_namespace, "name": f"{self._name}-nodes"}

@@ -255,8 +255,8 @@ class _Planned(Rebatching):
         return False
 
     def rows(self, batches: Batches | None) -> list[dict[str, Any]]:
-        """Compares the run as it is, as suggested, at its largest batch throughout, and under
-        Seesaw."""
+        """Compares the run as it is, as suggested (unless `batches` is None), at its largest batch
+        throughout, and under Seesaw; an entry of a run that cannot be has `why`."""
         rows = [_row("as configured", self.configured)]
         if batches:
             rows.append(_row("suggested", self.plan(ramp_keys(batches))))
@@ -368,8 +368,8 @@ def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, 
 
     Args:
       config: of the run that is planned, loaded and not resolved.
-      noise: the folder of a run with a noise scale.
-      branch: the folder of a run with branches, or of one of their results.
+      noise: the folder of a run with a noise scale, or None.
+      branch: the folder of a run with branches, or of one of their results, or None.
 
     Returns:
       `batches`, [sample, batch] of the suggested ramp, of one entry where no ramp is suggested and

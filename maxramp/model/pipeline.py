@@ -174,8 +174,9 @@ def _sum_ticks(aux: Aux, ticks: jax.Array, m: int, S: int, R: int) -> Aux:
 
 
 def _split_layers(layers: Any, S: int, R: int, gather_once: bool) -> tuple[Any, Any]:
-    """Returns weights [R, l, S, ...] for the ticks, and float32 copies that only collect their
-    gradients; these stay apart over copies until the pass is done."""
+    """Returns weights [R, l, S, ...] for the ticks, without R if it is 1, and float32 copies that
+    only collect their gradients; these stay apart over copies until the pass is done. With
+    `gather_once` the weights are whole along fsdp."""
 
     def split(weight: Weight) -> Weight:
         w = weight[...]

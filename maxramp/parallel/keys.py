@@ -74,8 +74,8 @@ class MeshKeys(_Sizes):
 
 
 def _fill(sizes: dict[str, int], wanted: int, job: str) -> dict[str, int]:
-    """Returns sizes whose product is `wanted`, else a ConfigError; `job` is what it says of the
-    job."""
+    """Returns sizes, of which one at most may be -1, with the product `wanted`, else a ConfigError;
+    `job` is what it says of the job."""
     known = math.prod(size for size in sizes.values() if size != -1)
     is_open = -1 in sizes.values()
     if is_open and wanted and wanted % known == 0:

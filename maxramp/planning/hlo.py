@@ -310,8 +310,8 @@ def _kernel_flops(i: Instruction) -> float:
 
 def share_of_row(rest: str, costs_n: np.ndarray, part: float) -> float:
     """Adds up the costs, of n equal parts of a row, that fall to the most loaded device in a kernel
-    for a part of the row's queries. The scope around it says how tokens lie on devices
-    (`attention.attend`); without one each device has a fair share."""
+    for a part of the row's queries. The scope around it, in `rest` of its line, says how tokens lie
+    on devices, which divide n (`attention.attend`); without one each has a fair share."""
     scope = re.search(r"attention_of_(\d+)_devices_(balanced|in_order)", rest)
     devices, order = int(scope[1]) if scope else 1, slice(None)
     if scope and scope[2] == "balanced":

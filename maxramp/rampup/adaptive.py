@@ -57,7 +57,8 @@ class Period(NamedTuple):
         return Period(*(old + new for old, new in zip(self, step, strict=True)))
 
     def lower_bound(self, factor: float) -> float:
-        """Returns the lower bound in rows; 0 where the period has too few steps or no signal."""
+        """Returns the lower bound of `factor` times the noise scale, in rows; 0 where the period
+        has too few steps or no signal."""
         if self.steps < ladder.FEWEST_STEPS or min(self.signal, self.variance) <= 0:
             return 0.0
         # The squared relative deviation of each step from the quotient, summed over the steps.

@@ -110,7 +110,7 @@ def _check_phase(keys: BatchKeys, phase: Phase) -> Relations:
 
 
 def _check_notations(keys: BatchKeys) -> Relations:
-    """Refuses a second notation, and a global batch beside another notation than NeMo's."""
+    """Refuses a second notation, a global batch beside another than NeMo's, and no rows."""
     used = _shown_ramps(keys)
     yield (
         len(used) > 1,

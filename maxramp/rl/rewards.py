@@ -125,7 +125,7 @@ class _Worker:
         """Returns what the process sends until `limit`, on the monotonic clock.
 
         Raises a TrainingError if that is a text, which describes an error; if it is `late`, which
-        says so; or if the process ended `when` it was asked.
+        says so; or if the process ended `when` it was asked. The latter two end the process.
         """
         try:
             if self._pipe.poll(max(0.0, limit - time.monotonic())):

@@ -173,8 +173,8 @@ class Scorer:
         return {name: float(value) for name, value in metrics.items()}
 
     def best_and_worst(self, part: Part) -> dict[str, Any]:
-        """Returns the metric "answers": the `log_answers` answers of the most reward and of the
-        least, the best first; {} with log_answers=0."""
+        """Returns the metric "answers" of a part that has its rewards: the `log_answers` answers of
+        the most reward and of the least, the best first; {} with log_answers=0."""
         rewards, number = self._total(part), self._keys.log_answers
         if not number:
             return {}

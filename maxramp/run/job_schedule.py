@@ -186,7 +186,7 @@ def resume_point(batch: BatchKeys, position: Checkpoint | None) -> ResumePoint:
 
 def _rung_of(batch: BatchKeys, position: Checkpoint) -> list[tuple[int, int]]:
     """Returns (first sample, global batch size) of the rung above the first that a run of
-    rampup_policy=noise stands on, if it does. A ConfigError if today's ladder has no such rung.
+    rampup_policy=noise stands on, else []. A ConfigError if today's ladder has no such rung.
     """
     if not batch.rampup_policy == position.config.get("rampup_policy") == "noise":
         return []

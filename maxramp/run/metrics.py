@@ -62,7 +62,9 @@ class MetricsLog:
     def __init__(
         self, keys: RunKeys, writers: Sequence[Callable[[Record], None]], continues: bool = False
     ):
-        """Records the first step of a job that `continues` a run as restarted."""
+        """Hands records to `writers` in a thread of its own; the first step of a job that
+        `continues` a run is recorded as restarted.
+        """
         self._keys, self._writers = keys, writers
         self._begins = {"restarted": True} if continues else {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
@@ -264,7 +266,8 @@ def tag_of(name: str) -> str:
 
 
 def check_numbers(keys: RunKeys, step: int, read: Mapping[str, Any]) -> None:
-    """Raises a TrainingError where a step's loss or gradient norm ends the run."""
+    """Raises a TrainingError where a step's loss or gradient norm (in `read`, by name) ends the
+    run, or too many skipped steps in a row do."""
     if bad_steps := int(read.get("bad_steps", 0)):
         if 0 < keys.skip_bad_steps <= bad_steps:
             loss, norm = float(read["loss"]), float(read["grad_norm"])

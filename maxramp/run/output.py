@@ -115,7 +115,9 @@ class Output:
             self.warn(str(self._refusal(error)))
 
     def _check_shared(self) -> None:
-        """Refuses a folder in which a process does not see what the first one wrote."""
+        """Refuses a folder in which a process does not see what the first one wrote; all processes
+        call it together, and may wait for 10 seconds.
+        """
         mark = self.folder / ".shared"
         number = str(agreement.all_gather_json(int.from_bytes(os.urandom(3)))[0]).encode()
         if self._is_first:

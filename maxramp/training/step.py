@@ -83,7 +83,8 @@ def cut(batch: Batch, length: int) -> Batch:
 
 def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
     """Puts the tokens of a micro batch in the order of the devices that have them. Where tokens
-    attend to gathered keys, this balances the number of keys that each device's tokens see."""
+    attend to gathered keys, this balances the number of keys that each device's tokens see; else
+    the batch stays as it is."""
     devices, tensor, T = axis_size(*TOKEN_AXES), axis_size("tensor"), batch.tokens.shape[1]
     is_gathered = keys.context_strategy(tensor, devices) == "all_gather"
     if devices == 1 or not is_gathered or not keys.context_parallel_load_balance:

@@ -216,8 +216,8 @@ def _dot_product(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0):
 
 
 def attend_plainly(q_BTHh, k, v, axes, mask, visible):
-    """Computes attention on one device as two products and a softmax; k and v have `axes`, and
-    `visible` is a mask for [B, K, G, T, S]."""
+    """Computes attention [B, T, H, h] on one device as two products and a softmax; k and v have
+    `axes`, such as "BSKh", and `visible` is a bool mask that fits [B, K, G, T, S]."""
     B, T, H, h = q_BTHh.shape
     K = k.shape[axes.index("K")]
     q = q_BTHh.reshape(B, T, K, H // K, h) * mask.query_scale(q_BTHh.shape[-1])
