@@ -35,7 +35,6 @@ _SUPPORTED = {
     "attention_dropout": 0,
     "use_sliding_window": False,
     "quantization_config": None,
-    "partial_rotary_factor": 1,
     "clip_qkv": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -92,7 +91,7 @@ def _check_supported(
     `values` are those that config.json has `written`, completed.
     """
     released = family.released
-    for key, supported in _SUPPORTED.items():
+    for key, supported in (_SUPPORTED | {"partial_rotary_factor": released.rotary_share}).items():
         if key in written and key not in released.names.values():
             allowed = None, supported, family.fixed.get(key)
             yield written[key] not in allowed, key, written[key], f", but {supported}"
@@ -112,7 +111,7 @@ def _check_supported(
     # Windows of other layers than the family's: in a list, by a period, or from a layer on.
     kinds, period = values.get("layer_types"), released.period
     layer = "all layers" if period == 1 else f"every {period}th layer"
-    is_other = bool(kinds) and kinds != _layer_types(layers, period)
+    is_other = bool(kinds) and kinds != _layer_types(layers, released)
     yield is_other, "layer_types", kinds, f", but full_attention in {layer}"
     if "sliding_window_pattern" in released.defaults:
         pattern = values["sliding_window_pattern"]
@@ -155,8 +154,9 @@ def _complete(values: Mapping[str, Any], released: Released) -> dict[str, Any]:
     return {**_DEFAULTS, **released.defaults, **values}
 
 
-def _layer_types(layers: int, period: int) -> list[str]:
-    return [f"{'sliding' if i % period else 'full'}_attention" for i in range(1, layers + 1)]
+def _layer_types(layers: int, released: Released) -> list[str]:
+    kinds = released.others, "full_attention"
+    return [kinds[i % released.period == 0] for i in range(1, layers + 1)]
 
 
 def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
     if "mlp_activations" in changed:
         values[released.activation] = _ACTIVATIONS[gate]
     if released.period > 1 and "base_num_decoder_layers" in changed:
-        values["layer_types"] = _layer_types(keys.base_num_decoder_layers, released.period)
+        values["layer_types"] = _layer_types(keys.base_num_decoder_layers, released)
     longest = longest_text(original, "config.json") if original else 1
     if not is_same or longest < keys.max_target_length:
         values["max_position_embeddings"] = max(longest, keys.max_target_length)

@@ -32,7 +32,7 @@ _SCALINGS = {
     ),
 }
 _MSCALES = ("mscale", "mscale_all_dim")  # from which yarn's attention_factor can follow
-# What every one may have; the last is refused unless it changes nothing.
+# What every one may have; the last is refused unless it is the family's.
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _FULL, _LOCAL = "full_attention", "sliding_attention"  # layers
 
@@ -51,6 +51,9 @@ def read_keys(values: Mapping[str, Any], released: Released, where: str) -> dict
         name = "local_rope_max_timescale"
         keys[name] = cast_key(name, "rope_theta", local, where)
         refuse([(_kind(local) != "default", f"{where}: {_LOCAL}={local} is not supported")])
+    part, share = rope.get("partial_rotary_factor"), released.rotary_share
+    if part not in (None, share):
+        raise ConfigError(f"{where}: partial_rotary_factor={part} is not supported, but {share}")
     return keys | _scaling(rope, values, bool(local), where)
 
 
@@ -104,12 +107,7 @@ def _kind(rope: Mapping[str, Any]) -> str:
 def _scaling(
     rope: Mapping[str, Any], values: Mapping[str, Any], by_layer: bool, where: str
 ) -> dict[str, Any]:
-    kind, part = _kind(rope), rope.get("partial_rotary_factor")
-    if part not in (None, 1):
-        raise ConfigError(
-            f"{where}: partial_rotary_factor={part} is not supported: these families turn whole "
-            "heads, in transformers too"
-        )
+    kind = _kind(rope)
     if kind == "default":
         return {"rope_type": "default", "rope_linear_scaling_factor": 1.0}
     ours, names = _SCALINGS.get(kind, ("", {}))
@@ -179,6 +177,8 @@ def make_values(keys: ModelKeys, released: Released, original: Mapping[str, Any]
             forms = _forms(*_ropes(values, released, ""), released)
             return {n: x for n, x in forms.items() if x is not None and original.get(n) is None}
     rope = {"rope_type": "default", "rope_theta": keys.rope_max_timescale}
+    if released.rotary_share != 1:
+        rope["partial_rotary_factor"] = released.rotary_share
     for kind, (ours, names) in _SCALINGS.items():
         if keys.rope_type == ours and (kind != "linear" or keys.rope_linear_scaling_factor != 1):
             rope |= {"rope_type": kind} | {theirs: getattr(keys, n) for n, theirs in names.items()}

@@ -40,7 +40,8 @@ class Block(nnx.Module):
             self.mixer_post_norm, self.mlp_post_norm = norm(), norm()
         self.mixer = MIXERS[layer.mixer](keys, mixer_key, family)
         if layer.is_sparse:
-            self.mlp = Experts(dataclasses.replace(keys, **family.expert_keys), mlp_key)
+            own = dataclasses.replace(keys, **family.expert_keys)
+            self.mlp = Experts(own, mlp_key, family.gates_shared)
         else:
             self.mlp = MLP(keys, mlp_key)
 

@@ -35,7 +35,7 @@ class Decoder(nnx.Module):
         family, dtype = FAMILIES[keys.decoder_block], keys.weight_dtype
         # Static fields are compared at every call of a compiled step: keep them few and small.
         self.pattern = family.pattern(keys)
-        self.head_dim = keys.head_dim
+        self.rotary_dim = int(keys.head_dim * family.released.rotary_share)
         self.tied = keys.logits_via_embedding
         self.logits_cap = keys.final_logits_soft_cap
         self.embedding_scale = D**0.5 if family.scales_embedding else 1.0
@@ -80,7 +80,7 @@ class Decoder(nnx.Module):
         token 0; other tokens are below V."""
         x_BTD = self._embed(tokens_BT, execution.dtype)
         with jax.named_scope("layers"):
-            run = functools.partial(layers.run, head_dim=self.head_dim, execution=execution)
+            run = functools.partial(layers.run, rotary_dim=self.rotary_dim, execution=execution)
             if axis_size("stage") > 1:
                 layers_per_stage = execution.num_layers_per_pipeline_stage
                 run = functools.partial(run, self.pattern.stage_pattern(layers_per_stage))
@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
         states. Returns their vectors [B, T, D], and the next states; `states` stay as they are. T
         is 1, or all slots from position 0 on; for `valid_BT` see `Pass`. Not in a pipeline."""
         positions_BT = first_B[:, None] + jnp.arange(tokens_BT.shape[1])
-        angles = layers.find_angles(self.pattern, execution, positions_BT, self.head_dim)
+        angles = layers.find_angles(self.pattern, execution, positions_BT, self.rotary_dim)
         shared = Pass(execution, _IN_ORDER, angles, first_B=first_B, valid_BT=valid_BT)
         states = jax.tree.map(lambda x: x, tuple(states))  # a copy, which this pass changes
         x_BTD = self._embed(tokens_BT, execution.dtype)

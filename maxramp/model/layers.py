@@ -55,12 +55,12 @@ def run(
     positions: Positions,
     *,
     execution: Execution,
-    head_dim: int,
+    rotary_dim: int,
 ) -> tuple[jax.Array, Aux]:
     """Returns the residual stream [B, T, D] after all layers, and their sums by row: minimized and
     shown over all layers [B], counts of each layer [l, B, ...], in the pattern's order."""
     tokens = x_BTD.shape[1]
-    angles = find_angles(pattern, execution, jnp.arange(tokens), head_dim)  # at every position
+    angles = find_angles(pattern, execution, jnp.arange(tokens), rotary_dim)  # at every position
     if (positions_BT := positions.segment_positions(tokens)) is not None:
         angles = jax.tree.map(lambda x: x.at[positions_BT].get(out_sharding=X_BTD), angles)
 
@@ -127,11 +127,11 @@ def _loop(body: Callable, x_BTD: jax.Array, blocks: Any, is_compiled_once: bool)
 
 
 def find_angles(
-    pattern: Pattern, keys: RopeKeys, positions_T: jax.Array, head_dim: int
+    pattern: Pattern, keys: RopeKeys, positions_T: jax.Array, rotary_dim: int
 ) -> dict[Rope, Angles]:
     """Returns the angles of all layers with rotary positions, at positions [T] or [B, T]."""
     ropes = dict.fromkeys(layer.mixing(keys).rope for layer in pattern)
-    return {rope: rotary_angles(rope, positions_T, head_dim) for rope in ropes if rope}
+    return {rope: rotary_angles(rope, positions_T, rotary_dim) for rope in ropes if rope}
 
 
 def one_by_one(pattern: Pattern, stacks: Stacks) -> tuple[Any, ...]:

@@ -22,10 +22,11 @@ class LayerSizes(NamedTuple):
 
     @classmethod
     def from_keys(cls, keys: ModelKeys, layer: Layer) -> Self:
-        mixer, width, router = AttentionSizes.from_keys(keys), keys.base_mlp_dim, {}
+        family, width, router = FAMILIES[keys.decoder_block], keys.base_mlp_dim, {}
+        mixer = AttentionSizes.from_keys(keys, family)
         if layer.is_sparse:
             width = keys.moe_mlp_dim * (keys.num_experts_per_tok + keys.shared_experts)
-            router = {"router": keys.num_experts}
+            router = {"router": keys.num_experts + family.gates_shared}
         reads = {**mixer.reads, "gate_proj": width, "up_proj": width, **router}
         return cls(mixer, reads, {**mixer.writes, "down_proj": width}, 2 * width)
 

@@ -21,7 +21,9 @@ class Released(NamedTuple):
     # If layers with a window have a rope_theta of their own: its key ("" = none), and its value if
     # config.json leaves it out.
     local_rope: tuple[str, float] | None = None
-    period: int = 1  # in layer_types: the last of these layers sees all, the others a window
+    period: int = 1  # in layer_types: the last of these layers is full_attention, ...
+    others: str = "sliding_attention"  # ... the others this
+    rotary_share: float = 1  # of a head's numbers, those that positions turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,4 +42,6 @@ class Family:
     heads_together: bool = False  # whether norms of queries and keys are of all heads together
     # keys that its experts have, whatever those of the model
     expert_keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    gates_heads: bool = False  # whether each head's result is gated by as many numbers of its query
+    gates_shared: bool = False  # whether its shared expert is gated by a number
     scales_embedding: bool = False  # multiplies the embedding by the root of the width

@@ -55,7 +55,9 @@ def check_family(keys: ModelKeys) -> Relations:
     yield block not in FAMILIES, f"decoder_block={block} is not one of {', '.join(FAMILIES)}"
     family = FAMILIES[block]
     needs = dict(family.fixed)
-    if family.released.period > 1 and not keys.sliding_window_size:
+    released = family.released
+    has_windows = released.period > 1 and released.others == "sliding_attention"
+    if has_windows and not keys.sliding_window_size:
         needs["sliding_window_size"] = 4096
     needs = {name: value for name, value in needs.items() if getattr(keys, name) != value}
     current = ", ".join(f"{name}={getattr(keys, name)}" for name in needs)

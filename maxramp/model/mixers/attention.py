@@ -107,21 +107,23 @@ def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, *
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions. Keys add biases (Qwen2.5, arXiv 2412.15115) or
     norms of queries and keys, for each head (Qwen3, arXiv 2505.09388) or for all heads together
-    (OLMoE, arXiv 2409.02060)."""
+    (OLMoE, arXiv 2409.02060). The query of a gated head has its gate behind it: 2h numbers."""
 
     def __init__(self, keys: ModelKeys, key: jax.Array, family: Family):
         D, h, dtype = keys.base_emb_dim, keys.head_dim, keys.weight_dtype
         H, K = keys.base_num_query_heads, keys.base_num_kv_heads
         q, k, v, o = jax.random.split(key, 4)
+        self.is_gated = family.gates_heads
+        width = 2 * h if self.is_gated else h
         matrix = functools.partial(normal, "matrix")
-        self.query_DHh = matrix("D Hh", q, (D, H, h), HEADS_IN_DHh, D**-0.5, dtype)
+        self.query_DHh = matrix("D Hh", q, (D, H, width), HEADS_IN_DHh, D**-0.5, dtype)
         self.key_DKh = matrix("D Kh", k, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
         self.value_DKh = matrix("D Kh", v, (D, K, h), HEADS_IN_DHh, D**-0.5, dtype)
         self.out_HhD = matrix("Hh D", o, (H, h, D), HEADS_OUT_HhD, (H * h) ** -0.5, dtype)
         self.has_biases, self.has_norms = keys.attention_bias, keys.use_qk_norm
         self.scale, self.cap = keys.score_scale, keys.attn_logits_soft_cap
         if self.has_biases:
-            self.query_bias_Hh = zeros("bias", "Hh", (H, h), HEADS_Hh, dtype)
+            self.query_bias_Hh = zeros("bias", "Hh", (H, width), HEADS_Hh, dtype)
             self.key_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
             self.value_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
         if self.has_norms:
@@ -147,6 +149,8 @@ class Attention(nnx.Module):
             q_BTHh = _add_bias(q_BTHh, self.query_bias_Hh)
             k_BTKh = _add_bias(k_BTKh, self.key_bias_Kh)
             v_BTKh = _add_bias(v_BTKh, self.value_bias_Kh)
+        if self.is_gated:
+            q_BTHh, gate_BTHh = jnp.split(q_BTHh, 2, axis=-1)
         if self.has_norms:
             q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
         q_BTHh, k_BTKh = rotate(q_BTHh, angles), rotate(k_BTKh, angles)
@@ -156,6 +160,8 @@ class Attention(nnx.Module):
             a_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, mask, kernel, strategy)
         else:
             a_BTHh = state.attend(q_BTHh, k_BTKh, v_BTKh, shared.first_B, mask, kernel)
+        if self.is_gated:
+            a_BTHh = a_BTHh * jax.nn.sigmoid(gate_BTHh)
         return dense(a_BTHh, self.out_HhD, STREAM_BTD)
 
     @staticmethod

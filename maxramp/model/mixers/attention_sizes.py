@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Self
 
+from maxramp.model.families.family import Family
 from maxramp.model.keys import BYTES, ModelKeys
 from maxramp.model.pattern import Mixing
 from maxramp.stage import StageSpec
@@ -19,11 +20,11 @@ class AttentionSizes:
     width: int  # of all heads
 
     @classmethod
-    def from_keys(cls, keys: ModelKeys) -> Self:
+    def from_keys(cls, keys: ModelKeys, family: Family) -> Self:
         width, kv = (
             heads * keys.head_dim for heads in (keys.base_num_query_heads, keys.base_num_kv_heads)
         )
-        reads = {"q_proj": width, "k_proj": kv, "v_proj": kv}
+        reads = {"q_proj": width * (1 + family.gates_heads), "k_proj": kv, "v_proj": kv}
         return cls(reads, {"o_proj": width}, keys.base_num_query_heads, width)
 
     def row_products(self, tokens: int, mixing: Mixing) -> float:

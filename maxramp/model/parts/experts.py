@@ -15,16 +15,16 @@ from maxramp.model.parts import dispatch, grouped
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.mlp import ACTIVATIONS, MLP
 from maxramp.model.parts.routing import Router
-from maxramp.model.parts.weights import normal
+from maxramp.model.parts.weights import dense, normal
 from maxramp.parallel.mesh import axis_size, platform
-from maxramp.parallel.sharding import EXPERTS_IN_EDF, EXPERTS_OUT_EFD, X_BTD
+from maxramp.parallel.sharding import EXPERTS_IN_EDF, EXPERTS_OUT_EFD, ROUTER_DE, X_BTD
 
 
 class Experts(nnx.Module):
     """A router and gated MLPs; beside them, shared experts for every token (DeepSeekMoE, arXiv
-    2401.06066), which are one MLP of their total width."""
+    2401.06066), which are one MLP of their total width, perhaps gated by a number of each token."""
 
-    def __init__(self, keys: ModelKeys, key: jax.Array):
+    def __init__(self, keys: ModelKeys, key: jax.Array, gates_shared: bool = False):
         E, D, F, dtype = keys.num_experts, keys.base_emb_dim, keys.moe_mlp_dim, keys.weight_dtype
         router, gate, up, out, shared = jax.random.split(key, 5)
         self.activations, self.kernel = tuple(keys.mlp_activations), keys.grouped_matmul
@@ -37,6 +37,10 @@ class Experts(nnx.Module):
         self.has_shared = keys.shared_experts > 0
         if self.has_shared:
             self.shared = MLP(keys, shared, keys.shared_experts * F)
+        self.gates_shared = gates_shared
+        if gates_shared:
+            gate = jax.random.fold_in(shared, 1)
+            self.shared_gate_DF = normal("router", "D F", gate, (D, 1), ROUTER_DE, D**-0.5, dtype)
 
     def __call__(
         self, x_BTD: jax.Array, token_weight_BT: jax.Array | None = None
@@ -48,7 +52,10 @@ class Experts(nnx.Module):
         y_MD = self._compute(*dispatch.spread(x_BTD, weights_BTk, plan), plan)
         y_BTD = dispatch.collect(y_MD, plan)
         if self.has_shared:
-            y_BTD = y_BTD + self.shared(x_BTD)[0]
+            shared_BTD, _ = self.shared(x_BTD)
+            if self.gates_shared:
+                shared_BTD *= jax.nn.sigmoid(dense(x_BTD, self.shared_gate_DF, X_BTD))
+            y_BTD = y_BTD + shared_BTD
         return y_BTD, aux
 
     def _compute(self, x_MD: jax.Array, weights_M: jax.Array, plan: dispatch.Plan) -> jax.Array:
