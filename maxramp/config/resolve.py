@@ -15,7 +15,9 @@ from maxramp.files.place import can_make
 from maxramp.keys.numbers import exact, nearest_multiples, show
 from maxramp.keys.section import Relations, is_object_storage, refuse
 from maxramp.model.families.table import FAMILIES
-from maxramp.model.keys import ModelKeys, key_copies
+from maxramp.model.keys import ModelKeys
+from maxramp.model.mixers.table import MIXER_FACTS, balances_order
+from maxramp.model.size import sharded_widths
 from maxramp.parallel.axes import NAME_IN_KEYS, ROW_AXES
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup import ladder, layout
@@ -230,7 +232,7 @@ def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
             f"{mesh.command_line('expert')}: decoder_block={config.model.decoder_block} has no "
             "experts to put there; use ici_fsdp_parallelism, which shards all weights as well"
         )
-    for axes, widths in config.model.sharded_widths.items():
+    for axes, widths in sharded_widths(config.model).items():
         over = [axis for axis in axes if sizes[axis] > 1]
         size = math.prod(sizes[axis] for axis in over)
         for name, width in widths.items():
@@ -253,22 +255,17 @@ def check_context(model: ModelKeys, mesh: MeshKeys, row_length: int) -> None:
             f"(max_target_length or row_length); use {nearest_multiples(row_length, size)} tokens, "
             "or another size"
         )
-    if size > 1 and model.context_strategy(tensor, size) == "all_gather":
+    pattern = FAMILIES[model.decoder_block].pattern(model)
+    if balances_order(pattern, model, tensor, size):
         ordered = {"lora_dropout": model.lora_rank and model.lora_dropout}
         ordered["capacity_factor"] = model.num_experts > 1 and max(0, model.capacity_factor)
         for name, value in ordered.items():
-            if value and model.context_parallel_load_balance:
+            if value:
                 raise ConfigError(
                     f"{name}={value:g} depends on the order of a row's tokens, which "
                     "context_parallel_load_balance=True changes; use "
                     "context_parallel_load_balance=False"
                 )
-        return
-    heads, key_heads = (n // tensor for n in (model.base_num_query_heads, model.base_num_kv_heads))
-    if not key_copies(heads, key_heads, size):
-        able = [n for n in range(1, heads + 1) if key_copies(heads, key_heads, n)]
-        raise ConfigError(
-            f"context_parallel_strategy=ulysses shares out the {heads} query and {key_heads} "
-            f"key/value heads of a device (ici_tensor_parallelism={tensor}) over {axis} devices; "
-            f"use {', '.join(map(str, able))} of them, or context_parallel_strategy=all_gather"
-        )
+    if size > 1:
+        for mixer in dict.fromkeys(layer.mixer for layer in pattern):
+            refuse(MIXER_FACTS[mixer].check_context(model, mesh, row_length))

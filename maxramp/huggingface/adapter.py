@@ -12,6 +12,7 @@ from maxramp.files.storage import read_json
 from maxramp.huggingface.safetensors import Tensor, find_tensors
 from maxramp.huggingface.variants import is_of_text_model, rename_as_text_model
 from maxramp.keys.section import refuse
+from maxramp.model.families.table import lora_modules
 from maxramp.model.keys import LORA_MODULES, ModelKeys
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -98,8 +99,6 @@ class AdapterFolder:
         names = filter(is_of_text_model, self.tensors)
         modules = {name.split(".")[-3] for name in names if name.count(".") > 2}
         targets = [name for name in LORA_MODULES if name in modules]
-        if targets == list(LORA_MODULES):
-            targets = ["matrix"]
         return {
             "lora_rank": self.config["r"],
             "lora_alpha": float(self.config.get("lora_alpha", 8)),
@@ -123,7 +122,7 @@ def make_config(
 
     `is_larger` = they are of the text model in a base that also sees or hears.
     """
-    modules = list(keys.lora_modules)
+    modules = list(lora_modules(keys))
     if is_larger:  # its other parts may have such matrices too
         numbers, layers = "|".join(map(str, layers)) or r"\d+", ()
         modules = rf".*\.language_model\.layers\.({numbers})\..*\.({'|'.join(modules)})"

@@ -15,7 +15,6 @@ from maxramp.keys.section import (
     positive_or_open,
     some_of,
 )
-from maxramp.parallel.axes import SHARD_AXES
 from maxramp.stage import ROPE_KEYS, RopeKeys
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -175,14 +174,3 @@ class ModelKeys(Execution):
     def context_strategy(self, tensor: int, devices: int) -> str:
         heads = self.base_num_query_heads // tensor, self.base_num_kv_heads // tensor
         return select_strategy(self.context_parallel_strategy, *heads, devices)
-
-    @property
-    def sharded_widths(self) -> dict[tuple[str, ...], dict[str, int]]:
-        """The widths that are split over mesh axes, by key."""
-        tensor = ("base_num_query_heads", "base_num_kv_heads", "base_emb_dim", "vocab_size")
-        if self.base_moe_mlp_dim != -1:
-            tensor += ("base_moe_mlp_dim",)
-        if self.base_moe_mlp_dim == -1 or self.first_num_dense_layers:
-            tensor += ("base_mlp_dim",)
-        axes = {("expert",): ("num_experts",), SHARD_AXES: ("base_emb_dim",), ("tensor",): tensor}
-        return {axis: {name: getattr(self, name) for name in names} for axis, names in axes.items()}

@@ -7,28 +7,42 @@ from typing import NamedTuple, Self
 
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import BYTES, ModelKeys
-from maxramp.model.mixers.attention_sizes import AttentionSizes
+from maxramp.model.mixers.table import MIXER_FACTS, MixerFacts
 from maxramp.model.pattern import Layer
+from maxramp.parallel.axes import SHARD_AXES
 from maxramp.stage import StageSpec
 
 
 class LayerSizes(NamedTuple):
     """The sizes of a layer for one token, from which FLOPs and memory follow."""
 
-    mixer: AttentionSizes
-    reads: Mapping[str, int]  # as in `AttentionSizes`, of all weights
+    mixer: MixerFacts
+    reads: Mapping[str, int]  # as in `MixerFacts`, of all weights
     writes: Mapping[str, int]
     activations: int  # numbers between the products of the MLP
 
     @classmethod
     def from_keys(cls, keys: ModelKeys, layer: Layer) -> Self:
         family, width, router = FAMILIES[keys.decoder_block], keys.base_mlp_dim, {}
-        mixer = AttentionSizes.from_keys(keys, family)
+        mixer = MIXER_FACTS[layer.mixer].from_keys(keys, family)
         if layer.is_sparse:
             width = keys.moe_mlp_dim * (keys.num_experts_per_tok + keys.shared_experts)
             router = {"router": keys.num_experts + family.gates_shared}
         reads = {**mixer.reads, "gate_proj": width, "up_proj": width, **router}
         return cls(mixer, reads, {**mixer.writes, "down_proj": width}, 2 * width)
+
+
+def sharded_widths(keys: ModelKeys) -> dict[tuple[str, ...], dict[str, int]]:
+    """Returns the widths that are split over mesh axes, by key."""
+    pattern = FAMILIES[keys.decoder_block].pattern(keys)
+    tensor = {name: 0 for layer in pattern for name in MIXER_FACTS[layer.mixer].tensor_keys}
+    tensor = (*tensor, "base_emb_dim", "vocab_size")
+    if keys.base_moe_mlp_dim != -1:
+        tensor += ("base_moe_mlp_dim",)
+    if keys.base_moe_mlp_dim == -1 or keys.first_num_dense_layers:
+        tensor += ("base_mlp_dim",)
+    axes = {("expert",): ("num_experts",), SHARD_AXES: ("base_emb_dim",), ("tensor",): tensor}
+    return {axis: {name: getattr(keys, name) for name in names} for axis, names in axes.items()}
 
 
 def describe_weights(total: int, active: int, form: Callable[[int], str] = "{:,}".format) -> str:

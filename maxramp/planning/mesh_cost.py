@@ -37,7 +37,8 @@ from typing import NamedTuple
 import jax
 
 from maxramp.model.families.table import FAMILIES
-from maxramp.model.keys import BYTES, ModelKeys, key_copies
+from maxramp.model.keys import BYTES, ModelKeys
+from maxramp.model.mixers.table import MIXER_FACTS
 from maxramp.model.parts.attention import select_for
 from maxramp.model.parts.weights import Weight, weights_of
 from maxramp.model.size import (
@@ -214,15 +215,9 @@ class CostModel:
         sent = {"ragged": k, "gather": experts}.get(model.expert_dispatch, automatic)
         counting = sum(layer.is_sparse for layer in layers)
         yield "experts", counting * (4 + again) * self._wait(sent * stream, mesh, "expert")
-        context, tensor = sizes["context"], sizes["tensor"]
-        heads, key_heads = model.base_num_query_heads, model.base_num_kv_heads
-        if model.context_strategy(tensor, context) == "ulysses":
-            copies = key_copies(heads // tensor, key_heads // tensor, context)
-            exchanged, times = 2 * (heads + copies * key_heads), 2 + again
-        else:
-            exchanged, times = 2 * key_heads * context, 2.5 + again
-        size = spec.device_tokens * exchanged * model.head_dim / tensor * itemsize
-        yield "context", len(layers) * times * self._wait(size, mesh, "context")
+        facts = (MIXER_FACTS[layer.mixer] for layer in layers)
+        size = sum(each.context_bytes(model, spec, again) for each in facts)
+        yield "context", self._wait(size, mesh, "context")
         stages, parts = sizes["stage"], spec.pipeline_microbatches
         if stages > 1:
             ticks = pipeline_ticks(parts, stages, model.num_pipeline_repeats)

@@ -18,6 +18,7 @@ from maxramp.data.batch import Batch
 from maxramp.model.adapters import add_dropout, dropout_of
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ModelKeys
+from maxramp.model.mixers.table import balances_order
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.positions import balanced_order, run_length
 from maxramp.model.parts.weights import join_parts
@@ -86,8 +87,7 @@ def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
     attend to gathered keys, this balances the number of keys that each device's tokens see; else
     the batch stays as it is."""
     devices, tensor, T = axis_size(*TOKEN_AXES), axis_size("tensor"), batch.tokens.shape[1]
-    is_gathered = keys.context_strategy(tensor, devices) == "all_gather"
-    if devices == 1 or not is_gathered or not keys.context_parallel_load_balance:
+    if not balances_order(pattern, keys, tensor, devices):
         return batch
     positions = batch.token_positions
     windows = Counter(layer.mixing(keys).window for layer in pattern)

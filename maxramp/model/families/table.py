@@ -69,7 +69,21 @@ def check_family(keys: ModelKeys) -> Relations:
         f"{current}: decoder_block={block} needs {needed}{window}; give that{others} or the "
         "model_name of a file in configs/models",
     )
+    modules = lora_modules(keys)
+    others = [name for name in keys.lora_targets if name not in ("matrix", *modules)]
+    yield (
+        keys.lora_rank and others,
+        f"lora_targets={list(keys.lora_targets)}: decoder_block={block} has no "
+        f"{', '.join(others)}; leave it out",
+    )
     yield from family.check(keys)
+
+
+def lora_modules(keys: ModelKeys) -> tuple[str, ...]:
+    """Returns the matrices that get adapters, by name, of those that the family has."""
+    tensors = FAMILIES[keys.decoder_block].tensors.values()
+    modules = {tensor.split(".")[-2] for tensor in tensors}
+    return tuple(name for name in keys.lora_modules if name in modules)
 
 
 def has_experts(block: str) -> bool:
