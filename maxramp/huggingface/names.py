@@ -21,11 +21,20 @@ class Form:
     axes: str  # of ours, a letter each: "DHh"
     shape: tuple[int, ...]  # of ours
     groups: tuple[str, ...]  # by axis of the tensor, our axes that it joins: ("Hh", "D")
+    blocks: tuple[int, ...] = ()  # of the tensor's rows (`Weight.blocks`)
 
     @property
     def order(self) -> tuple[int, ...]:
         """The positions of our axes in the tensor's order."""
         return tuple(self.axes.index(letter) for group in self.groups for letter in group)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The tensor's rows in our order, where they lie in blocks."""
+        heads = self.tensor_shape[0] // sum(self.blocks)
+        starts = heads * np.cumsum(self.blocks)[:-1]
+        blocks = np.split(np.arange(self.tensor_shape[0]), starts)
+        return np.concatenate([block.reshape(heads, -1) for block in blocks], axis=1).ravel()
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -55,8 +64,10 @@ def _tensor_name(path: str, tensors: Mapping[str, str]) -> str:
 
 
 def _groups(weight: Weight) -> tuple[str, ...]:
-    """Returns `Form.groups`: a matrix has its outputs as rows, an embedding its tokens."""
-    groups = weight.outputs, weight.inputs
+    """Returns `Form.groups`: a matrix has its outputs as rows, an embedding its tokens. Those of a
+    convolution have an axis of their own for each of its inputs."""
+    inputs = weight.inputs if weight.inputs.startswith("1") else [weight.inputs]
+    groups = weight.outputs, *inputs
     return tuple(filter(None, groups[::-1] if weight.role == "embedding" else groups))
 
 
@@ -99,7 +110,8 @@ def name_tensors(
                 f"decoder_block={decoder_block}: its {path} is in no model of "
                 f"decoder_block={dense_block}, so it cannot begin with such weights"
             ) from None
-        form = Form(weight.own, tuple(weight.shape[len(weight.leading) :]), _groups(weight))
+        shape = tuple(weight.shape[len(weight.leading) :])
+        form = Form(weight.own, shape, _groups(weight), weight.blocks)
         names = {(): name} if name else {}
         if "{}" in name:
             experts = [*np.ndindex(weight.shape[1 : len(weight.leading)])]  # [()] if it has none

@@ -196,6 +196,8 @@ class _Transfer:
         spec = array.sharding.spec.partitions + (None,) * array.ndim
         spec = spec[len(weight.weight.leading) :]  # of one layer
         parts = [spec[weight.form.axes.index(group[0])] for group in weight.form.groups]
+        if weight.form.blocks:  # whole heads lie in several places
+            parts[0] = None
         split = tuple((part,) if isinstance(part, str) else part or () for part in parts)
         # What cuts the rows at last comes first, and what cuts the other axis last: so parts are
         # exchanged along that one, and joined along the others.
@@ -260,6 +262,8 @@ def _put(
     # Only the first letter of a tensor's axis is sharded here, so a reshape moves nothing.
     first = dict(zip((group[0] for group in form.groups), transfer.partitions, strict=True))
     letters = [form.axes[i] for i in form.order]
+    if form.blocks:
+        x = x.at[form.rows].get(out_sharding=axes_spec(*transfer.partitions))
     x = jax.lax.reshape(x, form.split, out_sharding=axes_spec(*map(first.get, letters)))
     x = x.transpose([letters.index(letter) for letter in form.axes]).astype(stack.dtype)
     if not index:
@@ -268,7 +272,7 @@ def _put(
     dtype, bits = stack.dtype, np.dtype(f"u{stack.dtype.itemsize}")
     stack, x = (jax.lax.bitcast_convert_type(y, bits) for y in (stack, x))
     spec = jax.typeof(stack).sharding.spec
-    axes = spec.partitions[: len(index)]
+    axes, own_spec = spec.partitions[: len(index)], unstack_spec(spec, len(index))
 
     def put(stack: jax.Array, x: jax.Array, *index: jax.Array) -> jax.Array:
         own = [own_index(*each) for each in zip(index, stack.shape, axes, strict=False)]
@@ -284,6 +288,7 @@ def _put(
         is_own = jnp.array([i < size for i, size in zip(own, stack.shape, strict=False)]).all()
         return jax.lax.cond(is_own, update, lambda stack: stack, stack)
 
-    specs = spec, unstack_spec(spec, len(index)), *(REPLICATED for _ in index)
+    specs = spec, own_spec, *(REPLICATED for _ in index)
+    x = jax.reshard(x, own_spec)
     stack = map_shards(put, specs, spec)(stack, x, *map(jnp.int32, index))
     return jax.lax.bitcast_convert_type(stack, dtype)

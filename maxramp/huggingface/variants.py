@@ -74,6 +74,6 @@ def split_experts(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> di
 def name_fused(path: str, name: str) -> str:
     """Returns the fused tensor that holds the tensor `name` of a weight, or `name` if none does."""
     for fused, weights in _FUSED_WEIGHTS.items():
-        if path.removeprefix("layers.sparse.mlp.") in weights:
+        if path.partition(".mlp.")[2] in weights:
             return f"model.layers.{name.split('.')[2]}.mlp.{fused}"
     return name

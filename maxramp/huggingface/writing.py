@@ -305,4 +305,5 @@ def _gather(
         specs = spec, *(REPLICATED for _ in index)
         x = map_shards(select, specs, unstack_spec(spec, len(index)))(stack, *map(jnp.int32, index))
     x = jax.reshard(x.astype(dtype), REPLICATED)
-    return x.transpose(form.order).reshape(form.tensor_shape)[:rows]
+    x = x.transpose(form.order).reshape(form.tensor_shape)
+    return x[np.argsort(form.rows) if form.blocks else slice(rows)]

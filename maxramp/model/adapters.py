@@ -51,16 +51,17 @@ def _adapt(weight: Weight, keys: ModelKeys, key: jax.Array) -> Adapted:
     parts = dict(zip(weight.axes, (*spec, *(None,) * (weight.ndim - len(spec))), strict=True))
     sizes["r"], parts["r"] = keys.lora_rank, None
 
-    def factor(inputs: str, outputs: str, values: Callable) -> Weight:
+    def factor(inputs: str, outputs: str, values: Callable, blocks: tuple = ()) -> Weight:
         shape = tuple(map(sizes.get, inputs + outputs))
         x = values(shape, out_sharding=axes_spec(*map(parts.get, inputs + outputs)))
-        return new_weight(x.astype(_DTYPE), "adapter", f"{inputs} {outputs}")
+        return new_weight(x.astype(_DTYPE), "adapter", f"{inputs} {outputs}", blocks=blocks)
 
     def uniform(shape: tuple[int, ...], out_sharding: Any) -> jax.Array:
         bound = (jnp.prod(jnp.array(shape[:-1])) ** -0.5).astype(jnp.float32)
         return bound * jax.random.uniform(key, shape, jnp.float32, -1, 1, out_sharding=out_sharding)
 
-    down, up = factor(weight.inputs, "r", uniform), factor("r", weight.outputs, jnp.zeros)
+    down = factor(weight.inputs, "r", uniform)
+    up = factor("r", weight.outputs, jnp.zeros, weight.blocks)
     return Adapted(weight, down, up, keys.lora_scale, keys.lora_dropout)
 
 

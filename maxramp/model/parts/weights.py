@@ -37,6 +37,9 @@ class Weight(nnx.Param):
     leading: str
     inputs: str  # ... those that a product sums over ("D"), ...
     outputs: str  # ... and those of its result ("Hh")
+    # Sizes into which the last of its outputs is cut where a tensor of a folder has these one after
+    # the other, each of all heads; () if they lie as here.
+    blocks: tuple[int, ...]
 
     @property
     def own(self) -> str:
@@ -63,10 +66,13 @@ class Weight(nnx.Param):
         return self.role in ROLES_IN_PRODUCTS
 
 
-def new_weight(x: jax.Array, role: str, axes: str, leading: str = "") -> Weight:
+def new_weight(
+    x: jax.Array, role: str, axes: str, leading: str = "", blocks: tuple[int, ...] = ()
+) -> Weight:
     """Makes a weight of one layer; `axes` are "inputs outputs", or one for a vector."""
     *inputs, outputs = axes.split()
-    return Weight(x, role=role, leading=leading, inputs="".join(inputs), outputs=outputs)
+    axes = {"leading": leading, "inputs": "".join(inputs), "outputs": outputs}
+    return Weight(x, role=role, blocks=blocks, **axes)
 
 
 def normal(
@@ -78,11 +84,12 @@ def normal(
     std: float,
     dtype: str,
     leading: str = "",
+    blocks: tuple[int, ...] = (),
 ) -> Weight:
     """Draws a weight from a normal distribution with `std`, truncated at 2 sigma."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
-    return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes, leading)
+    return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes, leading, blocks)
 
 
 def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
