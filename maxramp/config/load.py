@@ -1,5 +1,6 @@
 """Loads YAML files and key=value arguments into one checked configuration, and writes it back."""
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -40,6 +41,7 @@ class Source:
 
 
 Note = Callable[[str], None]  # shows a line about what became of another trainer's keys
+MAXTEXT = CONFIGS / "maxtext.yml"  # the base of MaxText's files
 _RAMP = "enable_rampup_batch_size"
 # Alternatives that exclude each other, each with the keys that choose it.
 _NOTATIONS = (
@@ -127,10 +129,35 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
     own = {name for source in sources if not source.is_foreign for name in source.values}
     idle = find_unmade(CHOICES, merged, merged)
     merged |= {name: default for name, default in idle.items() if name in names - own}
-    config = Config.from_values(merged)
-    config.batch.refuse_unread_by_phase(CHOICES, own, config.values)
-    config.check()
+    with _name_files(sources):
+        config = Config.from_values(merged)
+        config.batch.refuse_unread_by_phase(CHOICES, own, config.values)
+        config.check()
+    _note_base(sources, merged, note)
     return config
+
+
+@contextlib.contextmanager
+def _name_files(sources: Sequence[Source]) -> Iterator[None]:
+    """Begins the error about a key that a file gives with that file."""
+    try:
+        yield
+    except ConfigError as error:
+        name = str(error).partition("=")[0]
+        where = [source.where for source in sources if name in source.values]
+        raise ConfigError(f"{''.join(where[-1:])}{error}") from None
+
+
+def _note_base(sources: Sequence[Source], values: Mapping[str, Any], note: Note) -> None:
+    """Names the values that a MaxText file leaves to MaxText's base.yml."""
+    base_file = next((source for source in sources if source.where == f"{MAXTEXT}: "), None)
+    others = {name for source in sources if source is not base_file for name in source.values}
+    others |= set() if values[_RAMP] else {*MAXTEXT_RAMP}
+    left_out = {} if base_file is None else base_file.values
+    shown = [f"{k}={v}" for k, v in left_out.items() if k not in others and values[k] == v]
+    data = "" if "dataset_type" in others else "; dataset_type=text, as its tfds is not read here"
+    if shown:
+        note(f"left out, and as in MaxText's base.yml: {', '.join(shown)}{data}")
 
 
 def _note_layers(source: Source, values: Mapping[str, Any], note: Note) -> None:
@@ -257,6 +284,7 @@ def read(path: str, arguments: Sequence[str], note: Note) -> list[Source]:
             written[key] = text, value
         values = {key: base.cast_value(*pair, key) for key, pair in written.items()}
         is_foreign = bool(where) and any(name in foreign for name, _ in pairs)
+        is_foreign |= where == f"{MAXTEXT}: "
         family_keys = {name: foreign[name] for name, _ in pairs if name in peers.FAMILY_KEYS}
         sources.append(Source(where, values, is_foreign, family_keys))
         phases_before = values.get("phases", phases_before)
@@ -293,11 +321,14 @@ def _split(argument: str) -> tuple[str, Any]:
 
 
 def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
-    """Reads a config file and its bases, the base first; paths are relative to the naming file."""
+    """Reads a config file and its bases, the base first; paths are relative to the naming file. A
+    MaxText file without its base.yml has MAXTEXT as its base."""
     path = place(named)
     if above and not is_object_storage(named):
         path = above[-1].parent / os.path.expanduser(named)
     packaged = CONFIGS / named.removeprefix("configs/")
+    if above and not named.startswith("configs/") and place(named).name == "base.yml":
+        packaged = MAXTEXT
     if (above or named.startswith("configs/")) and not path.exists() and packaged.is_file():
         path = packaged
     if above and not path.exists():
@@ -307,7 +338,9 @@ def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[
     values = read_yaml(path)
     base_config = values.pop("base_config", None)
     if base_config in (None, "", "none"):
-        return [(path, values)]
+        if not any(map(peers.is_of_maxtext, values)):
+            return [(path, values)]
+        base_config = str(MAXTEXT)
     if not isinstance(base_config, str):
         raise ConfigError(f"{path}: base_config={base_config} must be the path of a config file")
     return [*_chain(base_config, (*above, path)), (path, values)]

@@ -52,6 +52,12 @@ def refusal(name: str, value: Any) -> str | None:
     return "" if is_idle else None
 
 
+def is_of_maxtext(name: str) -> bool:
+    """Tells whether a key stands in files of MaxText alone."""
+    is_nemos = "." in name and not name.startswith("rl.")
+    return name not in base() and not is_nemos and refusal(name, None) is not None
+
+
 def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Refuses other trainers' keys that training would depend on; returns the names of the others.
     `foreign` has by name the key as written and its value; `layers` are the keys of each file and

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxramp.commandline import amount, count, short
 from maxramp.config.keys import Config
-from maxramp.config.load import load
+from maxramp.config.load import MAXTEXT, load
 from maxramp.config.resolve import meshes_of
 from maxramp.drawing import (
     BLUE,
@@ -98,15 +98,14 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
 
 
 def _defaults(config: Config, sources: Mapping[str, str]) -> list[dict[str, str]]:
-    """Lists keys that matter and come from base.yml or the model's file, by their source."""
-    length = [] if {*_LENGTHS} & sources.keys() else ["steps"]
-    model = str(CONFIGS / "models")
+    """Lists keys that matter and come from base.yml, MaxText's or the model's file, by source."""
+    files = (str(CONFIGS / "models"), str(MAXTEXT))
+    own = {name for name, source in sources.items() if not source.startswith(files)}
     defaults = []
-    for name in (*_NAMED, *length):
-        source = sources.get(name, "configs/base.yml")
-        if source.startswith(model) or name not in sources:
-            shown = source.replace(model, "configs/models")
-            defaults.append({"key": f"{name}={config.values[name]}", "source": shown})
+    for name in (*_NAMED, *([] if own & {*_LENGTHS} else ["steps"])):
+        if name not in own:
+            source = sources.get(name, "configs/base.yml").replace(str(CONFIGS), "configs")
+            defaults.append({"key": f"{name}={config.values[name]}", "source": source})
     return sorted(defaults, key=lambda one: one["source"])
 
 

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from maxramp.config.load import flatten
+from maxramp.config.load import MAXTEXT, flatten, read
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, place
 from maxramp.keys import peers
@@ -29,6 +29,12 @@ def translate_file(trainer: str, arguments: Sequence[str]) -> tuple[list[str], l
     if len(files) != 1 or files[0].startswith("-"):
         raise ConfigError(f"{' '.join(arguments)}: --trainer takes one file, and then key=value")
     if trainer == "maxtext":
+        sources = read(files[0], keys, lambda line: None)
+        if not any(source.where == f"{MAXTEXT}: " for source in sources):
+            raise ConfigError(
+                f"{files[0]}: nothing in it is MaxText's alone; give it base_config: base.yml, or "
+                "what it leaves out is as in maxramp's base.yml"
+            )
         return [*files, *keys], []
     translate = _translate_nemo if trainer == "nemo" else _translate_megatron
     values, left_out = translate(place(files[0]))

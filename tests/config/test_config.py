@@ -75,9 +75,10 @@ def test_base_config_is_relative_to_the_file_that_names_it(tmp_path, monkeypatch
 
 def test_base_config_finds_the_shipped_files(tmp_path):
     """A file beside the naming one comes first, and configs/ after it."""
-    mine = write(tmp_path / "mine.yml", base_config="base.yml", steps=7)
+    mine = write(tmp_path / "mine.yml", base_config="configs/base.yml", steps=7)
     assert dict(load([mine]).values) == BASE_VALUES | {"steps": 7}
-    write(tmp_path / "base.yml", log_period=7)
+    (tmp_path / "configs").mkdir()
+    write(tmp_path / "configs" / "base.yml", log_period=7)
     assert load([mine]).run.log_period == 7
 
 
@@ -401,7 +402,7 @@ def test_a_batch_without_a_ramp_is_constant(tmp_path, rows, through):
 
 @pytest.mark.parametrize("key", ["enable_rampup_batch_size=True", "global_rampup_samples=3600"])
 def test_a_batch_with_one_key_of_a_ramp_ramps(tmp_path, key):
-    mine = write(tmp_path / "mine.yml", base_config="base.yml", per_device_batch_size=16)
+    mine = write(tmp_path / "mine.yml", base_config=BASE, per_device_batch_size=16)
     config = resolve(load([mine, key]), 4, 1, 1)
     stages = RampupBatchManager(config.batch).stages
     assert [stage.global_batch_size for stage in stages] == [32, 64]

@@ -159,6 +159,7 @@ def test_megatrons_scripts_keep_flags_in_variables(planned, form):
         ("megatron", "echo 'unclosed", "cannot be read as a command line"),
         ("nemo", "train: {global_batch_size: 4}\ndata: {global_batch_size: 8}\n", "keep one"),
         ("others", "", "must be one of maxtext, megatron, nemo"),
+        ("maxtext", "steps: 9\n", "nothing in it is MaxText's alone"),
         ("megatron", "base_config: base.yml\nsteps: 9\n", "--trainer maxtext reads MaxText's"),
     ],
 )
