@@ -199,7 +199,8 @@ def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
 def _open_tokenizer(
     bpe_size: int | None, keys: DataKeys, inputs: Sequence[RecordFile]
 ) -> Tokenizer | None:
-    """Opens the tokenizer; None where one is to be trained, or the inputs hold tokens."""
+    """Opens the tokenizer; None where one is to be trained (of `bpe_size`), or the inputs, at least
+    one, hold tokens. Refuses keys that do not go with that."""
     kind, path, training = keys.tokenizer_type, keys.tokenizer_path, bpe_size is not None
     tokens, flag = inputs[0].tokens, f"--train_bpe {bpe_size}"
     named = f"tokenizer_path={path}" if path else ""
@@ -289,7 +290,8 @@ def _bpe_name(size: int | None, files: Sequence[RecordFile]) -> str:
 
 
 def _train_bpe(options: argparse.Namespace, file: pathlib.Path, inputs: list[RecordFile]) -> None:
-    """Trains a BPE on the texts without bad records, unless an earlier start did."""
+    """Trains a BPE on the texts without bad records, unless an earlier start did; a ConfigError if
+    there are none."""
     if file.exists():
         _say(f"tokenizer  {file} is there from an earlier start")
         return

@@ -139,7 +139,7 @@ class Pretrainer:
         tasks: RunTasks | None,
     ):
         """Announces the programs of every stage, and makes or restores the state meanwhile;
-        `abstract` and `read` are from `Job.abstract_state`."""
+        `abstract` and `read` are from `Job.abstract_state`; `tasks` None = there are none."""
         config, schedule, say = job.config, job.schedule, job.output.say
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
         self._recipe, self._schedule = config.recipe, schedule

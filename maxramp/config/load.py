@@ -179,7 +179,7 @@ def find_sources(arguments: Sequence[str]) -> dict[str, str]:
 
 def _read_sources(arguments: Sequence[str], program: str, note: Note) -> list[Source]:
     """Reads the config's files, that of its model, and last the command line. `program` is the
-    module that reads it, such as train.
+    module that reads it, such as train. A ConfigError without a file.
     """
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
@@ -206,7 +206,7 @@ def _read_sources(arguments: Sequence[str], program: str, note: Note) -> list[So
 
 def _read_folder(files: Sequence[Source], command_line: Source) -> Source:
     """Reads a released model's sizes, and its tokenizer if text is encoded, from its folder or from
-    the copy that a run keeps."""
+    the copy that a run keeps; refuses keys that contradict them."""
     sources = {name: source for source in (*files, command_line) for name in source.values}
     values = {name: source.values[name] for name, source in sources.items()}
     path = values.get("load_parameters_path")
@@ -322,7 +322,8 @@ def _split(argument: str) -> tuple[str, Any]:
 
 def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
     """Reads a config file and its bases, the base first; paths are relative to the naming file. A
-    MaxText file without its base.yml has MAXTEXT as its base."""
+    MaxText file without its base.yml has MAXTEXT as its base. A ConfigError if a file is missing,
+    or names one before it."""
     path = place(named)
     if above and not is_object_storage(named):
         path = above[-1].parent / os.path.expanduser(named)

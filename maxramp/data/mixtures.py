@@ -225,7 +225,8 @@ def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
 
 
 def open_files(keys: DataKeys, kind: str, paths: Sequence[str]) -> list[RecordFile]:
-    """Opens files of one format or, with kind "hf", splits of the data set."""
+    """Opens files of one format (`kind`) or, with "hf", splits of the data set; `find_files` names
+    both."""
     (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
     column = WHOLE if keys.reads_chats else column  # a chat's messages may be in several
     if kind == "hf":

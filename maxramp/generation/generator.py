@@ -137,8 +137,8 @@ class Generator:
         samples: Sequence[int] | None = None,
         every: int = 1,
     ) -> Iterator[list[Answer]]:
-        """Yields all answers so far after every `every` tokens, at last those of `answer`, whose
-        limits hold here too; what it raises comes with the first `next`."""
+        """Yields all answers so far after every `every` tokens (1 or more), at last those of
+        `answer`, whose limits hold here too; a ConfigError comes with the first `next`."""
         self._check(prompts)
         most = max(map(self._max_new_tokens, prompts))
         sizes = self._sizes(max(map(len, prompts)))
@@ -266,7 +266,7 @@ class Generator:
         sampling: Sampling,
         stop_ids: tuple[int, ...],
     ) -> tuple[tuple[Any, ...], Rows]:
-        """Appends up to `steps` tokens to every row that is not done."""
+        """Appends up to `steps` tokens to every row that is not done; takes states and rows."""
         model = self._structure.unflatten(weights)
         append = functools.partial(_append, sampling=sampling, stop_ids=stop_ids)
 

@@ -220,7 +220,7 @@ def _full_name(path: str) -> str:
 def _check_adapters(
     path: str, keys: Mapping[str, Any], model: Decoder, values: Mapping[str, Any]
 ) -> None:
-    """Refuses adapters, of these keys, that `model` has not, or counts otherwise."""
+    """Refuses adapters, of these keys ({} = none), that `model` has not, or counts otherwise."""
     rank = keys.get("lora_rank")
     if not rank:
         return

@@ -82,7 +82,7 @@ class ModelFolder:
     @property
     def ends(self) -> list[int]:
         """The ids at which an answer ends, by generation_config.json or else config.json; [] if
-        neither has any."""
+        neither has any, a ConfigError for what are no ids."""
         file = f"{self.path}/generation_config.json"
         value = storage.read_json(file).get("eos_token_id") if storage.exists(file) else None
         if value is None:

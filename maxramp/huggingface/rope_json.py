@@ -69,7 +69,8 @@ def _ropes(
     values: Mapping[str, Any], released: Released, where: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the positions of layers that see all, and of those with a window if they differ, as
-    transformers reads them: `rope_scaling` counts before `rope_parameters`.
+    transformers reads them: `rope_scaling` counts before `rope_parameters`. A ConfigError for other
+    forms than the family's.
     """
     scaling = values.get("rope_scaling") or {}
     parameters = values.get("rope_parameters") or {}
@@ -141,6 +142,7 @@ def _complete_yarn(
 ) -> dict[str, Any]:
     """Returns yarn's numbers with those that transformers takes for missing ones; attention_factor
     is -1 where it is that of the factor. A ConfigError where we could not do as transformers does.
+    `longest` is max_position_embeddings; `by_layer`: layers with a window have other positions.
     """
     length = cast_key(_LENGTH, _LENGTH, rope, where)
     rope = {"truncate": True, **rope}

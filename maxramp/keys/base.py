@@ -107,7 +107,8 @@ def _expand(value: Any) -> Any:
 
 
 def expand_path(name: str, value: Any) -> Any:
-    """Replaces the environment's variables in a path or a mapping of paths; refuses unset ones."""
+    """Replaces the environment's variables in a path or a mapping of paths, the value of the key
+    `name`; refuses unset ones."""
     expanded = _expand(value)
     for path in expanded.values() if isinstance(expanded, Mapping) else [expanded]:
         variable = re.search(r"\$(\w+|\{[^}]*\})", str(path), re.ASCII)

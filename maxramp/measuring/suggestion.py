@@ -316,7 +316,7 @@ def _possible_sizes(evidence: Evidence, planned: _Planned, row: int) -> list[int
     """Returns the batches that the ramp may have, the smallest first.
 
     These are the run's own, halved and doubled, and those that were tried, in rows of `row` tokens;
-    only those that the devices divide among them.
+    only those that the devices divide among them. A ConfigError if there are none.
     """
     halvings = (Fraction(planned.first_batch) * Fraction(2) ** n for n in range(-31, 31))
     sizes = {int(size) for size in halvings if size.denominator == 1}

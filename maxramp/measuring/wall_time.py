@@ -78,7 +78,8 @@ def wall_time(run: Place, price: float | None) -> dict[str, Any]:
 
 
 def _read_jobs(run: Place) -> tuple[list[dict[str, Any]], list[str]]:
-    """Reads the jobs in the order of their starts, and returns warnings, too."""
+    """Reads the jobs in the order of their starts, and returns warnings, too; a ConfigError if
+    there are none."""
     jobs: list[dict[str, Any]] = []
     for event in read_jobs(run):
         if event["event"] == "start":

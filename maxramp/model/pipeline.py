@@ -273,7 +273,7 @@ def _gather_stages(x_BT: jax.Array, k: int) -> jax.Array:
 
 
 def _micro_batch_at(x_mBT: jax.Array, t: jax.Array, S: int, R: int) -> jax.Array:
-    """Returns the tokens [B, T] of the micro batch that each stage runs in tick t."""
+    """Returns the tokens [B, T] of the micro batch that each stage runs in tick t; any if none."""
 
     def local(x_mBT: jax.Array, t: jax.Array) -> jax.Array:
         since = t - jax.lax.axis_index("stage")

@@ -112,8 +112,8 @@ def describe_machine(keys: PlanKeys) -> Machine:
 def describe_devices(
     cluster: gpu.Cluster | topology.Topology, num_slices: int = 1
 ) -> Sequence[Any]:
-    """Returns JAX's abstract devices of a machine; a ConfigError if its compiler is missing or
-    refuses it."""
+    """Returns JAX's abstract devices of a machine, on TPUs of `num_slices` of it; a ConfigError if
+    its compiler is missing or refuses it."""
     shown, what = f"compile_topology={cluster}", f"the {cluster.compiler} compiler"
     if importlib.util.find_spec(cluster.plugin) is None:
         raise ConfigError(

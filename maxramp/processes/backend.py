@@ -228,8 +228,8 @@ def _wait_for_all(address: str, count: int, timeout: float) -> dict[socket.socke
 
 
 def _report(address: str, process_id: int, count: int, timeout: float) -> dict[socket.socket, int]:
-    """Reports to process 0, and waits until all processes have, else a TrainingError; returns the
-    connection to it."""
+    """Reports to process 0, and waits until all processes have, else a TrainingError (ConfigError:
+    another has the same id); returns the connection to it."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -119,7 +119,7 @@ class _Peers:
         timer.start()
 
     def _end(self, process_id: int, status: int, hung: bool) -> None:
-        """Ends this process for another, unless it is about to end by itself."""
+        """Ends this process at once for another, of this `status`, unless it ends by itself."""
         if self._ends_itself:
             return
         if hung:  # where both stand shows which of the two made the other wait

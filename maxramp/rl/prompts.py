@@ -56,7 +56,7 @@ class FilePrompts:
         "messages"), and perhaps "answer".
 
         `seed` None keeps the order of the file; `key` is whose value the path is; chats need the
-        `tokenizer`.
+        `tokenizer`. A ConfigError if it cannot be read, has another line, or none.
         """
         try:
             data = pathlib.Path(path).expanduser().read_bytes()

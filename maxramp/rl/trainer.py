@@ -323,7 +323,8 @@ class PolicyTrainer:
         return batch
 
     def _update(self, sums: Any, batches: list[Batch], samples: np.uint32) -> dict[str, Any]:
-        """Moves the weights num_iterations times; returns the metrics."""
+        """Moves the weights num_iterations times, at first by `sums`, which are those of the
+        batches; returns the metrics."""
         differences = []  # of the sampler, before an update moves the weights
         for again in range(self._policy.num_iterations):
             if again:

@@ -156,6 +156,7 @@ def length_by_epochs(
 ) -> tuple[int, str]:
     """Counts the samples of the whole steps in num_epoch passes of `rows`; returns also a line on
     the rows that no step trains on, "" for none. A ConfigError if they are fewer than a step's.
+    `position` None = from the start.
     """
     ramp = RampupBatchManager(batch, num_devices, resume_point(batch, position))
     samples = first = ramp.stages[0].first_sample

@@ -149,7 +149,8 @@ class MegatronFile(RecordFile):
 
     @functools.cached_property
     def _header(self) -> tuple[np.dtype, int, int]:
-        """dtype, number of sequences, number of borders."""
+        """dtype, number of sequences, number of borders; a ConfigError if the index is torn or
+        another program's."""
         path = f"{self.path}.idx"
         with storage.open_binary(path) as file:
             header = file.read(_HEADER.size)

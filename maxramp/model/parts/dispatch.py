@@ -83,7 +83,8 @@ def plan(experts_BTk: jax.Array, num_experts: int, way: str) -> Plan:
 
 @jax.custom_vjp
 def spread(x_BTD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Sends tokens to their experts; returns each device's rows [M, D] and their weights [M]."""
+    """Sends tokens to their experts; returns each device's rows [M, D], sorted by expert, and their
+    weights [M]."""
 
     def local(x_BTD: jax.Array, weights_BTk: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
         weights_R = _tokens(weights_BTk, plan).reshape(-1)[plan.order_R]

@@ -86,7 +86,8 @@ def normal(
     leading: str = "",
     blocks: tuple[int, ...] = (),
 ) -> Weight:
-    """Draws a weight from a normal distribution with `std`, truncated at 2 sigma."""
+    """Draws a weight from a normal distribution with `std`, truncated at 2 sigma; `axes` and
+    `leading` are as in `Weight`."""
     # 0.87962566 is the standard deviation of a unit normal truncated at +-2.
     x = jax.random.truncated_normal(key, -2, 2, shape, jnp.float32, out_sharding=spec)
     return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes, leading, blocks)
@@ -209,7 +210,7 @@ def _dense_adapted(x: jax.Array, adapted: Adapted, out_sharding: Spec) -> jax.Ar
 
 
 def _drop_inputs(x: jax.Array, seeds_B: jax.Array, rate: float) -> jax.Array:
-    """Applies dropout to x [B, T, ...], with a seed for each row."""
+    """Applies dropout, with a rate below 1, to x [B, T, ...], with a uint32 seed for each row."""
     spec, index = jax.typeof(x).sharding.spec, jnp.uint32(0)
     for axis in range(1, x.ndim):
         along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=spec)

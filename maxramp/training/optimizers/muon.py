@@ -153,7 +153,8 @@ class _Form:
 
 
 def _orthogonal_shards(x_lmn: jax.Array, pool: _Pool, epsilon: float) -> jax.Array:
-    """Makes sharded matrices nearly orthogonal; each device computes some of them whole."""
+    """Makes sharded matrices nearly orthogonal, inside `map_shards`; each device computes some of
+    them whole."""
     count = x_lmn.shape[0]
     sharded_sides = [(axes, 1 + side) for side, axes in enumerate(pool.axes) if axes]
     devices = math.prod(jax.lax.axis_size(axes) for axes, _ in sharded_sides)
