@@ -107,8 +107,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _parse_gen_kwargs(text: str) -> dict[str, Any]:
     """Reads NAME=VALUE,NAME=VALUE, with values as in YAML: [1, 2] is a list; a ConfigError for
-    another text.
-    """
+    another text."""
     kwargs = {}
     for part in filter(None, re.split(r",(?![^\[]*\])", text)):
         name, equals, value = part.partition("=")

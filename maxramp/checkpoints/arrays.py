@@ -188,8 +188,7 @@ def restore(
 
 def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:
     """Reads the arrays of a snapshot from the nodes, as `load` does those of a checkpoint; a
-    PeerLostError if one does not answer.
-    """
+    PeerLostError if one does not answer."""
 
     def collect(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -243,8 +242,7 @@ def load(path: Place, abstract: dict[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _reading(path: Place) -> Iterator[None]:
     """Turns what Orbax and TensorStore raise about a checkpoint into a ConfigError of one line, but
-    not what says that memory ran out.
-    """
+    not what says that memory ran out."""
     try:
         yield
     except Exception as error:

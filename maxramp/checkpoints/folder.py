@@ -249,8 +249,7 @@ def read(path: Place) -> Checkpoint:
 
 def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
     """Reads the newest whole checkpoint of a folder, None without one; returns also the torn ones
-    after it.
-    """
+    after it."""
     torn = []
     for step in reversed(steps_in(folder)):
         try:
@@ -269,8 +268,7 @@ def read_whole(folder: Place) -> Iterator[Checkpoint]:
 
 def find_best(folder: Place) -> Place:
     """Finds the best checkpoint of a folder, as its newest one defines it (`checkpoint_best`); a
-    ConfigError if there is none.
-    """
+    ConfigError if there is none."""
     last, _ = newest(folder)
     why = "no checkpoint there"
     if last:

@@ -100,8 +100,7 @@ class Saves:
 
     def begin(self, step: int, write: Callable[[], None]) -> None:
         """Runs `write` in a thread; the last save must have been settled. `settle` tells of what it
-        raises.
-        """
+        raises."""
         future: concurrent.futures.Future = concurrent.futures.Future()
 
         def work() -> None:

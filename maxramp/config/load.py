@@ -179,8 +179,7 @@ def find_sources(arguments: Sequence[str]) -> dict[str, str]:
 
 def _read_sources(arguments: Sequence[str], program: str, note: Note) -> list[Source]:
     """Reads the config's files, that of its model, and last the command line. `program` is the
-    module that reads it, such as train. A ConfigError without a file.
-    """
+    module that reads it, such as train. A ConfigError without a file."""
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
     *files, command_line = read(arguments[0], arguments[1:], note)

@@ -37,8 +37,7 @@ class Loader:
         first_step: int,
     ):
         """Starts to read, on all processes; a ConfigError says that the run needs more rows than
-        there are.
-        """
+        there are."""
         seed = data.data_shuffle_seed if data.enable_data_shuffling else None
         rows = RunRows(corpus.train, data.num_epoch, seed, corpus.later)
         check_enough(corpus, rows, data.num_epoch, ramp)
@@ -65,8 +64,7 @@ class Loader:
 
     def cuts(self, stages: Sequence[Stage]) -> Iterator[str]:
         """Yields a line for every row length that stages cut samples into: what is lost there, by
-        the first samples, which are read. Only where `expansion.reads`.
-        """
+        the first samples, which are read. Only where `expansion.reads`."""
         lengths: dict[int, Stage] = {}
         for stage in stages:
             lengths.setdefault(stage.spec.row_length, stage)
@@ -122,8 +120,7 @@ def read_all(
     rows: Sequence[Row], spec: StageSpec, expansion: Expansion, reading: ReadingKeys, most: int = -1
 ) -> Iterator[Batch]:
     """Yields all rows (`most` = -1) or the first `most` in batches on the devices, the last filled
-    up with padding.
-    """
+    up with padding."""
     count = len(rows) if most == -1 else min(most, len(rows))
     padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))
 

@@ -37,8 +37,7 @@ class Documents(Chain):
 
 def fit_to_row(document: Document, length: float, cut: bool) -> Document:
     """Returns a chat or pair as rows of `length` (math.inf = any) take it: whole, cut if it may be,
-    or left out if it is too long or has no target left.
-    """
+    or left out if it is too long or has no target left."""
     tokens, is_target, left_out, begins = document
     if left_out:
         return document

@@ -96,8 +96,7 @@ def prepare(work: Preparation, beat: Callable[[], None], publishes: bool = False
 @contextlib.contextmanager
 def progress(size: int) -> Iterator[Show]:
     """Yields what shows documents, tokens and the bytes done of `size`: by a bar on a terminal,
-    elsewhere by a line at every tenth.
-    """
+    elsewhere by a line at every tenth."""
     from rich.progress import BarColumn, Progress, TimeRemainingColumn  # most starts show none
 
     start, tenths = time.perf_counter(), 0

@@ -372,8 +372,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 def numbers(results: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of each task and group, without standard errors, of what `evaluate`
-    returned, by names such as task_hellaswag_acc.
-    """
+    returned, by names such as task_hellaswag_acc."""
     values = {}
     for task, metrics in results["results"].items():
         for name, value in metrics.items():

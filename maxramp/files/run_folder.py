@@ -47,8 +47,7 @@ class Claim:
 
     def __init__(self, path: ObjectPath, owner: str):
         """Claims the folder of the object `path`. Waits for half a minute where its owner may have
-        been killed; a BlockingIOError names one that lives, an OSError says that no answer came.
-        """
+        been killed; a BlockingIOError names one that lives, an OSError says that no answer came."""
         self._path, self._renewed, self._lost = path, 0.0, ""
         # No two writes are alike, as an ETag is made from the content.
         self._content = {"owner": owner, "token": secrets.token_hex(8), "beat": 0}

@@ -63,8 +63,7 @@ def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], N
 
 def _is_exported(to: Place, weights: Weights) -> bool:
     """Returns whether a folder is an export of this state; sets aside one of another, or raises a
-    ConfigError. For process 0.
-    """
+    ConfigError. For process 0."""
     exported = writing.read_source(to)
     if exported is None:
         return False

@@ -168,8 +168,7 @@ def load_tokenizer(
 
 def _document_tokenizer(keys: DataKeys, is_replaced: bool) -> tuple[str, str, dict[str, bool]]:
     """Returns the type and file of a tokenizer, and the values of MARK_KEYS; a ConfigError if the
-    data hold tokens and name none.
-    """
+    data hold tokens and name none."""
     by_keys = kind, path, options = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
     # Documents of text_files have both tokens, and so would those that synthetic ones stand for.
     if kind == "bytes" and keys.dataset_type in ("text", "synthetic"):

@@ -296,8 +296,7 @@ def check_first_weights(config: Config) -> None:
 
 def pin_first_weights(config: Config) -> tuple[Config, FirstWeights]:
     """Returns the configuration with the paths that `find_first_weights` finds on process 0; all
-    processes call it together, and get its error.
-    """
+    processes call it together, and get its error."""
     weights = agreement.decide_on_first(lambda: find_first_weights(config))
     paths = {name: path for name, (path, _) in weights.items()}
     states = {name: saved for name, (_, saved) in weights.items()}

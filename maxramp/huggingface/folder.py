@@ -97,8 +97,7 @@ class ModelFolder:
     @property
     def data_keys(self) -> dict[str, Any]:
         """The keys of the tokenizer, and of the special tokens around a training document; a
-        ConfigError without a tokenizer.
-        """
+        ConfigError without a tokenizer."""
         kind, path = self.tokenizer
         if kind != "huggingface":
             return {"tokenizer_type": kind, "tokenizer_path": path}
@@ -124,8 +123,7 @@ class ModelFolder:
     @property
     def tokenizer(self) -> tuple[str, str]:
         """The type and file of the tokenizer; adapters bring the one that they trained with. A
-        ConfigError if there is none.
-        """
+        ConfigError if there is none."""
         kinds = (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece"))
         for folder in self._folders:
             for name, kind in kinds:

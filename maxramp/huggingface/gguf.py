@@ -47,8 +47,7 @@ def unpack(path: str, to: Place, dtype: str) -> None:
     """Writes the folder of a model with tensors of this dtype; it appears when all is there.
 
     A ConfigError if `to` is not local, holds files or cannot be written, or the file cannot be
-    read.
-    """
+    read."""
     if not is_near(to):
         raise ConfigError(
             f"--to {to}: a GGUF file is unpacked to a local folder; copy it afterwards"

@@ -213,8 +213,7 @@ def _remove(folder: Place, names: Iterable[str]) -> None:
 @contextlib.contextmanager
 def _refusing(folder: Place) -> Iterator[None]:
     """Raises errors of the system as one line about the folder: a TrainingError if the disk is
-    full, else a ConfigError.
-    """
+    full, else a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -226,8 +225,7 @@ def _refusing(folder: Place) -> Iterator[None]:
 
 def _split_into_files(num_bytes: Mapping[str, int], form: Format) -> dict[str, list[str]]:
     """Returns the names of each file's tensors, at most `form.file_bytes` but at least one tensor
-    in a file; `num_bytes` are those of each tensor.
-    """
+    in a file; `num_bytes` are those of each tensor."""
     files, total = [[]], 0
     for name, size in num_bytes.items():
         if total and total + size > form.file_bytes:
@@ -245,8 +243,7 @@ def _make_arrays(
     parts: Iterable[_Part], is_own: bool, pause: Callable[[], None]
 ) -> Iterator[np.ndarray]:
     """Makes the arrays of a file on every process, all of which exhaust it; yields them where it
-    `is_own`, then raises a ConfigError if float16 could not hold one.
-    """
+    `is_own`, then raises a ConfigError if float16 could not hold one."""
     too_large = ""
     for weight, index, shape, dtype in parts:
         pause()

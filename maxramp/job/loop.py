@@ -81,8 +81,7 @@ class Profiler:
 
     def annotate_step(self, step: int) -> jax.profiler.StepTraceAnnotation:
         """Starts or ends the trace where its time has come, so it is called before every step;
-        returns the context to run the step in.
-        """
+        returns the context to run the step in."""
         if step == self._first:
             self._settle()
             jax.profiler.start_trace(str(self._folder))

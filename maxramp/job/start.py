@@ -211,8 +211,7 @@ class Job(JobContext):
 
     def first_state(self, abstract: TrainState, read: Callable[[], Decoder] | None) -> TrainState:
         """Restores the state of a checkpoint, or makes one of the first weights or of new ones; all
-        processes call it together, with what `abstract_state` returned.
-        """
+        processes call it together, with what `abstract_state` returned."""
         recipe, position = self.config.recipe, self.schedule.position
         if read:
             model = self._bind(read) if self.config.model.lora_rank else read()
@@ -272,8 +271,7 @@ class Job(JobContext):
 
     def end(self) -> int:
         """Says what comes next when no step is left to this job; returns the exit status. A
-        ConfigError if the run is done but for a checkpoint.
-        """
+        ConfigError if the run is done but for a checkpoint."""
         schedule = self.schedule
         if best := str(self.checkpoints.best):
             self.output.say(f"best     {best}")

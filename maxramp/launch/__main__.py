@@ -58,8 +58,7 @@ def main(arguments: list[str]) -> int:
 
 def _count_local_devices(config: Config) -> int:
     """Counts the devices of this machine in another process: counting takes hold of them. A
-    ConfigError if JAX finds none.
-    """
+    ConfigError if JAX finds none."""
     if config.backend.hardware == "cpu":
         return 1
     program = "import jax; print(jax.local_device_count())"

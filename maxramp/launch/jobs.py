@@ -184,8 +184,7 @@ def _check_elastic(planned: PlannedRun) -> None:
 
 def write_private(folder: pathlib.Path, files: Mapping[str, str], mode: int = 0o600) -> None:
     """Writes files, over older ones, that only their owner can read: setup_lines may hold
-    passwords. A ConfigError if it cannot.
-    """
+    passwords. A ConfigError if it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -135,8 +135,7 @@ def _node_range(run: Run, nodes: int) -> str:
 
 def _batch_options(run: Run) -> list[str]:
     """Lists options of sbatch. Its own reading of quotes is not a shell's: nothing needs any. A
-    ConfigError for a folder with % or a backslash.
-    """
+    ConfigError for a folder with % or a backslash."""
     keys = run.config.launch
     if set(str(run.folder)) & {"%", "\\"}:
         raise ConfigError(

@@ -76,8 +76,7 @@ class Cluster:
 
 def parse(name: str) -> Cluster:
     """Reads `h200:16x8`, nodes x GPUs of a node, or `FILE.yml:16x8` with the fields of `Gpu`; a
-    ConfigError for another text or GPU.
-    """
+    ConfigError for another text or GPU."""
     kind, _, shape = name.rpartition(":")
     if not kind or not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
         raise ConfigError(

@@ -124,8 +124,7 @@ def _default_rate_warning(config: Config, sources: Mapping[str, str], weights: i
 
 def _memory_warning(stages: Sequence[dict[str, Any]], gib: float, source: str) -> str:
     """Returns a warning if a stage is estimated above the memory of a program, else "". `gib` is
-    that memory, 0 where unknown, and `source` says where it comes from.
-    """
+    that memory, 0 where unknown, and `source` says where it comes from."""
     needs = {stage["index"]: stage["memory_gib"]["total"] for stage in stages}
     largest = max(needs, key=needs.__getitem__)
     if not gib or needs[largest] <= gib:
@@ -277,8 +276,7 @@ def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
 
 def find_published(names: str) -> list[dict[str, Any]]:
     """Finds runs by their names, which commas separate, a ConfigError for another name; returns
-    each as `summarize_ramp` does.
-    """
+    each as `summarize_ramp` does."""
     files = {path.stem: path for path in sorted((CONFIGS / "schedules").glob("*.yml"))}
     runs = []
     for name in names.split(","):

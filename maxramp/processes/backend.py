@@ -139,8 +139,7 @@ def join(timeout: float) -> None:
 
 def _read_variables() -> tuple[str, int, int] | None:
     """Reads address, number of processes and process id; None if no variable is set, a ConfigError
-    if one is missing or wrong.
-    """
+    if one is missing or wrong."""
     address = os.environ.get("MAXRAMP_COORDINATOR", "")
     count = os.environ.get("MAXRAMP_NUM_PROCESSES", "")
     process_id = os.environ.get("MAXRAMP_PROCESS_ID", "")

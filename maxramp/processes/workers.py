@@ -43,8 +43,7 @@ def stay_with_parent() -> None:
 @contextlib.contextmanager
 def lead_group() -> Iterator[None]:
     """Lets a worker start processes of its own, in its process group, which `end` ends with it. The
-    way out kills the group, and with it the worker.
-    """
+    way out kills the group, and with it the worker."""
     os.setpgid(0, 0)
     multiprocessing.current_process().daemon = False  # or multiprocessing refuses to
     # Its signals' handlers do not help a fork, which `Process.terminate` could not end.

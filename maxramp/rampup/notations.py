@@ -30,8 +30,7 @@ class Threshold:
 
 def thresholds(keys: BatchKeys) -> list[Threshold]:
     """Returns the thresholds of the notation that is used and of the phases, the first at 0; a
-    ConfigError if `check` refuses them, or the number of devices does not fit or is open.
-    """
+    ConfigError if `check` refuses them, or the number of devices does not fit or is open."""
     check(keys)
     joined, ends = [], [phase.first_sample for phase in keys.phase_list[1:]]
     for phase, end in zip(keys.phase_list, [*ends, math.inf], strict=True):

@@ -323,8 +323,7 @@ class RampupBatchManager:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the length and the stages of the whole run, those that were trained too; a
-        ConfigError if no key gives the length.
-        """
+        ConfigError if no key gives the length."""
         first, *later = (stage.to_json() for stage in self.stages)
         before = self.trained
         if before and before[-1]["index"] == first["index"]:  # the first stage continues that one

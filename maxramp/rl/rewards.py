@@ -144,8 +144,7 @@ class _Worker:
 @workers_lib.lead_group()
 def _serve(pipe: Connection, names: tuple[str, ...], path: list[str]) -> None:
     """Imports the functions, and sends [] or an error; then answers each list of arguments with
-    their rewards or an error, until the pipe ends.
-    """
+    their rewards or an error, until the pipe ends."""
     console.outlive_readers()  # what functions print does not end them
     workers_lib.stay_with_parent()
     os.register_at_fork(after_in_child=pipe.close)  # so that the pipe ends with this process

@@ -63,8 +63,7 @@ class MetricsLog:
         self, keys: RunKeys, writers: Sequence[Callable[[Record], None]], continues: bool = False
     ):
         """Hands records to `writers` in a thread of its own; the first step of a job that
-        `continues` a run is recorded as restarted.
-        """
+        `continues` a run is recorded as restarted."""
         self._keys, self._writers = keys, writers
         self._begins = {"restarted": True} if continues else {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")

@@ -116,8 +116,7 @@ class Output:
 
     def _check_shared(self) -> None:
         """Refuses a folder in which a process does not see what the first one wrote; all processes
-        call it together, and may wait for 10 seconds.
-        """
+        call it together, and may wait for 10 seconds."""
         mark = self.folder / ".shared"
         number = str(agreement.all_gather_json(int.from_bytes(os.urandom(3)))[0]).encode()
         if self._is_first:
@@ -144,8 +143,7 @@ class Output:
 
     def begin_job(self, schedule: JobSchedule) -> None:
         """Writes down that a job begins, once where the run stands is known; called on all
-        processes.
-        """
+        processes."""
         stage = schedule.ramp.stage_at_step(schedule.first_step)
         origin = schedule.position.kind if schedule.position else "new"
 

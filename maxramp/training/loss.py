@@ -184,8 +184,7 @@ Loss = Callable[[Decoder, Batch], tuple[jax.Array, Aux]]
 
 def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
     """Makes the loss of next tokens: cross-entropy with the z-loss, shown without it. A batch must
-    not have `weights`.
-    """
+    not have `weights`."""
     how = keys.z_loss_multiplier, keys.loss_block_tokens, keys.log_token_statistics
     shown = TEXT.shown(keys)
 
