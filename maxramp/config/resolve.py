@@ -169,7 +169,8 @@ def _check_pipeline(config: Config) -> Relations:
 
 
 def _check_equal_parts(model: ModelKeys, parts: int, stages: str) -> None:
-    """Refuses layers of several kinds that a pipeline cannot cut into equal parts."""
+    """Refuses layers of several kinds that a pipeline (`stages` in the error) cannot cut into equal
+    parts."""
     pattern = FAMILIES[model.decoder_block].pattern(model)
     period, is_whole = len(pattern.period), not (pattern.prefix or pattern.remainder)
     if period > 1 and (not is_whole or pattern.repeats % parts):

@@ -95,8 +95,8 @@ def export(
 ) -> None:
     """Writes a model as a Hugging Face folder, on every process; adapters alone, in PEFT's form,
     unless `merge`. `dtype` "" is that in which the tensors came, or weight_dtype. `pause` is called
-    between two tensors. Raises as `writing.write`, and a ConfigError for adapters that PEFT could
-    not open.
+    between two tensors; `fuse_experts` is as in `writing.Format`. A `model` that is merged may lose
+    its memory. Raises as `writing.write`, and a ConfigError for adapters that PEFT could not open.
     """
     if has_adapters(model) and not merge:
         _export_adapters(source, model, to, dtype, pause)

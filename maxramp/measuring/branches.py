@@ -370,7 +370,7 @@ def branch_keys(
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Returns the sizes of --sizes, the smallest first; a ConfigError if not two or more."""
+    """Returns the sizes of --sizes, the smallest first; a ConfigError unless two or more differ."""
     parts = text.split(",")
     sizes = sorted({int(part) for part in parts if part.isascii() and part.strip().isdigit()})
     if len(sizes) != len(parts) or len(sizes) < 2 or sizes[0] < 1:
