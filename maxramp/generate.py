@@ -153,8 +153,7 @@ class _Writer:
 
     def write(self, texts: Sequence[str]) -> list[str]:
         """Answers prompts, one or more, and prints the answers as they are written; after plain
-        text, as the end of that. Returns the answers.
-        """
+        text, as the end of that. Returns the answers."""
         options = self._options
         prompts = self._tokenizer.encode(texts)
         stops = [*map(_replace_bad_bytes, options.stop)]

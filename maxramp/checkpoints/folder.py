@@ -216,8 +216,7 @@ def discard(folder: Place) -> list[Place]:
 
 def read(path: Place) -> Checkpoint:
     """Reads a checkpoint without its arrays; raises a TornError if a file is missing, too short or
-    damaged, an OSError if its storage does not answer.
-    """
+    damaged, an OSError if its storage does not answer."""
     try:
         values = json.loads((path / FILE).read_bytes())
         present = sizes(path, values.get("files", ()))
@@ -284,8 +283,7 @@ def find_best(folder: Place) -> Place:
 
 def find(path: Place) -> Place:
     """Finds the checkpoint that a path names: itself, the newest of a checkpoints or run folder, or
-    the best (CHECKPOINTS/best); a ConfigError if there is none.
-    """
+    the best (CHECKPOINTS/best); a ConfigError if there is none."""
     path = place(path).absolute()
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):

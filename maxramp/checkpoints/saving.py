@@ -128,8 +128,7 @@ class Saves:
     def settle(self, last: bool = False) -> None:
         """Waits until the last save is done on every process, or has failed on one: Orbax would let
         the others wait for it for 20 minutes. Raises a TrainingError where it has failed and is
-        `last`, or one too many. All processes call it together.
-        """
+        `last`, or one too many. All processes call it together."""
         if self._current is None:
             return
         (step, saving), self._current = self._current, None
@@ -155,8 +154,7 @@ class Saves:
 
     def finish(self, error: BaseException | None) -> None:
         """Waits until this process has written, and warns if that failed; not after an `error` that
-        says that a peer may be lost: then it never would have.
-        """
+        says that a peer may be lost: then it never would have."""
         if self._current is None or isinstance(error, PeerLostError):
             return  # the last save of a run that comes to its end was waited for
         step, saving = self._current

@@ -65,8 +65,7 @@ class Snapshots:
         warn: Callable[[str], None],
     ):
         """Joins the processes of the job, which all call it; a ConfigError if one cannot write.
-        `run` is the run's folder, `start` the id of this start; `say` and `warn` take a line.
-        """
+        `run` is the run's folder, `start` the id of this start; `say` and `warn` take a line."""
         self._period, self._say, self._warn = keys.local_checkpoint_period, say, warn
         self._me, self._is_first = jax.process_index(), jax.process_index() == 0
         self._start = start
@@ -118,8 +117,7 @@ class Snapshots:
     def save(self, record: Checkpoint, state: TrainState, prepared: Callable[[], None]) -> float:
         """Copies the state of a finished step, and keeps it in the background; returns the seconds
         of the copy. `prepared` waits, on the first process, for what a restart needs besides. Every
-        process calls it where `is_due` says so.
-        """
+        process calls it where `is_due` says so."""
         begin = time.perf_counter()
         kinds, pieces = _copy(state)
         seconds = time.perf_counter() - begin

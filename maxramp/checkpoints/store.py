@@ -174,8 +174,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     def start_saving(self) -> list[Place]:
         """Begins the part of the run that this start trains, called on all processes when nothing
         can be refused any more. Removes what killed saves left behind, and returns it; moves torn
-        checkpoints aside.
-        """
+        checkpoints aside."""
         unfinished = []
         agreement.raise_everywhere(lambda: self._is_first and self._write_starts())
         if self.snapshots:
@@ -268,8 +267,7 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def add_evaluation(self, step: int, evaluation: Mapping[str, float]) -> None:
         """Adds numbers of evaluations to the run's newest checkpoint, if it is that after `step`
-        steps. Called on all processes; a TrainingError says that they cannot be written.
-        """
+        steps. Called on all processes; a TrainingError says that they cannot be written."""
 
         def add_to_record() -> None:
             saved = folder_lib.read(self._folder / str(step))

@@ -59,8 +59,7 @@ _FIRST_WEIGHTS = (("load_parameters_path",), ("load_full_state_path",))
 def merge_source(values: MutableMapping[str, Any], source: Source) -> None:
     """Merges a source into the `values` before it, in place. Alternatives to its keys are unset,
     and keys that no longer apply go back to their defaults. A ConfigError if it has two
-    alternatives itself.
-    """
+    alternatives itself."""
     before = dict(values)
     values.update(source.values)
     # A state and the weights that it began from may both be needed.

@@ -215,8 +215,7 @@ def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
 
 def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
     """Refuses a mesh on which not all shards have equal sizes. The ramp's stages are checked when
-    they are known.
-    """
+    they are known."""
     sizes, ranks = mesh.sizes, mesh.ranks
     eval_size = config.evaluation.eval_per_device_batch_size
     eval_rows, multiple = exact(eval_size) * num_devices, config.batch.rows_multiple

@@ -82,8 +82,7 @@ class Loader:
 
     def batch(self, step: int, ramp: RampupBatchManager | None = None) -> tuple[Batch, float]:
         """Returns the rows of `step` and the seconds waited for them; ask for steps in order, up to
-        the run's end. A `ramp` that is not that of the steps before begins with this step.
-        """
+        the run's end. A `ramp` that is not that of the steps before begins with this step."""
         start = time.perf_counter()
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
         if ramp not in (None, self._ramp):
@@ -141,8 +140,7 @@ def read_all(
 
 def count_losses(rows: Sequence[Row], length: int) -> tuple[int, int, int]:
     """Counts documents (one text is one), those that are cut, and rows without a target, where the
-    rows, one or more, are cut into rows of `length`, which divides T.
-    """
+    rows, one or more, are cut into rows of `length`, which divides T."""
     tokens = len(rows[0].tokens) - 1
     batch = stack(rows, text_fields(tokens, separate=True))
     segments_NT = np.where(batch.tokens == PADDING, PADDING, batch.segments)

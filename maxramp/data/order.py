@@ -41,8 +41,7 @@ class Interleaving:
 
     def __init__(self, weights: Sequence[float]):
         """Takes weights above 0 as the decimals they are written as; where their period would
-        exceed 100,000 items, shares are rounded to that fraction.
-        """
+        exceed 100,000 items, shares are rounded to that fraction."""
         self._shares = _whole_shares(weights)
         period = sum(self._shares)
         self._picks = []  # the part of each item of a period

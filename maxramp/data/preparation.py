@@ -354,8 +354,7 @@ def _read(file: RecordFile, start: int, stop: int) -> Iterator[tuple[int, Record
 
 def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Iterator[str]:
     """Yields texts from all over the inputs, about `most` bytes of them, without bad records; a
-    ConfigError if it meets more of these than are `allowed`.
-    """
+    ConfigError if it meets more of these than are `allowed`."""
     bad = 0
     pieces = [(file, piece) for file in inputs for piece in file.split(1 << 24)]
     total = sum(size for _, (*_, size) in pieces)

@@ -42,8 +42,7 @@ class Expansion:
     def __init__(self, mesh: Mesh, expansion_factor_real_data: float):
         """Stages have the devices of `mesh`. The factor is a whole number, or below 1 for a run
         that continues on 1/factor times as many devices: rows are found by number, so nothing is to
-        do. A ConfigError for one that the processes do not fit.
-        """
+        do. A ConfigError for one that the processes do not fit."""
         self.mesh = mesh
         process_indices = _process_indices(mesh)
         positions: dict[int, list[int]] = {}  # of each process's devices

@@ -39,8 +39,7 @@ class BytesFile(RecordFile):
 def plan_text(keys: DataKeys) -> Preparation:
     """Returns the set of the files' bytes. The order of documents is random but the same
     everywhere, so the tail of the stream is a fair sample; of a single file it is the file's end. A
-    ConfigError if all files are empty.
-    """
+    ConfigError if all files are empty."""
     named, title = _find_files(keys.text_files)
     files = [BytesFile(str(path), "", True) for _, path in named if path.stat().st_size]
     if not files:

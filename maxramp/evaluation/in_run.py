@@ -38,8 +38,7 @@ class RunTasks:
     def __init__(self, job: Job, abstract: TrainState):
         """Loads them on process 0, and goes through all requests without a model, while the others,
         which call it too, wait; raises as `harness.Tasks`. `abstract` has the train state's shapes
-        and shardings.
-        """
+        and shardings."""
         config, self._job = job.config, job
         keys: EvalKeys = config.evaluation
         self._keys, self._abstract = keys, abstract

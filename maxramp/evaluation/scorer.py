@@ -129,8 +129,7 @@ class Scorer:
         """Returns the text that the model writes behind each prompt (token ids), up to any of the
         texts in `until`; the ids that end an answer are the scorer's. Prompts too long for the rows
         lose their beginning. Every process calls it alike; raises as `Generator.answer`, and as
-        `expect_answers`.
-        """
+        `expect_answers`."""
         lengths = [len(prompt) for prompt in prompts]
         passes = self.expect_answers(lengths, generation)
         room = self.keys.max_target_length - generation.max_new_tokens

@@ -145,8 +145,7 @@ def is_near(path: Place) -> bool:
 
 def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
     """Measures the files in a folder, however deep: bytes by their names below the folder. On a
-    disk, those `names` alone if there are any, also behind links; what is missing is left out.
-    """
+    disk, those `names` alone if there are any, also behind links; what is missing is left out."""
     if isinstance(folder, ObjectPath):
         start = len("/".join((*folder.parts[1:], "")))
         objects = {name[start:]: e["size"] for name, e in folder.ask("find", detail=True).items()}

@@ -199,8 +199,7 @@ class MirroredFiles(RunFiles):
     def __init__(self, folder: ObjectPath, warn: Callable[[str], None], claim: Claim | None):
         """Begins to send files. The process with a `claim` writes the run's own, and first fetches
         those of earlier starts, or raises an OSError; the others only send what they add. `warn`
-        takes a line about a fault that need not end the run.
-        """
+        takes a line about a fault that need not end the run."""
         self._folder, self._warn, self._claim = folder, warn, claim
         super().__init__(pathlib.Path(tempfile.mkdtemp(prefix="maxramp-mirror-"), folder.name))
         self.local.mkdir()
@@ -271,8 +270,7 @@ class MirroredFiles(RunFiles):
 
     def _send(self) -> None:
         """Sends what has changed, and removes what the run has removed, but not what a cleaner of
-        /tmp has: a FileNotFoundError if these are the records or all.
-        """
+        /tmp has: a FileNotFoundError if these are the records or all."""
         needed = self.local / (_RECORDS if _RECORDS in self._sent else "")
         if not needed.exists():
             raise FileNotFoundError(errno.ENOENT, "removed under the run", str(needed))
@@ -292,8 +290,7 @@ class MirroredFiles(RunFiles):
 
 def claim_folder(folder: Place, owner: str, warn: Callable[[str], None]) -> RunFiles:
     """Makes the folder of a run and claims it for its first process. A BlockingIOError names
-    another `owner` that writes the folder, another OSError says that it cannot be written.
-    """
+    another `owner` that writes the folder, another OSError says that it cannot be written."""
     make_folder(folder / "checkpoints")
     if isinstance(folder, ObjectPath):
         return MirroredFiles(folder, warn, Claim(folder / ".lock", owner))

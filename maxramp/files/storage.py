@@ -73,8 +73,7 @@ def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
 
 def find(pattern: str) -> list[str]:
     """Lists files and folders that a path, glob or URL with a glob matches, sorted, [] for none.
-    From then on this process and its children may hold all of them open.
-    """
+    From then on this process and its children may hold all of them open."""
     allow_many_files()
     return _ask(
         pattern,

@@ -171,8 +171,7 @@ def _describe_weights(source: ModelSource, model: Decoder) -> dict[str, Any]:
 def _make_side_files(source: ModelSource) -> tuple[dict[str, bytes], dict[str, Any], int]:
     """Returns the side files that the model came with, but the tokenizer and the chat template of
     what it was trained on; config.json's special ids of another tokenizer; and how many tokens it
-    has, 0 if not known. A ConfigError if that has more than the model has rows.
-    """
+    has, 0 if not known. A ConfigError if that has more than the model has rows."""
     vocab_size = source.config.model.vocab_size
     side_files = dict(source.origin.side_files) if source.origin else {}
     tokenizer, special_ids = _load_tokenizer(source), {}
@@ -218,8 +217,7 @@ def _load_tokenizer(source: ModelSource) -> Tokenizer | None:
 def _template_file(source: ModelSource, tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """Returns the file of the chat template, if the model came without it: the tokenizer's own, or
     if that has none the one that chats were trained with, a ConfigError if it is gone. `tokenizer`
-    None = that which the model came with.
-    """
+    None = that which the model came with."""
     path, released_template = source.config.data.chat_template, ""
     with contextlib.suppress(ConfigError):
         if source.origin:

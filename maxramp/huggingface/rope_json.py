@@ -70,8 +70,7 @@ def _ropes(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the positions of layers that see all, and of those with a window if they differ, as
     transformers reads them: `rope_scaling` counts before `rope_parameters`. A ConfigError for other
-    forms than the family's.
-    """
+    forms than the family's."""
     scaling = values.get("rope_scaling") or {}
     parameters = values.get("rope_parameters") or {}
     _refuse_all_but_mappings({"rope_scaling": scaling, "rope_parameters": parameters}, where)
@@ -142,8 +141,7 @@ def _complete_yarn(
 ) -> dict[str, Any]:
     """Returns yarn's numbers with those that transformers takes for missing ones; attention_factor
     is -1 where it is that of the factor. A ConfigError where we could not do as transformers does.
-    `longest` is max_position_embeddings; `by_layer`: layers with a window have other positions.
-    """
+    `longest` is max_position_embeddings; `by_layer`: layers with a window have other positions."""
     length = cast_key(_LENGTH, _LENGTH, rope, where)
     rope = {"truncate": True, **rope}
     rope |= {"beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0}
@@ -169,8 +167,7 @@ def _complete_yarn(
 
 def make_values(keys: ModelKeys, released: Released, original: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the `original` config.json, {} for a new model, lacks about positions: in both
-    forms, as transformers below 5 reads no `rope_parameters`.
-    """
+    forms, as transformers below 5 reads no `rope_parameters`."""
     if original:
         values = {**released.defaults, **original}
         if all(getattr(keys, name) == x for name, x in read_keys(values, released, "").items()):

@@ -113,8 +113,7 @@ class _StepEnd:
 
     def take_rung(self, done: int) -> Decision | None:
         """Takes the next rung after `done` steps, if the numbers before the last step ask for it:
-        what follows is as after a restart there. Returns None to stay on the rung.
-        """
+        what follows is as after a restart there. Returns None to stay on the rung."""
         schedule = self._job.schedule
         decision = self._policy and self._policy.decide(schedule.ramp, done)
         if decision:

@@ -153,8 +153,7 @@ def _spec(job: Job) -> StageSpec:
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], list[Any]]:
     """Reads the first line of the file, and the log-probabilities of the first rows; {} and [] if
-    it is missing. Leaves out the line that a kill has torn.
-    """
+    it is missing. Leaves out the line that a kill has torn."""
     head, log_probs = {}, []
     with contextlib.suppress(ValueError, LookupError, TypeError):
         for number, value in enumerate(read_lines(path), -1):

@@ -45,8 +45,7 @@ def run(
     preemption: Preemption | None,
 ) -> int:
     """Runs a command that trains, and says in one line why it cannot. `load` gets what takes a
-    note, `work` returns the exit status; `preemption` None = listens to signals from here on.
-    """
+    note, `work` returns the exit status; `preemption` None = listens to signals from here on."""
     preemption, notes = preemption or Preemption(), []
     try:
         with start(load(notes.append), notes, preemption) as context:
@@ -66,8 +65,7 @@ def run(
 def start(loaded: Config, notes: Sequence[str], preemption: Preemption) -> Iterator["JobContext"]:
     """Starts the backend and joins the processes of the job; on the way out, closes all of it. The
     first process prints `notes`. Raises as `backend.start`, and a ConfigError if the devices do not
-    fit the configuration.
-    """
+    fit the configuration."""
     hang, join = loaded.run.hang_timeout_seconds, loaded.backend.join_timeout_seconds
     with Watchdog(hang, join) as watchdog, contextlib.ExitStack() as closing:
         backend.start(loaded.backend)
@@ -195,8 +193,7 @@ class Job(JobContext):
 
     def abstract_state(self) -> tuple[TrainState, Callable[[], Decoder] | None]:
         """Returns the state on the mesh of the first step, and what reads the weights for
-        `first_state`, None if that needs none. Refuses a checkpoint or weights that do not fit.
-        """
+        `first_state`, None if that needs none. Refuses a checkpoint or weights that do not fit."""
         config, position = self.config, self.schedule.position
         spec = self.schedule.ramp.stage_at_step(self.schedule.first_step).spec
         mesh = mesh_lib.reshape_mesh(self.mesh, spec.mesh)
@@ -238,8 +235,7 @@ class Job(JobContext):
 
     def _bind(self, read: Callable[[], Decoder]) -> Decoder:
         """Reads weights, on all processes; keeps the hash of the frozen ones in every checkpoint,
-        and refuses to continue with others.
-        """
+        and refuses to continue with others."""
         weights, key = read(), self.first.key
         frozen = order_by_layer(without_adapters(weights))
         fingerprint, so_far = fingerprint_of_weights(frozen), self.known_reference

@@ -111,8 +111,7 @@ def _with_slices(run: Run) -> Run:
 
 def manifests(run: Run) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the labels of a launch of a run that `check` returned, and its files: config.yaml,
-    and a JobSet for each number of nodes.
-    """
+    and a JobSet for each number of nodes."""
     keys, name, counts = run.config.launch, run.config.run.run_name, sorted(run.node_counts())
     # As the jobs read it: it has what the command line would have changed.
     config = dump_config(run.config.replace(**TRAINER_KEYS))

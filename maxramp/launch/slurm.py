@@ -92,8 +92,7 @@ def _queued_jobs(folder: pathlib.Path) -> list[str]:
 
 def _ask(*words: str, cwd: str | pathlib.Path | None = None, refusal: str = "") -> str:
     """Returns what a command of SLURM's prints. Where it fails, raises a ConfigError that begins
-    with `refusal`; without one, nobody is told.
-    """
+    with `refusal`; without one, nobody is told."""
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode and refusal:
         reason = " ".join(done.stderr.replace(f"{words[0]}: error:", "").split())

@@ -409,8 +409,7 @@ def _checkpoint(run: Place, at: int) -> folder_lib.Checkpoint:
 
 def _train(arguments: Sequence[str], show: Callable[[str], None]) -> tuple[int, str]:
     """Trains in a process that ends with this one, and passes a signal to stop on to it; returns
-    its exit status, and what it printed. `show` is called with every line. In the main thread.
-    """
+    its exit status, and what it printed. `show` is called with every line. In the main thread."""
     command, signals = bind([sys.executable, "-m", "maxramp.train", *arguments]), []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 

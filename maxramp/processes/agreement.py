@@ -59,8 +59,7 @@ def all_gather_json(value: Any) -> list[Any]:
 def broadcast_json(value: Any, beat: Callable[[], None]) -> Any:
     """Returns the JSON value of the first process, on all, which call it together. The first may
     take any time before (collectives on CPUs give 30 seconds): the others wait for its key, and
-    call `beat` meanwhile.
-    """
+    call `beat` meanwhile."""
     if jax.process_count() == 1:
         return value
     is_first, key = jax.process_index() == 0, f"maxramp/first/{next(_KEYS)}"
@@ -87,8 +86,7 @@ def _wait_for_key(key: str, beat: Callable[[], None]) -> None:
 
 def meet(name: str, failure: str = "") -> list[str]:
     """Waits, up to an hour, until every process has called it with this `name` (new each time), in
-    any thread and not for the devices; returns the failures of all.
-    """
+    any thread and not for the devices; returns the failures of all."""
     if jax.process_count() == 1:
         return [failure] if failure else []
     client = distributed.global_state.client
@@ -113,8 +111,7 @@ def run_on(
     process_ids: Sequence[int], function: Callable[[], _T], beat: Callable[[], None]
 ) -> _T | None:
     """Calls a function on some processes, for as long as that takes; others, which call this too,
-    wait (and call `beat`), return None, or raise its errors.
-    """
+    wait (and call `beat`), return None, or raise its errors."""
     key, outcome = f"maxramp/ran/{next(_KEYS)}", (None, None)
     if jax.process_index() in process_ids:
         outcome = _try(function)

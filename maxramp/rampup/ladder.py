@@ -114,8 +114,7 @@ def expected_rungs(
 def fixed_ramp(keys: BatchKeys, stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns keys of a ramp that repeats the `stages` (as in plan.json) of a run with
     rampup_policy=noise; {} for another run, or if a restart changed the batches, which no single
-    ramp repeats.
-    """
+    ramp repeats."""
     sizes = [stage["global_batch_size"] for stage in stages]
     if keys.rampup_policy != "noise" or sizes != list(keys.rampup_ladder[: len(sizes)]):
         return {}

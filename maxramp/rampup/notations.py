@@ -169,8 +169,7 @@ def _check_maxtext(keys: BatchKeys) -> Relations:
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
     """Reads MaxText's notation, and a constant batch, which is a ramp of no increments. A stage
     lasts the smallest number of steps whose samples reach global_rampup_samples / increments, and
-    the next stage counts from zero. A ConfigError if the number of devices is open.
-    """
+    the next stage counts from zero. A ConfigError if the number of devices is open."""
     final, devices = exact(keys.per_device_batch_size), keys.num_devices
     sizes, share = [final], Fraction(0)
     if keys.enable_rampup_batch_size:

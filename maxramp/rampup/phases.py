@@ -77,8 +77,7 @@ class Phase:
 def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, Any]]:
     """Yields keys and values with all phases in one mapping, and what phase 0 gives beside it.
     Of `pairs`, `phases` replaces the phases `before`, and `phases.252M.KEY` changes one of them. A
-    ConfigError for what is no phase.
-    """
+    ConfigError for what is no phase."""
     phases, is_changed = before, False
     for name, value in pairs:
         head, _, rest = name.partition(".")

@@ -125,8 +125,7 @@ class JobSchedule:
         """Finds the end of this job: of the run, or of a stage under `stop_at_stage_end` or
         `stop_at_node_change`; and the stages that it runs, or may run. Under the latter, a job on
         fewer devices than the plan gives its stage ends where it starts. A ConfigError for a batch
-        that does not divide over its devices.
-        """
+        that does not divide over its devices."""
         ramp, step, keys = self.ramp, self.first_step, self.keys
         stages, planned = self._expected.stages, [self._fit(stage) for stage in self.planned.stages]
         self.last_step, self.stages = ramp.total_steps, stages[:1]
@@ -156,8 +155,7 @@ def length_by_epochs(
 ) -> tuple[int, str]:
     """Counts the samples of the whole steps in num_epoch passes of `rows`; returns also a line on
     the rows that no step trains on, "" for none. A ConfigError if they are fewer than a step's.
-    `position` None = from the start.
-    """
+    `position` None = from the start."""
     ramp = RampupBatchManager(batch, num_devices, resume_point(batch, position))
     samples = first = ramp.stages[0].first_sample
     if rows > first:
@@ -187,8 +185,7 @@ def resume_point(batch: BatchKeys, position: Checkpoint | None) -> ResumePoint:
 
 def _rung_of(batch: BatchKeys, position: Checkpoint) -> list[tuple[int, int]]:
     """Returns (first sample, global batch size) of the rung above the first that a run of
-    rampup_policy=noise stands on, else []. A ConfigError if today's ladder has no such rung.
-    """
+    rampup_policy=noise stands on, else []. A ConfigError if today's ladder has no such rung."""
     if not batch.rampup_policy == position.config.get("rampup_policy") == "noise":
         return []
     *_, stage = (stage for stage in position.stages if stage["first_step"] <= position.step)

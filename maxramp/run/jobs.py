@@ -40,8 +40,7 @@ class Jobs:
 
     def begin(self, first_step: int, nodes: int, devices: int, origin: str) -> Appending:
         """Adds a job that trains from `first_step` on, with a state of `origin`: new, checkpoint or
-        snapshot. Returns the file; an OSError if it cannot be opened.
-        """
+        snapshot. Returns the file; an OSError if it cannot be opened."""
         before = read_jobs(self._folder)
         written = [read_last(self._folder / "metrics.jsonl"), *before]
         clock, times = _process_start(), [record.get("time") for record in written]

@@ -60,8 +60,7 @@ def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder
     """Raises the biases of experts with less than the mean load of their layer and lowers the
     others, by the update rate (DeepSeek-V3, arXiv 2408.15664, algorithm 1), in the layers that
     train. Loads are integers, so any split of the rows gives the same. Nothing with an update rate
-    of 0.
-    """
+    of 0."""
     if not keys.routed_bias_update_rate:
         return frozen
 

@@ -85,8 +85,7 @@ def read(record: Mapping[str, Any]) -> Chat:
 def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
     """Reads the chosen chat and the rejected one, which differ in the last message alone, else a
     BadRecord. Texts, and messages that begin with an answer, continue `prompt`; other messages are
-    whole chats.
-    """
+    whole chats."""
     record = {name: value for name, value in record.items() if value is not None}
     if not all(name in record for name in PAIR):
         names = _list_names(record)
@@ -181,8 +180,7 @@ def _from_sharegpt(message: Any) -> Any:
 
 def _message(message: Any) -> dict[str, Any]:
     """Returns a message as transformers gives it to a template, without nulls, and with its thought
-    under every name in use; a BadRecord if it is not one of text or calls.
-    """
+    under every name in use; a BadRecord if it is not one of text or calls."""
     if not isinstance(message, dict):
         raise BadRecord(f"a message is not an object but {describe(message)}")
     message = {name: value for name, value in message.items() if value is not None}

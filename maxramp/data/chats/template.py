@@ -96,8 +96,7 @@ class ChatTemplate:
     def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
         """Returns answers behind what asks for one, or behind its longest beginning that is there
         as often as answers are, and not before them: some templates add a thought that old answers
-        have lost. No message can imitate it, as it begins with a mark. [] if that is not clear.
-        """
+        have lost. No message can imitate it, as it begins with a mark. [] if that is not clear."""
         first = _first_answer(chat)
         count = first or 1  # many templates look at the first message
         before, asked = self._render(chat, count, False), self._render(chat, count, True)

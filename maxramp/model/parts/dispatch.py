@@ -37,9 +37,9 @@ class Plan:
 def select(requested: str, platform: str | None, per_token: int) -> str:
     """Returns the requested value of expert_dispatch; for "autoselected" the one that sends less.
 
-    P devices gather the tokens of P - 1 others, or exchange k = `per_token` times (P - 1) / P of
-    their own; a single one "gathers". CPUs have no ragged exchange (a ConfigError), and nobody has
-    seen a correct one on GPUs. `platform` is None if unknown."""
+    P devices gather the tokens of P - 1 others, or exchange k (P - 1) / P times their own, with
+    `per_token` = k; a single one "gathers". CPUs have no ragged exchange (a ConfigError), and
+    nobody has seen a correct one on GPUs. `platform` is None if unknown."""
     devices = axis_size("expert")
     if devices == 1:
         return "gather"
