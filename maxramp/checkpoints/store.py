@@ -173,8 +173,8 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def start_saving(self) -> list[Place]:
         """Begins the part of the run that this start trains, called on all processes when nothing
-        can be refused any more. Removes what killed saves left behind, and returns it; moves torn
-        checkpoints aside."""
+        can be refused any more. Removes what killed saves left behind, and returns it, [] on all
+        but the first; moves torn checkpoints aside."""
         unfinished = []
         agreement.raise_everywhere(lambda: self._is_first and self._write_starts())
         if self.snapshots:

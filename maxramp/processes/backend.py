@@ -182,8 +182,8 @@ def _listen(host: str, port: int, count: int) -> socket.socket:
 
 
 def _wait_for_all(address: str, count: int, timeout: float) -> dict[socket.socket, int]:
-    """Waits, as process 0, until every other process has come, else a TrainingError; then lets all
-    continue together. Returns which process each connection leads to."""
+    """Waits, as process 0, until every other process has come, else a TrainingError (ConfigError:
+    it cannot listen); then lets all continue. Returns which process each connection leads to."""
     shown, deadline = _describe_address(address), time.monotonic() + timeout
     known = {_greeting(other, count): other for other in range(1, count)}
     came: dict[int, socket.socket] = {}

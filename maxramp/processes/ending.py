@@ -32,9 +32,9 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends the process at once, and its job: an interpreter that shuts down aborts if something
-    compiles, and waits for a save that failed elsewhere.
-    """
+    """Ends the process at once, and its job, or after an orderly end with the other processes: an
+    interpreter that shuts down aborts if something compiles, and waits for a save that failed
+    elsewhere."""
     for number in (signal.SIGINT, signal.SIGTERM):  # no signal changes the status any more
         signal.signal(number, signal.SIG_IGN)
     import jax

@@ -190,7 +190,7 @@ def _call_all(functions: dict[str, Callable], *lists: list) -> list[list[float]]
 
 
 def _call(function: Callable, *lists: list) -> list[float] | str:
-    """Returns the rewards by a function, or what is wrong with them."""
+    """Returns the rewards by a function of copies of the lists, or what is wrong with them."""
     try:
         returned = function(*copy.deepcopy(lists))
         if not isinstance(returned, Iterable):

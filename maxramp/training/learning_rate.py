@@ -67,7 +67,8 @@ class LearningRate:
         return jnp.where(s < curve.total, rate if risen is None else rate * risen, 0.0)
 
     def _phase_peak(self, samples: Any) -> tuple[Any, Any]:
-        """Returns a phase's peak, and the share of it that a new warm-up has reached, or None."""
+        """Returns a phase's peak, and the share of it that a new warm-up has reached, None if no
+        phase has its own rate."""
         phases = self.ramp.keys.phase_list
         if not any({"learning_rate", WARMUP} & {*p.changes} for p in phases):
             return self.keys.learning_rate, None
