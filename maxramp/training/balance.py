@@ -9,16 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxramp.data.batch import Batch
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.routing import LOAD, Router, load_shares
-from maxramp.model.parts.weights import Weight, join_parts, map_weights, part_of
+from maxramp.model.parts.weights import Weight, is_weight, join_parts, part_of
 from maxramp.parallel.sharding import axes_spec
 from maxramp.training.keys import OptimizerKeys
-from maxramp.training.state import mask_layers
+from maxramp.training.state import kind_at, mask_layers
 
 Counts = dict[str, jax.Array]
 
@@ -39,10 +40,11 @@ def with_last_step(model: Decoder, counts: Counts) -> Decoder:
     """Returns a model whose routers, where load_balance_loss_scope is step, know the shares of the
     last step, equal ones before the first."""
 
-    def attach(x: Any) -> Any:
+    def attach(path: Any, x: Any) -> Any:
         if not isinstance(x, Router) or x.scope != "step" or not x.balance_weight:
             return x
-        router, matrix, loads_LE = jax.tree.map(lambda leaf: leaf, x), x.matrix_DE, counts[LOAD]
+        router, matrix = jax.tree.map(lambda leaf: leaf, x), x.matrix_DE
+        loads_LE = _own_loads(model, counts, path)
         is_first_L1 = loads_LE.sum(1, keepdims=True) == 0
         shares_LE = jnp.where(is_first_L1, 1 / x.experts, load_shares(loads_LE))
         leading = jax.typeof(matrix[...]).sharding.spec.partitions[: len(matrix.layers)]
@@ -53,7 +55,14 @@ def with_last_step(model: Decoder, counts: Counts) -> Decoder:
         )
         return router
 
-    return jax.tree.map(attach, model, is_leaf=lambda x: isinstance(x, Router))
+    return jax.tree_util.tree_map_with_path(attach, model, is_leaf=lambda x: isinstance(x, Router))
+
+
+def _own_loads(model: Decoder, counts: Counts, path: Any) -> jax.Array:
+    """Returns the loads [L, E] of the layers of experts whose stack is at this path."""
+    kinds = [layer.kind for layer in model.pattern if layer.is_sparse]
+    own = [i for i, kind in enumerate(kinds) if kind == kind_at(path)]
+    return counts[LOAD] if len(own) == len(kinds) else counts[LOAD][np.array(own)]
 
 
 def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder:
@@ -64,8 +73,8 @@ def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder
     if not keys.routed_bias_update_rate:
         return frozen
 
-    def move(weight: Weight) -> Weight:
-        loads_LE = counts[LOAD]
+    def move(path: Any, weight: Weight) -> Weight:
+        loads_LE = _own_loads(frozen, counts, path)
         number = loads_LE.shape[1]
         mean_L1 = loads_LE.sum(1, keepdims=True).astype(jnp.float32) / number
         difference = jnp.sign(mean_L1 - loads_LE.astype(jnp.float32))
@@ -76,7 +85,8 @@ def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder
         return weight.replace(weight[...] + step)
 
     biases = part_of(frozen, lambda weight: weight.role == "balance")
-    moved = mask_layers(map_weights(move, biases), keys.trainable_layers, biases)
+    moved = jax.tree_util.tree_map_with_path(move, biases, is_leaf=is_weight)
+    moved = mask_layers(moved, keys.trainable_layers, biases)
     return join_parts(moved, frozen)
 
 

@@ -95,7 +95,7 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
 
     def part(is_trained: bool) -> Decoder:
         def pick(path: Any, weight: Weight) -> Weight | None:
-            trains = weight.role in roles and (within is model or _kind(path) is not None)
+            trains = weight.role in roles and (within is model or kind_at(path) is not None)
             return weight if trains == is_trained else None
 
         return jax.tree_util.tree_map_with_path(pick, model, is_leaf=is_weight)
@@ -132,11 +132,12 @@ def num_trained(trained: Decoder, numbers: Sequence[int]) -> int:
 def _chosen_layers(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[int]) -> np.ndarray:
     """Tells which layers of a weight's stack are chosen: bool [L], or in a circular pipeline
     [R, L / R]."""
-    own = [i for i, layer in enumerate(tree.pattern) if layer.kind == _kind(path)]
+    own = [i for i, layer in enumerate(tree.pattern) if layer.kind == kind_at(path)]
     return np.isin(own, numbers).reshape(weight.layers)
 
 
-def _kind(path: Any) -> str | None:
+def kind_at(path: Any) -> str | None:
+    """Returns the kind of the layers that a weight at this path is of; None outside of layers."""
     names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
     return names[1] if names[0] == "layers" else None
 
