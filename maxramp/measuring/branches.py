@@ -34,10 +34,11 @@ from maxramp.keys.numbers import parse_count
 from maxramp.measuring.noise import KINDS, noise_blocks, student
 from maxramp.objectives.rewards import REWARDS
 from maxramp.processes.bound import bind
-from maxramp.rampup.phases import MIXTURE
+from maxramp.rampup.phases import MIXTURE, Phase
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.job_schedule import resume_point
 from maxramp.run.metrics import as_json, read_records
+from maxramp.stage import ROPE_KEYS
 from maxramp.training.learning_rate import LearningRate
 
 # A branch has these as base.yml does: what a run measures or hands over beside its held-out loss,
@@ -46,6 +47,8 @@ DEFAULTED = (
     *("export_huggingface", "evaluate_tasks", "checkpoint_best", "log_gradient_noise_scale"),
     *("log_token_statistics", "wandb_project", "profiler", "allow_changed"),
 )
+
+_KEPT_PHASES = MIXTURE, *ROPE_KEYS
 
 _FEWEST_BATCHES = 8  # fewer say too little about their own spread
 
@@ -312,7 +315,8 @@ class Experiment:
 
 def inherit_keys(config: Config, sample: int, own_keys: dict[str, Any]) -> dict[str, Any]:
     """Returns all keys of a branch: those that a resolved run has at a sample, and its own."""
-    phase = config.batch.phase_at(sample).values | {MIXTURE: config.values[MIXTURE]}
+    phase = dict(config.batch.phase_at(sample).values)
+    phase |= {name: config.values[name] for name in _KEPT_PHASES}
     defaults = {name: base.base()[name] for name in DEFAULTED}
     keys = config.values | phase | defaults | own_keys
     return keys | find_unmade(CHOICES, keys, keys)  # those of a later phase, for example
@@ -337,14 +341,14 @@ def branch_keys(
         if name in keys.half_lives_in_samples
     }
     has_base = config.model.lora_rank or config.objective.has_reference
-    mixtures = {p.name: {MIXTURE: p.changes[MIXTURE]} for p in config.batch.changing(MIXTURE)}
+    phases = {phase.name: _kept_changes(phase, first) for phase in config.batch.phase_list}
     return (
         decays
         | unset_batch()
         | {
             "step_batch_size_schedule": f"0:{rate.reference} {first}:{size}",
             "step_batch_size_unit": "samples",
-            "phases": mixtures,  # the rows of a mixture depend on where those before it begin
+            "phases": {name: changes for name, changes in phases.items() if changes},
             "total_samples": first + samples,
             "learning_rate": float(rate(first, batch)) * scale,
             "learning_rate_by": "samples",
@@ -367,6 +371,15 @@ def branch_keys(
             "stop_at_node_change": False,
         }
     )
+
+
+def _kept_changes(phase: Phase, sample: int) -> dict[str, Any]:
+    """Returns what stays in a phase: a mixture's rows depend on where those before it begin, and
+    released weights have the positions of their config.json until a phase before `sample` changes
+    them.
+    """
+    names = _KEPT_PHASES if phase.first_sample <= sample else (MIXTURE,)
+    return {name: phase.changes[name] for name in names if name in phase.changes}
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -133,12 +133,13 @@ def test_a_branch_has_what_its_run_measures_and_hands_over_only_where_it_compare
     keys = ("export_huggingface=True", "checkpoint_best=lowest eval_loss", "adam_b2=0.9")
     keys += ("wandb_project=p", "log_token_statistics=True", "rope_factor=4", "elastic=True")
     keys += ("learning_rate_by=steps", "learning_rate_final_fraction=0.3", "slurm_account=a")
-    keys += ("phases={80: {row_length: 8}, 800: {rope_type: llama3.1}}",)
+    keys += ("phases={80: {row_length: 8, rope_max_timescale: 500}, 800: {rope_type: llama3.1}}",)
     experiment = experiment_of(checkpoint_at_20(tmp_path, *keys, "phases_unit=samples"))
     config = config_of(experiment, 16)
     assert (config.optimizer.adam_b2, config.batch.row_length) == (0.9, 8)
     assert all(config.values[name] == base()[name] for name in DEFAULTED)
-    assert not config.batch.phases
+    # Released weights have the run's own positions up to the phase.
+    assert config.batch.phases == {"80": {"rope_max_timescale": 500.0}}
     assert not config.run.export_huggingface and config.model.rope_factor == 8
 
 
