@@ -138,7 +138,6 @@ def test_a_branch_has_what_its_run_measures_and_hands_over_only_where_it_compare
     config = config_of(experiment, 16)
     assert (config.optimizer.adam_b2, config.batch.row_length) == (0.9, 8)
     assert all(config.values[name] == base()[name] for name in DEFAULTED)
-    # Released weights have the run's own positions up to the phase.
     assert config.batch.phases == {"80": {"rope_max_timescale": 500.0}}
     assert not config.run.export_huggingface and config.model.rope_factor == 8
 
