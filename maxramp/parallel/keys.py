@@ -64,8 +64,13 @@ class MeshKeys(_Sizes):
         `num_slices` None: as many slices as the dcn sizes make."""
         slices = num_slices or math.prod(max(1, size) for size in self.group("dcn").values())
         dcn = _fill(self.group("dcn"), slices, f"this job has {count(slices, 'slice')}")
-        inside = num_devices // math.prod(dcn.values())
+        inside, rest = divmod(num_devices, slices)
         job = f"this job has {count(num_devices, 'device')}"
+        if rest:
+            shown = " ".join(f"{name}={size}" for name, size in dcn.items() if size > 1)
+            raise ConfigError(
+                f"{shown}: {job}, which do not divide over {count(slices, 'slice')}; change either"
+            )
         if num_devices == 1:
             product = math.prod(self.sizes.values())
             job += f"; hardware=cpu devices_per_node={product} makes {product} devices of a CPU"

@@ -12,6 +12,7 @@ from test_prepared_chats import chats
 from maxramp import prepare
 from maxramp.data import tokenizers
 from maxramp.data.chats import messages
+from maxramp.data.chats.chats import open_template
 from maxramp.data.opening import open_rows
 from maxramp.errors import ConfigError
 
@@ -239,6 +240,8 @@ def test_without_a_template(folder):
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="has no chat template; give chat_template=FILE"):
         chats_of(folder, [GOOD])
+    with pytest.raises(ConfigError, match="tokenizer_type=bytes has no tokens for turns"):
+        open_template(tokenizers.load("bytes", "", True, True), None)
 
 
 def test_rows_hold_whole_chats(folder):

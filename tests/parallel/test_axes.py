@@ -13,9 +13,8 @@ from maxramp.training.state import abstract_state
 
 def divided(array, mesh):
     """Which of an array's dimensions the two devices of a mesh share out."""
-    first, second = (
-        jax.NamedSharding(mesh, array.sharding.spec).devices_indices_map(array.shape).values()
-    )
+    indices = jax.NamedSharding(mesh, array.sharding.spec).devices_indices_map(array.shape)
+    first, second = indices.values()
     return [n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b]
 
 
@@ -60,11 +59,7 @@ def test_devices_that_hold_a_row_together_are_neighbours():
 @pytest.mark.parametrize(
     ("devices", "sizes", "remedy"),
     [
-        (
-            32,
-            {"pipeline": 4, "expert": 8, "context": 2},
-            {"pipeline": 2, "expert": 4, "context": 1},
-        ),
+        (32, {"data": 2, "pipeline": 4, "expert": 8}, {"data": 1, "pipeline": 2, "expert": 4}),
         (8, {"tensor": 3}, {"tensor": 2}),
         (12, {"expert": 8, "tensor": 5}, {}),
     ],
@@ -81,6 +76,8 @@ def test_a_mesh_that_is_too_large_names_each_size_that_fits(devices, sizes, reme
     assert str(error.value).endswith(f"use {last}" if last else f"product divides {devices}")
     for name, size in keys(remedy).items():
         MeshKeys(**sizes_by_key | {name: size}).resolve(devices)
+    with pytest.raises(ConfigError, match="dcn_data_parallelism=2: .* do not divide over 2 slices"):
+        MeshKeys(**sizes_by_key | {"dcn_data_parallelism": 2}).resolve(devices + 1)
 
 
 def test_the_error_of_one_device_says_how_a_cpu_gets_more():

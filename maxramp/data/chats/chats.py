@@ -83,7 +83,13 @@ class ChatEncoder:
 
 
 def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
-    """Opens the template that the keys name, or else the tokenizer's own; a ConfigError without."""
+    """Opens the template that the keys name, or else the tokenizer's own; a ConfigError without, or
+    for a tokenizer that is not Hugging Face's."""
+    if tokenizer.type != "huggingface":
+        raise ConfigError(
+            f"tokenizer_type={tokenizer.type} has no tokens for turns, so no chats; give "
+            "tokenizer_path=FOLDER of a tokenizer.json with a chat template"
+        )
     source, path = tokenizer.chat_template, keys.chat_template
     if path:
         source = storage.read_bytes(path).decode(errors="replace")
