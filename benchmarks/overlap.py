@@ -31,7 +31,7 @@ from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Sums
 from maxramp.rl.rewards import Rewards
 from maxramp.rl.tasks import brevity
-from maxramp.rl.trainer import PolicyTrainer, Scorer, generation_config
+from maxramp.rl.trainer import AnswerScorer, PolicyTrainer, generation_config
 from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, initial_state
@@ -76,7 +76,7 @@ class Steps:
             self._trainer = PolicyTrainer(
                 types.SimpleNamespace(watchdog=watchdog, is_asked_to_stop=lambda: False),
                 programs,
-                Scorer(config, programs.generator, tokenizer, rewards),
+                AnswerScorer(config, programs.generator, tokenizer, rewards),
                 {"prompt_file": Sums(10, 0)},
                 initial_state(config.recipe),
                 initial_state(config.recipe).model,

@@ -39,7 +39,7 @@ from maxramp.processes.ending import Preemption, run
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompts, check_enough, open_prompts
 from maxramp.rl.rewards import Rewards, sources
-from maxramp.rl.trainer import PolicyTrainer, Scorer, generation_config
+from maxramp.rl.trainer import AnswerScorer, PolicyTrainer, generation_config
 from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.device_memory import device_memory
 from maxramp.training.learning_rate import LearningRate
@@ -147,7 +147,7 @@ def _trainer(
 ) -> PolicyTrainer:
     config, output, schedule = job.config, job.output, job.schedule
     abstract, read = job.abstract_state()
-    rewards = agreement.raise_everywhere(lambda: _rewards(job))
+    rewards = agreement.run_on_first(lambda: _rewards(job), job.watchdog.beat)
     options = compiler_options(job.mesh.devices.flat[0].platform)
     compiler = BackgroundCompiler(
         device_memory(config.planning.device_memory_gib), output.say, job.preemption.ask
@@ -161,15 +161,13 @@ def _trainer(
     compiler.lower()
     output.say_start(corpus, abstract, config.recipe, schedule, job.changes)
     reference = job.load_reference(abstract.model) if config.policy.grpo_beta else None
-    scorer = Scorer(config, programs.generator, tokenizer, rewards)
+    scorer = AnswerScorer(config, programs.generator, tokenizer, rewards)
     state = job.first_state(abstract, read)
     return PolicyTrainer(job, programs, scorer, prompts, state, reference)
 
 
-def _rewards(job: start.Job) -> Rewards | None:
+def _rewards(job: start.Job) -> Rewards:
     keys = job.config.rollout
-    if jax.process_index():
-        return None
     rewards = Rewards(keys.rewards, keys.reward_workers, keys.reward_timeout_seconds)
     return job.closing.enter_context(contextlib.closing(rewards))
 

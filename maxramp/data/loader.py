@@ -82,7 +82,8 @@ class Loader:
 
     def batch(self, step: int, ramp: RampupBatchManager | None = None) -> tuple[Batch, float]:
         """Returns the rows of `step` and the seconds waited for them; ask for steps in order, up to
-        the run's end. A `ramp` that is not that of the steps before begins with this step."""
+        the run's end. A `ramp` that is not that of the steps before begins with this step. Raises
+        a TrainingError if the data cannot be read."""
         start = time.perf_counter()
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
         if ramp not in (None, self._ramp):

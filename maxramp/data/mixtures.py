@@ -195,7 +195,8 @@ def escape_path(key: str, path: str) -> str:
 
 def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
     """Returns the format and, in order, the files that a path, glob or URL stands for; a
-    ConfigError for none, for a mere folder and for several formats.
+    ConfigError for none, for a mere folder, for several formats, and without `file_type` ("" = by
+    the names) for a name that tells none.
 
     Prepared sets are given by their folders, Megatron's files by their names without .bin and .idx.
     """

@@ -52,7 +52,7 @@ class GenerationConfig:
     sampling: Sampling
     seed: int = 0  # of the draws, a uint32
     stop_ids: tuple[int, ...] = ()  # tokens that end an answer
-    # the longest prompt that programs are compiled for; 0 = the longest of each call
+    # of the longest prompt, for which programs are compiled; 0 = of the longest of each call
     max_prompt_tokens: int = 0
 
 
@@ -119,12 +119,12 @@ class Generator:
     ) -> list[Answer]:
         """Returns the answers to prompts (token ids), of which there is at least one.
 
-        Draws depend only on the seed, the number of the prompt in `samples` (0, 1, ...) and the
-        position of a token, not on other prompts or on batches.
+        Draws depend only on the seed, the number of the prompt in `samples` (uint32; 0, 1, ... if
+        None) and the position of a token, not on other prompts or on batches.
 
         Raises:
-          ConfigError: a prompt is empty, has ids outside the vocabulary, or leaves no room for its
-            answer in max_target_length.
+          ConfigError: a prompt is empty, has ids outside the vocabulary, is longer than
+            `config.max_prompt_tokens`, or leaves no room for its answer in max_target_length.
           NotFiniteError: the weights give logits that are not numbers.
         """
         *_, answers = self.stream(weights, prompts, samples, self._keys.max_target_length)
@@ -211,6 +211,11 @@ class Generator:
                     f"prompt {number} of {len(prompt)} tokens and an answer of up to {most} make "
                     f"{len(prompt) + most}, but max_target_length={longest} is what the model was "
                     "trained on; shorten the prompt or the answer, or raise max_target_length"
+                )
+            if 0 < self.config.max_prompt_tokens < len(prompt):
+                raise ConfigError(
+                    f"prompt {number} has {len(prompt)} tokens, more than the "
+                    f"{self.config.max_prompt_tokens} that programs are compiled for; shorten it"
                 )
             if prompt.min() < 0 or prompt.max() >= self._keys.vocab_size:
                 raise ConfigError(

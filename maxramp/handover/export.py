@@ -40,7 +40,8 @@ _STALE = ".stale"  # ends the name of an export of a state that the run no longe
 
 
 def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Exports a finished run to exported/STEP of its folder, once; all processes call it together.
+    """Exports the newest checkpoint of a finished run, never the best one, to exported/STEP of its
+    folder, once; all processes call it together.
 
     Exports nothing if the run saved no state, because the one that it continues was finished. An
     export of another state with that number is set aside. `pause` is called between two tensors, on

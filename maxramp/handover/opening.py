@@ -168,7 +168,8 @@ def load_tokenizer(
 
 def _document_tokenizer(keys: DataKeys, is_replaced: bool) -> tuple[str, str, dict[str, bool]]:
     """Returns the type and file of a tokenizer, and the values of MARK_KEYS; a ConfigError if the
-    data hold tokens and name none."""
+    data hold tokens and name none. Where the run's files are gone it prints that, and goes by the
+    keys; without a tokenizer in these that is an error."""
     by_keys = kind, path, options = keys.type_of_tokenizer, keys.tokenizer_path, keys.mark_keys
     # Documents of text_files have both tokens, and so would those that synthetic ones stand for.
     if kind == "bytes" and keys.dataset_type in ("text", "synthetic"):

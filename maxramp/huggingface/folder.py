@@ -141,9 +141,11 @@ def is_whole(folder: Place) -> bool:
 
 def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
     """Returns the model folder that a path, an address or a name on the Hub (which it fetches)
-    means, or None; a ConfigError for adapters without their config or base.
+    means; None for a path that holds no model and could not name one.
 
-    `key` is whose value the path is, for messages; without `may_adapt` adapters are no model.
+    A ConfigError for a name such as a/b that is neither a folder nor on the Hub, and for adapters
+    without their config or base. `key` is whose value the path is, for messages; without
+    `may_adapt` adapters are no model.
     """
     path = os.path.expanduser(path).rstrip("/")
     if storage.exists(f"{path}/config.json"):

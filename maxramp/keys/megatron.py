@@ -83,7 +83,7 @@ def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         left_out += without_key
     for flag, (whole, name) in _SHARES.items():
         if flag in flags and keys.get(whole):
-            part = cast_value(f"--{flag}", _parse(flag, " ".join(flags[flag][:1])), name)
+            part = _first_value(flag, flags[flag], name)
             keys[name] = float(f"{part / keys[whole]:.6g}")
             left_out += _further_values(flag, flags[flag][1:])
         elif flag in flags:
@@ -97,7 +97,11 @@ def _translate_experts(
     flags: Mapping[str, list[str]], keys: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the keys of a model of experts, and flags without a key. It adds Megatron's defaults,
-    scales losses, which Megatron sums over layers and we average, and counts shared experts."""
+    scales losses, which Megatron sums over layers and we average, and counts shared experts.
+
+    `keys` holds those of all flags but _EXPERT_FLAGS, and Megatron's defaults of the sizes, as the
+    losses' weights and shared experts depend on them.
+    """
     keys = {"num_experts_per_tok": 2, "load_balance_loss_scope": "pass"} | keys
     left_out, has_norms = [], "qk-layernorm" in flags
     is_sigmoid, is_whole = keys.get("routed_score_func") == "sigmoid", _PRE_SOFTMAX in flags
@@ -123,15 +127,20 @@ def _translate_experts(
         keys[name] = float(f"{keys[name] * layers:.6g}")
     if _SHARED_WIDTH in flags:
         width = keys.get("base_moe_mlp_dim", keys.get("base_mlp_dim", 0))
-        shared = cast_value(
-            f"--{_SHARED_WIDTH}", _parse(_SHARED_WIDTH, flags[_SHARED_WIDTH][0]), "base_mlp_dim"
-        )
+        shared = _first_value(_SHARED_WIDTH, flags[_SHARED_WIDTH], "base_mlp_dim")
         if width and shared % width == 0:
             keys["shared_experts"] = shared // width
             left_out += _further_values(_SHARED_WIDTH, flags[_SHARED_WIDTH][1:])
         else:
             left_out.append(f"--{_SHARED_WIDTH}")
     return keys, left_out
+
+
+def _first_value(flag: str, values: Sequence[str], name: str) -> Any:
+    """Returns a flag's first value as the type of a key of ours; a ConfigError if it has none."""
+    if not values:
+        raise ConfigError(f"--{flag} has no value")
+    return cast_value(f"--{flag} {values[0]}", _parse(flag, values[0]), name)
 
 
 def _further_values(flag: str, values: Sequence[str]) -> list[str]:

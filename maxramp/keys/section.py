@@ -109,7 +109,8 @@ def uint32(least: int = 0) -> Any:
     return limit(lambda value: least <= value < 2**32, text)
 
 
-# Whether a relation between keys is broken, and the error.
+# Whether a relation between keys is broken, and the error. `refuse` raises the first: later ones
+# may rely on those before.
 Relations = Iterator[tuple[Any, str]]
 
 

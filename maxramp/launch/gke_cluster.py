@@ -120,7 +120,8 @@ class GkeCluster:
         return JobEnd(EXIT_PREEMPTED, self._step)
 
     def _fail(self, what: str) -> JobEnd:
-        """Ends the launch: the supervisors in the pods gave up, or are gone."""
+        """Ends the launch: the supervisors in the pods gave up, or are gone. `what` follows the
+        JobSet's name. The status is EXIT_CONFIG if a pod's was, or else the pods' largest."""
         self.is_stopped = True
         codes = {end["exitCode"] for end in self._pod_ends()}
         codes -= {0, EXIT_PREEMPTED}  # of pods that were replaced, too

@@ -143,8 +143,13 @@ def _delay_until_first(x: jax.Array, other: jax.Array | None) -> jax.Array:
 
 def square_sums(tree: Any, *others: Any, function: Callable = lambda x: x) -> jax.Array:
     """Returns each device's part, float32 [devices] for `add_up`, of the squared norm of `function`
-    of a tree's arrays (at least one) and those of other trees, sharded alike. For gradients that
-    stay apart (`sharding.gradient_spec`) it is the sum of the copies' squared norms."""
+    of a tree's arrays (at least one) and those of other trees. For gradients that stay apart
+    (`sharding.gradient_spec`) it is the sum of the copies' squared norms.
+
+    `function` gets a device's shards, an array of each tree, and works element by element: the
+    result has the shape of the first. Other trees have as many arrays, sharded as those of the
+    first, or scalars.
+    """
     trees, mesh = [jax.tree.leaves(x) for x in (tree, *others)], jax.sharding.get_abstract_mesh()
     specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, trees)
     axes = [{*jax.tree.leaves(tuple(spec.partitions)), *spec.unreduced} for spec in specs[0]]

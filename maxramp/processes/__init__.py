@@ -1,1 +1,1 @@
-"""The life of processes: how they meet, agree, work for each other and end."""
+"""The life of processes: how they meet, agree, work for each other and end; and their heap."""

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from maxramp.job.start import JobContext
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.mesh import mesh_of
 from maxramp.parallel.sharding import ROWS_BT
-from maxramp.processes.agreement import all_gather_json, raise_everywhere
+from maxramp.processes.agreement import all_gather_json, run_on_first
 from maxramp.rampup.schedule import Stage
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import Prompt, Prompts
@@ -71,7 +71,7 @@ class Part:
     answers: list[Answer]  # prompt after prompt
     texts: list[str]  # of the answers
     pending: concurrent.futures.Future | None = None  # the rewards, on process 0 alone
-    rewards_RF: np.ndarray | None = None  # of each function, after `Scorer.wait`
+    rewards_RF: np.ndarray | None = None  # of each function, after `AnswerScorer.wait`
     reward_seconds: float = 0.0  # that the functions took
 
     @classmethod
@@ -85,7 +85,7 @@ class Part:
         return cls(*lists, None, rewards_RF, sum(part.reward_seconds for part in parts))
 
 
-class Scorer:
+class AnswerScorer:
     """Has prompts answered, and answers rewarded in other processes meanwhile."""
 
     def __init__(
@@ -121,18 +121,16 @@ class Scorer:
             part.pending = self._rewards.submit([str(p.text) for p in asked], texts, truths)
         return part
 
-    def wait(self, part: Part) -> None:
+    def wait(self, part: Part, beat: Callable[[], None]) -> None:
         """Waits for the rewards of a part, which process 0 sends to the others; all call it
-        together. Raises a StepError if a function failed."""
+        together, and the others call `beat` meanwhile. Raises a StepError if a function failed."""
 
-        def result() -> list | None:
-            if not part.pending:
-                return None
+        def result() -> list:
             rewards_RF, seconds = part.pending.result()
             return [rewards_RF.tolist(), seconds]
 
         try:
-            own = raise_everywhere(result)
+            own = run_on_first(result, beat)
         except TrainingError as error:
             raise StepError(str(error)) from None
         rewards, part.reward_seconds = all_gather_json(own)[0]
@@ -198,7 +196,7 @@ class PolicyTrainer:
         self,
         job: JobContext,
         programs: PolicyPrograms,
-        scorer: Scorer,
+        scorer: AnswerScorer,
         prompts: Mapping[str, Prompts],
         state: TrainState,
         reference: Decoder | None,
@@ -247,7 +245,7 @@ class PolicyTrainer:
             if part is None:
                 continue
             enter("reward_wait")
-            self._scorer.wait(part)
+            self._scorer.wait(part, self._beat)
             enter("training")
             if not parts:
                 sums = self._programs.zeros(self.state.trained)
@@ -279,7 +277,7 @@ class PolicyTrainer:
         parts: list[Part] = []
         for part in self._answer_parts(weights, asked, _FIRST_EVAL_ANSWER, stage):
             if part:
-                self._scorer.wait(part)
+                self._scorer.wait(part, self._beat)
                 self._beat()
                 parts.append(part)
 

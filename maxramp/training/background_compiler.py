@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from maxramp.commandline import show_wait
 from maxramp.errors import StepError, reason_of
-from maxramp.parallel import heap
+from maxramp.processes import heap
 from maxramp.training.device_memory import GIB, compiled_bytes
 
 _SILENT = 3.0  # seconds of waiting for a compiler before a line says so

@@ -175,8 +175,7 @@ def test_a_row_ends_at_a_stop_id():
         assert answer.done and answer.truncated == (not len(stopped))
 
 
-def test_programs_are_shared():
-    """Two for prompts and answers of about the same length, however many there are."""
+def test_prompts_of_about_a_length_share_two_programs():
     sizes = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 7: 8, 9: 12, 13: 16, 25: 32, 33: 48}
     assert {n: rounded_up(n) for n in sizes} == sizes
     one = writer("one device")
@@ -199,11 +198,12 @@ def test_programs_are_shared():
         ([np.arange(40)], 9, "prompt 0 of 40 tokens and an answer of up to 9 make 49, but max_"),
         ([np.array([3, VOCAB])], 4, f"its token ids are 3 to {VOCAB}, and vocab_size={VOCAB}"),
         ([np.array([-1])], 4, "prompt 0: its token ids"),
+        ([np.arange(21)], 4, "prompt 0 has 21 tokens, more than the 20"),
     ],
 )
 def test_impossible_prompts_are_refused(prompts, max_new_tokens, error):
     with pytest.raises(ConfigError, match=error):
-        writer("one device")(prompts, max_new_tokens, GREEDY)
+        writer("one device")(prompts, max_new_tokens, GREEDY, max_prompt_tokens=20)
 
 
 def test_weights_that_are_not_finite_are_an_error():

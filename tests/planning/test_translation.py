@@ -155,6 +155,7 @@ def test_megatrons_scripts_keep_flags_in_variables(planned, form):
     ("trainer", "text", "message"),
     [
         ("megatron", MEGATRON.replace("16 16 96", "$RAMP"), "must be three integers"),
+        ("megatron", "--num-experts 8 --moe-shared-expert-intermediate-size\n", "has no value"),
         ("nemo", "rampup_batch_size: [1, 1, 2]\nglobal_batch_size: ${N}\n", "must be an integer"),
         ("megatron", "echo 'unclosed", "cannot be read as a command line"),
         ("nemo", "train: {global_batch_size: 4}\ndata: {global_batch_size: 8}\n", "keep one"),
@@ -168,7 +169,6 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(trainer, text, messag
 
 
 def test_refusals_come_first_and_together(tmp_path, capsys):
-    """Before the command, which would fail."""
     (tmp_path / "file").write_text("base_config: base.yml\neval_steps: 20\nquantization: int8\n")
     assert plan.main([str(tmp_path / "file"), "--trainer", "maxtext"]) == 2
     out, error = capsys.readouterr()

@@ -19,7 +19,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.rl.programs import PolicyPrograms
 from maxramp.rl.prompts import FilePrompts, Sums
 from maxramp.rl.rewards import Rewards
-from maxramp.rl.trainer import PolicyTrainer, Scorer, generation_config
+from maxramp.rl.trainer import AnswerScorer, PolicyTrainer, generation_config
 from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, init_state
@@ -60,7 +60,7 @@ class Run:
         programs = PolicyPrograms(config, rate, state, how, compiler, {})
         for stage in self.ramp.stages:
             programs.announce(stage)
-        self.scorer = Scorer(config, programs.generator, bytes_, rewards)
+        self.scorer = AnswerScorer(config, programs.generator, bytes_, rewards)
         job = types.SimpleNamespace(
             watchdog=types.SimpleNamespace(beat=lambda: self.beats.append(1)),
             is_asked_to_stop=lambda: next(self._stops, False),

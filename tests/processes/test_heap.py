@@ -13,7 +13,7 @@ import resource, sys
 import jax, jax.numpy as jnp
 from maxramp.processes import backend
 from maxramp.config.load import load
-from maxramp.parallel import heap, mesh
+from maxramp.processes import heap
 backend.start(load(["configs/base.yml", "jax_cache_dir="]).backend)
 x = jnp.arange(2.0**13)
 compiled = jax.jit(lambda x: jnp.sin(x[:, None] * x) @ x).lower(x).compile()

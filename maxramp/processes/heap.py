@@ -18,7 +18,7 @@ _M_MMAP_MAX, _MMAP_MAX = -4, 65536
 
 def keep(step_bytes: int) -> None:
     """Makes malloc keep the memory that steps of up to so many bytes free: glibc's, with one CPU
-    device; elsewhere it does nothing.
+    device; elsewhere it does nothing. Starts JAX's backend.
 
     Steps of more than an eighth of the machine's memory give theirs back: before glibc 2.39 blocks
     may move in the heap, which then holds a step's memory more than once.
