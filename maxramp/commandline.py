@@ -193,8 +193,8 @@ def run_time(hours: float) -> str:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:
-    """Prints a table; returns which `expendable` columns, left out in their order, a narrow
-    terminal has no room for."""
+    """Prints a table; returns which of the `columns` that are `expendable`, left out in that order,
+    a narrow terminal has no room for."""
     from rich import box
     from rich.console import Console
     from rich.measure import Measurement

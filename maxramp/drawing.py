@@ -54,7 +54,7 @@ def draw_steps(
 
 def name_values(axes: "Axes", values: Iterable[float]) -> None:
     """Sets ticks at the values that occur (at least one), the largest and the smallest first, if
-    they fit."""
+    they fit; `axes` is a panel of `make_panels`."""
     first, *others = sorted({*values}, reverse=True)
     spot = axes.get_subplotspec()
     height = spot.get_gridspec().get_height_ratios()[spot.rowspan.start]

@@ -171,7 +171,8 @@ def _note_layers(source: Source, values: Mapping[str, Any], note: Note) -> None:
 
 
 def find_sources(arguments: Sequence[str]) -> dict[str, str]:
-    """Returns the config file that sets each key, "" for the command line."""
+    """Returns the config file that sets each key, "" for the command line; without keys that none
+    sets."""
     sources = _read_sources(arguments, "plan", lambda line: None)
     return {name: source.where.removesuffix(": ") for source in sources for name in source.values}
 

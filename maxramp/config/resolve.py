@@ -30,7 +30,8 @@ def resolve(
 ) -> Config:
     """Fills in the keys that the devices decide, so that none is left open; a ConfigError if the
     keys do not fit them. `num_slices` are groups of devices joined by the slow network (TPU slices;
-    1 elsewhere); None uses those of the keys, for a job in the future.
+    1 elsewhere); None uses those of the keys, for a job in the future. `num_processes` counts as
+    the nodes where no key gives them.
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
@@ -205,7 +206,8 @@ def _phases(
 
 
 def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
-    """Returns as many rows as a pass has, in multiples that fit the meshes of all phases."""
+    """Returns as many rows as a pass has, in multiples that fit the meshes of all phases, which
+    are resolved."""
     phases = [phase.keys for phase in keys.phase_list]
     multiples = [Fraction(x.rows_multiple, x.model_parallel_size) for x in phases]
     denominator = math.lcm(*(multiple.denominator for multiple in multiples))

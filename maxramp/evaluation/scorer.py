@@ -168,7 +168,7 @@ class Scorer:
     ) -> list[tuple[list[Hashable], list[int]]]:
         """Has the programs compiled that answer prompts of these lengths; returns the keys of each
         pass's programs, and the numbers of its prompts. A ConfigError if answers of
-        `max_new_tokens` leave no room for a prompt.
+        `max_new_tokens`, which must be a number, leave no room for a prompt.
         """
         max_new_tokens = generation.max_new_tokens
         room = self.keys.max_target_length - max_new_tokens

@@ -58,7 +58,8 @@ class EvalServer:
 
     def run(self, lead: Callable[[], Any]) -> Any:
         """Runs `lead`, which makes requests, on process 0, while the others compute with it.
-        Returns the result of `lead` on process 0, and raises its error on all.
+        Returns the result of `lead` on process 0, None on others; raises its ConfigError or
+        TrainingError on all.
         """
         if jax.process_index():
             while True:

@@ -84,7 +84,8 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
 
 
 def check_family(block: str, family_keys: Mapping[str, tuple[str, Any]]) -> None:
-    """Refuses keys that contradict the family of models: by name, as written and the value."""
+    """Refuses keys, names of FAMILY_KEYS, that contradict the family `block` of models: by name, as
+    written and the value."""
     for name, (text, value) in family_keys.items():
         switched, always = (block in blocks.split() for blocks in FAMILY_KEYS[name])
         if value not in _NOT_GIVEN and value != switched and not always:

@@ -129,7 +129,8 @@ class Keys:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """Makes the section of the values of all keys; refuses those out of bounds."""
+        """Makes the section of the values of all keys, which have their types (`cast_value`);
+        refuses those out of bounds."""
         fields = dataclasses.fields(cls)
         for name, bound in ((field.name, field.metadata) for field in fields):
             if bound and not bound["holds"](values[name]):

@@ -177,8 +177,8 @@ class Experiment:
                 raise ConfigError(f"{key}: a branch has its own {name}; leave it out")
 
     def train(self, out: IO[str]) -> int:
-        """Trains the branches that are not done, and prints progress to `out`; returns 0, or the
-        exit status of a branch that failed.
+        """Trains the branches that are not done, and prints progress to `out`; in the main thread.
+        Returns 0, or the exit status of a branch that failed.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
@@ -395,7 +395,7 @@ def parse_sizes(text: str) -> list[int]:
 
 def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
     """Returns how many rows all branches train on, `wanted` or more: every size ends with the same
-    row. A ConfigError if that takes more than twice as many."""
+    row. A ConfigError, whose remedy is in tokens, if that takes more than twice as many."""
     unit = math.lcm(*sizes)
     rows = -(-wanted // unit) * unit
     if rows > 2 * wanted:

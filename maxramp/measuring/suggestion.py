@@ -292,7 +292,8 @@ def _batch_at(batches: Batches, sample: int) -> float:
 
 
 def _largest_batches(fitted: Batches, measured: Sequence[Measurement], row: int) -> Batches:
-    """Returns the largest batches that cost nothing, or are suggested, from their samples on."""
+    """Returns the largest batches that cost nothing, or are suggested, from their samples on, in no
+    order; 0 behind the last measurement. There is at least one."""
     bounds = [(int(one.first // row), one.batch / row) for one in measured]
     bounds.append((int(measured[-1].last // row), 0.0))
     samples = {sample for sample, _ in (*fitted, *bounds)}

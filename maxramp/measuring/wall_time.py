@@ -112,7 +112,7 @@ def _read_records(
     run: Place, starts: np.ndarray, warnings: list[str]
 ) -> tuple[Columns, np.ndarray]:
     """Reads the records of both files in the order of their times, with which were `lost`: trained
-    again. The second array has each one's job.
+    again. The second array has each one's job; `warnings` get what was left out.
     """
     tables = []
     for name in ("metrics.jsonl", "metrics.dropped.jsonl"):

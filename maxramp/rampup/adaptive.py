@@ -90,7 +90,8 @@ class NoisePolicy:
         return {"samples": self._length, "sums": sums, "lower_bound": self.lower_bound}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Adds a step to its period, unless it was skipped or its numbers are not finite."""
+        """Adds a step to its period, unless it was skipped or its numbers are not finite; records
+        come in the order of their steps."""
         names = "norms_noise_signal", "norms_noise_variance"
         values = [record.get(name) for name in names]
         if record.get("bad_steps") or None in values or not all(map(math.isfinite, values)):

@@ -173,7 +173,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
     def read(cls, config: Any) -> Self:
         """Reads the batch keys of a mapping, or of any object that has some of them as attributes.
         Keys left out or None have base.yml's default, but the ramp and the length count as not
-        given; without a batch size it raises a ConfigError.
+        given; a ConfigError without a batch size, or if a mapping has a key that nobody knows.
         """
         if isinstance(config, cls):
             return config

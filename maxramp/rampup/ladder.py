@@ -45,7 +45,8 @@ class Curve:
         return float(math.floor(self.total / self.quantum * fraction) * self.quantum)
 
     def falls_to(self, height: float) -> float:
-        """Returns where the fall reaches a fraction of the peak; not a whole sample."""
+        """Returns where the fall reaches a fraction of the peak, above `final` and at most 1; not
+        a whole sample."""
         left = (height - self.final) / (1 - self.final)
         done = math.acos(2 * left - 1) / math.pi if self.style == "cosine" else 1 - left
         return self.total - self.decay + done * max(0.0, self.decay - self.quantum)

@@ -34,8 +34,9 @@ class Stretch(NamedTuple):
 
 
 def walk(thresholds: Sequence[Threshold], step: int, sample: int) -> Iterator[Stretch]:
-    """Yields the stretches of thresholds from a step and a sample on. A stretch ends with the first
-    step that reaches the next threshold; a threshold inside that step gives no stretch.
+    """Yields the stretches of thresholds, which increase, from a step and a sample on. A stretch
+    ends with the first step that reaches the next threshold; a threshold inside that step gives no
+    stretch.
     """
     ends = [threshold.first_sample for threshold in thresholds[1:]]
     for threshold, end in zip(thresholds, [*ends, None], strict=True):
@@ -229,7 +230,8 @@ class RampupBatchManager:
         return vars(self) | {"_meshes": None}  # readers in other processes need no meshes
 
     def fit(self, stage: Stage, available_nodes: int) -> Stage:
-        """Returns a stage on the available nodes, up to those that are planned for it."""
+        """Returns a stage on the available nodes, up to those that are planned for it. Where its
+        batch divides over none of these numbers, it waits for the fewest that it divides over."""
         planned = self.keys, stage.threshold, stage.nodes
         placed = layout.fit(*planned, available_nodes, self._meshes)
         return dataclasses.replace(stage, **vars(placed)) if placed else stage

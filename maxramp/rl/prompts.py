@@ -91,7 +91,7 @@ def open_prompts(
     keys: RolloutKeys, tokenizer: PromptTokenizer, model: ModelKeys
 ) -> dict[str, Prompts]:
     """Returns the prompts of a run, and those that are held out if there are any, by their key. A
-    ConfigError if one has no tokens, or leaves no room for its answer."""
+    ConfigError if one has no tokens, or leaves no room for its answer; raises as `FilePrompts`."""
     opened: dict[str, Prompts] = {"prompt_file": Sums(keys.sums_below, keys.data_shuffle_seed)}
     if keys.prompt_file:
         seed = keys.data_shuffle_seed if keys.enable_data_shuffling else None

@@ -77,10 +77,12 @@ class Rewards:
     def submit(
         self, prompts: Sequence[str], answers: Sequence[str], truths: Sequence[Any]
     ) -> concurrent.futures.Future:
-        """Has the rewards of answers computed; returns a future of them and of the seconds it took.
+        """Has the rewards of answers, at least one, computed after those submitted before; returns
+        a future of them and of the seconds it took.
 
         They are float64 [answers, functions]. The future raises a TrainingError if a function
-        fails, hangs, or returns anything but one finite number for each answer.
+        fails, hangs (which ends its worker for good), or returns anything but one finite number for
+        each answer.
         """
         return self._asker.submit(self._compute, prompts, answers, truths)
 

@@ -295,7 +295,7 @@ class PolicyTrainer:
         """Yields None, and then the parts of a stage with their answers.
 
         A part comes when the next one has its answers too, so that its rewards are computed
-        meanwhile. `first` is the number of the first answer.
+        meanwhile. `prompts` make whole parts; `first` is the number of the first answer.
         """
         size, each = stage.spec.rows, self._policy.num_generations
         asked = (
