@@ -101,8 +101,8 @@ def _with_slices(run: Run) -> Run:
     for nodes in run.node_counts():
         if chips % devices or nodes % run.nodes_per_slice:
             raise ConfigError(
-                f"stage {run.stages_on(nodes)} takes {count(nodes, 'node')} of "
-                f"{count(devices, 'chip')} = {nodes * devices}, no whole slices of gke_topology="
+                f"{run.stages_on(nodes)}: {count(nodes, 'node')} of "
+                f"{count(devices, 'chip')} = {nodes * devices} are no whole slices of gke_topology="
                 f"{keys.gke_topology} ({count(chips, 'chip')}); use a smaller topology, or "
                 f"min_nodes={run.nodes_per_slice}"
             )

@@ -98,7 +98,7 @@ class GkeCluster:
         if self.is_stopped:
             return False
         self._ask("apply", "-f", str(file))
-        say(f"JobSet {name}, stage {self._run.stages_on(nodes)}")
+        say(f"JobSet {name}, {self._run.stages_on(nodes)}")
         self._jobset, self._has_waited = name, False
         return True
 

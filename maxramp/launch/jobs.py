@@ -6,12 +6,13 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from maxramp.checkpoints import folder as folder_lib
-from maxramp.commandline import count, print_note, show_keys
+from maxramp.commandline import count, print_note, print_progress, show_keys
 from maxramp.config.keys import Config
 from maxramp.config.resolve import meshes_of, resolve
 from maxramp.errors import ConfigError
 from maxramp.files.place import Place, is_near
 from maxramp.keys.section import refuse
+from maxramp.planning.run_length import with_length
 from maxramp.planning.stages import PlannedRun
 from maxramp.processes.agreement import VARIABLE
 from maxramp.rampup import layout
@@ -43,6 +44,7 @@ class Run:
         if no jobs can train it. A dry run does not ask an object storage where the run stands.
         """
         config = config.replace(run_name=config.run.run_name or config.run.model_name)
+        config = with_length(config, print_progress)
         processes, devices = config.launch.processes_per_node, config.batch.devices_per_node
         trainer_keys = {"num_nodes": config.batch.num_nodes, "devices_per_node": devices}
         trainer_keys |= TRAINER_KEYS
@@ -139,8 +141,9 @@ class Run:
         return list(dict.fromkeys([*choices, self.next_nodes]))
 
     def stages_on(self, nodes: int) -> str:
-        """Names the stages that are planned on that many nodes: "0, 1, 2"."""
-        return ", ".join(str(stage.index) for stage in self.stages if stage.nodes == nodes)
+        """Says which jobs run on that many nodes: "stage 0, 1, 2" as planned, or after a loss."""
+        planned = [str(stage.index) for stage in self.stages if stage.nodes == nodes]
+        return f"stage {', '.join(planned)}" if planned else "if nodes are lost"
 
     def processes(self, nodes: int) -> int:
         return nodes * self.config.launch.processes_per_node

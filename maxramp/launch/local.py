@@ -51,7 +51,7 @@ def launch(run: Run, dry_run: bool = False) -> int:
     if dry_run:
         for nodes in run.node_counts():
             processes = count(run.processes(nodes), "process")
-            print(f"{processes} (stage {run.stages_on(nodes)}):")
+            print(f"{processes} ({run.stages_on(nodes)}):")
             print(f"  {shell_quote(run.command())}")
         return 0
     with tempfile.TemporaryDirectory(prefix="maxramp-") as folder:

@@ -62,7 +62,7 @@ def launch(run: Run, dry_run: bool) -> int:
         print(f"### {folder / _NAME}\n{script}\n### then\ncd {shell_quote([folder])}")
         for nodes in run.node_counts():
             line = f"sbatch --nodes={_node_range(run, nodes)} {_NAME}"
-            print(f"{line}  # stage {run.stages_on(nodes)}")
+            print(f"{line}  # {run.stages_on(nodes)}")
         return 0
     if not shutil.which("sbatch"):
         raise ConfigError(

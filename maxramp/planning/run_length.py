@@ -18,7 +18,7 @@ def with_length(config: Config, say: Callable[[str], None]) -> Config:
     """Fills in total_samples of a loaded config without a length, from its data; returns one that
     has a length as it is. `say` gets a line before the data is read, and prepared on this machine.
     """
-    if not config.batch.is_open:
+    if not config.batch.is_open or config.run.program == "grpo":  # its data are prompts
         return config
     num_epoch = config.data.num_epoch
     say(f"reading the data: the run is num_epoch={num_epoch} passes over it")

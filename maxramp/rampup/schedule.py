@@ -277,8 +277,7 @@ class RampupBatchManager:
         if samples < 1:
             raise ConfigError(
                 "steps=-1, total_samples=-1 and total_tokens=-1: the run is as long as num_epoch "
-                "passes over its data, which only maxramp.train, plan, compile and suggest read; "
-                "give one of them"
+                "passes over its data, which is not read here; give one of them"
             )
         if samples <= self.stages[0].first_sample:
             return self.stages[0].first_step
