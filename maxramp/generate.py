@@ -36,6 +36,7 @@ from maxramp.rl.prompts import FilePrompts
 
 _STOP_INTERVAL = 16  # tokens between looks for stop texts, if nobody watches
 _PATIENCE = 10.0  # seconds without a token, after which a line says why
+_CONVERSATION = 128  # tokens of the smallest shape of a conversation
 
 
 class AnswerText:
@@ -144,7 +145,9 @@ class _Writer:
         vocab_size = tokenizer.tokenizer.vocab_size
         sampling = Sampling(options.temperature, options.top_k, options.top_p, vocab_size)
         ends = tuple(tokenizer.ends)
-        config = GenerationConfig(options.max_new_tokens, sampling, options.seed, ends)
+        # A conversation, which grows, has few shapes.
+        shape = {"shortest": _CONVERSATION} if not (options.prompt or options.prompt_file) else {}
+        config = GenerationConfig(options.max_new_tokens, sampling, options.seed, ends, **shape)
         model = trained.load(print_progress)
         compiler = compiler_options(jax.default_backend())
         self._generator = Generator(trained.config.model, model, config, compiler)

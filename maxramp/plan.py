@@ -29,7 +29,7 @@ from maxramp.commandline import (
 )
 from maxramp.config.load import find_sources, load
 from maxramp.config.resolve import meshes_of, resolve
-from maxramp.files.place import place
+from maxramp.files.place import is_near, place
 from maxramp.keys.numbers import show
 from maxramp.measuring.batch_check import check_batches
 from maxramp.model.size import describe_weights
@@ -75,7 +75,8 @@ def main(arguments: list[str]) -> int:
         plan |= {"arguments": arguments, "left_out": left_out}
     planned = with_nodes(config)
     resolved = resolve(planned, planned.batch.num_devices)
-    plan["warnings"] += check_batches(resolved, meshes_of(planned), config.run.folder)
+    folder = config.run.folder if is_near(config.run.folder) else None  # a storage may be away
+    plan["warnings"] += check_batches(resolved, meshes_of(planned), folder)
     if options.beside is not None:
         plan["beside"] = find_published(options.beside)
     if options.compiled:
@@ -313,6 +314,9 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "mesh", _mesh_text(last["mesh"])
     if last["devices"] > 1:
         yield "meshes", "maxramp.compile --meshes compares those that these devices can have"
+    if plan["missing_files"]:
+        missing = ", ".join(plan["missing_files"])
+        yield "data", f"no such file on this machine, but the run needs it: {missing}"
     by_source = itertools.groupby(plan["defaults"], key=lambda one: one["source"])
     defaults = [f"{', '.join(x['key'] for x in group)} ({s})" for s, group in by_source]
     if defaults:

@@ -184,6 +184,26 @@ def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
     return parsed
 
 
+def missing_files(keys: DataKeys) -> list[str]:
+    """Returns "KEY=GLOB" for globs of the data keys that match nothing on this machine's disks."""
+    files = [("text_files", keys.text_files)] if keys.dataset_type == "text" else []
+    if keys.dataset_type == "grain":
+        mixtures = [(name, getattr(keys, name)) for name in NAMES["grain"]]
+        mixtures += [("eval_sets", value) for value in keys.eval_sets.values()]
+        files = [
+            (n, pattern) for n, value in mixtures if value for pattern, _ in parse_mixture(n, value)
+        ]
+    near = [
+        (name, pattern) for name, pattern in files if pattern and not storage.is_remote(pattern)
+    ]
+    return [f"{name}={pattern}" for name, pattern in near if not _match(pattern)]
+
+
+def _match(pattern: str) -> list[str]:
+    """Lists what a path, glob or URL matches; Megatron's files are named without .bin and .idx."""
+    return storage.find(pattern) or storage.find(f"{pattern}.idx")
+
+
 def escape_path(key: str, path: str) -> str:
     """Returns the value of grain_train_files for a path, whatever characters it has."""
     if ";" in path:
@@ -200,7 +220,7 @@ def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
 
     Prepared sets are given by their folders, Megatron's files by their names without .bin and .idx.
     """
-    paths = storage.find(pattern) or storage.find(f"{pattern}.idx")
+    paths = _match(pattern)
     if not paths:
         raise ConfigError(f"{key}: {pattern}: no such file, and no glob that matches one")
     are_sets = all(storage.exists(f"{path}/{prepared.NAME}") for path in paths)

@@ -28,7 +28,6 @@ from maxramp.parallel.mesh import Jitted, attach_mesh, mesh_of, move_into_fsdp
 from maxramp.parallel.sharding import REPLICATED, ROWS_B, ROWS_BT, without_axis
 
 NOT_FINITE = "the weights give logits that are not numbers; take another checkpoint"
-_SHORTEST = 16  # tokens of the smallest shape
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +53,7 @@ class GenerationConfig:
     stop_ids: tuple[int, ...] = ()  # tokens that end an answer
     # of the longest prompt, for which programs are compiled; 0 = of the longest of each call
     max_prompt_tokens: int = 0
+    shortest: int = 16  # tokens of the smallest shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Generator:
         longest, most = self.config.max_prompt_tokens or longest, self._keys.max_target_length
         new = self.config.max_new_tokens
         sizes = {"length": longest, "slots": most if new is None else longest + new}
-        return {k: min(rounded_up(max(n, _SHORTEST)), most) for k, n in sizes.items()}
+        return {k: min(rounded_up(max(n, self.config.shortest)), most) for k, n in sizes.items()}
 
     def _max_new_tokens(self, prompt: np.ndarray) -> int:
         new = self.config.max_new_tokens

@@ -90,12 +90,14 @@ class _StageBatch(NamedTuple):
         return math.inf if not ends or None in ends else max(ends)
 
 
-def check_batches(config: Config, meshes: Meshes, run: Place, consumed: int = 0) -> list[str]:
+def check_batches(
+    config: Config, meshes: Meshes, run: Place | None, consumed: int = 0
+) -> list[str]:
     """Returns a line if a batch is far too large, with a ramp in its place; else [].
 
     Args:
       config: resolved.
-      run: the folder of a run that may have measured its noise scale.
+      run: the folder of a run that may have measured its noise scale; None for none.
       consumed: samples that are trained.
     """
     if _is_outside(config):
@@ -106,7 +108,7 @@ def check_batches(config: Config, meshes: Meshes, run: Place, consumed: int = 0)
     above, noise = [stage for stage in stages if stage.excess > _FAR], ""
     if not above:
         curve = []
-        if (run / "metrics.jsonl").is_file():
+        if run and (run / "metrics.jsonl").is_file():
             curve = noise_blocks(run_records(run), "norms_", 12)
         row = ramp.keys.max_target_length
         noises = {stage: stage.largest_noise(curve) * row for stage in stages}

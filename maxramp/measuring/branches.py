@@ -199,7 +199,9 @@ class Experiment:
                 status, log = _train(lines[size], functools.partial(self._show, tell, steps))
                 write_whole(self._folder / f"{size}.log", log.encode())
                 if status == EXIT_PREEMPTED:
-                    say(f"stopped  {self._progress(size)}; run the same command again to continue")
+                    checkpoints = self._folder / str(size) / "checkpoints"
+                    step = (folder_lib.newest(checkpoints)[0] or self._position).step
+                    say(f"stopped  at step {step:,}; run the same command again to continue")
                 if status:
                     say(f"log      {self._folder / f'{size}.log'}")
                     return status
@@ -250,14 +252,6 @@ class Experiment:
 
     def _rate_of(self, size: int) -> float:
         return self._own_keys(size)["learning_rate"]
-
-    def _progress(self, size: int) -> str:
-        """Says how many branches are done, and where the one of `size` that was stopped stands."""
-        num_done = sum(self._evaluation(n) is not None for n in self._sizes)
-        done = f"{num_done} of {len(self._sizes)} branches are done"
-        saved = folder_lib.newest(self._folder / str(size) / "checkpoints")[0]
-        steps = saved.step - self._position.step if saved else 0
-        return f"{done}, batch {size:,} is saved after {count(steps, 'step')}" if steps else done
 
     def _evaluation(self, size: int) -> dict[str, Any] | None:
         """Returns the record of the evaluation after the window; None before that is done."""

@@ -256,7 +256,7 @@ class _Planned(Rebatching):
 
     def rows(self, batches: Batches | None) -> list[dict[str, Any]]:
         """Compares the run as it is, as suggested (unless `batches` is None), at its largest batch
-        throughout, and under Seesaw; an entry of a run that cannot be has `why`."""
+        throughout, and under Seesaw if it is not; an entry of a run that cannot be has `why`."""
         rows = [_row("as configured", self.configured)]
         if batches:
             rows.append(_row("suggested", self.plan(ramp_keys(batches))))
@@ -267,7 +267,9 @@ class _Planned(Rebatching):
         if least == most:
             most = 4 * least
         ladder = [least << n for n in range((most // least).bit_length())]
-        others["Seesaw"] = {"rampup_policy": "seesaw", "rampup_ladder": ladder}
+        seesaw = {"rampup_policy": "seesaw", "rampup_ladder": ladder}
+        if not seesaw.items() <= self.config.values.items():
+            others["Seesaw"] = seesaw
         for name, own in others.items():
             try:
                 rows.append(_row(name, self.plan(own)))

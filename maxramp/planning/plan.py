@@ -13,6 +13,7 @@ from maxramp.commandline import amount, count, short
 from maxramp.config.keys import Config
 from maxramp.config.load import MAXTEXT, load
 from maxramp.config.resolve import meshes_of
+from maxramp.data.mixtures import missing_files
 from maxramp.drawing import (
     BLUE,
     GREEN,
@@ -88,6 +89,7 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
         "memory_limit": dict(zip(("gib", "of"), limit, strict=True)) if limit[0] else None,
         "stages": stages,
         "totals": _totals(run),
+        "missing_files": missing_files(config.data),
         "defaults": [] if sources is None else _defaults(config, sources),
         "adaptive": _bounds_of_ramp(ramp) if config.batch.rampup_policy == "noise" else None,
         "smaller_bubble": _smaller_bubble(config, run.stages),
@@ -112,7 +114,8 @@ def _defaults(config: Config, sources: Mapping[str, str]) -> list[dict[str, str]
 def _default_rate_warning(config: Config, sources: Mapping[str, str], weights: int) -> str:
     """Returns a warning if a model of other sizes has base.yml's learning rate, else ""."""
     has_other_sizes = any(
-        name.startswith("base_") and config.values[name] != base()[name] for name in sources
+        name.startswith("base_") and config.values[name] != base()[name]
+        for name in sources.keys() & {*config.model.names()}
     )
     if not has_other_sizes or "learning_rate" in sources:
         return ""

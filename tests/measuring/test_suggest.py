@@ -121,6 +121,12 @@ def test_the_line_makes_the_run_that_is_shown(tmp_path, capsys, keys, sizes):
                 assert len(values) == 1
 
 
+def test_a_config_is_not_compared_with_itself(capsys):
+    line = [BASE, "total_samples=20000", "devices_per_node=1", *CONFIGS["Seesaw"], "--json"]
+    assert suggest.main(line) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["as configured"]
+
+
 @pytest.mark.parametrize("sizes", [(16, 32), (16, 16)], ids=["a ramp", "no ramp"])
 def test_rates_follow_the_batches(tmp_path, capsys, sizes):
     """By the square-root rule, also in phases that give a rate of their own."""
@@ -177,20 +183,17 @@ def test_the_printed_line_makes_the_ramp_that_is_shown(tmp_path, capsys):
     assert configured["steps"] == 2500 and configured["node_time"] > ours["node_time"]
     # 32 rows were measured from sample 6,000 on alone.
     assert [row["within"] for row in suggestion["rows"][:3]] == [True, True, False]
-    assert (
-        constant["steps"] == 625
-        and "52% fewer steps than your config (1,188, not 2,500)" in printed
-    )
+    assert constant["steps"] == 625
+    assert "52% fewer steps than your config (1,188, not 2,500)" in printed
 
 
 def test_a_config_whose_batch_costs_something(tmp_path, capsys):
     run = write_branches(tmp_path, result(0, 16, 16), result(6000, 16, 16))
-    more = ("global_batch_size=64", "learning_rate_schedule_steps=200")
-    suggestion, printed = suggested(capsys, "--branch", run, *more)
+    more = ("--branch", run, "global_batch_size=64", "learning_rate_schedule_steps=200")
+    suggestion, printed = suggested(capsys, *more)
     assert "learning_rate_schedule_steps=200 counts steps" in printed
     assert [row["within"] for row in suggestion["rows"][:2]] == [False, True]
-    expected = "more steps than your config, whose batch is above what was measured to cost nothing"
-    assert expected in printed
+    assert "steps than your config, whose batch is above what was measured to cost no" in printed
 
 
 def test_a_ramp_that_saves_little_is_a_constant_batch(tmp_path, capsys):

@@ -92,6 +92,15 @@ def test_a_plan_names_nodes_that_no_stage_uses(capsys):
         assert [line.partition(":")[0] for line in lines if line.startswith("nodes ")] == expected
 
 
+def test_a_plan_names_files_that_are_missing_here_and_asks_no_storage(tmp_path, capsys):
+    files = f"grain_train_files={tmp_path}/a*,1;{tmp_path},1;gs://nobody/c,1"
+    keys = ["dataset_type=grain", files, "base_output_directory=gs://nobody/runs", "num_nodes=1"]
+    assert main([BASE, *keys, "devices_per_node=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    missing = f"grain_train_files={tmp_path}/a*"
+    assert [line.split()[-1] for line in lines if line.startswith("data ")] == [missing]
+
+
 def test_one_device_has_no_columns_of_nodes(capsys):
     print_plan(make_plan(load([BASE, "num_nodes=1", "devices_per_node=1"])))
     printed = capsys.readouterr().out
@@ -184,19 +193,16 @@ def test_the_plan_of_experts(capsys):
     D, F, V, T, heads = 64, 256, 512, 64, (4 * 2 + 2 * 2) * 32  # of queries, outputs; keys, values
     attention, norms, expert, router = D * heads, 2 * D, 3 * D * F, 8 * D
     outside = 2 * V * D + D + 4 * (attention + norms + router)
-    assert plan["model"] == {
-        "name": "default",
-        "weights": outside + 4 * 8 * expert,
-        "active": outside + 4 * 2 * expert,
-    }
+    weights, active = (outside + 4 * n * expert for n in (8, 2))
+    assert plan["model"] == {"name": "default", "weights": weights, "active": active}
     products = plan["model"]["active"] - V * D - D - 4 * norms
     scores = 4 * 4 * 32 * T  # layers, heads, width, tokens: half of them lie behind
     assert training_flops_per_token(config.model, T) == 6 * (products + scores)
     print_plan(plan)
     printed = capsys.readouterr().out
     assert f"{plan['model']['active']:,} of them for a token" in printed
-    assert "fsdp 2 x expert 4; in Megatron's words: expert-model-parallel-size 4, " in printed
-    assert "over 8 ranks" in printed
+    words = "in Megatron's words: expert-model-parallel-size 4, "
+    assert f"fsdp 2 x expert 4; {words}" in printed and "over 8 ranks" in printed
 
 
 @pytest.mark.parametrize(
@@ -211,10 +217,8 @@ def test_the_memory_estimate_is_of_the_right_size(policy, keys):
     """Weights and optimizer exactly, the whole within a factor of 2 of the compiler's account."""
     config = make_config(
         *("base_emb_dim=256", "base_mlp_dim=1024", "base_num_decoder_layers=6", "head_dim=32"),
-        "max_target_length=256",
-        f"remat_policy={policy}",
+        *("max_target_length=256", f"remat_policy={policy}", "vocab_size=4096"),
         *("ici_fsdp_parallelism=2", "per_device_batch_size=8", "enable_rampup_batch_size=False"),
-        "vocab_size=4096",
         *keys,
         devices=2,
     )
@@ -240,11 +244,8 @@ def test_the_memory_of_experts_is_what_the_tpu_compiler_counts(rows, compiled):
     assert estimate(config.recipe, stage.spec)["total"] == pytest.approx(compiled, rel=0.1)
 
 
-GROWING = [
-    *TINY,
-    *("rampup_batch_size=[8,8,240]", "global_batch_size=24", "micro_batch_size=4", "steps=26"),
-    "eval_interval=-1",
-]
+GROWING = [*TINY, "rampup_batch_size=[8,8,240]", "global_batch_size=24", "micro_batch_size=4"]
+GROWING += ["steps=26", "eval_interval=-1"]
 
 
 @pytest.mark.slow
