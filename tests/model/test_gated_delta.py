@@ -1,0 +1,137 @@
+"""The gated delta rule beside a loop over the tokens of each document in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make_config, make_mesh
+
+from maxramp.model.parts import gated_delta as rule
+from maxramp.parallel.collectives import map_shards
+from maxramp.parallel.sharding import REPLICATED, TOKENS_BT, X_BTF, X_BTHh
+
+B, T, K, H, k, v = 2, 150, 2, 4, 8, 16
+# First tokens of documents: inside chunks, at their edges, alone, and several in one chunk.
+STARTS = [0, 5, 6, 63, 64, 100], [0, 128]
+SEGMENTS = np.stack([np.searchsorted(starts, np.arange(T), "right") for starts in STARTS])
+
+
+def inputs(scale=1.0, tokens=T):
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    q, key = (rule.normalize(jax.random.normal(next(keys), (B, tokens, K, k))) for _ in "qk")
+    values = jax.random.normal(next(keys), (B, tokens, H, v))
+    g = -jnp.exp(jax.random.normal(next(keys), (B, tokens, H)) * 2 - 3) * scale
+    beta = jax.nn.sigmoid(jax.random.normal(next(keys), (B, tokens, H)))
+    return (q * k**-0.5, key, values, g, beta), jax.random.normal(next(keys), (B, tokens, H, v))
+
+
+def by_token(q, key, values, g, beta, segments):
+    """The rule as its paper writes it; a document begins with an empty state."""
+    is_new = jnp.diff(segments, axis=1, prepend=-1) != 0
+    q, key = (jnp.repeat(x, H // K, 2) for x in (q, key))
+
+    def read(S, xs):
+        q, key, values, g, beta, is_new = xs
+        S = jnp.where(is_new[:, None, None, None], 0, S * jnp.exp(g)[..., None, None])
+        error = beta[..., None] * (values - jnp.einsum("bhkv,bhk->bhv", S, key))
+        S += key[..., None] * error[..., None, :]
+        return S, jnp.einsum("bhkv,bhk->bhv", S, q)
+
+    xs = [jnp.moveaxis(x, 1, 0) for x in (q, key, values, g, beta, is_new)]
+    S, o = jax.lax.scan(read, jnp.zeros((B, H, k, v), q.dtype), xs)
+    return jnp.moveaxis(o, 0, 1), S
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def derive(function, arrays, weights, segments):
+    def total(*arrays):
+        o, S = function(*arrays, segments)
+        return (o * weights).sum(), (o, S)
+
+    return jax.grad(total, range(5), has_aux=True)(*arrays)
+
+
+def results(function, arrays, weights, segments):
+    """Its results, and the gradients of a sum of these to its five arrays."""
+    gradients, values = derive(function, arrays, weights, segments)
+    return [np.asarray(x, np.float64) for x in (*values, *gradients)]
+
+
+def exact_results(arrays, weights, segments):
+    with jax.enable_x64(True):
+        arrays, weights = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (arrays, weights))
+        return results(by_token, arrays, weights, segments)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e9])
+def test_chunks_are_the_loop_over_tokens(scale):
+    arrays, weights = inputs(scale)
+    expected = exact_results(arrays, weights, SEGMENTS)
+    actual = results(rule.gated_delta, arrays, weights, SEGMENTS)
+    for one, right in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, right, atol=2e-6 * max(1, abs(right).max()))
+
+
+def test_parts_of_rows_are_whole_rows():
+    """A document goes on through several parts, and parts are no whole chunks."""
+    arrays, weights = inputs(tokens=152)
+    segments = np.pad(SEGMENTS, ((0, 0), (0, 2)), mode="edge")
+    expected = exact_results(arrays, weights, segments)
+    mesh = make_mesh(make_config("ici_context_parallelism=4", devices=4))
+
+    def parts(*arrays):
+        specs = (*(X_BTHh,) * 3, *(X_BTF,) * 2, TOKENS_BT)
+        arrays = [jax.reshard(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        rule_of_part = functools.partial(rule.gated_delta, axis="context")
+        # of the states only the last part's is that of the rows
+        o, S = map_shards(rule_of_part, specs, (X_BTHh, X_BTHh))(*arrays)
+        return jax.reshard(o, X_BTHh), jax.reshard(S, REPLICATED)[:, -H:]
+
+    with jax.set_mesh(mesh):
+        actual = results(parts, arrays, weights, segments)
+    for one, right in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, right, atol=2e-6 * max(1, abs(right).max()))
+
+
+def test_nothing_passes_from_one_document_to_another():
+    """Gradients of the results of one document are 0 for all tokens of the others."""
+    arrays, weights = inputs()
+    for row, starts in enumerate(STARTS):
+        for start, end in zip(starts, [*starts[1:], T], strict=True):
+            own = np.zeros((B, T), bool)
+            own[row, start:end] = True
+            only = weights * own[..., None, None]
+            _, _, *gradients = results(rule.gated_delta, arrays, only, SEGMENTS)
+            for gradient in gradients[:3]:  # decays of a single token change nothing
+                assert not gradient[~own].any() and gradient[own].any()
+
+
+def test_convolutions_stop_at_documents():
+    x, taps = (np.random.default_rng(0).normal(size=s) for s in ((B, T, H, k), (4, H, k)))
+    before = np.zeros((B, 3, H, k))
+    actual = jax.jit(rule.causal_conv)(
+        *map(jnp.asarray, (x, taps, SEGMENTS, before, np.zeros((B, 3))))
+    )
+    expected = np.zeros_like(x)
+    for row, t, back in np.ndindex(B, T, 4):
+        if t >= back and SEGMENTS[row, t] == SEGMENTS[row, t - back]:
+            expected[row, t] += x[row, t - back] * taps[3 - back]
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_tokens_one_by_one_are_the_chunks():
+    arrays, _ = inputs()
+    chunks, step = jax.jit(rule.gated_delta), jax.jit(rule.gated_delta_token)
+    o, S = chunks(*arrays, jnp.zeros((B, T), int))
+    state = jnp.zeros((B, H, k, v))
+    for t in range(T):
+        one, state = step(*(x[:, t] for x in arrays), state)
+        np.testing.assert_allclose(one, o[:, t], atol=1e-5)
+    np.testing.assert_allclose(state, S, atol=1e-5)
+    half = [x[:, :70] for x in arrays], [x[:, 70:] for x in arrays]
+    first, state = chunks(*half[0], jnp.zeros((B, 70), int))
+    second, state = chunks(*half[1], jnp.zeros((B, 80), int), state)
+    np.testing.assert_allclose(np.concatenate([first, second], 1), o, atol=1e-5)
+    np.testing.assert_allclose(state, S, atol=1e-5)
