@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from maxramp.handover.opening import ModelSource, open_model
 from maxramp.handover.weights import KEY, Weights, is_run
 from maxramp.huggingface import adapter, config_json, writing
 from maxramp.huggingface.folder import TOKENIZER
+from maxramp.huggingface.safetensors import Tensor
 from maxramp.model.adapters import (
     attach_adapters,
     has_adapters,
@@ -30,6 +31,7 @@ from maxramp.model.adapters import (
     without_adapters,
 )
 from maxramp.model.decoder import Decoder
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.parts.weights import fingerprint_of_weights
 from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.mesh import mesh_of
@@ -120,7 +122,22 @@ def export(
         values = storage.parse_json(name, side_files.get(name, b"{}"))
         side_files[name] = _json(values | special_ids)
     form = writing.Format(keys.decoder_block, dtype, vocab_size, fuse_experts=fuse_experts)
-    writing.write(to, model, form, side_files, _describe_weights(source, model), pause)
+    side_tensors = _find_side_tensors(source)
+    writing.write(
+        to, model, form, side_files, _describe_weights(source, model), pause, side_tensors
+    )
+
+
+def _find_side_tensors(source: ModelSource) -> Mapping[str, Tensor]:
+    """Returns the tensors that the export has as they came, with a note if they are gone."""
+    begin = FAMILIES[source.config.model.decoder_block].released.side_prefix
+    if not begin or not source.origin:
+        return {}
+    try:
+        return source.weights.side_tensors
+    except ConfigError as error:
+        _note(f"{error}; the export has no tensors {begin}*, if the model came with them")
+        return {}
 
 
 def _merge_adapters(model: Decoder, dtype: str) -> Decoder:

@@ -23,6 +23,7 @@ from maxramp.files.place import Place, is_near, place, write_whole
 from maxramp.huggingface import config_json, reading
 from maxramp.huggingface import folder as released
 from maxramp.huggingface.folder import ModelFolder
+from maxramp.huggingface.safetensors import Tensor
 from maxramp.keys.yamlfile import read_yaml
 from maxramp.model.adapters import attach_adapters, has_adapters, stored_part, without_adapters
 from maxramp.model.decoder import Decoder
@@ -60,6 +61,10 @@ class ReleasedWeights:
         with contextlib.suppress(ConfigError):  # whoever needs the tokenizer learns of it
             keys |= self.origin.data_keys
         return keys | {"add_eos": False}
+
+    @property
+    def side_tensors(self) -> dict[str, Tensor]:
+        return self.origin.side_tensors
 
     @property
     def adapted_model(self) -> str:
@@ -121,6 +126,11 @@ class SavedWeights:
     @functools.cached_property
     def origin(self) -> ModelFolder | None:
         return find_kept(self._run)
+
+    @property
+    def side_tensors(self) -> dict[str, Tensor]:
+        paths = [self.checkpoint.config[name] for name in _KEYS if self.checkpoint.config[name]]
+        return open_weights(self.base or paths[0]).side_tensors if paths else {}
 
     @property
     def _values(self) -> dict[str, Any]:
@@ -185,6 +195,8 @@ class SavedWeights:
 #   base: where a run's adapters have the weights below them; "" for weights of a whole model.
 #   saved: the name of a state that a run has saved (`Checkpoint.saved`), or "".
 #   keys: the keys of the model and of its tokenizer.
+#   side_tensors: tensors of the Hugging Face folder that their run began with, for exports as
+#     they are; a ConfigError if it is gone.
 #   adapted_model: the Hugging Face folder or name of the model that adapters adapt, or "".
 #   prepare: refuses weights that are not those of an abstract model; returns what reads them, with
 #     the shardings of `model`; adapters that it has beyond these weights are missing. `note`

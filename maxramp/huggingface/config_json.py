@@ -91,7 +91,8 @@ def _check_supported(
     `values` are those that config.json has `written`, completed.
     """
     released = family.released
-    for key, supported in (_SUPPORTED | {"partial_rotary_factor": released.rotary_share}).items():
+    only = {"partial_rotary_factor": released.rotary_share, **released.only}
+    for key, supported in (_SUPPORTED | only).items():
         if key in written and key not in released.names.values():
             allowed = None, supported, family.fixed.get(key)
             yield written[key] not in allowed, key, written[key], f", but {supported}"
@@ -116,6 +117,8 @@ def _check_supported(
     if "sliding_window_pattern" in released.defaults:
         pattern = values["sliding_window_pattern"]
         yield pattern not in (None, period), "sliding_window_pattern", pattern, f", but {period}"
+    for key, other in released.same.items():
+        yield values[key] != values[other], key, values[key], f", but {other}={values[other]}"
     if "max_window_layers" in released.defaults:
         first = values["max_window_layers"]
         is_part = not kinds and bool(values["sliding_window"]) and first is not None
@@ -190,6 +193,7 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
     )
     names = {**_SIZES, **released.names}
     values = {theirs: getattr(keys, ours) for ours, theirs in names.items() if ours in changed}
+    values |= {key: values[other] for key, other in released.same.items() if other in values}
     values |= {name: None for name in _NULL_FOR_0 if values.get(name) == 0}
     if "mlp_activations" in changed:
         values[released.activation] = _ACTIVATIONS[gate]

@@ -80,6 +80,12 @@ class ModelFolder:
         return split_experts(tensors, FAMILIES[self.keys["decoder_block"]].tensors)
 
     @property
+    def side_tensors(self) -> dict[str, Tensor]:
+        """The tensors that an export has as they are here (`Released.side_prefix`)."""
+        begin = FAMILIES[self.keys["decoder_block"]].released.side_prefix
+        return {n: x for n, x in self.tensors.items() if begin and n.startswith(begin)}
+
+    @property
     def ends(self) -> list[int]:
         """The ids at which an answer ends, by generation_config.json or else config.json; [] if
         neither has any, a ConfigError for what are no ids."""

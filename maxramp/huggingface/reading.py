@@ -27,6 +27,7 @@ from maxramp.huggingface.names import Form, NamedWeight, name_tensors
 from maxramp.huggingface.safetensors import DTYPES, Tensor
 from maxramp.huggingface.variants import is_of_text_model
 from maxramp.model.decoder import Decoder
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.pipeline import order_by_layer, order_by_stage
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.collectives import map_shards, own_index
@@ -38,17 +39,19 @@ _DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def _describe_left_out(
-    folder: str, tensors: Mapping[str, Tensor], used: set[str], tied: bool
+    folder: str, tensors: Mapping[str, Tensor], used: set[str], tied: bool, side_prefix: str
 ) -> Iterator[str]:
     """Yields lines about tensors that belong to no weight (whose names are not in `used`); refuses
     those that should.
 
-    `tied` = the model's head is its embedding.
+    `tied` = the model's head is its embedding; `side_prefix` as in `Released`.
     """
     names_by_reason = collections.defaultdict(list)
     for name in sorted(tensors.keys() - used):
         if not is_of_text_model(name):
             names_by_reason["of no text model"].append(name)
+        elif side_prefix and name.startswith(side_prefix):
+            names_by_reason["not trained: an export has them as they are"].append(name)
         elif name.endswith(_DERIVED):
             names_by_reason["computed here"].append(name)
         elif tied and name == "lm_head.weight":
@@ -129,7 +132,8 @@ def prepare_load(
     weights = list(name_tensors(order_by_layer(model), decoder_block, layers, dense_block))
     _check_tensors(weights, tensors, vocab_size, folder)
     used = {name for weight in weights for name in weight.names.values()}
-    for line in _describe_left_out(folder, tensors, used, model.tied):
+    side_prefix = FAMILIES[decoder_block].released.side_prefix
+    for line in _describe_left_out(folder, tensors, used, model.tied, side_prefix):
         note(line)
     return functools.partial(_load, tensors, model, weights)
 

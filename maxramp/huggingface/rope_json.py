@@ -32,8 +32,10 @@ _SCALINGS = {
     ),
 }
 _MSCALES = ("mscale", "mscale_all_dim")  # from which yarn's attention_factor can follow
-# What every one may have; the last is refused unless it is the family's.
+# What every one may have: the fourth is refused unless it is the family's, and the last are for
+# images among text.
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_COMMON += ("mrope_section", "mrope_interleaved")
 _FULL, _LOCAL = "full_attention", "sliding_attention"  # layers
 
 

@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +28,7 @@ from maxramp.errors import ConfigError, TrainingError, reason_of
 from maxramp.files.place import ObjectPath, Place, is_near, is_unfinished, lock, sizes, write_whole
 from maxramp.huggingface.folder import SENTINELS, is_whole
 from maxramp.huggingface.names import Form, NamedWeight, name_tensors
-from maxramp.huggingface.safetensors import CODES, DTYPES, INDEX, SINGLE_FILE, make_header
+from maxramp.huggingface.safetensors import CODES, DTYPES, INDEX, SINGLE_FILE, Tensor, make_header
 from maxramp.huggingface.variants import name_fused, name_in_larger
 from maxramp.model.decoder import Decoder
 from maxramp.model.pipeline import order_by_layer
@@ -36,6 +38,7 @@ from maxramp.parallel.sharding import REPLICATED, unstack_spec
 from maxramp.processes import agreement
 
 _SOURCE = ".source.json"  # what the folder is made of
+_EXACT = ("balance", "recurrence")  # roles of weights that are written in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Format:
     """How a model's weights are written."""
 
     decoder_block: str  # their family
-    dtype: str  # of the tensors, such as "bfloat16"; experts' biases are float32
+    dtype: str  # of the tensors, such as "bfloat16", but for _EXACT
     vocab_size: int  # rows of embedding and head that are written
     layers: Sequence[int] = ()  # the numbers of those that are written; none = all
     single_file: str = SINGLE_FILE  # the name of the file, where one is enough
@@ -68,7 +71,7 @@ def _list_parts(model: Decoder, form: Format) -> dict[str, list[_Part]]:
         shape = named.form.tensor_shape
         if named.form.groups[0] == "V":  # rows behind the vocabulary are left out
             shape = form.vocab_size, *shape[1:]
-        dtype = "float32" if named.weight.role == "balance" else form.dtype
+        dtype = "float32" if named.weight.role in _EXACT else form.dtype
         for index, name in named.names.items():
             if form.fuse_experts:
                 name = name_fused(named.path, name)
@@ -96,6 +99,7 @@ def write(
     side_files: Mapping[str, bytes],
     source: Mapping[str, Any],
     pause: Callable[[], None] = lambda: None,
+    side_tensors: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Writes a model's folder, which is missing or not whole; all processes call it together.
 
@@ -106,10 +110,12 @@ def write(
       side_files: the other files by name, one of SENTINELS among them.
       source: says what the weights are (`read_source`).
       pause: is called between two tensors; what it raises ends the export.
+      side_tensors: tensors of another folder, by name, that are written as they are.
     """
     model = order_by_layer(model)
     tensors = _list_parts(model, form)
     entries = {name: _join_shapes(parts) for name, parts in tensors.items()}
+    entries |= {name: (tensor.dtype, tensor.shape) for name, tensor in side_tensors.items()}
     num_bytes = {name: math.prod(x) * DTYPES[code].itemsize for name, (code, x) in entries.items()}
     files = _split_into_files(num_bytes, form)
     headers = {file: make_header({n: entries[n] for n in names}) for file, names in files.items()}
@@ -127,7 +133,10 @@ def write(
             if done.get(file) == file_sizes[file]:
                 continue
             is_own = number % jax.process_count() == jax.process_index()
-            arrays = _make_arrays([part for name in names for part in tensors[name]], is_own, pause)
+            own = [part for name in names for part in tensors.get(name, ())]
+            others = [side_tensors[name] for name in names if name in side_tensors and is_own]
+            copies = (tensor.read(0, tensor.rows) for tensor in others)
+            arrays = itertools.chain(_make_arrays(own, is_own, pause), copies)
             agreement.raise_everywhere(
                 functools.partial(_write_file, folder / file, headers[file], arrays, is_own)
             )

@@ -36,7 +36,10 @@ def add_adapters(make_block: Callable[[jax.Array], Any], kind: str, keys: ModelK
         def adapt(path: Any, weight: Weight) -> Weight | Adapted:
             path = jax.tree_util.keystr(path, simple=True, separator=".")
             name = tensors[f"layers.{kind}.{path}"]
-            if weight.role != "matrix" or name.split(".")[-2] not in keys.lora_modules:
+            if (
+                weight.role not in ("matrix", "gate")
+                or name.split(".")[-2] not in keys.lora_modules
+            ):
                 return weight
             return _adapt(weight, keys, jax.random.fold_in(key, zlib.crc32(path.encode())))
 

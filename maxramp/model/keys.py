@@ -25,7 +25,8 @@ SHAPE_KEYS = (
     *("decoder_block", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim"),
     *("base_mlp_dim", "base_num_decoder_layers", "vocab_size", "logits_via_embedding"),
     *("attention_bias", "use_qk_norm", "num_experts", "base_moe_mlp_dim", "shared_experts"),
-    *("first_num_dense_layers", "routed_bias"),
+    *("first_num_dense_layers", "routed_bias", "gdn_num_key_heads", "gdn_num_value_heads"),
+    *("gdn_key_head_dim", "gdn_value_head_dim"),
 )
 
 # Keys that decide which experts a token goes to, and with which weights.
@@ -46,12 +47,17 @@ MODEL_KEYS = (
 
 # The roles of weights that train: other rooms ask for these, never for a name or type. Routers'
 # biases ("balance"), which `training.balance` moves, are state.
-ROLES = ("matrix", "embedding", "head", "scale", "bias", "router", "adapter")
+# "gate" is of few numbers for each head, "recurrence" of how a state decays, which no optimizer's
+# decay reaches.
+ROLES = ("matrix", "embedding", "head", "scale", "bias", "router", "adapter", "gate", "recurrence")
 # used in `dtype`, the others in float32
-ROLES_IN_PRODUCTS = ("matrix", "embedding", "head", "adapter")
+ROLES_IN_PRODUCTS = ("matrix", "embedding", "head", "adapter", "gate")
 
 # The weights that LoRA can adapt, by their names in Hugging Face's models.
-LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkvz"),
+    *("in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+)
 
 
 def dtype_of(*unset: str) -> Any:
@@ -132,6 +138,10 @@ class ModelKeys(Execution):
     num_experts_per_tok: int = minimum(1)
     base_moe_mlp_dim: int = positive_or_open()
     shared_experts: int = minimum(0)
+    gdn_num_key_heads: int = minimum(1)
+    gdn_num_value_heads: int = minimum(1)
+    gdn_key_head_dim: int = minimum(1)
+    gdn_value_head_dim: int = minimum(1)
     first_num_dense_layers: int = minimum(0)
     norm_topk_prob: bool
     routed_score_func: str = one_of("softmax", "sigmoid")

@@ -86,6 +86,13 @@ class Pattern:
     prefix: tuple[Layer, ...] = ()  # layers before the loop
     remainder: tuple[Layer, ...] = ()  # layers after it
 
+    @classmethod
+    def repeat(cls, layers: tuple[Layer, ...], count: int) -> "Pattern":
+        """Returns the pattern of these layers in turn, `count` in all."""
+        if count < len(layers):
+            return cls(layers[:count], 1)
+        return cls(layers, count // len(layers), remainder=layers[: count % len(layers)])
+
     def __iter__(self) -> Iterator[Layer]:
         yield from (*self.prefix, *self.period * self.repeats, *self.remainder)
 

@@ -291,7 +291,8 @@ def test_model_file(name):
         *("n_routing_groups", "topk_routing_group", "mlp_activations", "query_pre_attn_scalar"),
         *("attn_logits_soft_cap", "final_logits_soft_cap", "local_rope_max_timescale"),
         *("rope_linear_scaling_factor", "beta_fast", "beta_slow", "rope_attention_scaling"),
-        "original_max_position_embeddings",
+        *("original_max_position_embeddings", "gdn_num_key_heads", "gdn_num_value_heads"),
+        *("gdn_key_head_dim", "gdn_value_head_dim"),
     }
     others = {key for key in values if not key.startswith("base_")}
     assert others - open_to_families == required

@@ -8,6 +8,7 @@ from maxramp.errors import ConfigError
 MIXTRAL = "decoder_block=mixtral num_experts=8 num_experts_per_tok=2"
 DOTS = "decoder_block=dots1 use_qk_norm=True routed_score_func=sigmoid routed_bias=True "
 DOTS += "num_experts=8 num_experts_per_tok=2"
+DELTA = "decoder_block=qwen3_5 use_qk_norm=true gdn_num_key_heads=2 gdn_num_value_heads=4"
 
 
 # The keys, and what the line must hold, a regular expression.
@@ -39,6 +40,12 @@ DOTS first_num_dense_layers=1 ici_pipeline_parallelism=2 base_num_decoder_layers
     first_num_dense_layers=1: the 2 stages of a pipeline .* use 0, or no pipeline
 DOTS routed_bias_update_rate=0.001 lora_rank=4 lora_targets=[q_proj] | \
     routed_bias_update_rate=0.001 moves .* frozen under lora_rank=4; use 0
+DELTA gdn_num_key_heads=3 | gdn_num_value_heads=4 is not a multiple of gdn_num_key_heads=3
+DELTA head_dim=12 | head_dim=12 is not a multiple of 8
+DELTA mlp_activations=[gelu,linear] | mlp_activations=.*=qwen3_5 needs \\[silu, linear\\]
+DELTA ici_tensor_parallelism=4 | gdn_num_key_heads=2 does not divide over the tensor axis
+DELTA ici_context_parallelism=8 | leaves a device 2 of a row's 16 .*fewer
+DELTA lora_rank=2 lora_targets=[in_proj_qkvz] | in_proj_qkvz
 DOTS routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix] | \
     routed_bias_update_rate=0.001 moves .* frozen under .*mask=\\['matrix'\\]; use 0
 """)
@@ -47,4 +54,6 @@ DOTS routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix] | \
 @pytest.mark.parametrize(("keys", "error"), CASES)
 def test_one_line(keys, error):
     with pytest.raises(ConfigError, match=f"^.*{error}.*$"):  # `.` is no newline
-        make_config(*keys.replace("MIXTRAL", MIXTRAL).replace("DOTS", DOTS).split())
+        make_config(
+            *keys.replace("MIXTRAL", MIXTRAL).replace("DOTS", DOTS).replace("DELTA", DELTA).split()
+        )

@@ -31,6 +31,9 @@ MIXTURE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
 GEMMA2 = ("decoder_block=gemma2", "sliding_window_size=4", "final_logits_soft_cap=0.5")
 GEMMA3 = ("decoder_block=gemma3", "use_qk_norm=True", "sliding_window_size=4")
 GEMMA3 += ("base_num_decoder_layers=7", "local_rope_max_timescale=10")
+QWEN3_5 = ("decoder_block=qwen3_5", "use_qk_norm=True", "gdn_num_key_heads=2")
+QWEN3_5 += ("gdn_num_value_heads=4", "gdn_key_head_dim=8", "gdn_value_head_dim=8")
+QWEN3_5 += ("base_num_decoder_layers=4",)
 MOST = 10  # tokens of an answer
 GREEDY = Sampling(temperature=0)
 PROMPTS = [np.arange(1, 1 + n, dtype=np.int32) * 7 % VOCAB for n in (1, 5, 9, 14, 3)]
@@ -74,6 +77,8 @@ writer = functools.cache(Writer)
         ("one device", ("decoder_block=mistral", "sliding_window_size=4")),
         ("one device", ("decoder_block=qwen3", "use_qk_norm=True")),
         ("one device", GEMMA2),
+        ("one device", QWEN3_5),
+        pytest.param("all axes", QWEN3_5, marks=pytest.mark.slow),
         pytest.param("all axes", GEMMA3, marks=pytest.mark.slow),
         pytest.param("one device", MIXTURE, marks=pytest.mark.slow),
         pytest.param("experts", MIXTURE, marks=pytest.mark.slow),

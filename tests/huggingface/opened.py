@@ -55,6 +55,6 @@ def named_arrays(model: Decoder, decoder_block: str) -> dict[str, np.ndarray]:
     for weight in name_tensors(model, decoder_block):
         (stack,) = map(np.asarray, jax.tree.leaves(weight.weight))
         for index, name in weight.names.items():
-            x = stack[index].transpose(weight.form.order)
-            arrays[name] = x.reshape(weight.form.tensor_shape)
+            x = stack[index].transpose(weight.form.order).reshape(weight.form.tensor_shape)
+            arrays[name] = x[np.argsort(weight.form.rows)] if weight.form.blocks else x
     return arrays

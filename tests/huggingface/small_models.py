@@ -45,6 +45,11 @@ _LINEAR = {"rope_type": "linear", "factor": 4.0}
 _ROUTED = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 _DOTS1 = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
 _DOTS1 |= {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5} | _ROUTED
+# A norm of a head's first tokens multiplies rounding by the root of 1 / epsilon.
+_DELTA = {"head_dim": 16, "rms_norm_eps": 1e-3, "linear_num_key_heads": 2}
+_DELTA |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+_DELTA["rope_parameters"] = _DEFAULT | {"partial_rotary_factor": 0.25}
+_SHARED = {"shared_expert_intermediate_size": 24, "num_experts": 8, **_ROUTED}
 CONFIGS = {
     "llama2": _model("llama", head_dim=16),
     "llama3.1": _model("llama", rope_scaling=_LLAMA3),
@@ -72,9 +77,15 @@ CONFIGS = {
         "olmoe", pad_token_id=None, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False
     ),
     "dots1": _model("dots1", **_DOTS1),
+    "qwen3_next": _model("qwen3_next", **_DELTA, **_SHARED),
+    "qwen3_5": _model("qwen3_5_text", **_DELTA, architectures=["Qwen3_5ForCausalLM"]),
+    "qwen3_5_moe": _model(
+        "qwen3_5_moe_text", **_DELTA, **_SHARED, architectures=["Qwen3_5MoeForCausalLM"]
+    ),
 }
+DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 EXPERTS = {"mixtral": "num_local_experts", "dots1": "n_routed_experts"}  # how many there are
-EXPERTS |= dict.fromkeys(("qwen3_moe", "olmoe"), "num_experts")
+EXPERTS |= dict.fromkeys(("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe"), "num_experts")
 TOKENS_BT = (np.arange(48, dtype=np.int32) * 7 % 40).reshape(2, 24) ^ np.array([[0], [3]])
 
 
@@ -84,7 +95,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     H, K = config["num_attention_heads"], config["num_key_value_heads"]
     h = config.get("head_dim") or D // H
     by_name: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
-    kind = config["model_type"]
+    kind = config["model_type"].removesuffix("_text")
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         attention = f"{layer}self_attn."
@@ -109,10 +120,15 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             by_name |= {f"{layer}post_feedforward_layernorm.weight": (D,)}
         if kind in ("olmo2", "olmo3"):
             del by_name[f"{layer}input_layernorm.weight"]
-        if kind in ("qwen3", "qwen3_moe", "dots1", "gemma3_text"):
+        if kind in ("qwen3", "qwen3_moe", "dots1", "gemma3", *DELTA):
             by_name |= {f"{layer}self_attn.{n}_norm.weight": (h,) for n in "qk"}
         if kind.startswith("olmo"):
             by_name |= {f"{attention}{n}_norm.weight": (w * h,) for n, w in heads[:2]}
+        if kind in DELTA:
+            by_name[f"{attention}q_proj.weight"] = (2 * H * h, D)
+        if kind in DELTA and (i + 1) % 4:
+            by_name = {n: x for n, x in by_name.items() if not n.startswith(attention)}
+            by_name |= _delta_shapes(f"{layer}linear_attn.", config)
     by_name["model.norm.weight"] = (D,)
     if not config["tie_word_embeddings"]:
         by_name["lm_head.weight"] = (V, D)
@@ -126,8 +142,21 @@ def _mlp_shapes(
     return {f"{prefix}{name}.weight": x for name, x in zip(names, shapes, strict=True)}
 
 
+def _delta_shapes(prefix: str, config: dict) -> dict[str, tuple[int, ...]]:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    D, (K, H, k, v) = config["hidden_size"], (config[f"linear_{name}"] for name in names)
+    F = 2 * K * k + H * v
+    by_name = {"in_proj_qkv": (F, D), "in_proj_z": (H * v, D), "in_proj_b": (H, D)}
+    by_name["in_proj_a"] = (H, D)
+    if config["model_type"] == "qwen3_next":
+        by_name = {"in_proj_qkvz": (F + H * v, D), "in_proj_ba": (2 * H, D)}
+    by_name |= {"conv1d": (F, 1, 4), "norm": (v,), "out_proj": (D, H * v)}
+    by_name = {f"{name}.weight": shape for name, shape in by_name.items()}
+    return {f"{prefix}{n}": x for n, x in (by_name | {"A_log": (H,), "dt_bias": (H,)}).items()}
+
+
 def _expert_shapes(layer: str, config: dict) -> dict[str, tuple[int, ...]]:
-    kind, D = config["model_type"], config["hidden_size"]
+    kind, D = config["model_type"].removesuffix("_text"), config["hidden_size"]
     E, F = config[EXPERTS[kind]], config.get("moe_intermediate_size", config["intermediate_size"])
     mlp = f"{layer}{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}."
     names = [("w1", "w3", "w2")] if kind == "mixtral" else []
@@ -137,6 +166,9 @@ def _expert_shapes(layer: str, config: dict) -> dict[str, tuple[int, ...]]:
     if kind == "dots1":
         by_name[f"{mlp}gate.e_score_correction_bias"] = (E,)
         by_name |= _mlp_shapes(f"{mlp}shared_experts.", config["n_shared_experts"] * F, D)
+    if kind in DELTA:
+        by_name[f"{mlp}shared_expert_gate.weight"] = (1, D)
+        by_name |= _mlp_shapes(f"{mlp}shared_expert.", F, D)
     return by_name
 
 
@@ -163,10 +195,11 @@ def fuse_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def tensors(config: dict) -> dict[str, np.ndarray]:
-    """Of a model, float32: matrices of 0.2, norms about 1 (Gemma's 0), biases of 0.5."""
+    """Of a model, float32: matrices of 0.2, norms about 1 (or of 1 + weights: 0), biases of 0.5."""
     random, by_name = np.random.default_rng(0), {}
-    mean = 0 if config["model_type"].startswith("gemma") else 1
+    is_offset = config["model_type"].startswith(("gemma", *DELTA))
     for name, shape in shapes(config).items():
+        mean = not is_offset or "linear_attn." in name
         x = random.standard_normal(shape)
         x = mean + 0.3 * x if "norm" in name else x * (0.5 if name.endswith("bias") else 0.2)
         by_name[name] = x.astype(np.float32)

@@ -50,6 +50,8 @@ def test_what_config_json_leaves_open_is_what_the_class_has(name):
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"}
 SIZES |= {"num_attention_heads", "num_key_value_heads", "tie_word_embeddings", "num_experts"}
 SIZES |= {"moe_intermediate_size", "num_local_experts", "n_shared_experts", "n_routed_experts"}
+SIZES |= {f"linear_num_{x}_heads" for x in ("key", "value")}
+SIZES |= {f"linear_{x}_head_dim" for x in ("key", "value")}
 SIZES |= {"first_k_dense_replace", "model_type", "dtype", "transformers_version", "_name_or_path"}
 # Another value of every other key.
 OTHER = {
@@ -88,6 +90,9 @@ OTHER = {
     "max_position_embeddings": 32,
     "attention_dropout": 0.5,
     "router_jitter_noise": 0.5,
+    "linear_conv_kernel_dim": 2,
+    "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 12,
 }
 # Of training and generation by transformers, and of what it returns: tried all at once.
 NEUTRAL = {

@@ -32,6 +32,10 @@ LOGITS = {
     "qwen3_moe": [-1.35334, 1.899141, 0.6102671, 0.7275049],
     "olmoe": [1.355005, 0.01590214, 0.4144442, 0.2993829],
     "dots1": [1.682764, 1.061812, 0.6824106, -1.028854],
+    # in float32, as transformers routes in no other
+    "qwen3_next": [-1.241232, -1.040892, -0.04328566, 1.081493],
+    "qwen3_5": [3.308441, 0.2121528, -2.55886, 0.6455256],
+    "qwen3_5_moe": [0.1536666, -1.383056, 2.063945, 0.06949299],
 }
 MESHES = {
     "one": (),
@@ -77,6 +81,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
                 *(("qwen2.5", "circular pipeline"), ("qwen3", "circular pipeline")),
                 *(("gemma2", "pipeline"), ("gemma3", "all axes"), ("olmo3", "all axes")),
                 *(("mixtral", "experts"), ("dots1", "experts"), ("olmoe", "expert pipeline")),
+                *(("qwen3_next", "experts"), ("qwen3_5", "all axes")),
             )
         ),
     ],

@@ -83,6 +83,16 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "olmoe-1b-7b": 6_919_161_856,
     "dots1-142b": 142_774_381_696,
+    # Text models, without mtp.
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-2b": 1_881_825_088,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-122b-a10b": 122_111_526_912,
+    "qwen3.5-397b-a17b": 396_346_350_336,
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
@@ -98,6 +108,8 @@ EXPERTS = (
     *("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=20", "shared_experts=1"),
     "first_num_dense_layers=1",
 )
+DELTA = ("decoder_block=qwen3_5", "use_qk_norm=true", "head_dim=8", "gdn_num_key_heads=2")
+DELTA += ("gdn_num_value_heads=4", "gdn_key_head_dim=4", "gdn_value_head_dim=6")
 
 
 def load(*arguments):
@@ -116,8 +128,8 @@ def abstract_model(config):
 
 def test_shape_keys_are_those_that_change_a_weight():
     """Each key of the model, changed alone; a family is a name for some of them."""
-    dense, experts = load(*SMALL), load(*SMALL, *EXPERTS)
-    assert _keys_of_shapes(dense) | _keys_of_shapes(experts) == {*SHAPE_KEYS, "lora_rank"}
+    changing = [_keys_of_shapes(load(*SMALL, *own)) for own in ((), EXPERTS, DELTA)]
+    assert set.union(*changing) == {*SHAPE_KEYS, "lora_rank"}
 
 
 def _keys_of_shapes(config):

@@ -18,6 +18,28 @@ MODEL = [
 ]
 
 
+DELTA = [
+    *("decoder_block=qwen3_5", "use_qk_norm=True", "gdn_num_key_heads=4", "gdn_num_value_heads=8"),
+    *("base_num_decoder_layers=4", "ici_context_parallelism=2", "ici_fsdp_parallelism=2"),
+    *("ici_tensor_parallelism=2", "per_device_batch_size=0.25"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["v5p:2x2x2", "h200:1x8"])
+def test_compilers_take_parts_of_a_gated_delta_rule(machine):
+    """What travels of its layers does not grow with the row."""
+    skip_without(machine)
+    keys = (*DELTA, f"compile_topology={machine}", "context_parallel_strategy=ulysses")
+    moved = []
+    for row in (T, 2 * T):
+        line = [BASE, *MODEL, *keys, f"max_target_length={row}"]
+        (stage,) = compile_stages(load(line))["stages"]
+        assert stage["fits"]
+        moved.append(stage["collective_gib"].get("collective-permute", 0))
+    assert 0 < moved[0] == moved[1]
+
+
 @pytest.mark.parametrize("strategy", ["ulysses", "all_gather"])
 @pytest.mark.parametrize("machine", ["v5p:2x2x2", "h200:1x8"])
 def test_compilers_take_parts_of_rows(machine, strategy):

@@ -23,6 +23,9 @@ class Released(NamedTuple):
     local_rope: tuple[str, float] | None = None
     period: int = 1  # in layer_types: the last of these layers is full_attention, ...
     others: str = "sliding_attention"  # ... the others this
+    only: Mapping[str, Any] = {}  # values of keys that have no others here
+    same: Mapping[str, str] = {}  # a key of theirs -> the one whose value it must have
+    side_prefix: str = ""  # how names of tensors begin that an export has as they came
     rotary_share: float = 1  # of a head's numbers, those that positions turn
 
 

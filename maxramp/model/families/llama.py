@@ -24,10 +24,7 @@ def windows_pattern(period: int, local_rope: bool, keys: ModelKeys) -> Pattern:
     Those have the rope of `local_rope_max_timescale` if `local_rope`."""
     near = Layer("dense", _attend_locally if local_rope else attend_window)
     layers = (*(near,) * (period - 1), Layer("dense", _attend_all))
-    count = keys.base_num_decoder_layers
-    if count < period:
-        return Pattern(layers[:count], 1)
-    return Pattern(layers, count // period, remainder=layers[: count % period])
+    return Pattern.repeat(layers, keys.base_num_decoder_layers)
 
 
 def _pattern(keys: ModelKeys) -> Pattern:

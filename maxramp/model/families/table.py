@@ -16,7 +16,10 @@ from maxramp.model.families.olmo3 import OLMO3
 from maxramp.model.families.olmoe import OLMOE
 from maxramp.model.families.qwen2 import QWEN2
 from maxramp.model.families.qwen3 import QWEN3
+from maxramp.model.families.qwen3_5 import QWEN3_5
+from maxramp.model.families.qwen3_5_moe import QWEN3_5_MOE
 from maxramp.model.families.qwen3_moe import QWEN3_MOE
+from maxramp.model.families.qwen3_next import QWEN3_NEXT
 from maxramp.model.keys import ModelKeys
 
 FAMILIES: dict[str, Family] = {
@@ -32,6 +35,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "olmoe": OLMOE,
     "dots1": DOTS1,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
 }
 
 

@@ -7,6 +7,7 @@ from maxramp.keys.section import Relations
 from maxramp.model.families.family import Family
 from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.attention_facts import AttentionFacts
+from maxramp.model.mixers.gated_delta_facts import GatedDeltaFacts
 from maxramp.model.pattern import Mixing, Pattern
 from maxramp.parallel.keys import MeshKeys
 from maxramp.stage import StageSpec
@@ -40,7 +41,10 @@ class MixerFacts(Protocol):
         """Yields the relations that more than one device along `context` asks for."""
 
 
-MIXER_FACTS: dict[str, type[MixerFacts]] = {"attention": AttentionFacts}
+MIXER_FACTS: dict[str, type[MixerFacts]] = {
+    "attention": AttentionFacts,
+    "gated_delta": GatedDeltaFacts,
+}
 
 
 def balances_order(pattern: Pattern, keys: ModelKeys, tensor: int, context: int) -> bool:

@@ -34,10 +34,11 @@ def kept_share(keys: OptimizerKeys, name: str, pace: Pace) -> Any:
 
 
 def decay_weights(keys: OptimizerKeys, name: str, pace: Pace) -> optax.GradientTransformation:
-    """Adds weight decay to the update, before the learning rate; roles in adamw_mask do not
-    decay."""
+    """Adds weight decay to the update, before the learning rate; recurrences and roles in
+    adamw_mask do not decay."""
     decay = getattr(keys, name)
     if name in keys.half_lives_in_samples:
         decay = decay * pace.batch / pace.rate
-    decays = functools.partial(map_weights, lambda weight: weight.role not in keys.adamw_mask)
+    exempt = {*keys.adamw_mask, "recurrence"}
+    decays = functools.partial(map_weights, lambda weight: weight.role not in exempt)
     return optax.add_decayed_weights(decay, decays)

@@ -1,0 +1,91 @@
+"""Models of which most layers have a gated delta rule: one update on any mesh, and nothing between
+documents."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from conftest import batch_of, make_config, make_mesh
+from one_step import assert_same_update, packed_batch, take_step
+
+from maxramp.model.decoder import Decoder
+
+ROWS = 16
+KEYS = (
+    *("use_qk_norm=True", "base_num_decoder_layers=4", "max_target_length=32", "head_dim=16"),
+    *("gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8"),
+    # A norm of a head's first tokens multiplies rounding by the root of 1 / epsilon.
+    *("gdn_value_head_dim=8", "normalization_layer_epsilon=1e-1"),
+)
+EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16", "shared_experts=1")
+EXPERTS += ("norm_topk_prob=True", "load_balance_loss_weight=0.1")
+FAMILIES = {"qwen3_5": KEYS, "qwen3_next": (*KEYS, *EXPERTS), "qwen3_5_moe": (*KEYS, *EXPERTS)}
+EIGHT = "base_num_decoder_layers=8"
+ADAPTERS = ("lora_rank=2", "lora_dropout=0.2")
+ADAPTERS += ("lora_targets=[in_proj_qkvz,in_proj_ba,out_proj,q_proj]",)
+# A family, keys of the mesh, those that one device has as well, and accumulation.
+CASES = {
+    "context, tensor": ("qwen3_5", "context=2 tensor=2", (), (), 1),
+    "fsdp, tensor, accumulation": ("qwen3_next", "tensor=2", (), (), 2),
+    "more parts than heads": ("qwen3_5", "context=4 data=2", (), (), 1),
+    "gathered": ("qwen3_5", "context=4", ("context_parallel_strategy=all_gather",), (), 2),
+    "experts": ("qwen3_5_moe", "expert=2 context=2", (), (), 1),
+    "the noise scale": ("qwen3_next", "context=2", (), ("log_gradient_noise_scale=True",), 2),
+    "adapters": ("qwen3_next", "context=2 tensor=2", (), ADAPTERS, 2),
+    "a pipeline": (
+        *("qwen3_5", "pipeline=2 tensor=2"),
+        *(("num_pipeline_microbatches=4", "remat_policy=minimal"), (EIGHT,), 2),
+    ),
+    "a pipeline of parts": ("qwen3_next", "pipeline=2 context=2", (), (EIGHT,), 1),
+    "a circular pipeline": (
+        *("qwen3_5", "pipeline=2 fsdp=4"),
+        *(("num_pipeline_repeats=2", "remat_policy=full"), ("base_num_decoder_layers=16",), 1),
+    ),
+}
+
+
+@functools.cache
+def trained(family, *arguments, devices=8, accumulation=1):
+    """What a step on packed rows makes."""
+    constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={ROWS // devices}")
+    constant += ("opt_type=sgd", "gradient_clipping_threshold=0", f"decoder_block={family}")
+    config = make_config(*FAMILIES[family], *constant, *arguments, devices=devices)
+    return take_step(config, packed_batch(config, ROWS, accumulation))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "context, tensor")) for n in CASES]
+)
+def test_one_update_on_any_mesh(name):
+    family, axes, mesh, keys, accumulation = CASES[name]
+    sizes = (f"ici_{size.replace('=', '_parallelism=')}" for size in axes.split())
+    actual = trained(family, *sizes, *mesh, *keys, accumulation=accumulation)
+    one = "ici_fsdp_parallelism=1"
+    expected = trained(family, one, *keys, devices=1, accumulation=accumulation)
+    assert_same_update(actual, expected)
+
+
+@pytest.mark.slow
+def test_a_document_does_not_see_the_one_before_it():
+    """Other tokens there change no bit of its logits, on devices that share out the rows; and they
+    are those of the document alone."""
+    keys = (*KEYS, "decoder_block=qwen3_5", "max_target_length=64", "ici_context_parallelism=4")
+    config = make_config(*keys, "per_device_batch_size=0.25", devices=4)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 264, (3, 65), dtype=np.int32)
+    tokens[1, 27:] = tokens[0, 27:]  # behind another document
+    tokens[2, :38] = tokens[0, 27:]  # alone
+    begins = np.zeros(tokens.shape, bool)
+    begins[:, 0] = begins[:2, 27] = begins[2, 38] = True
+    batch = batch_of(tokens, begins)
+
+    def forward(model):
+        return model(batch.tokens, config.model, batch.token_positions)
+
+    with jax.set_mesh(make_mesh(config)):
+        model = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
+        logits = np.asarray(jax.jit(forward)(model))
+    np.testing.assert_array_equal(logits[0, 27:], logits[1, 27:])
+    assert np.abs(logits[0, :27] - logits[1, :27]).max() > 0.1
+    np.testing.assert_allclose(logits[2, :37], logits[0, 27:], atol=1e-5 * np.ptp(logits))
