@@ -1,12 +1,12 @@
 """How well `compile --meshes` ranks meshes: the model's order beside what compilers say.
 
-python benchmarks/meshes.py [--json FILE] [--seconds N] [case ...]  (needs '.[cuda13-compiler]')
+python benchmarks/meshes.py [--json FILE] [--seconds N] [case ...]  (needs '.[tpu,cuda13-compiler]')
 
 For Llama 3 8B, Mixtral 8x7B, Gemma 3 12B and Llama 3 8B with rows of 131,072 tokens, on 8 and 64
-H200, compiles meshes with remat_policy=full, each once, in the passes that the model chooses: the
-first ones and some from far behind, then all others, until --seconds are over. FILE keeps all
-figures, and what it has is not compiled again, so that a later run with more time goes on. On 8
-GPUs Mixtral has 8 of its layers.
+v5p and H200, compiles meshes with remat_policy=full, each once, in the passes that the model
+chooses: the first ones and some from far behind, then all others, until --seconds are over. FILE
+keeps all figures, and what it has is not compiled again, so that a later run with more time goes
+on. On 8 devices Mixtral has 8 of its layers.
 """
 
 import itertools
@@ -22,28 +22,30 @@ from maxramp.planning import compile_target
 from maxramp.planning.compile_target import open_machine
 from maxramp.planning.meshes import MeshSearch
 
-_SMALL, _LARGE = "compile_topology=h200:1x8", "compile_topology=h200:8x8"
-_LLAMA = ("model_name=llama3-8b",)
-_MIXTRAL = ("model_name=mixtral-8x7b", "load_balance_loss_weight=0.01")
-_GEMMA = ("model_name=gemma3-12b", "loss_block_tokens=1024")
-_LONG = (*_LLAMA, "max_target_length=131072")
-_PASS = "micro_batch_size=256"
-CASES = {
-    "llama3-8b on 8": (*_LLAMA, _SMALL, "global_batch_size=32", _PASS),
-    "mixtral-8x7b on 8": (
-        *_MIXTRAL,
-        "base_num_decoder_layers=8",
-        _SMALL,
-        "global_batch_size=32",
-        _PASS,
-    ),
-    "gemma3-12b on 8": (*_GEMMA, _SMALL, "global_batch_size=32", _PASS),
-    "rows of 131,072 on 8": (*_LONG, _SMALL, "global_batch_size=4", _PASS),
-    "llama3-8b on 64": (*_LLAMA, _LARGE, "global_batch_size=256", _PASS),
-    "mixtral-8x7b on 64": (*_MIXTRAL, _LARGE, "global_batch_size=256", _PASS),
-    "gemma3-12b on 64": (*_GEMMA, _LARGE, "global_batch_size=256", _PASS),
-    "rows of 131,072 on 64": (*_LONG, _LARGE, "global_batch_size=32", _PASS),
+_MODELS = {
+    "llama3-8b": ("model_name=llama3-8b",),
+    "mixtral-8x7b": ("model_name=mixtral-8x7b", "load_balance_loss_weight=0.01"),
+    "gemma3-12b": ("model_name=gemma3-12b", "loss_block_tokens=1024"),
+    "rows of 131,072": ("model_name=llama3-8b", "max_target_length=131072"),
 }
+_MACHINES = {
+    "8 v5p": "v5p:2x2x2",
+    "64 v5p": "v5p:4x4x4",
+    "8 H200": "h200:1x8",
+    "64 H200": "h200:8x8",
+}
+
+
+def _keys(model: str, machine: str) -> tuple[str, ...]:
+    devices = int(machine.split()[0])
+    batch = devices // 2 if model == "rows of 131,072" else 4 * devices
+    fewer = model == "mixtral-8x7b" and devices == 8
+    layers = ("base_num_decoder_layers=8",) if fewer else ()
+    keys = (f"compile_topology={_MACHINES[machine]}", f"global_batch_size={batch}")
+    return *_MODELS[model], *layers, *keys, "micro_batch_size=256"
+
+
+CASES = {f"{x} on {y}": _keys(x, y) for y in _MACHINES for x in _MODELS}
 COMMON = ("steps=100", "enable_rampup_batch_size=false", "max_target_length=4096")
 _FIELDS = ("step_seconds", "collective_seconds", "collective_gib", "network_gib", "fits")
 

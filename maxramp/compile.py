@@ -14,9 +14,12 @@ if __name__ == "__main__":  # before the imports that take a second
     console.end_with_readers()
 
 import json
+import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from maxramp.commandline import (
@@ -31,13 +34,14 @@ from maxramp.commandline import (
     shell_quote,
     show_keys,
 )
+from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, write_whole
 from maxramp.parallel.mesh import format_sizes
-from maxramp.planning.compile_target import least_rows
+from maxramp.planning.compile_target import least_rows, open_machine
 from maxramp.planning.compiled import compile_stages, compile_ways
-from maxramp.planning.meshes import compile_meshes
+from maxramp.planning.meshes import MeshSearch
 from maxramp.planning.run_length import with_length
 
 _FILE = "compiled.json"
@@ -67,19 +71,41 @@ def main(arguments: list[str]) -> int:
         )
     config = with_length(config, print_progress)
     if options.meshes:
-        result, show = compile_meshes(config, options.meshes, print_progress), print_meshes
-    elif options.best:
-        result, show = compile_ways(config, print_progress), print_ways
-    else:
-        result, show = compile_stages(config, print_progress), print_stages
+        return _compare_meshes(config, options.meshes, options.json)
+    work, show = (compile_ways, print_ways) if options.best else (compile_stages, print_stages)
+    result = work(config, print_progress)
     text = json.dumps(result, indent=2)
     print(text) if options.json else show(result)
-    if not (options.best or options.meshes):
+    if not options.best:
         path = _save(config.run.folder, f"{text}\n".encode())
         if not options.json:
             line = shell_quote([*options.arguments, "--compiled", path])
             print(f"see       {path}; python -m maxramp.plan {line}")
     return 0
+
+
+def _compare_meshes(config: Config, number: int, as_json: bool) -> int:
+    """Compiles meshes in a thread, as a compiler does not notice Ctrl-C, which shows those that are
+    compiled and ends the process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    search = None
+    try:
+        search = MeshSearch(config, open_machine(config), print_progress)
+        ThreadPoolExecutor(1).submit(search.compile_stages, number).result()
+    except KeyboardInterrupt:
+        compiled = sum(map(len, search.compiled.values())) if search else 0
+        if compiled:
+            _print_comparison(search.result(), as_json)
+        planned = f" of {search.planned}" if search else ""
+        print(f"stopped: {compiled}{planned} meshes are compiled", file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)  # without waiting for the compiler
+    _print_comparison(search.result(), as_json)
+    return 0
+
+
+def _print_comparison(result: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(result, indent=2)) if as_json else print_meshes(result)
 
 
 def _save(folder: Place, content: bytes) -> Place:
@@ -127,7 +153,8 @@ def print_meshes(result: dict[str, Any]) -> None:
     columns += "|tokens/s|waits for transfers|price"
 
     def row(m: dict[str, Any]) -> list[str]:
-        cells = [m["mesh"], m["remat_policy"], *_cells_of_batch(m)]
+        own = " = the config's" if m["is_own"] else ""
+        cells = [m["mesh"] + own, m["remat_policy"], *_cells_of_batch(m)]
         cells += [f"{m['estimated_seconds']:.3g} s"]
         if not m["fits"]:
             return [*cells, "does not fit", "", "", "", ""]
@@ -140,6 +167,13 @@ def print_meshes(result: dict[str, Any]) -> None:
     for stage in result["stages"]:
         print(f"stage {stage['index']}, a batch of {stage['global_batch_size']:,}")
         print_table(columns.split("|"), map(row, stage["meshes"]), _EXPENDABLE)
+    best, *others = result["stages"][-1]["meshes"]
+    for own in (m for m in others if m["is_own"] and m["fits"]):
+        shown = (
+            f"{m['mesh']} {m['step_seconds']:.3g} s (estimated {m['estimated_seconds']:.3g} s)"
+            for m in (own, best)
+        )
+        print(f"own mesh  {', the fastest '.join(shown)}")
     fastest = show_keys(result["keys"]) or "those that the config has"
     if not result["stages"][-1]["meshes"][0]["fits"]:
         fastest = "none of these meshes fits; a larger N tries more"

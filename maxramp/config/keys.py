@@ -101,4 +101,16 @@ class Config:
         return Recipe(self.model, self.objective, loss, self.optimizer)
 
     def replace(self, **values: Any) -> Self:
-        return self.from_values({**self.values, **values})
+        """Returns a config with these values; sections that read no changed key stay as they are,
+        so that thousands of meshes can be tried."""
+        merged = types.MappingProxyType({**self.values, **values})
+        changed = {name for name, value in values.items() if value != self.values[name]}
+        return dataclasses.replace(
+            self,
+            values=merged,
+            **{
+                name: section.from_values(merged)
+                for name, section in self.sections().items()
+                if not changed.isdisjoint(section.names())
+            },
+        )

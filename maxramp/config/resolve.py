@@ -35,17 +35,8 @@ def resolve(
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
-    factor = config.data.expansion_factor_real_data
-    config = config.replace(
-        run_name=config.run.run_name or config.run.model_name,
-        expansion_factor_real_data=1.0 if factor == -1 else factor,
-        mu_dtype=_mu_dtype(config),
-        **data_values(config),
-        **_policy_keys(config),
-        **_nodes(config.batch, num_devices, num_processes),
-        **dataclasses.asdict(mesh),
-        phases=phases,
-    )
+    values = values_on_any_mesh(config, num_devices, num_processes)
+    config = config.replace(**values, **dataclasses.asdict(mesh), phases=phases)
     config = config.replace(**_pipeline(config))
     if config.evaluation.eval_per_device_batch_size == 0:
         rows = _eval_rows_per_device(config.batch)
@@ -75,6 +66,19 @@ def meshes_of(config: Config) -> Meshes:
         return batch and batch.mesh_at(num_devices, sample)
 
     return mesh
+
+
+def values_on_any_mesh(config: Config, num_devices: int, num_processes: int) -> dict[str, Any]:
+    """Returns the keys that `resolve` fills in whatever the mesh."""
+    factor = config.data.expansion_factor_real_data
+    return {
+        "run_name": config.run.run_name or config.run.model_name,
+        "expansion_factor_real_data": 1.0 if factor == -1 else factor,
+        "mu_dtype": _mu_dtype(config),
+        **data_values(config),
+        **_policy_keys(config),
+        **_nodes(config.batch, num_devices, num_processes),
+    }
 
 
 def data_values(config: Config) -> dict[str, str]:

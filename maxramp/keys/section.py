@@ -124,6 +124,12 @@ class Keys:
     """A section of the configuration. Subclasses are frozen dataclasses."""
 
     @classmethod
+    @functools.cache
+    def _bounds(cls) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        return tuple((field.name, field.metadata) for field in dataclasses.fields(cls))
+
+    @classmethod
+    @functools.cache
     def names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(cls))
 
@@ -131,9 +137,8 @@ class Keys:
     def from_values(cls, values: Mapping[str, Any]) -> Self:
         """Makes the section of the values of all keys, which have their types (`cast_value`);
         refuses those out of bounds."""
-        fields = dataclasses.fields(cls)
-        for name, bound in ((field.name, field.metadata) for field in fields):
+        for name, bound in cls._bounds():
             if bound and not bound["holds"](values[name]):
                 text = bound["refused"].get(str(values[name]), bound["text"])
                 raise ConfigError(f"{name}={values[name]} {text.replace('KEY', name)}")
-        return cls(**{field.name: values[field.name] for field in fields})
+        return cls(**{name: values[name] for name in cls.names()})

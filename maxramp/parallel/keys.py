@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from typing import Self
 
 from maxramp.commandline import count
 from maxramp.errors import ConfigError
@@ -25,6 +27,13 @@ _Sizes = dataclasses.make_dataclass(
 @dataclasses.dataclass(frozen=True)
 class MeshKeys(_Sizes):
     """The sizes of the mesh's axes, between slices (dcn) and inside one (ici)."""
+
+    @classmethod
+    def from_sizes(cls, sizes: Mapping[str, int], slices: Mapping[str, int] | None = None) -> Self:
+        """Makes the mesh of all axes' sizes, and of their parts between slices (else 1)."""
+        dcn = [(slices or {}).get(axis, 1) for axis in AXES]
+        ici = [sizes[axis] // part for axis, part in zip(AXES, dcn, strict=True)]
+        return cls(*ici, *dcn)
 
     def group(self, group: str) -> dict[str, int]:
         return {name: getattr(self, name) for name in _names(group)}

@@ -1,9 +1,14 @@
 """Which meshes `compile --meshes` lists, in which order, and the keys that it prints."""
 
+import json
 import math
 import re
 import shlex
+import signal
+import subprocess
+import sys
 import types
+from subprocess import PIPE
 
 import pytest
 from compilers import GPU, skip_without
@@ -17,7 +22,7 @@ from maxramp.parallel.mesh import format_sizes
 from maxramp.planning.compile_target import CompileTarget
 from maxramp.planning.machine import Machine, Rates
 from maxramp.planning.mesh_cost import CostModel
-from maxramp.planning.meshes import MeshSearch, list_meshes, splits
+from maxramp.planning.meshes import MeshSearch, list_meshes, splits, spread
 from maxramp.planning.plan import estimate
 
 D, F, H, K, HEAD, V, L, T, ROWS = 64, 96, 4, 2, 16, 320, 4, 32, 16
@@ -119,8 +124,10 @@ def test_meshes_are_all_products_once(number):
 
 
 def test_slices_are_joined_by_axes_that_divide_rows():
-    for keys in list_meshes(8, 2):
-        mesh = MeshKeys.from_values({**MeshKeys(*[1] * 12).__dict__, **keys})
+    meshes = {MeshKeys.from_values(keys) for keys in list_meshes(8)}
+    laid = [mesh for whole in meshes for mesh in spread(whole, 2)]
+    assert len(laid) == len({*laid}) == 3 * math.comb(2 + 5, 5)
+    for mesh in laid:
         assert math.prod(mesh.group("dcn").values()) == 2
         assert mesh.slices["tensor"] == mesh.slices["context"] == 1
 
@@ -151,7 +158,9 @@ def test_the_keys_that_are_printed_run_as_ranked(keys):
     slices = 2 if keys == NOTATIONS["one size"] else 1
     meshes = search(*keys, on=machine(8, slices=slices))
     stage = meshes.stages[-1].index
-    for way in meshes.rank(stage)[::9]:
+    ranked = meshes.rank(stage)
+    assert [way.keys for way in meshes.rank(stage, 5)[:5]] == [way.keys for way in ranked[:5]]
+    for way in ranked[::9]:
         phases = {"phases": dict(meshes.phases)} if meshes.phases else {}
         pasted = shlex.split(show_keys(way.keys | phases))
         loaded = load([BASE, *MODEL, *keys, *pasted], "compile")
@@ -168,6 +177,33 @@ def test_what_the_config_refuses_is_not_ranked():
     experts = ("decoder_block=mixtral", "num_experts=4", "base_moe_mlp_dim=32")
     assert {w.spec.mesh.sizes["expert"] for w in search(*experts, on=on).rank(0)} == {1, 2, 4}
     assert not search(on=machine(5)).rank(0)  # 16 rows
+
+
+def test_the_configs_own_mesh_is_compiled_once_and_what_does_not_fit_is_last(monkeypatch):
+    meshes = search("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", on=machine(4))
+    ranked = meshes.rank(0)
+    ways = meshes.with_own(ranked, 2, 0)
+    assert [w.name for w in ways] == [ranked[0].name, "fsdp 2 x tensor 2", ranked[1].name]
+    assert len(meshes.with_own(ranked, len(ranked), 0)) == len(ranked)
+    bad = search("ici_tensor_parallelism=3", on=machine(4))  # which makes no mesh
+    assert bad.with_own(ranked, 2, 0) == ranked[:2]
+    by_way = {id(way): {"fits": n == 1, "step_seconds": n} for n, way in enumerate(ways)}
+    monkeypatch.setattr(meshes, "compile", lambda way: by_way[id(way)])
+    assert [entry["fits"] for _, entry in meshes.compile_all(ways)] == [True, False, False]
+
+
+@pytest.mark.slow
+def test_ctrl_c_shows_what_is_compiled(tmp_path):
+    skip_without(GPU)
+    keys = [*MODEL, "compile_topology=h200:1x4", f"base_output_directory={tmp_path}"]
+    command = [sys.executable, "-m", "maxramp.compile", BASE, *keys, "--meshes", "3", "--json"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert any("mesh 2 of" in line for line in iter(process.stderr.readline, ""))
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate()
+    result = json.loads(output)
+    assert process.returncode == 130 and len(result["stages"][0]["meshes"]) == 1
+    assert errors.endswith(f"stopped: 1 of {result['planned']} meshes are compiled\n")
 
 
 @pytest.mark.slow
@@ -197,11 +233,3 @@ def test_bad_numbers_are_refused_in_a_line(capsys):
     assert compile_main([BASE, "compile_topology=h200:1x4", "--meshes", "0"]) == 2
     assert compile_main([BASE, "compile_topology=h200:1x4", "--meshes", "2", "--best"]) == 2
     assert capsys.readouterr().err.count("error: ") == 2
-
-
-def test_a_mesh_that_does_not_fit_comes_behind_those_that_do(monkeypatch):
-    meshes = search(on=machine(4))
-    ways = meshes.rank(meshes.stages[-1].index)[:3]
-    by_way = {id(way): {"fits": n == 1, "step_seconds": n} for n, way in enumerate(ways)}
-    monkeypatch.setattr(meshes, "compile", lambda way: by_way[id(way)])
-    assert [entry["fits"] for _, entry in meshes.compile_all(ways)] == [True, False, False]
