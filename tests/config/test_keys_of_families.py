@@ -23,7 +23,7 @@ decoder_block=dots1 num_experts=4 | use_qk_norm=False, .*=dots1 needs use_qk_nor
 decoder_block=mixtral num_experts=4 lora_rank=4 | lora_targets=\\['matrix'\\]: experts have no \
     adapters; use lora_targets=\\[q_proj,
 num_experts=8 | decoder_block=llama2 here; give decoder_block
-load_balance_loss_weight=0.1 | decoder_block=llama2 here
+MIXTRAL norm_topk_prob=True | norm_topk_prob=True is read only with decoder_block=.* leave
 decoder_block=mixtral | num_experts=1: .* has experts; give 2 or more
 MIXTRAL num_experts_per_tok=9 | num_experts_per_tok=9 of num_experts=8: .* give 8 or fewer
 MIXTRAL num_experts=6 ici_expert_parallelism=4 | num_experts=6 does not divide over the expert \

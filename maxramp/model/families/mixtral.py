@@ -26,5 +26,5 @@ MIXTRAL = dataclasses.replace(
         },
         {"num_experts": "num_local_experts"},
     ),
-    keys=(*sparse.EXPERT_KEYS, "norm_topk_prob", "sliding_window_size"),
+    keys=(*sparse.EXPERT_KEYS, "sliding_window_size"),
 )
