@@ -83,7 +83,8 @@ def parse_config(doc: str, arguments: Sequence[str]) -> list[str]:
 
 
 def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
-    """Makes a command's `main` of a function that returns the exit status; reports its error."""
+    """Makes a command's `main` of a function that returns the exit status; reports its error, or
+    raises one that `errors.report` does."""
 
     @functools.wraps(work)
     def main(arguments: Sequence[str] | None = None) -> int:

@@ -221,7 +221,8 @@ def _open_tokenizer(
 
 
 def prepare(options: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
-    """Makes the set, or says that it is there; a ConfigError if another one is."""
+    """Makes the set, or says that it is there; a ConfigError if another one is. `options` are those
+    that `_check` lets pass."""
     start = time.perf_counter()
     output = pathlib.Path(options.output).expanduser()
     files = _open_inputs(names, keys)

@@ -213,7 +213,8 @@ class Pretrainer:
         return Dispatched(shown, measure)
 
     def evaluate(self, stage: Stage) -> Dispatched:
-        """Adds up what the objective shows of held-out sets, or of each batch of them."""
+        """Adds up what the objective shows of held-out sets, or of each batch of them; not with
+        eval_interval=-1."""
         by_batch, no_sums = self._keys.log_eval_batches, self._no_sums
         eval_step, _ = self._programs.eval_step(stage)
         model, sums_by_set = self.state.model, {}

@@ -177,7 +177,9 @@ class CostModel:
         return spec.accumulation * spec.device_tokens * numbers * BYTES[model.dtype]
 
     def _weight_waits(self, model: ModelKeys, spec: StageSpec) -> float:
-        """Waits for weights, gathered twice a pass, and for their gradients, scattered once."""
+        """Returns the seconds of a step that wait for weights, gathered twice a pass, and for their
+        gradients, scattered once: those of experts in the dtype of arithmetic (`grouped`), others
+        are counted as float32."""
         sizes, itemsize, total = spec.mesh.sizes, BYTES[model.dtype], 0.0
         repeats, stages = model.num_pipeline_repeats, spec.mesh.pipeline_stages
         ticks = 1.0
@@ -191,7 +193,7 @@ class CostModel:
         return spec.accumulation * total
 
     def _copy_waits(self, mesh: MeshKeys) -> float:
-        """Waits for the sum of float32 gradients over copies of the weights, once a step."""
+        """Returns the seconds of a step that wait for the sum of float32 gradients over copies."""
         return sum(
             self._wait(
                 2 * 4 * count / math.prod(mesh.sizes[axis] for axis in shard.axes),
@@ -205,7 +207,7 @@ class CostModel:
     def _activation_waits(
         self, model: ModelKeys, spec: StageSpec, again: float
     ) -> Iterator[tuple[str, float]]:
-        """Yields the waits of a pass for activations, by name."""
+        """Yields the waits of a pass for activations, by name, in seconds."""
         mesh, itemsize = spec.mesh, BYTES[model.dtype]
         sizes, layers = mesh.sizes, [*FAMILIES[model.decoder_block].pattern(model)]
         stream = spec.device_tokens * model.base_emb_dim * itemsize

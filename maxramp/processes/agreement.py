@@ -27,8 +27,8 @@ def raise_everywhere(function: Callable[[], _T]) -> _T:
     result.
 
     A ConfigError or TrainingError of one is raised on all, as that class and none of its
-    subclasses. Another error is raised there alone, and ends the process. For work of more than 30
-    seconds use `run_on`: collectives on CPUs wait no longer.
+    subclasses. Another error is raised there alone, and ends the process. For work that may
+    take long use `run_on`, in which processes that wait beat.
     """
     return _agree(*_try(function))
 
@@ -58,8 +58,7 @@ def all_gather_json(value: Any) -> list[Any]:
 
 def broadcast_json(value: Any, beat: Callable[[], None]) -> Any:
     """Returns the JSON value of the first process, on all, which call it together. The first may
-    take any time before (collectives on CPUs give 30 seconds): the others wait for its key, and
-    call `beat` meanwhile."""
+    take any time before: the others wait for its key, and call `beat` meanwhile."""
     if jax.process_count() == 1:
         return value
     is_first, key = jax.process_index() == 0, f"maxramp/first/{next(_KEYS)}"
