@@ -183,7 +183,7 @@ def is_committed(path: Place) -> bool:
 
 def commit(checkpoint: Checkpoint) -> None:
     """Makes a checkpoint count whose arrays are written, or rewrites the record of one that counts.
-    After an OSError it does not count.
+    After an OSError the record is as it was before.
     """
     files = {name: size for name, size in sizes(checkpoint.path).items() if name != FILE}
     values = {"format": _FORMAT, "files": files} | checkpoint.to_json()
@@ -216,7 +216,8 @@ def discard(folder: Place) -> list[Place]:
 
 def read(path: Place) -> Checkpoint:
     """Reads a checkpoint without its arrays; raises a TornError if a file is missing, too short or
-    damaged, an OSError if its storage does not answer."""
+    damaged, another ConfigError if it may not be read or is of another format, and an OSError if
+    its storage does not answer."""
     try:
         values = json.loads((path / FILE).read_bytes())
         present = sizes(path, values.get("files", ()))
@@ -248,7 +249,7 @@ def read(path: Place) -> Checkpoint:
 
 def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
     """Reads the newest whole checkpoint of a folder, None without one; returns also the torn ones
-    after it."""
+    after it. Raises what else `read` raises."""
     torn = []
     for step in reversed(steps_in(folder)):
         try:

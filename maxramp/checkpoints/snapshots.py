@@ -199,7 +199,7 @@ class Snapshots:
         self, checkpoints: Place, starts: Starts, before: Checkpoint | None, recorded: int
     ) -> Snapshot | None:
         """Finds, on all processes, the newest whole snapshot after a checkpoint that these `starts`
-        hold, if its steps are `recorded`. `checkpoints` is the folder its checkpoint would be in.
+        hold, of at most `recorded` steps. `checkpoints` is the folder its checkpoint would be in.
         """
         own = [x for x in list_held(self._folder, starts, before) if x.step <= recorded]
         newer = {name[:2] for names in agreement.all_gather_json(own) for name in map(tuple, names)}

@@ -99,9 +99,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         self, first: Mapping[str, str] = types.MappingProxyType({}), recorded: int = 0
     ) -> Checkpoint | None:
         """Finds the newest whole checkpoint, or that of load_full_state_path, as the first process
-        sees it, or a newer snapshot; None without one. Nothing in the folder changes. `first` are
-        the weights of a run that begins, as in `Checkpoint`; the run has records of `recorded`
-        steps.
+        sees it, or a newer snapshot; None without one. All processes call it, before all that save;
+        nothing in the folder changes. `first` are the weights of a run that begins, as in
+        `Checkpoint`; the run has records of `recorded` steps. A ConfigError if none of the run's
+        checkpoints is whole, or for any under enable_checkpointing=False.
         """
         self._first = first
         position = None

@@ -87,6 +87,7 @@ def stack(
 
 def hash_rows(tokens_NS: np.ndarray, numbers: tuple[int, ...]) -> np.ndarray:
     """Returns each row's part of the step's fingerprint: uint32 [N, 2], high and low word.
+    Tokens are int32; `numbers` are those of the rows in the step.
 
     The fingerprint is an order-sensitive 64-bit hash. Token t at position i of the step's rows,
     read in order, adds mix(mix(i + c) ^ t) to each word, modulo 2^32; mix is the finalizer of

@@ -22,8 +22,8 @@ def is_name(path: str) -> bool:
 @functools.cache
 def fetch(key: str, name: str, file: str, beside: str = "") -> str:
     """Returns the path of a model's file, in the cache or else from the hub; a ConfigError that
-    names `key` if neither has it. `beside` is the path of another one: then it is of the same
-    commit, and "" where that has none.
+    names `key` if neither has it. `beside` is the path of another one, at the model's top: then it
+    is of the same commit, and "" where that has none.
     """
     revision = os.path.basename(os.path.dirname(beside)) if beside else None
 
@@ -55,8 +55,8 @@ def fetch_model(key: str, name: str) -> str:
 
 @functools.cache
 def _connect(hub: Any) -> None:
-    """Leaves the hub's client with its cache if the hub does not answer: it would go on asking for
-    half a minute.
+    """Leaves the hub's client with its cache, for the rest of the process, if the hub does not
+    answer in 10 seconds: it would go on asking for half a minute.
     """
     try:
         hub.get_session().head(hub.constants.ENDPOINT, timeout=10)

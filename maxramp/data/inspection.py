@@ -34,7 +34,8 @@ _COLOURS = ("cyan", "yellow")  # of the documents of a row, by turns
 
 
 def inspect(folder: str, keys: DataKeys) -> None:
-    """Prints what a prepared set holds, some of its documents, and rows as the model sees them."""
+    """Prints what a prepared set holds, some of its documents, and rows as the model sees them, by
+    max_target_length and separate_documents; a ConfigError if it is not a whole set."""
     _, manifest, files, _ = prepared.open_set(folder)
     used, tokenizer = manifest["tokenizer"], None
     if used:

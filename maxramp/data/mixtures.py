@@ -62,7 +62,8 @@ class Mixtures:
 
 
 def find_mixtures(keys: DataKeys, later: Sequence[tuple[int, str]] = ()) -> Mixtures:
-    """Opens what is prepared, and checks what can be known of the other files.
+    """Opens what is prepared, and checks what can be known of the other files; a ConfigError for
+    what is missing or does not fit together.
 
     Args:
       later: (first row, grain_train_files) of the mixtures after the first. A part is the same in

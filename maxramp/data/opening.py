@@ -38,7 +38,7 @@ def open_rows(
     Text, chats and token ids are prepared once, into sets below data_cache_dir.
 
     Args:
-      reads: whether this process opens the data. The others get rows with a number only.
+      reads: whether this process opens the data; the first one does. Others get a range of numbers.
       beat: called on every process now and then while a set is prepared.
       later: (first row, grain_train_files) of the phases that change the mixture. A part is the
         same in all mixtures that name it.

@@ -71,7 +71,8 @@ class Interleaving:
         ]
 
     def length(self, available: Sequence[int]) -> tuple[int, int]:
-        """Returns the items until a part with this many is used up, and which part that is."""
+        """Returns the items until a part is used up, and which part that is. `available` is what
+        each part has left."""
         ends = []
         for part, (count, share) in enumerate(zip(available, self._shares, strict=True)):
             periods, rest = divmod(count, share)
@@ -110,7 +111,9 @@ class _Stretch(NamedTuple):
 
 
 class RunRows:
-    """Row r of the run: the parts' rows, shuffled anew in each epoch, in their proportions."""
+    """Row r of the run: the parts' rows, shuffled anew in each epoch, in their proportions. Those
+    behind its length are of further epochs, and no error.
+    """
 
     def __init__(
         self,
@@ -184,7 +187,8 @@ class Share:
 
     def read(self, row: Callable[[int], Row], spec: StageSpec) -> Batch:
         """Reads this process's part of a batch: [A, R, ...], or with a factor above 1 [factor, A,
-        devices x rows of a group, ...]. `row` gives a row by its number in the batch.
+        devices x rows of a group, ...]. `row` gives a row by its number in the batch. Only for a
+        process that reads.
         """
         A, B = spec.accumulation, spec.rows
         numbers = [a * B + number for a in range(A) for number in self.rows(spec)]

@@ -123,7 +123,8 @@ def one_per_row(lengths: np.ndarray, length: int) -> RowLayout:
 
 
 def best_fit(lengths: np.ndarray, length: int) -> RowLayout:
-    """Cuts only documents longer than a row; rows are in the order of their first document.
+    """Cuts only documents longer than a row; rows are in the order of their first document. Takes
+    `lengths` and `length` as `concat_then_split`.
 
     Each piece, the longest first, goes to the row with the least room that still takes it (best-fit
     decreasing; Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830).

@@ -24,6 +24,7 @@ class ReadAhead(Iterator[Any]):
 
         Args:
           what: an element is, for a person.
+          read: is pickled for processes; Grain leaves out an element that is None.
           size: bytes of the largest element.
         """
         workers = reading.grain_worker_count

@@ -41,7 +41,8 @@ def _hash_record(record: Record) -> bytes:
 
 
 def find_duplicates(paths: Sequence[pathlib.Path]) -> list[np.ndarray]:
-    """Returns the numbers of the documents in each file of hashes that repeat an earlier one."""
+    """Returns the numbers, in each file of hashes (at least one), of documents that repeat an
+    earlier one of any file."""
     hashes = [np.fromfile(path, f"S{_SIZE}") for path in paths]
     repeated = np.ones(sum(map(len, hashes)), bool)
     repeated[np.unique(np.concatenate(hashes), return_index=True)[1]] = False
@@ -127,7 +128,7 @@ def make(work: Preparation, show: Show) -> dict[str, Any]:
     if len(bad) > work.allowed:
         _refuse(f"{bad[0]['file']}: {bad[0]['reason']}", work.allowed)
     left_out = [np.empty(0, np.int64)] * len(work.shards)
-    if work.deduplicate:
+    if work.deduplicate and work.shards:
         unhashed = [(shard,) for shard in work.shards if not work.hashes_of(shard).exists()]
         _run(work, _Maker.hash_shard, unhashed, [0] * 5, lambda *counts: None)
         left_out = find_duplicates([work.hashes_of(shard) for shard in work.shards])
@@ -251,8 +252,8 @@ class _Maker:
         self._work, self._counts, self._lock, self._threads = work, counts, lock, threads
 
     def make_shard(self, shard: Shard, left_out: np.ndarray) -> None:
-        """Writes the files of a shard without the documents of some numbers, then its record; both
-        only if it is not told to leave before."""
+        """Writes the files of a shard without the documents `left_out`, by their numbers in it (bad
+        records have none), then its record; both only if it is not told to leave before."""
         work, digest, bad, noted = self._work, 0, [], collections.Counter()
         path = str(work.folder / shard.name)
         with contextlib.ExitStack() as closing:
@@ -353,7 +354,7 @@ def _read(file: RecordFile, start: int, stop: int) -> Iterator[tuple[int, Record
 
 
 def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Iterator[str]:
-    """Yields texts from all over the inputs, about `most` bytes of them, without bad records; a
+    """Yields texts from all over the inputs of text, about `most` bytes, without bad records; a
     ConfigError if it meets more of these than are `allowed`."""
     bad = 0
     pieces = [(file, piece) for file in inputs for piece in file.split(1 << 24)]
@@ -367,6 +368,6 @@ def sample_texts(inputs: Sequence[RecordFile], most: int, allowed: int) -> Itera
                     _refuse(f"{file.where(position)}: {text}", allowed)
             else:
                 yield text
-                left -= len(text)
+                left -= len(text.encode())
             if left <= 0 and total > most:
                 break

@@ -110,7 +110,8 @@ def delay(value: jax.Array, other: jax.Array) -> jax.Array:
 
 def recompute_after(function: Callable) -> Callable:
     """Wraps a function whose first argument and first result have one shape (see `delay`). On
-    CPUs its backward pass computes it again, once the first result's gradient is known."""
+    CPUs its backward pass computes it again, once the first result's gradient is known; so it must
+    not close over traced arrays."""
     if platform() != "cpu":
         return function
 

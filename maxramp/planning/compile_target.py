@@ -187,7 +187,8 @@ class CompileTarget:
         ]
 
     def fastest_ways(self, spec: StageSpec) -> list[dict[str, Any]]:
-        """Finds the ways to run a stage's global batch that fit, the fastest first: under each
+        """Finds the ways to run a stage's global batch that fit, the fastest first, on a machine by
+        name, as no other tells times: under each
         remat policy the two largest micro batches, as smaller ones are slower but for small models;
         with rows in as few parts as they can be, and in more as long as that is faster. [] if none
         fits."""

@@ -19,8 +19,8 @@ from maxramp.stage import ROPE_KEYS, StageSpec
 def compile_stages(
     config: Config, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Compiles the step of every stage of a loaded config, each batch shape once, and the moves of
-    the state from mesh to mesh.
+    """Compiles the step of every stage of a loaded config with compile_topology, each batch shape
+    once, and the moves of the state from mesh to mesh.
 
     Returns `stages`, those of plan.json on the target, each with `memory_gib` (`arguments`,
     `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`, `mfu`, `tokens_per_second`, `hours`,
@@ -75,8 +75,9 @@ def compile_stages(
 
 
 def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Compiles the last stage's step in the ways that may fit. Returns `ways`: entries as those of
-    `compile_stages` with `remat_policy`, the fastest first; a ConfigError if none fits."""
+    """Compiles the last stage's step, for a config as `compile_stages`, in the ways that may fit.
+    Returns `ways`: entries as those of that with `remat_policy`, the fastest first; a ConfigError
+    if none fits."""
     target = CompileTarget.from_config(config, say)
     ramp, machine = target.ramp, target.machine
     stage = ramp.stages_between(0, ramp.total_steps)[-1]
@@ -110,7 +111,8 @@ def run_totals(
     target: CompileTarget, entry: dict[str, Any], spec: StageSpec, steps: int
 ) -> dict[str, float | None]:
     """Returns the speed of an entry of `CompileTarget.step`, with its `global_batch_size`, and what
-    `steps` of it take; all None if it does not fit, `price` also without a rate."""
+    `steps` of it take, on a machine by name; all None if it does not fit, `price` also without a
+    rate."""
     if not entry["fits"]:
         return dict.fromkeys(("tokens_per_second", "mfu", "hours", "device_hours", "price"))
     devices, config = len(target.machine.devices), target.config

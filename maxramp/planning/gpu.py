@@ -145,7 +145,8 @@ def count(
 
     A GPU's compiler gives no times, so two clocks follow the scheduled program. Kernels run one
     after another, at the slower rate of arithmetic and memory; transfers run beside them, one after
-    another over the links, and kernels wait where a transfer has to be done.
+    another over the links, and kernels wait where a transfer has to be done. Branches of a
+    conditional are not counted.
 
     `nodes` has every device's node, in the order of the program's device assignment; `rates` per
     second: products, bytes to and from memory, bytes into a GPU from its node, and from others.

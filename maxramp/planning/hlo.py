@@ -125,7 +125,8 @@ class StepCost:
 
 def count(text: str, chip: Chip) -> StepCost:
     """Counts the cost of a TPU program (`jax.stages.Compiled.as_text()`) on one kind of chip. Times
-    follow from the compiler's cycles and the chip's rates, bytes from a ring over each group.
+    follow from the compiler's cycles and the chip's rates, bytes from a ring over each group. Both
+    branches of a conditional on a predicate count, none of one on a number.
 
     Raises:
       ValueError: the text does not say how often a loop runs.

@@ -57,7 +57,8 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
 
     It has the stages with their part of the run, node-time and memory; totals, also of runs of
     constant batch over the same samples; the learning rate over samples; and the keys that matter
-    and that `sources` (`config.load.find_sources`) does not name, none of them with sources=None.
+    and that `sources` (`config.load.find_sources`) does not name, none of them with sources=None. A
+    ConfigError if the devices cannot run a stage.
     """
     config = with_nodes(config)
     run = PlannedRun.from_config(config, meshes_of(config))

@@ -47,7 +47,8 @@ def _agree(result: _T | None, failure: list[Any] | None) -> _T | None:
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """Returns the JSON values of all processes, in their order, on each."""
+    """Returns the JSON values of all processes, in their order, on each; of a single process the
+    value itself, whose tuples are no lists then."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -109,8 +110,8 @@ def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | N
 def run_on(
     process_ids: Sequence[int], function: Callable[[], _T], beat: Callable[[], None]
 ) -> _T | None:
-    """Calls a function on some processes, for as long as that takes; others, which call this too,
-    wait (and call `beat`), return None, or raise its errors."""
+    """Calls a function on some processes, for as long as that takes; others, which call this too
+    with the same `process_ids`, wait (and call `beat`), return None, or raise its errors."""
     key, outcome = f"maxramp/ran/{next(_KEYS)}", (None, None)
     if jax.process_index() in process_ids:
         outcome = _try(function)

@@ -198,7 +198,8 @@ def evaluation_from_sums(
 ) -> Dispatched:
     """Makes an evaluation that was just dispatched of `sums`: of all batches of each held-out set
     (at least one) by its name, with `by_batch` one tuple a batch. `shown` names them; those that
-    are no counts are divided by `divisor`. Names of a named set's numbers end with its name."""
+    are no counts are divided by `divisor`, one of them. Names of a named set's numbers end with its
+    name."""
 
     def averages(batches: np.ndarray, end: str) -> Record:
         total = dict(zip(shown, batches.sum(0), strict=True))

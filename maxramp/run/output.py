@@ -299,7 +299,8 @@ class Output:
         self.say(f"stopped by a signal after step {step}, {left}")
 
     def say_finished(self, schedule: JobSchedule, length: str) -> None:
-        """Says that the run needs no further job, and draws what the last one, killed, did not."""
+        """Says that the run needs no further job, and draws what the last one, killed, did not.
+        `length` is the key that gives the run's, with its value."""
         state, where, key = schedule.position.path, self.folder, length.partition("=")[0]
         rest = f"for a new run give another run_name, to continue a larger {key}"
         if state.parent != where / "checkpoints":

@@ -67,7 +67,8 @@ def scores(
 def _map_tokens(function, count, arrays, temperature, block_tokens, cap):
     """Calls a function for each block of tokens, with a device's part of the logits less each
     token's largest, the same of the target (0 where another device has it), and the largest.
-    Returns its `count` results as arrays [B, T]. `arrays` are x_BTD, head_DV and targets_BT."""
+    Returns its `count` results [N], which must be the same along `tensor`, as arrays [B, T].
+    `arrays` are x_BTD, head_DV and targets_BT."""
 
     def local(x_BTD, head_DV, targets_BT):
         head_DV, is_target = _device_head(x_BTD, head_DV)

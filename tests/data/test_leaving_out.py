@@ -85,9 +85,8 @@ def test_bad_records_of_other_formats(tmp_path):
     array_record = write_file(tmp_path, "arrayrecord", ["a", "nu\0ll", "b"])
     for path, reason in ((parquet, "is null, not text"), (array_record, "zero byte at 2")):
         file = open_file(path)
-        first, (position, bad), last = (
-            r for start, stop, _ in file.split(9**9) for r in file.read(start, stop)
-        )
+        records = [r for start, stop, _ in file.split(9**9) for r in file.read(start, stop)]
+        first, (position, bad), last = records
         assert (first, last) == ((0, "a"), (2, "b")) and isinstance(bad, BadRecord)
         assert (position, file.unit) == (1, "record") and reason in str(bad)
 
@@ -105,10 +104,8 @@ def test_an_overlong_line_ends_it(kind, tmp_path, monkeypatch):
 def test_repeated_documents_are_left_out(tmp_path, capfd):
     rng = random.Random(0)
     texts = [f"document {rng.randrange(150)}" for _ in range(400)]
-    sources = [
-        write_file(tmp_path / x, "jsonl", part)
-        for x, part in (("a", texts[:250]), ("b", texts[250:]))
-    ]
+    parts = {"a": texts[:250], "b": texts[250:]}
+    sources = [write_file(tmp_path / x, "jsonl", part) for x, part in parts.items()]
     expected = [[256, *text.encode(), 257] for text in dict.fromkeys(texts)]
     sets = []
     for workers, megabytes in ((1, 1), (2, 0.002)):
@@ -127,6 +124,9 @@ def test_repeated_documents_are_left_out(tmp_path, capfd):
         assert prepare_lib.main(options[:-1]) == 2  # the set of all of them is another
         capfd.readouterr()
     assert sets[0] == sets[1]
+    (empty := tmp_path / "empty.jsonl").touch()
+    assert prepare_lib.main([str(empty), "--output", str(tmp_path / "x"), "--deduplicate"]) == 2
+    assert "no records with tokens" in capfd.readouterr().err
 
 
 def test_threads_encode_one_shard(tmp_path):

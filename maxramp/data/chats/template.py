@@ -94,9 +94,10 @@ class ChatTemplate:
         return text, spans
 
     def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
-        """Returns answers behind what asks for one, or behind its longest beginning that is there
-        as often as answers are, and not before them: some templates add a thought that old answers
-        have lost. No message can imitate it, as it begins with a mark. [] if that is not clear."""
+        """Returns the `wanted` answers (at least one), each up to `mark`: behind what asks for one,
+        or behind its longest beginning that is there as often as answers are, and not before them:
+        some templates add a thought that old answers have lost. No message can imitate it, as it
+        begins with a mark. [] if that is not clear."""
         first = _first_answer(chat)
         count = first or 1  # many templates look at the first message
         before, asked = self._render(chat, count, False), self._render(chat, count, True)
@@ -134,7 +135,8 @@ class ChatTemplate:
         return spans
 
     def _end_mark(self, chat: Chat) -> str:
-        """Returns the last of the marks right behind a placeholder for the first answer."""
+        """Returns the last of the marks right behind a placeholder for the first answer of a chat,
+        which has one; "" without marks there."""
         before = chat.messages[: _first_answer(chat)]
         messages = [*before, {"role": ANSWERS, "content": _ANSWER}]
         text = self._render(dataclasses.replace(chat, messages=messages), None, False)

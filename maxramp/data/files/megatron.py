@@ -245,7 +245,7 @@ class MegatronWriter(contextlib.AbstractContextManager):
         self._data.close()
 
     def add(self, documents: Sequence[np.ndarray]) -> None:
-        """Writes documents behind the others."""
+        """Writes documents, at least one, behind the others; the dtype must hold their ids."""
         tokens = np.concatenate(documents)
         if len(tokens):
             self.max_token = max(self.max_token, int(tokens.max()))
