@@ -33,7 +33,8 @@ class LayerSizes(NamedTuple):
 
 
 def sharded_widths(keys: ModelKeys) -> dict[tuple[str, ...], dict[str, int]]:
-    """Returns the widths that are split over mesh axes, by key."""
+    """Returns the widths that are split over mesh axes, by these axes and then by key; the product
+    of the axes' sizes must divide each."""
     pattern = FAMILIES[keys.decoder_block].pattern(keys)
     tensor = {name: 0 for layer in pattern for name in MIXER_FACTS[layer.mixer].tensor_keys}
     tensor = (*tensor, "base_emb_dim", "vocab_size")

@@ -40,8 +40,8 @@ def product(
     is_transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiplies rows by their experts' matrices [E, K, N], or transposed [E, N, K]: [M, N]; rows
-    after all groups are undefined."""
+    """Multiplies rows, of which each expert has its `sizes_E`, expert after expert, by the experts'
+    matrices [E, K, N], or transposed [E, N, K]: [M, N]; rows after all groups are undefined."""
     tiling = _choose(x_MK)
     M, E, N = len(x_MK), len(sizes_E), w.shape[1 if is_transposed else 2]
     rows = row_tile(M, E, tiling)
@@ -69,7 +69,8 @@ def product(
 def gradient(
     x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """Multiplies, for every expert, its rows' inputs by their outputs' gradients: [E, K, N]."""
+    """Multiplies, for every expert, its rows' inputs by their outputs' gradients: [E, K, N], zeros
+    for one without rows; `sizes_E` as in `product`."""
     tiling = _choose(x_MK)
     K, N, E = x_MK.shape[1], dy_MN.shape[1], len(sizes_E)
     grid = pl.cdiv(K, tiling.rows), pl.cdiv(N, tiling.columns)

@@ -96,7 +96,8 @@ def query_blocks(
     first_Bt: jax.Array, index_Bt: jax.Array, queries: int, keys: int, tokens: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the first block of `queries` (which divides t) that sees each block of `keys`, and
-    the one after the last; the same twice if none does: int32 [B, k]."""
+    the one after the last; the same twice if none does: int32 [B, k]. Queries see the tokens from
+    first_Bt to index_Bt, which both rise along a row of `tokens`."""
     start_k1 = jnp.arange(0, tokens, keys)[:, None]
     first_Bq, last_Bq = first_Bt[:, ::queries], index_Bt[:, queries - 1 :: queries]
     begin_Bk = (last_Bq[:, None] < start_k1).sum(-1, dtype=jnp.int32)
