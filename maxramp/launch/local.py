@@ -38,8 +38,13 @@ _CRASH_GRACE = 10.0  # seconds that the others have to say why, after one has cr
 _LOSS_GRACE = 0.25
 _PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
 _FAKE_DEVICES = r"--xla_force_host_platform_device_count=\d+"
-# Gloo, which joins the processes on CPUs, prints such a line in each for every group of devices.
-_CONNECTED = "[Gloo] Rank "
+# Gloo, which joins the processes on CPUs, prints such a line in each for every group of devices;
+# JAX's coordination prints the others when process 0 is lost, as our own line says.
+_NOISE = re.compile(
+    r"\[Gloo\] Rank |[WEF]\d{4} .* (preemption_sync_manager|coordination_service_agent|client)\."
+    "|Additional GRPC error information from remote target coordination_service"
+    "|:UNKNOWN:Error received from peer"
+)
 
 
 def launch(run: Run, dry_run: bool = False) -> int:
@@ -226,5 +231,5 @@ def find_lost(
 
 def _print(stream: IO[str], out: IO[str], process_id: int) -> None:
     for line in stream:
-        if not line.startswith(_CONNECTED):
+        if not _NOISE.match(line):
             print(f"[{process_id}] {line.rstrip()}", file=out, flush=True)
