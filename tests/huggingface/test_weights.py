@@ -10,11 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from opened import config_of, contents, load, logits
-from small_models import CONFIGS, TOKENS_BT, fuse_experts, tensors, write_file, write_folder
+from small_models import CONFIGS, DELTA, TOKENS_BT, fuse_experts, tensors, write_file, write_folder
 
 from maxramp.errors import ConfigError, TrainingError
+from maxramp.handover.export import export
+from maxramp.handover.opening import open_model
 from maxramp.huggingface import config_json, writing
 from maxramp.huggingface import folder as released
+from maxramp.model.families.table import FAMILIES
 
 # Logits of tokens 0 to 3 behind the 24 of the first row, in float64.
 LOGITS = {
@@ -175,6 +178,60 @@ def test_what_belongs_to_no_text_model_is_left_out_and_named(tmp_path):
     text = " ".join(notes)
     assert "4 tensors are left out, of no text model: vision_tower.layer.0.weight" in text
     assert "inv_freq" in text and "the head, which is the embedding: lm_head.weight" in text
+
+
+def test_tensors_that_do_not_train_are_exported_as_they_came(tmp_path):
+    folder = write_folder(tmp_path / "in", "qwen3_5")
+    more = {"mtp.fc.weight": np.full((4, 8), 0.3, ml_dtypes.bfloat16)}
+    more["mtp.norm.weight"] = np.arange(3, dtype=np.float32)
+    held, notes = tensors(CONFIGS["qwen3_5"]) | more, []
+    write_file(folder / "model.safetensors", held)
+    load(folder, config_of(folder), notes.append)
+    assert "2 tensors are left out, not trained: an export has them as they are: mtp.fc" in notes[0]
+    opened = open_model(str(folder), ["hardware=cpu"])
+    export(opened, opened.load(), tmp_path / "out")
+    assert_same_tensors(tmp_path / "out", held)
+
+
+# A change of tensors whose names hold a text, or of the family, by what it switches off.
+WITHOUT = {
+    "decay": ("A_log", lambda x: x - 40),
+    "a": ("in_proj_a", lambda x: 0 * x),
+    "beta": ("in_proj_b", lambda x: 0 * x),  # in_proj_ba too
+    "convolution": ("conv1d", lambda x: x * [0, 0, 0, 1]),
+    "step": ("dt_bias", lambda x: 0 * x),
+    "shared gate": ("shared_expert_gate", lambda x: 0 * x),
+    "1 + w": {"norm_offset": 0.0},
+    "partial rotary": {"rotary_share": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DELTA)
+def test_every_feature_of_a_hybrid_counts(tmp_path, monkeypatch, name):
+    """Without it logits are others, by far more than those of transformers may differ."""
+    rope = {"rope_theta": 100.0, "rope_type": "default"}
+    folder = write_folder(tmp_path, name, rope_parameters=rope)
+    held = tensors(CONFIGS[name])
+    config, family = config_of(folder), FAMILIES[name]
+    expected = logits(load(folder, config), config, TOKENS_BT)
+    for what, change in WITHOUT.items():
+        changed = dict(held)
+        if isinstance(change, tuple):
+            changed |= {n: change[1](x).astype("f4") for n, x in held.items() if change[0] in n}
+            if not any(change[0] in n for n in held):
+                assert name == "qwen3_next" if what == "a" else what == "shared gate"
+                continue
+            own = family
+        elif what == "1 + w":
+            own = dataclasses.replace(family, **change)
+        else:
+            own = dataclasses.replace(family, released=family.released._replace(**change))
+        write_file(folder / "model.safetensors", changed)
+        monkeypatch.setitem(FAMILIES, name, own)
+        other = logits(load(folder, config), config, TOKENS_BT)
+        monkeypatch.setitem(FAMILIES, name, family)
+        assert np.abs(other - expected).max() > 100 * 1e-5 * np.ptp(expected), what
 
 
 HEADERS = {
