@@ -178,8 +178,8 @@ class CostModel:
 
     def _weight_waits(self, model: ModelKeys, spec: StageSpec) -> float:
         """Returns the seconds of a step that wait for weights, gathered twice a pass, and for their
-        gradients, scattered once: those of experts in the dtype of arithmetic (`grouped`), others
-        are counted as float32."""
+        gradients, scattered once: those of experts in the dtype of arithmetic (`grouped`); others
+        count as float32, twice what H200s scatter in bfloat16 (benchmarks/results/meshes.json)."""
         sizes, itemsize, total = spec.mesh.sizes, BYTES[model.dtype], 0.0
         repeats, stages = model.num_pipeline_repeats, spec.mesh.pipeline_stages
         ticks = 1.0
