@@ -120,7 +120,8 @@ def read_part(path: pathlib.Path, offset: int, size: int) -> bytes:
 
 
 def verify(path: pathlib.Path) -> dict[str, Any] | None:
-    """Reads what stands behind the pieces; None if one is not as it was written."""
+    """Reads what stands behind the pieces: `checkpoint`, `arrays` and `pieces` (the fields of
+    `Piece`). None if the file is missing or torn, or a piece is not as it was written."""
     try:
         with open(path, "rb") as file:
             end = file.seek(-_LENGTH, os.SEEK_END)

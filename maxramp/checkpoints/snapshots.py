@@ -140,7 +140,8 @@ class Snapshots:
         return FileName(step, self._start, process, jax.process_count())
 
     def _report_cost(self, step: int, begin: float, seconds: float, size: int) -> None:
-        """Says once, after the first copies, what share of the time the slowest of them costs."""
+        """Says once, after the first copies, what share of the time the slowest of them costs. Is
+        told of each copy: when it began, its seconds and its bytes."""
         if len(self._copies) == _MEASURED:
             return
         self._copies.append((step, begin, seconds))

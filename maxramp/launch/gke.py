@@ -37,7 +37,8 @@ _KILLED = 137
 
 
 def launch(run: Run, dry_run: bool) -> int:
-    """Trains a run, or prints its files; returns the exit status. A ConfigError without kubectl."""
+    """Trains a run, or prints its files; returns the exit status. A ConfigError without kubectl, or
+    as `check` and `GkeCluster`."""
     run = check(run)
     labels, files = manifests(run)
     if dry_run:

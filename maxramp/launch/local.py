@@ -184,7 +184,8 @@ class LocalCluster:
             write_whole(self._file, text)
 
     def lose(self, node: int) -> str:
-        """Leaves a lost node out for a while, or for good; returns what to print about it."""
+        """Leaves a lost node out for node_rest_seconds, doubled at each loss, or after
+        max_node_failures for good; returns what to print about it."""
         self._losses[node] += 1
         self._away.add(node)
         losses, most = self._losses[node], self._keys.max_node_failures

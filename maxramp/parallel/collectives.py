@@ -43,7 +43,8 @@ def psum_scatter(x: jax.Array, axes: str | Sequence[str], dimension: int) -> jax
 
 
 def _scatter_groups(devices: int) -> list[list[list[int]] | None]:
-    """Returns the groups of devices that a sum is scattered over, one grouping after the other.
+    """Returns the groups of devices, by their numbers along the axes, that a sum is scattered over,
+    one grouping after the other; None is one group of all.
 
     XLA for TPUs has no reduce-scatter over all three dimensions of a torus: it would add up
     everything everywhere and send twice as much. So the sum is scattered over two dimensions, then

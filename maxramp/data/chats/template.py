@@ -123,7 +123,8 @@ class ChatTemplate:
         return spans if apart else []
 
     def _find_by_prefixes(self, chat: Chat, text: str, mark: str) -> list[Span]:
-        """Returns answers of a template whose text only grows with every message; [] of another."""
+        """Returns answers, each up to `mark`, of a template whose text only grows with every
+        message; [] of another."""
         spans = []
         for i, message in enumerate(chat.messages):
             if message["role"] != ANSWERS:

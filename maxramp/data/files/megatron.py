@@ -254,7 +254,8 @@ class MegatronWriter(contextlib.AbstractContextManager):
         self.num_tokens += len(tokens)
 
     def finish(self) -> dict[str, Any]:
-        """Gives the files their names, when all is added; returns counts and the index's hash."""
+        """Gives the files their names, when all is added; returns counts and the index's hash. Call
+        it once, inside the context: without it only a .tmp is left."""
         sizes = np.asarray(self._sizes, "<i4")
         pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
         borders = np.arange(len(sizes) + 1, dtype="<i8")
