@@ -165,7 +165,8 @@ def print_meshes(result: dict[str, Any]) -> None:
         return [*cells, *_cells_of_step(m), f"{waits:.2g} s{largest}", price]
 
     for stage in result["stages"]:
-        print(f"stage {stage['index']}, a batch of {stage['global_batch_size']:,}")
+        batch = stage["meshes"][0]["global_batch_size"]
+        print(f"stage {stage['index']}, a batch of {batch:,}")
         print_table(columns.split("|"), map(row, stage["meshes"]), _EXPENDABLE)
     best, *others = result["stages"][-1]["meshes"]
     for own in (m for m in others if m["is_own"] and m["fits"]):

@@ -284,7 +284,6 @@ class MeshSearch:
         the share of the first stage's time that a mesh of its own saves; `refusal`, why no run can
         have these keys, or ""; `planned`, how many meshes were to be compiled.
         """
-        by_index = {stage.index: stage for stage in self.stages}
         best, entry = self.compiled[self.stages[-1].index][0]
         early = self.compiled.get(self.stages[0].index, ())
         keys, phases, gain = entry["keys"], {}, 0.0
@@ -299,12 +298,8 @@ class MeshSearch:
             "times": self.machine.times,
             "planned": self.planned,
             "stages": [
-                {
-                    "index": index,
-                    "global_batch_size": by_index[index].global_batch_size,
-                    "meshes": [entry for _, entry in self.compiled[index]],
-                }
-                for index in sorted(self.compiled)
+                {"index": index, "meshes": [entry for _, entry in compiled]}
+                for index, compiled in sorted(self.compiled.items())
             ],
             "keys": needed if entry["fits"] else {},
             "gain": gain,

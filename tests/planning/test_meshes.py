@@ -194,8 +194,8 @@ def test_the_configs_own_mesh_is_compiled_once_and_what_does_not_fit_is_last(mon
 
 @pytest.mark.slow
 def test_ctrl_c_shows_what_is_compiled(tmp_path):
-    skip_without(GPU)
-    keys = [*MODEL, "compile_topology=h200:1x4", f"base_output_directory={tmp_path}"]
+    skip_without("v5p")
+    keys = [*MODEL, "compile_topology=v5p:2x2x1", f"base_output_directory={tmp_path}"]
     command = [sys.executable, "-m", "maxramp.compile", BASE, *keys, "--meshes", "3", "--json"]
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         assert any("mesh 2 of" in line for line in iter(process.stderr.readline, ""))
