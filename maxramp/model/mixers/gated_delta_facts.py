@@ -14,6 +14,7 @@ from maxramp.stage import StageSpec
 TAPS = 4  # tokens that the convolution sees: a token and those before it
 _CHUNK = 128  # tokens, for the estimate of memory
 _SQUARES = 6  # float32 numbers of each pair of a chunk's tokens that a backward pass holds
+_CONVOLVED = 3  # float32 numbers of each result of the convolution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +51,11 @@ class GatedDeltaFacts:
 
     def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
         k, v, itemsize = keys.gdn_key_head_dim, keys.gdn_value_head_dim, BYTES[keys.dtype]
+        # Of a token and a value head, near what the TPU's compiler reports.
         chunk = min(_CHUNK, spec.row_length)
         numbers = 3 * k * itemsize + 2 * v * 4 + 4 * self.state / chunk
         numbers += chunk * (itemsize + 4 * _SQUARES)
+        numbers += 4 * _CONVOLVED * (2 * k * keys.gdn_num_key_heads / self.heads + v)
         return 0, spec.device_tokens * self.heads / spec.mesh.sizes["tensor"] * numbers
 
     @staticmethod
