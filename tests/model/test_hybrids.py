@@ -54,9 +54,8 @@ def trained(family, *arguments, devices=8, accumulation=1):
     return take_step(config, packed_batch(config, ROWS, accumulation))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "context, tensor")) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_one_update_on_any_mesh(name):
     family, axes, mesh, keys, accumulation = CASES[name]
     sizes = (f"ici_{size.replace('=', '_parallelism=')}" for size in axes.split())
@@ -66,7 +65,6 @@ def test_one_update_on_any_mesh(name):
     assert_same_update(actual, expected)
 
 
-@pytest.mark.slow
 def test_a_document_does_not_see_the_one_before_it():
     """Other tokens there change no bit of its logits, on devices that share out the rows; and they
     are those of the document alone."""
