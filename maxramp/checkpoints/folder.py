@@ -293,6 +293,17 @@ def find(path: Place) -> Place:
         return path
     if path.name == BEST and not path.exists():
         return find_best(path.parent)
-    raise ConfigError(
-        f"{path}: no checkpoint there; give a checkpoint, a checkpoints folder or a run's folder"
+    why = "no checkpoint there; give a checkpoint, a checkpoints folder or a run's folder"
+    raise ConfigError(f"{path}: {why_not_maxtext(path) or why}")
+
+
+def why_not_maxtext(path: Place) -> str:
+    """Returns why a checkpoint of MaxText cannot be read, and what can; "" for another path. The
+    name alone tells what an address is."""
+    by_name = path.name == "items" and (not is_near(path) or is_step(path.parent.name))
+    files = [path / name for name in ("_METADATA", "manifest.ocdbt")] * is_near(path)
+    by_files = any(file.exists() for file in files) and not is_committed(path.parent)
+    return (by_name or by_files) * (
+        "is MaxText's checkpoint; convert it with MaxText's to_huggingface, and give that folder "
+        '(docs/huggingface.md, "Other formats")'
     )

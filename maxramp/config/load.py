@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from maxramp.checkpoints.folder import step_folders
+from maxramp.checkpoints.folder import step_folders, why_not_maxtext
 from maxramp.commandline import print_note
 from maxramp.config.choices import CHOICES
 from maxramp.config.keys import Config
@@ -214,6 +214,8 @@ def _read_folder(files: Sequence[Source], command_line: Source) -> Source:
     output = values.get("base_output_directory", base.base()["base_output_directory"])
     own = "/".join((output, values.get("run_name") or "hf", released.RUN_COPY))
     path = base.expand_path("load_parameters_path", path)
+    if why := why_not_maxtext(place(path)):
+        raise ConfigError(f"load_parameters_path={path}: {why}")
     folder = released.find_or_copy("load_parameters_path", path, own)
     if not folder:
         exported = filter(released.is_whole, step_folders(place(path) / "exported"))

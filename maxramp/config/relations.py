@@ -7,8 +7,10 @@ checks what depends on devices, `rampup.notations` the notations of ramps.
 from collections.abc import Mapping
 from typing import Any
 
+from maxramp.checkpoints.folder import why_not_maxtext
 from maxramp.checkpoints.keys import CheckpointKeys
 from maxramp.data.keys import DataKeys, EvalKeys
+from maxramp.files.place import place
 from maxramp.keys.base import base
 from maxramp.keys.section import Relations, is_object_storage
 from maxramp.model.families.table import check_family
@@ -223,6 +225,9 @@ def _check_together(config: Any) -> Relations:
     rate, steps = config.learning_rate, config.batch.steps
     lora = config.model.lora_rank
     full, first = config.checkpoints.load_full_state_path, config.checkpoints.load_parameters_path
+    for name, path in {"load_full_state_path": full, "load_parameters_path": first}.items():
+        why = path and why_not_maxtext(place(path))
+        yield why, f"{name}={path}: {why}"
     objective = config.objective
     reader = _first_true({f"lora_rank={lora}": lora, objective.asked_by: objective.has_reference})
     yield (

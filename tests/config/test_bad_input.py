@@ -41,8 +41,7 @@ FILES = {
     "base_number.yml": "base_config: 3\n",
     "base_folder.yml": "base_config: empty_folder\n",
     "a_file": "in the way of a folder",
-    "empty/a.txt": "",
-    "empty/b.txt": "",
+    **dict.fromkeys(("empty/a.txt", "empty/b.txt", "maxtext/manifest.ocdbt"), ""),
     "binary/model.bin": b"text\x00",
     "short.txt": "x" * 14,  # with its marks 16 tokens, and a row takes 17
     "some.txt": "x" * 9998,  # 10000 tokens, 200 of them held out: (9800 - 1) // 16 = 612 rows
@@ -194,12 +193,13 @@ base_output_directory={files} run_name=file_for_checkpoints | file_for_checkpoin
 base_output_directory={files} run_name=folder_for_metrics | metrics.jsonl
 base_output_directory={files} run_name=folder_for_plan | plan.json
 load_parameters_path=nowhere | load_parameters_path=nowhere | no checkpoint there
+load_parameters_path=gs://nowhere/0/items | 0/items: is MaxText's checkpoint | to_huggingface
+load_parameters_path={files}/maxtext model_name=hf | maxtext: is MaxText's checkpoint
 load_parameters_path=meta-llama/Llama-3.2-1B | =meta-llama/Llama-3.2-1B | Hugging Face
 base_output_directory=~nobody-here/runs
 rampup_batch_size=[8,8,100] step_batch_size_schedule=0:8 | rampup_batch_size= | \
     step_batch_size_schedule=0:8
 global_batch_size=64 step_batch_size_schedule=0:8
-steps=2 total_samples=99
 total_samples=99 total_tokens=999 steps=-1 | total_samples=99
 steps=-1 | steps=-1 | total_samples | total_tokens
 total_samples=0 steps=-1 | total_samples=0
