@@ -289,10 +289,7 @@ def read(path: str, arguments: Sequence[str], note: Note) -> list[Source]:
         family_keys = {name: foreign[name] for name, _ in pairs if name in peers.FAMILY_KEYS}
         sources.append(Source(where, values, is_foreign, family_keys))
         phases_before = values.get("phases", phases_before)
-    ignored = peers.check(foreign, [dict(pairs) for _, pairs in layers])
-    if ignored:
-        notes.append(f"ignored, as nothing here depends on them: {', '.join(ignored)}")
-    for line in notes:
+    for line in (*notes, *peers.check(foreign, [dict(pairs) for _, pairs in layers])):
         note(line)
     *files, command_line = sources
     changing = [file for file in files if file.family_keys or file.values != base.base()]

@@ -59,15 +59,17 @@ def is_of_maxtext(name: str) -> bool:
 
 
 def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Refuses other trainers' keys that training would depend on; returns the names of the others.
+    """Refuses other trainers' keys that training would depend on; returns a note on the others.
     `foreign` has by name the key as written and its value; `layers` are the keys of each file and
     the command line, the base first.
     """
-    refused, unknown, ignored = collections.defaultdict(list), [], []
+    refused, unknown, ignored, notes = collections.defaultdict(list), [], [], []
     for name, (text, value) in foreign.items():
         reason = refusal(name, value)
-        if reason:
-            refused[reason].append(text)
+        if reason and (own := _replacement(name, layers)):
+            notes.append(f"{text}: left out for {own}")
+        elif reason:
+            refused[reason + _eval_rows(name, value, layers)].append(text)
         elif reason is None:
             meant = MEGATRON.get(name.replace("_", "-"), name).partition("=")[0]
             unknown.append((text, meant))
@@ -80,7 +82,30 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
         errors.append(unknown_keys(unknown))
     if errors:
         raise ConfigError(". ".join(errors))
-    return ignored
+    if ignored:
+        notes.append(f"ignored, as nothing here depends on them: {', '.join(ignored)}")
+    return notes
+
+
+def _replacement(name: str, layers: Sequence[Mapping[str, Any]]) -> str:
+    """Returns KEY=VALUE of the key that is given instead of a refused one, "" without one."""
+    entries = [r for r in _TABLE["refused"] for _, names in r["keys"] if _matches(name, names)]
+    own = entries[0].get("instead") if entries else None
+    last = max((i for i, layer in enumerate(layers) if name in layer), default=0)
+    values = [layer[own] for layer in layers[last:] if own in layer]
+    return f"{own}={values[-1]}" if values else ""
+
+
+def _eval_rows(name: str, batches: Any, layers: Sequence[Mapping[str, Any]]) -> str:
+    """Says how many rows MaxText's eval_steps are, as far as the keys tell; "" for another key."""
+    keys = dict(collections.ChainMap(*reversed(layers)))
+    rows = keys.get("eval_per_device_batch_size") or keys.get("per_device_batch_size")
+    if name != "eval_steps" or not isinstance(batches, int) or not isinstance(rows, int | float):
+        return ""
+    nodes, devices = keys.get("num_nodes", -1), keys.get("devices_per_node", -1)
+    known = isinstance(nodes, int) and isinstance(devices, int) and devices > 0
+    count, per_device = (max(1, nodes) * devices, "") if known else (1, " on every device")
+    return f": {batches} batches are {batches * rows * count:g}{per_device}"
 
 
 def check_family(block: str, family_keys: Mapping[str, tuple[str, Any]]) -> None:

@@ -117,14 +117,12 @@ def test_renamed_keys_are_taken_with_a_line():
 
 
 def test_harmless_keys_are_ignored_with_a_line():
-    values, notes = load(
-        "gcs_metrics=True",
-        "logical_axis_rules=[['a', 'b']]",
+    values, (line,) = load(
+        *("gcs_metrics=True", "logical_axis_rules=[['a', 'b']]"),
         *("hf_access_token=secret", "model.num_moe_experts=1", "use_ring_of_experts=True"),
         *("ici_context_parallelism=1", "quantization=", "exp_manager.x=1"),
     )
     assert values == {}
-    (line,) = notes
     for name in ("gcs_metrics", "logical_axis_rules", "num_moe_experts", "quantization", "x"):
         assert name in line
     assert "secret" not in line
@@ -135,8 +133,7 @@ def test_harmless_keys_are_ignored_with_a_line():
     [
         ("model.num_moe_experts=8", "decoder_block=mixtral"),
         ("model.moe_router_topk=4", "docs/experts.md"),
-        ("moe_expert_input_dim=64", "leave it out"),
-        ("interleave_moe_layer_step=2", "leave it out"),
+        *((f"{key}=64", "leave it out") for key in ("moe_expert_input_dim", "adam_eps_root")),
         ("ragged_buffer_factor=1.5", "capacity_factor"),
         ("rope_use_scale=False", "use rope_type=default"),
         ("model.data.eod_mask_loss=True", "target"),
@@ -235,6 +232,11 @@ def test_a_maxtext_file_leaves_keys_to_maxtexts_base(tmp_path):
     names = "base_emb_dim", "per_device_batch_size_start", "per_device_batch_size_increment"
     assert [values[name] for name in (*names, "global_rampup_samples")] == [4096, 4, 2, 500]
     assert "base_emb_dim" not in notes[0] and "global_rampup_samples=500" in notes[0]
+    path.write_text("base_config: base.yml\nper_device_batch_size: 4\neval_steps: 20\n")
+    assert refusal(config=path).endswith("(-1 = all): 20 batches are 80 on every device")
+    assert refusal("devices_per_node=4", "num_nodes=2", config=path).endswith("batches are 640")
+    values, (note, *_) = load("eval_samples=640", config=path)
+    assert values["eval_samples"] == 640 and note.endswith("left out for eval_samples=640")
     (tmp_path / "base.yml").write_text("log_period: 7\n")
     for base, own in (("base.yml", {"log_period": 7}), ("configs/base.yml", {})):
         path.write_text(f"base_config: {base}\nsa_x: 1\nsteps: 9\n")
