@@ -31,8 +31,7 @@ needs_cuda = pytest.mark.skipif(is_missing(GPU), reason="pip install -e '.[test,
 
 
 def prepare_compile(topology: str, *keys: str):
-    """Returns a config for the devices of a topology, their mesh and platforms, and a function that
-    compiles a lowered program for them. Skips the test where their compiler is missing."""
+    """Returns a topology's config, mesh, platforms and compiler; skips where there is none."""
     skip_without(topology)
     config = make_config(*keys, f"compile_topology={topology}", devices=4)
     target = machine.describe_machine(config.planning)

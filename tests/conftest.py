@@ -60,10 +60,8 @@ TINY = [
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_dir() -> str:
-    """The compilation cache of this process and of those that it starts; it outlives the session.
-
-    MAXRAMP_TEST_CACHE may name the folder. A test that is about compiles takes `uncached`.
-    """
+    """The compilation cache of all processes of the tests, in a folder that MAXRAMP_TEST_CACHE may
+    name; it outlives the session. A test that is about compiles takes `uncached`."""
     folder = os.environ.get("MAXRAMP_TEST_CACHE") or str(ROOT / ".pytest_cache" / "programs")
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -208,11 +206,8 @@ def command(*arguments: str, module: str = "train") -> list[str]:
 
 
 def environment(devices: int = 1, optimized: bool = False) -> dict[str, str]:
-    """The environment of a subprocess that sees so many CPU devices and nothing of this one.
-
-    Its programs are compiled without optimization, except where a test is about what the compiler
-    makes of them: the bits of a sum, or the order of collectives.
-    """
+    """The environment of a subprocess that sees so many CPU devices and nothing of this one,
+    `optimized` where a test is about the bits of a sum or the order of collectives."""
     own = ("XLA_FLAGS", "JAX_CPU_ENABLE_ASYNC_DISPATCH", "COLUMNS")
     kept = {name: value for name, value in os.environ.items() if name not in own}
     flags = [] if optimized else [*QUICK]
@@ -270,8 +265,7 @@ def check_refused_keys(keys: str, *parts: str) -> None:
 
 
 def check_refusal(done: subprocess.CompletedProcess, *parts: str, begun: bool = False) -> None:
-    """A command must have refused its arguments: with status 2 and one line with these parts, and
-    with no other output unless it had `begun` to work."""
+    """A command must refuse: status 2, one line with these parts, no output unless `begun`."""
     assert done.returncode == 2 and (begun or done.stdout == ""), done
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert len(done.stderr) < 500 and all(part in done.stderr for part in parts), done.stderr

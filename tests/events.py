@@ -24,11 +24,8 @@ def read(path: pathlib.Path) -> list:
 
 
 def shown(folder: pathlib.Path) -> dict[str, dict[int, float]]:
-    """The curves of a folder: step to value, by tag.
-
-    A session that starts takes back what earlier ones wrote from its step on. In one session a
-    number of a step is the same wherever it is written, by the step or its evaluation.
-    """
+    """The curves of a folder: step to value, by tag. A session takes back what earlier ones wrote
+    from its step on; in one session a number of a step is the same wherever it is written."""
     curves: dict[str, dict[int, float]] = {}
     for path in sorted(folder.glob("events.out.tfevents.*")):
         for event in read(path):

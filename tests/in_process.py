@@ -21,11 +21,8 @@ def run_here(
     environment: Mapping[str, str] | None = None,
     cpu_seconds: float | None = None,
 ) -> subprocess.CompletedProcess:
-    """What `conftest.run` returns of a command that sees this many of this process's devices.
-
-    The command hears no signals, and its module does not run as `__main__`: there it only loads the
-    configuration once more, before the imports that take a second.
-    """
+    """What `conftest.run` returns of a command that sees this many of this process's devices. It
+    hears no signals, and its module is not `__main__`, where it would load the keys once more."""
     main = importlib.import_module(f"maxramp.{module}").main
     visible_devices = jax.devices()[:devices]
     deaf = types.SimpleNamespace(

@@ -1,7 +1,4 @@
-"""Packages that take seconds to import, imported where a test first uses them.
-
-Every process of the tests collects all of them, and runs few that need one of these.
-"""
+"""Packages that take seconds to import, imported where a test first uses them."""
 
 import importlib.util
 from typing import Any

@@ -22,8 +22,7 @@ from maxramp.training.step import eval_step, make_train_step
 
 
 def take_step(config, batch):
-    """The models before and after a step at rate 1, layers in their order, its metrics, and the
-    held-out sums of its rows."""
+    """Models before and after a step at rate 1, layers in order; metrics; rows' held-out sums."""
     mesh = make_mesh(config)
     step = make_train_step(config.recipe, lambda samples, rows: jnp.float32(1))
     objective = next_token_prediction(config.recipe.loss, config.model)

@@ -1,5 +1,4 @@
-"""Snapshots in the memory of the nodes: processes on this machine that play nodes, each with a
-folder of its own, which are killed and lose it."""
+"""Snapshots in the memory of nodes: processes with a folder each, which are killed and lose it."""
 
 import json
 import os
@@ -211,8 +210,7 @@ def test_a_snapshot_is_found_by_any_path_to_its_run(tmp_path, cache_dir):
 
 
 def test_starts_hold_the_steps_that_the_records_do():
-    """Of any starts, each from a state that the run holds: a state after step k counts if the start
-    that took it trained the last step before it, as the records say that are cut at each start."""
+    """A state after step k counts if the start that took it trained that step, as records say."""
     rng = np.random.default_rng(0)
     starts, records, states = Starts(), [], []
     for number in range(300):
@@ -338,8 +336,7 @@ def test_the_first_weights_stay_where_their_run_trains_on(tmp_path, cache_dir, s
 
 @pytest.mark.long
 def test_a_damaged_file_is_left_out(tmp_path, cache_dir, calm):
-    """The copy on the next node takes its place; and where the run's folder is another one under
-    the same name, nothing of the first is taken."""
+    """The next node's copy takes its place; a new folder of the same run takes none of them."""
     cluster = Cluster(tmp_path, cache_dir)
     lose_one(cluster, "d")
     expected = cluster.newest_whole("abc")

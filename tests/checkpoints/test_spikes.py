@@ -1,5 +1,4 @@
-"""Spikes in a run's data: which steps are skipped, after restarts and on other meshes too, and what
-a checkpoint keeps of the steps that spikes are compared with."""
+"""Spikes: which steps are skipped, after restarts and on other meshes, what checkpoints keep."""
 
 import dataclasses
 import signal

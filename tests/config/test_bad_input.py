@@ -1,9 +1,5 @@
-"""What a person can get wrong: one line that says what, and nothing else.
-
-Most cases run in this process; those with `started` are processes, of every way to a refusal:
-before the imports, on the devices, by the data, in the run's folder; other commands; and what asks
-JAX for a platform or takes variables that are read once.
-"""
+"""What a person can get wrong: one line that says what, and nothing else. Cases run in this
+process; those with `started` in their own: every way to a refusal, and what is read once."""
 
 import dataclasses
 import glob
@@ -357,14 +353,8 @@ HARDWARE = {
 def execute(
     case: Case, files: pathlib.Path, folder: pathlib.Path, started: bool, limited: bool = True
 ) -> tuple[subprocess.CompletedProcess, bool]:
-    """Runs a case by itself in an empty folder; for at most CPU_SECONDS where `limited`.
-
-    Args:
-      started: in a process of its own, which is killed after them.
-
-    Returns:
-      The process, and whether a step was logged or saved.
-    """
+    """Runs a case alone in an empty folder, `started` in a process of its own, for at most
+    CPU_SECONDS where `limited`; returns the process, and whether a step was logged or saved."""
     folder.mkdir()
     arguments = [argument.replace("{files}", str(files)) for argument in case.arguments]
     if arguments and not any(a.startswith("base_output_directory=") for a in arguments):

@@ -87,8 +87,7 @@ def test_the_error_names_the_choice(arguments, line):
 
 
 def test_files_and_what_they_are_copied_from(tmp_path):
-    """A copy of base.yml is not refused, a choice of a later layer drops the keys of the earlier
-    one, a model file's keys are not given, and a phase may make the choice."""
+    """Later layers drop earlier choices, a model file's keys are not given, a phase may choose."""
     copy, own = tmp_path / "copy.yml", tmp_path / "own.yml"
     with open(BASE) as file:
         copy.write_text(file.read().replace("opt_type: adamw ", "opt_type: sgd "))

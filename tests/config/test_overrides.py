@@ -216,8 +216,7 @@ per_device_batch_size_increment: 2.0, global_rampup_samples: 500}
 
 
 def test_a_maxtext_file_leaves_keys_to_maxtexts_base(tmp_path):
-    """It is known by its base_config or by a key, unless it names ours or has its own beside it;
-    a note names the values, an error about another the file."""
+    """Its base_config or a key marks it, unless that is ours or beside it; notes name values."""
     path = tmp_path / "theirs.yml"
     for mark in ("base_config: base.yml", "base_config: src/maxtext/configs/base.yml", "sa_x: 1"):
         path.write_text(f"{mark}\nlearning_rate: 2.0e-4\n")

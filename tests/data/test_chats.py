@@ -126,8 +126,7 @@ def test_what_else_is_trained_on(folder):
 
 
 def test_a_template_sees_only_what_a_chat_has(folder):
-    """Nothing is asked of it with other messages or tools, or with none; a chat may begin with an
-    answer, and have none. What ends whole chats is no target."""
+    """Other messages or tools are not asked for; chats may begin with an answer, and have none."""
     chats = [{"messages": turns, "tools": [1]} for turns in (TURNS[1:], TURNS[1:2], TURNS[:1])]
     both = ["assistant\nI<|im_end|>", "Yes.<|im_end|>"]
     for chat, expected in zip(chats, (both, both[:1], []), strict=True):

@@ -210,10 +210,7 @@ DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [], [[7] * 9], [[], [8, 9, 10, 11]]]  #
 
 
 def write_megatron(path, documents, dtype="<i4", gap=0, modes=False) -> list[int]:
-    """A pair of files, written after the format's description; returns the stream.
-
-    `gap` bytes stand before each sequence, so that the .bin is more than the stream.
-    """
+    """Writes a pair of files by the format's description, `gap` bytes before each sequence."""
     sequences = [sequence for document in documents for sequence in document]
     data, pointers = b"", []
     for sequence in sequences:

@@ -40,8 +40,7 @@ def test_a_mixture_counts_what_it_gave():
 
 
 def test_parts_go_on_where_they_were():
-    """Nothing repeats and nothing is skipped, in order and shuffled; and shares are exact to within
-    a row in each phase."""
+    """Nothing repeats or is skipped, in order and shuffled; shares are exact to a row a phase."""
     rows, shuffled = rows_of(None), rows_of(7)
     assert len(rows) == len(shuffled)
     read, mixed = np.array([[order[r] for r in range(len(order))] for order in (rows, shuffled)])
@@ -167,8 +166,7 @@ def losses(folder):
 
 @pytest.mark.slow
 def test_restarts_around_the_changes(files, tmp_path, cache_dir):
-    """Killed at a change, in two processes, and with other phases to come; a part that is used up
-    and one that was seen and changed are refused."""
+    """Killed at a change, in two processes, with other phases; used up or changed, refused."""
 
     def make_line(name, *more):
         base = (f"base_output_directory={tmp_path / name}", f"jax_cache_dir={cache_dir}")

@@ -129,8 +129,7 @@ def test_a_masked_token_is_no_target():
 
 
 def test_documents_do_not_see_each_other():
-    """The loss of one document has no gradient to the embedding of another's tokens, and is what it
-    is in a row of its own; where documents are not told apart, the second sees the first."""
+    """No gradient to the other's tokens, the loss of a row of its own; unless they are one text."""
     config = make_config(devices=1)
     first, second = np.arange(10, 17, dtype=np.int32), np.arange(30, 39, dtype=np.int32)
     row = np.concatenate([first, second, [PADDING]]).astype(np.int32)

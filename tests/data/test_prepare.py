@@ -179,9 +179,7 @@ def test_a_start_that_wrote_nothing_claims_nothing(tmp_path, capfd):
 
 
 def test_what_other_starts_left_is_removed(tmp_path):
-    """Half-written files when it ends; shards of another size and a tokenizer when the set is
-    finished.
-    """
+    """Half-written files when it ends; other shards and tokenizers when the set is finished."""
     source, output = tmp_path / "in.jsonl", tmp_path / "set"
     many(source, 3000)
     whole = source.read_bytes()

@@ -45,13 +45,7 @@ def write_tasks(folder: pathlib.Path) -> pathlib.Path:
 
 
 def write_model(folder: pathlib.Path, kind: str = "llama3.1", begins: bool = False) -> pathlib.Path:
-    """The folder of a small random model, with a tokenizer of its own.
-
-    Args:
-      folder: to be made.
-      kind: one of `small_models.CONFIGS`.
-      begins: whether a begin mark stands before every text, as of Llama 3.
-    """
+    """Writes a small random model of `small_models.CONFIGS`; a mark `begins` its texts or not."""
     tokenizer = json.loads(tokenizers.train_bpe(iter(LINES), 288))
     size = len(tokenizer["model"]["vocab"])
     write_folder(folder, kind, vocab_size=size, bos_token_id=0, eos_token_id=1)

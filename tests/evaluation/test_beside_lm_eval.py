@@ -42,9 +42,7 @@ def theirs(model, tasks, dtype="float32", longest=None, **options):
 
 
 def ours(model, tasks, output, *more, begins=None):
-    """Every request of each task and what we answer. A model whose tokenizer `begins` texts with a
-    mark gets one line about whole texts.
-    """
+    """Every request of each task and our answer; with `begins`, a line about whole texts."""
     line = ("--tasks", ",".join(NAMES), "--include_path", str(tasks), "--output_path", str(output))
     line = (str(model), *line, "--log_samples", *more)
     done = complete(*line, module="evaluate", optimized=True, timeout=600)

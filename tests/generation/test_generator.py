@@ -1,7 +1,4 @@
-"""Generation: what the model itself would say, token by token, whatever the batch and the mesh.
-
-Shapes: B rows, T tokens, V vocabulary.
-"""
+"""Generation: the model's own words in any batch, on any mesh. B rows, T tokens, V vocabulary."""
 
 import functools
 
@@ -85,8 +82,7 @@ writer = functools.cache(Writer)
     ],
 )
 def test_greedy_is_the_argmax_of_the_forward_pass(mesh, keys):
-    """Token by token, with their log-probabilities; in float32. Prompts and answers are longer than
-    the window."""
+    """Token by token, in float32, with log-probabilities; texts are longer than the window."""
     answers = writer(mesh, *keys)(PROMPTS, MOST, GREEDY)
     rows = [np.concatenate([p, a.tokens]) for p, a in zip(PROMPTS, answers, strict=True)]
     logits_BTV = writer(mesh, *keys).logits(rows)

@@ -41,9 +41,7 @@ def test_a_model_saved_without_a_head_beside_an_index_of_others(tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_opens_a_model_that_was_made_here(tmp_path, name):
-    """transformers opens what we write without a config.json that came in, also where base.yml
-    leaves a key open.
-    """
+    """Without a config.json that came in, also where base.yml leaves a key open."""
     config = config_of(write_folder(tmp_path / "in", name))
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, query_pre_attn_scalar=-1)
@@ -100,8 +98,7 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, name):
 
 
 def test_losses_of_training_are_those_of_torch(tmp_path):
-    """200 steps of a Qwen3 with AdamW: the gap is that of torch against itself from weights that
-    differ by 1e-7."""
+    """200 steps of AdamW: as near as torch is to itself from weights that differ by 1e-7."""
     folder = write_folder(tmp_path, "qwen3")
     random = np.random.default_rng(1)
     # Text with something to learn: each token follows from the one before, but for some noise.

@@ -59,8 +59,7 @@ MARKS = {
 @pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("kind", CHATS)
 def test_answers_are_those_of_the_training_template(name, kind):
-    """Found in the text of a model's own template; but for the line's end behind a turn's mark and
-    the header before it, which some of TRL's hold for parts of an answer."""
+    """In a model's own template; but for line ends and headers that TRL's hold for answers."""
     today, results = datetime.date(2026, 1, 1), []
     for file in (f"{name}.jinja", f"{name}_training.jinja"):
         source = (TEMPLATES / file).read_text()

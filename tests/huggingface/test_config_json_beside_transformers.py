@@ -1,5 +1,4 @@
-"""config.json beside the configuration classes of transformers: what it may leave open, every key
-of them, every scaling of positions, and what an export leaves as it was."""
+"""config.json beside transformers' classes: keys left open, all keys, positions, and exports."""
 
 import json
 
@@ -211,8 +210,7 @@ def values_of(folder):
 @pytest.mark.parametrize("writer", ["earlier", "transformers 5"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_export_has_the_config_json_that_came_in(tmp_path, name, writer):
-    """As JSON and to transformers; one below 5, which knows no `rope_parameters`, reads the same
-    positions."""
+    """As JSON and to transformers; one below 5 reads the same positions."""
     folder, to = write_folder(tmp_path / "in", name), tmp_path / "out"
     if writer == "transformers 5":
         transformers.AutoConfig.from_pretrained(folder).save_pretrained(folder)

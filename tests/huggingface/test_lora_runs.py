@@ -28,8 +28,7 @@ def refused(*arguments, **options):
 
 
 def test_adapters_restart_on_their_base_alone(tmp_path):
-    """It goes on to the same losses, on the same base alone; its checkpoints do not hold that. What
-    it hands over begins another run, or makes a whole model."""
+    """With the same losses; what it hands over begins another run, or makes a whole model."""
     base = write_folder(tmp_path / "base", "llama2")
     keys = train_arguments(tmp_path, "a", base, *LORA)
     done = complete(*keys)

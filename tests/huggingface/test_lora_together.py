@@ -72,8 +72,7 @@ def assert_same(folder, one, other):
 
 
 def test_adapters_of_chats_are_the_same_on_two_processes(folder):
-    """With layers chosen, Muon, phases and a named held-out set: a run that stops at a phase and
-    goes on is one of two processes; it writes the same as what it hands over."""
+    """With layers chosen, Muon, phases and a held-out set; also after a stop at a phase."""
     keys = ("max_target_length=64", "opt_type=muon", "trainable_layers=[1,3]", "num_epoch=2")
     keys += (f"grain_train_files={folder}/chats.jsonl", f"eval_sets={{held: {folder}/held.jsonl}}")
     keys += (f"phases={{0: {{global_batch_size: 2}}, 4: {{global_batch_size: 4, {ANOTHER}}}}}",)
@@ -105,8 +104,7 @@ def test_adapters_of_chats_are_the_same_on_two_processes(folder):
 
 
 def test_adapters_of_pairs_are_the_same_on_two_processes(folder):
-    """The reference is the base, also of adapters that are trained already; with phases, on one
-    process as on two."""
+    """The reference is the base, also of adapters that are trained already; with phases."""
     keys = ("max_target_length=95", f"grain_train_files={folder}/pairs.jsonl", "eval_interval=-1")
     keys += (f"phases={{0: {{global_batch_size: 4}}, 8: {{global_batch_size: 8, {ANOTHER}}}}}",)
     one = train_arguments(folder, "dpo", "pairs", *keys)

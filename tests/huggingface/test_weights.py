@@ -123,8 +123,7 @@ def test_tensors_are_read_in_their_dtype_and_held_in_ours(tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_export_changes_no_key_that_the_run_did_not_change(tmp_path, name):
-    """Rows of the run are shorter than the model's texts; what config.json leaves to transformers'
-    class stays open, and what the run changes is written."""
+    """Also of rows shorter than the model's texts, and where transformers' class decides."""
     few = {key: x for key, x in CONFIGS[name].items() if key != "max_position_embeddings"}
     folder = write_folder(tmp_path, name)
     keys = config_of(folder).model
@@ -319,8 +318,7 @@ def test_a_missing_head_has_a_remedy(tmp_path):
     [("mistral", "llava", "language_model."), ("gemma3", "gemma3", "model.language_model.")],
 )
 def test_the_text_model_of_a_larger_one_opens_and_is_exported_alone(tmp_path, name, whole, prefix):
-    """The larger one has a config and a prefix of tensors of its own; later ones have the head
-    outside."""
+    """It has a config and a prefix of its own; later ones have the head outside."""
     folder = write_folder(tmp_path, name)
     expected = logits(load(folder, config_of(folder)), config_of(folder), TOKENS_BT[:1])
     held = tensors(CONFIGS[name])
@@ -455,8 +453,7 @@ def test_an_export_continues_where_it_was_stopped(tmp_path, monkeypatch, name):
 
 
 def test_an_export_begins_anew_once_there_is_room(tmp_path, monkeypatch):
-    """The first file that a full disk refuses leaves nothing; after a kill its part is no folder
-    of somebody else's."""
+    """A full disk leaves nothing; what a kill leaves is no folder of somebody else's."""
     config, model = on_mesh(write_folder(tmp_path / "in", "llama2"), "one")
     out = tmp_path / "out"
     with monkeypatch.context() as full:

@@ -49,9 +49,8 @@ def undisturbed(tmp_path_factory, cache_dir):
 
 @pytest.mark.slow
 def test_training_is_the_same_when_nodes_are_lost_and_come_back(undisturbed, tmp_path, cache_dir):
-    """One is killed; then process 0, while the job starts again; then one while that one starts.
-    The run continues on as many nodes as its batch divides over, and grows at a save when nodes
-    have rested."""
+    """One is killed; process 0, while the job starts again; then one while that one starts. The run
+    continues on as many nodes as divide its batch, and grows at a save."""
     line = arguments(tmp_path, cache_dir, *ELASTIC, "run_name=x")
     launched = Launched(line, tmp_path / "x")
     victims = launched.wait_for(7, trainers=4)
@@ -73,8 +72,7 @@ def test_training_is_the_same_when_nodes_are_lost_and_come_back(undisturbed, tmp
 
 @pytest.mark.slow
 def test_a_node_that_keeps_failing_is_left_out(undisturbed, tmp_path, cache_dir):
-    """Three nodes are left; 8 rows divide over two of them, 12 over all: the run takes two in
-    between. It is never fewer than min_nodes."""
+    """8 rows divide over two of the three left, 12 over all; never fewer than min_nodes."""
     more = ("max_node_failures=1", "min_nodes=2", "run_name=x")
     launched = Launched(arguments(tmp_path, cache_dir, *ELASTIC, *more), tmp_path / "x")
     os.kill(by_process_id(launched.wait_for(7, trainers=4))[3], signal.SIGKILL)

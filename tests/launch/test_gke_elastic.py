@@ -1,5 +1,4 @@
-"""The JobSets of a run, on a cluster whose nodes are processes of this machine: nodes go and come
-back."""
+"""The JobSets of a run, on a cluster of processes of this machine, whose nodes go and come back."""
 
 import concurrent.futures
 import json
@@ -202,8 +201,7 @@ def test_pods_read_how_many_nodes_are_available():
 
 @pytest.mark.slow
 def test_real_pods_train_as_one_process(undisturbed, tmp_path, cache_dir, monkeypatch):  # noqa: F811
-    """A trainer is killed, and all start again in their pods, from a snapshot; a node is lost, and
-    the run continues on three; it comes back, and the run takes it at a save."""
+    """A trainer is killed: all start from a snapshot. A node is lost, and taken when it is back."""
     cluster = tmp_path / "cluster"
     install_kubectl(cluster, monkeypatch)
     (cluster / "nodes").write_text("a a a a")

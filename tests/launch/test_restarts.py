@@ -1,8 +1,4 @@
-"""How often a launch starts again: a start without progress counts, and progress resets the count.
-
-The jobs are real processes that end as the test says; `test_launch` and `test_slurm` have real ones
-that train.
-"""
+"""How often a launch starts real processes again: progress resets the count of starts without."""
 
 import concurrent.futures
 import json

@@ -94,9 +94,7 @@ class Chain:
 
 
 def test_a_ramp_grows_under_slurm(cluster, tmp_path, cache_dir):
-    """1, 2, 4 nodes; a SIGTERM in the second job, a killed step in the one that continues it. The
-    rows are those of an uninterrupted run in one process, and the chain ends by itself.
-    """
+    """1, 2, 4 nodes, a SIGTERM, a killed step: rows of one process; the chain ends by itself."""
     more = ("checkpoint_period=10", "step_batch_size_schedule=0:2 40:4 1240:8", "steps=340")
     complete(*arguments(tmp_path, cache_dir, *more, "run_name=alone"))
     line = arguments(tmp_path, cache_dir, *more, f"run_name={NASTY}", "grace_seconds=60")
@@ -216,8 +214,7 @@ def train_undisturbed(folder: pathlib.Path, cache_dir: str, steps: int) -> list[
 
 
 def test_a_node_fails_and_comes_back(cluster, tmp_path, cache_dir):
-    """The job continues with three nodes, and another takes four at a save. A killed task is the
-    second loss of its node, which is left out."""
+    """The job continues with three, another takes four; a node's second loss leaves it out."""
     chain = Elastic(cluster, tmp_path, cache_dir)
     chain.set("n2", "down")  # until its slurmd reports
     chain.trains_on(3)
@@ -234,8 +231,7 @@ def test_a_node_fails_and_comes_back(cluster, tmp_path, cache_dir):
 
 @pytest.mark.long
 def test_nodes_drain_and_the_first_one_fails(cluster, tmp_path, cache_dir):
-    """A run saves and leaves a node that drains. The one of the batch script takes the script
-    along, and the job starts again."""
+    """A run saves and leaves a node that drains; it restarts if the batch script's node fails."""
     chain = Elastic(cluster, tmp_path, cache_dir)
     chain.set("n1", "drain")
     chain.trains_on(3)

@@ -10,10 +10,7 @@ import numpy as np
 def write_noise(
     folder: pathlib.Path, scales: Sequence[float], batch: int, row_tokens: int, spread: float = 0.01
 ) -> pathlib.Path:
-    """Writes the metrics of steps of `batch` rows, with a noise scale in rows for each.
-
-    `spread` is how far estimates scatter around it.
-    """
+    """Writes metrics of steps of `batch` rows, whose noise scales in rows scatter by `spread`."""
     rng, lines = np.random.default_rng(0), []
     for step, scale in enumerate(scales):
         signal, variance = 1 + spread * rng.standard_normal(2)

@@ -120,8 +120,7 @@ def test_tuning_and_an_adaptive_ramp_get_no_line(key):
 
 
 def test_the_noise_scale_halves_what_is_far_above(tmp_path):
-    """11.8M tokens are 2.9 times the laws' largest: far above only if the noise scale, too, is less
-    than a tenth of that, for sure and where it was measured."""
+    """2.9 times the laws' largest is far above if a measured noise scale is surely below 1/10."""
     run = [*LONG, "global_batch_size=5760"]
     assert lines(run) == []
     (line,) = lines(run, write_noise(tmp_path / "small", [300] * 100, 1000, 2048, 0.3))

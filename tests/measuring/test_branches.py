@@ -144,8 +144,7 @@ def test_a_branch_has_what_its_run_measures_and_hands_over_only_where_it_compare
 
 @pytest.mark.parametrize("scaling", ["none", "sqrt", "linear"])
 def test_half_lives_of_a_branch_are_those_of_its_run(tmp_path, scaling):
-    """A branch of the run's own size forgets as the run does; one of four times the size, as much
-    more in a step as it has samples, though its rate is twice that."""
+    """One of the run's size forgets as it does; one of four times the size, four times as much."""
     schedule = "step_batch_size_schedule=0:4 40:8", "step_batch_size_unit=samples"
     lives = "half_lives_in_samples=[adam_b1,adam_b2,adam_weight_decay]"
     keys = (f"batch_size_lr_scaling={scaling}", "batch_size_lr_reference=initial", lives)
@@ -244,10 +243,7 @@ def test_a_window_far_above_the_tokens_is_refused():
 
 @pytest.mark.slow
 def test_branches_train_on_the_rows_of_their_run_at_scaled_rates(tmp_path, cache_dir):
-    """From a checkpoint: same rows, constant rates by the root of the size; started again, read.
-
-    The branch of the run's own size is the run.
-    """
+    """At constant rates by the root of the size; the branch of the run's own size is the run."""
     keys = [*TINY, "steps=40", "checkpoint_period=20", "log_gradient_noise_scale=True"]
     keys += ["step_batch_size_schedule=0:4 40:8", "step_batch_size_unit=samples"]
     keys += ["half_lives_in_samples=[adam_b1,adam_b2,adam_weight_decay]"]

@@ -1,5 +1,4 @@
-"""How far rows are padded changes no figure that a batch rests on: the same documents in long rows
-and in short ones."""
+"""Figures that a batch rests on are those of the documents, in long rows as in short ones."""
 
 import json
 import random

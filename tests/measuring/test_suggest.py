@@ -95,8 +95,7 @@ CONFIGS = {
 @pytest.mark.parametrize("keys", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("sizes", [(16, 32), (16, 16)], ids=["a ramp", "no ramp"])
 def test_the_line_makes_the_run_that_is_shown(tmp_path, capsys, keys, sizes):
-    """Behind the command line that it was made from, and in a file that is based on its config;
-    what else the phases change is changed as before."""
+    """Behind its command line, and in a file based on its config; other changes of phases stay."""
     run = write_branches(tmp_path, result(0, sizes[0], 8), result(6000, sizes[1], sizes[1]))
     line = [BASE, "total_samples=20000", "devices_per_node=1", "learning_rate=1e-3", *keys]
     assert suggest.main([*line, "--json", "--branch", run]) == 0

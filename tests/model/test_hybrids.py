@@ -1,5 +1,4 @@
-"""Models of which most layers have a gated delta rule: one update on any mesh, and nothing between
-documents."""
+"""Models with gated delta rules: one update on any mesh, and nothing between documents."""
 
 import functools
 
@@ -66,8 +65,7 @@ def test_one_update_on_any_mesh(name):
 
 
 def test_a_document_does_not_see_the_one_before_it():
-    """Other tokens there change no bit of its logits, on devices that share out the rows; and they
-    are those of the document alone."""
+    """Other tokens there change no bit of its logits on parts of rows; alone it has the same."""
     keys = (*KEYS, "decoder_block=qwen3_5", "max_target_length=64", "ici_context_parallelism=4")
     config = make_config(*keys, "per_device_batch_size=0.25", devices=4)
     rng = np.random.default_rng(0)

@@ -234,8 +234,7 @@ def test_training_flops_of_a_window(window, seen):
 
 
 def test_remat_recomputes_what_it_says():
-    """full: a layer's products once more, but for the last, whose result no gradient reads.
-    minimal: only the products without weights, attention's."""
+    """full: all products again but the last, which no gradient reads; minimal: attention's."""
     D, H, K, h, F, L, T = 24, 6, 2, 4, 40, 3, 12
     weights = L * (2 * D * h * (2 * H + 2 * K) + 2 * 2 * D * F)
     attention = L * 2 * 2 * T * h * H
@@ -263,8 +262,7 @@ def test_a_kernels_result_is_kept_where_the_policy_says_so(monkeypatch):
 
 
 def test_initial_weights():
-    """Standard deviation 1 / sqrt(inputs of the product), the embedding's 1 / sqrt(D), cut at two
-    of the normal's; norms are 1; layers differ, and another seed gives other weights."""
+    """1 / sqrt(inputs) or 1 / sqrt(D), cut at two deviations; norms are 1; layers, seeds differ."""
     config = make_config(*ONE_ROW)
     with jax.set_mesh(make_mesh(config)):
         make = jax.jit(functools.partial(Decoder, config.model))

@@ -35,8 +35,7 @@ ROWS = 32
 
 
 def config_of(*arguments, devices=8):
-    """Four layers, at a step as large as the gradient. Without an epsilon in its norms, a stage
-    that computes on zeros makes NaN."""
+    """Four layers, a step as large as the gradient; without epsilons a stage on zeros makes NaN."""
     constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={ROWS // devices}")
     keys = ("base_num_decoder_layers=4", "opt_type=sgd", "gradient_clipping_threshold=0")
     keys += ("normalization_layer_epsilon=0",)
@@ -137,8 +136,7 @@ def test_a_tied_embedding():
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel, length", [("splash", 128), ("packed", 32)])
 def test_a_kernel(monkeypatch, kernel, length):
-    """Those of TPUs and of GPUs, interpreted, with the segments of the micro batch that a stage is
-    at. cuDNN's cannot be; tests/planning/test_compiled_steps.py compiles it."""
+    """TPUs' and GPUs', interpreted, with segments; test_compiled_steps.py compiles cuDNN's."""
     small = ("base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=2")
     small += (f"max_target_length={length}",)
     one = trained("ici_fsdp_parallelism=1", *small, devices=1, packed=True)
@@ -169,8 +167,7 @@ def test_layers_are_reordered_by_one_program(monkeypatch):
 
 
 def test_micro_batches_are_added_in_float32():
-    """The gradient of a weight in bfloat16 is rounded once: 256 and 15 times 1 make 272, where
-    bfloat16 would lose every 1."""
+    """Rounded once, 256 and 15 times 1 make 272, where bfloat16 would lose every 1."""
     mesh = make_mesh(config_of("ici_pipeline_parallelism=2", devices=2))
 
     def layer(weights, x_BTD, segments):
@@ -251,8 +248,7 @@ def test_bubble(microbatches, stages, repeats, expected):
 
 
 def test_the_estimated_bytes_of_a_pass():
-    """remat_policy=none keeps between ticks what minimal_with_context does, and in a tick all of
-    its layers."""
+    """remat_policy=none keeps as minimal_with_context between ticks, in a tick all its layers."""
 
     def estimated(policy, *arguments, length=512):
         keys = ("num_pipeline_microbatches=4", f"remat_policy={policy}", "vocab_size=264")
@@ -342,8 +338,7 @@ def test_the_schedule_refuses_by_itself(case):
 
 
 def test_every_pass_has_whole_shares():
-    """Whatever the ramp, rows of a rank and pass are a multiple of the stages' share, and no pass
-    is larger than asked for."""
+    """Rows of a rank and pass are multiples of a stage's share, and no pass is too large."""
     config = config_of(
         *("ici_pipeline_parallelism=2", "num_pipeline_microbatches=6", "micro_batch_size=8"),
         *("per_device_batch_size=-1", "rampup_batch_size=[24,24,2000]", "global_batch_size=240"),

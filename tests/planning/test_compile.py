@@ -75,8 +75,7 @@ def test_every_stage_is_compiled_for_the_pod(compiled, capsys):
 
 @needs_libtpu
 def test_loops_are_counted_as_often_as_they_run_and_the_figures_agree(compiled):
-    """The products of a whole step are the analytic count, and the half of the scores that a causal
-    mask leaves out, which plain attention makes. XLA's own count has each loop once."""
+    """A step's products are the analytic count and the scores that a causal mask leaves out."""
     config = load(arguments())
     attention = 6.0 * 3 * 4 * 128 * 256  # layers, heads, head_dim, length
     for s in compiled[0]["stages"]:
@@ -162,8 +161,7 @@ def test_a_stage_that_does_not_fit(tmp_path):
     ],
 )
 def test_a_slice_has_its_chips_hosts_and_wraps(name, cores, hosts, wraps, slices):
-    """A device for every chip, at every place of the slice, of every slice; its cores in one. The
-    wraps are those of MaxText's table of accelerators."""
+    """A device for each chip and place of every slice; wraps as in MaxText's accelerators."""
     slice_ = topology.parse(name)
     assert slice_.wraps == wraps
     devices = machine.describe_devices(slice_, slices)

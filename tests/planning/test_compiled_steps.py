@@ -1,6 +1,4 @@
-"""Pipelines, Muon and experts through the compilers of TPU pods and GPU clusters: what a compiled
-step does and what travels, held against arithmetic. The chip's own kernels compute the attention.
-"""
+"""What compiled steps of pipelines, Muon and experts do and send on pods, by arithmetic."""
 
 import pytest
 from compilers import needs_libtpu, skip_without
@@ -48,8 +46,7 @@ CASES = {
     ],
 )
 def test_a_pipeline_computes_and_sends_what_arithmetic_says(case):
-    """Every stage computes in every turn, those of the bubble included, and sends in each an x of
-    its turn on and one back towards the first stage, forward and backward: no more."""
+    """All stages compute in all turns, the bubble too, and send an x on and one back: no more."""
     gpus = "h200" in CASES[case][0]
     skip_without("h200" if gpus else "v5p")
     keys = dict(argument.split("=", 1) for argument in CASES[case])
@@ -136,8 +133,7 @@ def test_muon_sends_and_computes_what_arithmetic_says(case):
 @pytest.mark.slow
 @needs_libtpu
 def test_a_step_of_experts():
-    """Tokens travel to their experts and back, and the plan's memory is the compiler's within a
-    half."""
+    """Tokens travel to experts and back; the plan's memory is the compiler's within a half."""
     keys = (*MODEL, "decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2")
     pod = ("compile_topology=v5p:2x2x2", "ici_expert_parallelism=4", "per_device_batch_size=4")
     config = load([BASE, *keys, *pod])

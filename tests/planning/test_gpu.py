@@ -1,5 +1,4 @@
-"""The preflight on the GPU compiler itself, which needs the CUDA plugin and no GPU; and the step of
-every shipped model through the GPU's and the TPU's compiler."""
+"""The preflight on the GPU's compiler; the step of every shipped model by it and by the TPU's."""
 
 import dataclasses
 import json

@@ -1,5 +1,4 @@
-"""The reader of compiled programs, held against counts that do not come from it: products by their
-formula, bytes by the size of what is sent along each mesh axis."""
+"""The reader of compiled programs: products by their formula, bytes by what a mesh axis sends."""
 
 import jax
 import jax.numpy as jnp
@@ -96,8 +95,7 @@ def test_a_gather_on_a_torus_runs_along_its_rings():
 
 @needs_libtpu
 def test_windowed_products_count_once():
-    """A product that runs while its weight travels is a loop, two turns in one: its products are
-    2 B T D F of a device all the same."""
+    """A weight's travel in a loop, two turns in one, leaves a device's products at 2 B T D F."""
     mesh = pod("v5p:2x4x4", (1, 16, 2))
     B, T, D, F = 32, 4096, 4096, 14336
     x = on(mesh, (B, T, D), "bfloat16", P("fsdp", None, None))
@@ -115,8 +113,7 @@ def test_windowed_products_count_once():
 @needs_libtpu
 @pytest.mark.parametrize(("rows", "window"), [(1, 0), (2, 0), (1, 512), (1, 600)])
 def test_attention_kernels(rows, window):
-    """Forward 2 products, backward 4 and 3, for every row and head of a chip and every block of 512
-    x 512 that a mask does not leave empty."""
+    """Forward 2 products, backward 4 and 3, of each row, head and block that no mask empties."""
     mesh, T, H, K, h = pod("v5p:2x2x1", (1, 4, 1)), 2048, 4, 2, 128
     q, k = (on(mesh, (4 * rows, T, heads, h), "bfloat16", X_BTHh) for heads in (H, K))
 

@@ -43,8 +43,7 @@ def test_compilers_take_parts_of_a_gated_delta_rule(machine):
 @pytest.mark.parametrize("strategy", ["ulysses", "all_gather"])
 @pytest.mark.parametrize("machine", ["v5p:2x2x2", "h200:1x8"])
 def test_compilers_take_parts_of_rows(machine, strategy):
-    """By heads, queries, keys, values and results travel once forward, once where the layer is
-    computed again and once back. No product makes scores of all tokens."""
+    """Heads travel once forward, once recomputed, once back; no product has all tokens' scores."""
     skip_without(machine)
     keys = (f"compile_topology={machine}", f"context_parallel_strategy={strategy}")
     (stage,) = compile_stages(load([BASE, *MODEL, *keys]))["stages"]

@@ -184,8 +184,7 @@ _EXPERTS = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2")
 
 
 def test_the_plan_of_experts(capsys):
-    """All weights and those of a token, which alone count as FLOPs; the mesh in Megatron's words,
-    with all but the experts over the expert axis too."""
+    """All weights, and those of a token, whose FLOPs count; the mesh in Megatron's words."""
     model = ("base_emb_dim=64", "base_mlp_dim=256", "vocab_size=512", "max_target_length=64")
     mesh = ("num_nodes=1", "devices_per_node=8", "ici_expert_parallelism=4")
     config = load([BASE, *_EXPERTS, *model, *mesh])
@@ -250,10 +249,7 @@ GROWING += ["steps=26", "eval_interval=-1"]
 
 @pytest.mark.slow
 def test_other_stages_at_every_stop(tmp_path, cache_dir):
-    """Two stages, two circular ones beside tensor, four, with evaluations: one run without any.
-
-    Each start ends with its stage of the ramp, and says what follows.
-    """
+    """Pipelines and evaluations of every kind are one run without; a start ends with its stage."""
     line = [BASE, *GROWING, "base_num_decoder_layers=4", "eval_interval=10", "eval_samples=16"]
     line += [f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"]
     complete(*line, "run_name=whole", "eval_per_device_batch_size=8")
@@ -284,8 +280,7 @@ def test_other_stages_at_every_stop(tmp_path, cache_dir):
 
 
 def test_a_plan_finds_micro_batches_that_make_the_bubble_small():
-    """Of 8 micro batches through 4 stages 3 turns of 11 are idle; 28 make it 3 of 31, and their
-    share of a stage, 7 rows, divides the passes of some stages alone."""
+    """8 micro batches idle 3 turns of 11, 28 make it 3 of 31: 7 rows divide some passes alone."""
     pipeline = ("ici_pipeline_parallelism=4", "num_pipeline_microbatches=8", "devices_per_node=8")
     pipeline += ("base_num_decoder_layers=4", "node_schedule=fixed", "num_nodes=1", "steps=1000")
 

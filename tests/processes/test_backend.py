@@ -53,8 +53,7 @@ def initialize():  # as NVIDIA's, which looks for its libraries where a GPU may 
     ],
 )
 def test_a_plugin_that_fails_prints_one_line_where_an_accelerator_may_be(arguments, says, tmp_path):
-    """It is not asked where no accelerator is, and has one line where one may be; NVIDIA's has none
-    without a GPU, and libtpu none without a TPU."""
+    """A line where an accelerator may be; NVIDIA's and libtpu's plugins have none without one."""
     for name in ("broken", *["xla_cuda99"] * (not hardware_utils.has_visible_nvidia_gpu())):
         folder = tmp_path / "jax_plugins" / name
         folder.mkdir(parents=True)

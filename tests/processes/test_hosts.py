@@ -72,9 +72,7 @@ def answers_of(outcomes):
 
 
 def ask(data, requests, processes=1, devices=1):
-    """Returns what the loader of every process reads, by request: (first step, expansion factor,
-    keys). A job answers requests of one factor, which decides who has the data.
-    """
+    """What loaders read, by request (first step, expansion factor, keys); a job for each factor."""
     answers = [None] * len(requests)
     for factor in {factor for _, factor, _ in requests}:
         numbers = [i for i, request in enumerate(requests) if request[1] == factor]
@@ -96,11 +94,7 @@ def alone(data):
 
 
 def check(data, alone, processes, devices, cases):
-    """Checks that jobs of other shapes read the rows of one process, and move only what they must.
-
-    Args:
-      cases: (factor, tensor parallelism, accumulation, first step).
-    """
+    """Jobs of cases (factor, tensor, accumulation, step) read one process's rows, move no more."""
     count = processes * devices
     requests = [
         (first, factor, keys(count, factor=factor, tensor=tensor, accumulation=accumulation))
@@ -291,11 +285,7 @@ SPLIT = {"tensor": 2, "accumulation": 2}
     ids=("rows", "tensor parallelism and accumulation"),
 )
 def test_losses_are_the_same_bits_on_as_many_devices(data, tmp_path, cache_dir, shape, factor):
-    """Eight devices, whoever reads and however many processes; gradients clipped at every step.
-
-    A single process adds up in another order, since Gloo's collectives are for several. What
-    travelling rows do to the bits is shown in test_relay as well.
-    """
+    """Whoever reads them, clipped at every step; one process alone adds up in another order."""
     clipped = ("gradient_clipping_threshold=0.1", NOISE, "total_samples=72")
     shape = shape | {"optimized": True}
     alone = train(data, tmp_path, cache_dir, "alone", 1, 8, *clipped, **shape)

@@ -79,9 +79,7 @@ def stand(ramp, step):
 @pytest.mark.parametrize("devices", [None, 32])
 @pytest.mark.parametrize("notation", NOTATIONS)
 def test_the_rest_of_a_schedule_is_that_of_the_whole(notation, devices, starts):
-    """At random steps, and from each once more at another; on nodes as planned, and on one job's
-    devices.
-    """
+    """At random steps and from each at another; on nodes as planned, and one job's devices."""
     draw, keys = random.Random(notation), NOTATIONS[notation]
     whole = RampupBatchManager(keys, devices)
     plan = whole.to_json()

@@ -218,8 +218,7 @@ def checkpoint(run, step, saved="", first=None, stages=(), **config):
 
 @pytest.mark.parametrize("key", ["load_parameters_path", "load_full_state_path"])
 def test_a_run_begins_with_the_checkpoint_that_it_began_with(tmp_path, key):
-    """Whatever the run that it is of has trained since, by any path to it, also where it is gone; a
-    run's own checkpoint is none to begin with."""
+    """Whatever the run has trained since, also where it is gone; never with its own checkpoint."""
     other, run = tmp_path / "other", tmp_path / "run"
     config = load([RL, f"{key}={other}", f"base_output_directory={tmp_path}", "run_name=run"])
     first = checkpoint(other, 100, "a")

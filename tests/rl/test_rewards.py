@@ -225,8 +225,7 @@ if __name__ == "__main__":
 
 
 def test_workers_end_with_the_trainer_and_not_before(tmp_path):
-    """Not by signals to all processes of a job, nor by output that nobody reads; and programs that
-    they start can be ended, and end with them."""
+    """Not by signals to all processes or unread output; programs that they start end with them."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     process = subprocess.Popen(
         [sys.executable, "trainer.py"],

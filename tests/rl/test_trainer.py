@@ -140,9 +140,7 @@ def test_the_update_does_not_depend_on_parts_or_mesh(rewards, micro, model, keys
 
 
 def test_a_step_repeats_to_the_last_bit(rewards):
-    """Prompts, answers, rewards, losses: what a restart in the middle of a rollout relies on. And
-    every stage's programs are compiled in the background alone, and the watchdog hears of every
-    part."""
+    """As restarts in a rollout rely on; programs compile in the background, the watchdog hears."""
     compiled = []
 
     def listen(event, seconds, fun_name="", **more):

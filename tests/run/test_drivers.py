@@ -1,7 +1,4 @@
-"""The drivers that try runs at random, as a user starts them.
-
-Longer ones, and of starts that are all alike: benchmarks/chaos.py --kills 25 --same-shape.
-"""
+"""Drivers that try runs at random; longer: benchmarks/chaos.py --kills 25 --same-shape."""
 
 import json
 import subprocess

@@ -53,8 +53,7 @@ def test_a_new_scalar_reaches_all_that_shows_numbers(tmp_path):
 
 
 def test_loads_of_experts(tmp_path):
-    """Of every second step, in four digits; as histograms, in which every expert counts; and in
-    the picture, where 1 is the mean of a layer. Experts without a token are drawn, too."""
+    """Of every second step; histograms and the picture count experts without a token, too."""
     loads_LE = np.array([[0.123456, 0.376544, 0.5, 0.0], [0.25, 0.25, 0.25, 0.25]], np.float32)
     numbers = {"expert_load": loads_LE, "expert_load_max": loads_LE.max() * 4}
     records = logged(tmp_path, make_config("log_period=2"), [numbers] * 4)
@@ -120,10 +119,7 @@ def record(step: int) -> dict:
 
 
 def test_tensorboard_shows_each_step_once(tmp_path):
-    """Over three starts, the second of which was killed in the middle of an event.
-
-    What another program writes beside them stays as it is.
-    """
+    """Over three starts, the second killed in an event; what others write beside them stays."""
     others = SummaryWriter(str(tmp_path / "others"))
     others.add_scalar("accuracy", 0.5, 100)
     others.close()

@@ -84,9 +84,7 @@ EXPERTS = [
 
 @pytest.mark.slow
 def test_experts_that_move_in_a_phase_learn_as_those_that_stay(tmp_path, cache_dir):
-    """The balance loss, which knows the loads of the step before, too. The loads of every third
-    step are written, and drawn.
-    """
+    """The balance loss, too; the loads of every third step are written and drawn."""
     common = [BASE, *EXPERTS, f"base_output_directory={tmp_path}", f"jax_cache_dir={cache_dir}"]
     phases = "phases={48: {ici_expert_parallelism: 4}, 96: {ici_expert_parallelism: 1}}"
     loads = {}

@@ -179,11 +179,7 @@ def test_killed_it_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path, cac
 
 @pytest.mark.slow
 def test_muon_and_half_lives_in_samples_through_a_kill(tmp_path, cache_dir):
-    """In the middle of a ramp: what is left of the means' first zeros is in the checkpoint.
-
-    On another mesh, where each device makes other matrices orthogonal, it is the same run but for
-    the order of sums.
-    """
+    """In a ramp and onto another mesh: what is left of the means' first zeros is saved."""
     named = ",".join(half_lives("muon"))
     more = (
         *("opt_type=muon", "muon_consistent_rms=0.2", "muon_weight_decay=0.1"),

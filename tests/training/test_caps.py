@@ -18,8 +18,7 @@ TINY += ("enable_rampup_batch_size=False", "per_device_batch_size=1")
     "mesh", [(), pytest.param(("ici_tensor_parallelism=2",), marks=pytest.mark.slow)]
 )
 def test_caps_of_logits_are_in_all_that_is_made_of_them(mesh):
-    """The loss, log-probabilities with a temperature, and scores, with their gradients; beside
-    plain formulas of all logits."""
+    """The loss, log-probabilities and scores, with gradients; beside plain formulas of logits."""
     keys = ("final_logits_soft_cap=0.7", "loss_block_tokens=6", "z_loss_multiplier=0.1")
     config = make_config(*TINY, *keys, *mesh, devices=2 if mesh else 1)
     batch = batch_of((np.arange(34, dtype=np.int32) * 7 % 264).reshape(2, 17))

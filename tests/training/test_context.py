@@ -84,8 +84,7 @@ def test_parts_of_rows_make_the_update_of_one_device(name):
 @pytest.mark.parametrize("strategy", ["ulysses", "all_gather", "balanced"])
 @pytest.mark.parametrize("kernel", ["dot_product", "splash_interpreted", "packed_interpreted"])
 def test_documents_leak_nothing(kernel, strategy):
-    """Outputs of a document have exactly no gradient to tokens of another, and are those of one
-    device: documents of odd lengths over four devices."""
+    """No gradient to tokens of another; outputs of one device, of odd lengths over four devices."""
     if kernel == "packed_interpreted":
         pytest.importorskip("jax.experimental.pallas.triton")
     T, lengths = 1024, (301, 27, 403, 292, 1)
@@ -125,8 +124,7 @@ def test_documents_leak_nothing(kernel, strategy):
 @pytest.mark.parametrize("documents", [1, 5, 200])
 @pytest.mark.parametrize(("devices", "window"), [(4, 0), (16, 0), (16, 1024)])
 def test_devices_have_equal_work(devices, window, documents):
-    """The most loaded device has at most 1.05 times the mean of the blocks of run x run tokens that
-    a mask leaves; with parts of the row in order it has more."""
+    """At most 1.05 times the mean of a mask's blocks on a device; more if parts are in order."""
     T = 131072
     cuts = np.sort(np.random.default_rng(documents).choice(T, documents - 1, replace=False))
     segments_BT = np.searchsorted(cuts, np.arange(T), side="right").astype(np.int32)[None]

@@ -1,5 +1,4 @@
-"""Mixtures of experts: an update is that of the definitions, and does not depend on how the rows
-are split.
+"""Mixtures of experts: an update is that of the definitions, however the rows are split.
 
 Shapes: N steps, R rows of a step, S tokens of a row and the one after it; L layers, E experts, k of
 a token; others as in maxramp/model/.

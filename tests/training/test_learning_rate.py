@@ -131,8 +131,7 @@ def random_ramp(rng):
 
 
 def test_ramp_does_not_bend_the_curve():
-    """A run with a ramp and one with its final batch, of equal samples in all, have equal rates at
-    equal counts of consumed samples, at the ramp's own steps and anywhere else."""
+    """Runs of equal samples, with a ramp or its final batch, have equal rates at each sample."""
     rng = random.Random(0)
     compared = 0
     while compared < 100:
@@ -155,8 +154,7 @@ def test_ramp_does_not_bend_the_curve():
 
 
 def test_ramp_starts_and_ends_as_maxtext():
-    """Whatever the ramp, even where the schedule ends inside it: a warmup starts from 0, no rate is
-    above the peak, the last step of a decay has the final rate, and then there is none."""
+    """A warmup starts from 0, no rate is above the peak, a decay ends at the final rate, then 0."""
     rng = random.Random(1)
     for _ in range(200):
         config = settings(**random_schedule(rng), **random_ramp(rng))

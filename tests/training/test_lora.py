@@ -25,8 +25,7 @@ RATE = 0.5
 
 
 def stepped(passes, *keys, consumed=0, devices=8):
-    """The weights by name before and after a step on 16 rows, from adapters that are not zero, and
-    its loss."""
+    """Weights by name before and after a step from adapters that are not zero, and its loss."""
     constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={16 / devices}")
     config = make_config(*constant, *LORA, *keys, devices=devices)
     mesh = make_mesh(config)

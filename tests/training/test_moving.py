@@ -148,8 +148,7 @@ def compare(folder, wanted):
 
 @pytest.mark.slow
 def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
-    """It has two lengths of rows and an optimizer of optax. Killed after the change, it continues
-    from a snapshot on half of the devices; or it ends at the change, in two processes."""
+    """Killed after the change, it continues on half of the devices; or in two processes."""
     complete(*run_keys(tmp_path / "one", cache_dir, "phases={64: {row_length: 16}}"), devices=4)
     wanted = read_records(tmp_path / "one" / "r" / "metrics.jsonl")
     assert len(wanted) == 10
@@ -172,8 +171,7 @@ def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5p-16", "h100:2x4"])
 def test_compilers_take_the_moves(topology):
-    """Muon's state moves from shards to copies and back: a device receives all that it lacks, and
-    no whole array."""
+    """Muon's state moves to copies and back: a device receives what it lacks, no whole array."""
     skip_without(topology)
     wide = ("base_emb_dim=256", "base_mlp_dim=1024", "vocab_size=8192")
     config = make_config(*SAMPLES, *wide, "opt_type=muon", *in_phase(320, OTHER))

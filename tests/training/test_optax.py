@@ -75,8 +75,7 @@ def decays(tree):
 
 
 def assert_same(ours, before, expected):
-    """Except where rounding turns the sign of a gradient near zero, which moves a weight as far as
-    any other."""
+    """Except where rounding turns a sign near zero, which moves a weight as far as any other."""
     for x, first, wanted in zip(ours, before, expected, strict=True):
         change = np.abs(wanted - first).max()
         assert change > 0 and (np.abs(x - wanted) > 0.01 * change).mean() < 0.005

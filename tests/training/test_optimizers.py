@@ -70,8 +70,7 @@ def as_optax(transformation, weights, gradients, steps=3):
 
 
 def dimensions(name):
-    """The axes of a stack of matrices, [L, ...] or with experts [L, E, ...], that its product sums
-    over, and those that it makes."""
+    """Axes of a stack [L, ...] or [L, E, ...] that its product sums over, and those it makes."""
     experts, letters = re.search("_(E?)([A-Za-z]+)$", name).groups()
     cut, first = 1 if letters[0] == "D" else len(letters) - 1, 1 + len(experts)
     axes = tuple(range(first, first + len(letters)))
@@ -108,8 +107,7 @@ CIRCULAR = ("num_pipeline_repeats=2", "num_layers_per_pipeline_stage=2")
     ],
 )
 def test_muon_is_that_of_optax_on_every_mesh(sizes, layers, keys, rms):
-    """Also where layers do not divide over the devices; heads have axes of their own, an expert is
-    a matrix, and some weights decay."""
+    """Also of layers that do not divide, heads' own axes, experts, and weights that decay."""
     axes = dict.fromkeys(AXES, 1) | sizes
     axis_keys = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
     before, after, gradients, roles = moved(
@@ -141,8 +139,7 @@ def test_momentum_is_that_of_optax():
 
 
 def adam(weights, gradients, betas, decays):
-    """Adam from its definition: means of all gradients so far, weighed by what each step keeps of
-    those before it, and divided by the sum of the weights."""
+    """Adam from its definition: means of gradients weighed by what later steps keep of them."""
     first, second, eps = [], [], 1e-8
     for k, (b1, b2) in enumerate(betas):
         g = gradients.astype(np.float64) * (1 + k) + 0.1 * k
@@ -154,8 +151,7 @@ def adam(weights, gradients, betas, decays):
 
 
 def test_half_lives_through_a_ramp():
-    """Batches of 4, 8 and 64 samples where the keys are meant for 64, and learning rates that
-    follow their root."""
+    """Batches of 4, 8 and 64 samples where keys are meant for 64; rates follow their root."""
     config = make_config(
         *("per_device_batch_size_start=1", "per_device_batch_size=8", "total_samples=4096"),
         *("per_device_batch_size_increment=1", "global_rampup_samples=1024", "opt_type=adamw"),

@@ -170,8 +170,7 @@ def test_advantages_are_of_a_group():
 
 
 def test_updates_on_one_batch_are_one_step():
-    """They have one learning rate, also where the clock's low word has just wrapped, and count once
-    among the bad steps."""
+    """With one learning rate, also where the clock's low word has wrapped, and one bad step."""
     config = config_of("skip_bad_steps=10", devices=1)
     optimizer = config.optimizer
     make_update = functools.partial(

@@ -49,8 +49,7 @@ def test_every_weight_has_a_role_and_letters_of_its_axes():
 
 
 def test_only_what_is_trained_has_a_gradient():
-    """Frozen weights stay as they are and have no moments; the others move as they do beside
-    trained ones, and their gradients alone are in the norm."""
+    """Frozen weights have no moments; the others move as beside trained ones, alone in the norm."""
 
     sgd = ("opt_type=sgd", "gradient_clipping_threshold=0")
     before, together, _ = stepped(*sgd)

@@ -70,8 +70,7 @@ def numbers(folder):
 
 @pytest.mark.slow
 def test_a_run_is_those_of_its_phases_one_after_another(tmp_path, cache_dir):
-    """They are equal to the last bit, evaluations too; each checkpoint is exported as it was
-    trained."""
+    """To the last bit, evaluations too; each checkpoint is exported as it was trained."""
     exporting = (*SHORT, "export_huggingface=True")
     done = complete(*run_keys(tmp_path / "one", cache_dir, PHASES, *exporting))
     assert "rope_max_timescale=100.0, sliding_window_size=4\n" in done.stdout

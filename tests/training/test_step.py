@@ -146,8 +146,7 @@ _SUM = re.compile(r"= (.*?) all-reduce(?:-start)?\(.*replica_groups=\{(\{.*?\})\
 
 @pytest.mark.slow
 def test_gradients_travel_once():
-    """Copies of the weights add up their own gradients over the passes, and exchange those of all
-    products once, outside of the loops; with the update of one device."""
+    """Copies add up gradients over passes and exchange them once, outside of the loops."""
     assert_same(trained(*COPIES, *ADAM, accumulation=4), trained(*ADAM, devices=1))
 
     config = make_config(*COPIES, *ADAM)
@@ -194,8 +193,7 @@ MESHES = (
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_any_mesh_trains_as_one_device(sizes):
-    """Eight devices in any arrangement train as one does, and each holds only its shard of the
-    weights and of the optimizer's moments, from the first state on."""
+    """Each device holds only its shard of weights and moments, from the first state on."""
     axes = dict.fromkeys(AXES, 1) | sizes
     # All in fsdp is what the config fills in by itself.
     keys = [f"ici_{NAME_IN_KEYS[axis]}_parallelism={size}" for axis, size in axes.items()]
@@ -220,8 +218,7 @@ def gated_mlp(layer, y):
 
 
 def reference_sums(w, rows_RS, kv_heads, kind="dense", mlp=gated_mlp):
-    """The decoder from its definition, on weights by name: sums over the targets of the
-    cross-entropy and of log(Z)^2, and the number of targets."""
+    """The decoder by its definition, on named weights: sums of losses and log(Z)^2, and targets."""
 
     def norm(x_RTD, scale_D):
         return x_RTD / jnp.sqrt((x_RTD**2).mean(-1, keepdims=True) + 1e-5) * scale_D
@@ -259,8 +256,7 @@ def reference_sums(w, rows_RS, kv_heads, kind="dense", mlp=gated_mlp):
 
 
 def reference_training(w, rows_NRS, kv_heads, z_loss, clip, eps):
-    """AdamW on the mean over tokens of cross-entropy + z_loss * log(Z)^2: on one device, all rows
-    at once, in float64."""
+    """AdamW on the mean of cross-entropy + z_loss * log(Z)^2: all rows at once, in float64."""
     b1, b2, decay, peak, final, schedule_steps = 0.9, 0.95, 0.1, 1e-2, 1e-3, 20
 
     def objective(w, rows_RS):
@@ -369,8 +365,7 @@ def test_padding_rows_train_nothing():
 
 
 def test_evaluation_of_a_padded_batch():
-    """Summed over batches of which the last is filled up, the loss is the mean over real tokens:
-    of the definition, on rows of which some end early."""
+    """Over batches of which the last is filled up: the definition's mean over real tokens."""
     config = make_config()
     rows_RS = random_rows(20)
     rows_RS[3, 9:] = rows_RS[17, 2:] = PADDING
@@ -419,8 +414,7 @@ def test_the_fingerprint_does_not_depend_on_the_split():
 
 
 def test_clock_passes_32_bits():
-    """Consumed samples carry into the high word, and the learning rate reads both: a schedule that
-    has ended does not start again."""
+    """Samples carry into the high word, which rates read: an ended schedule stays ended."""
     config = make_config(*SGD)
     mesh, start, step = make_mesh(config), initial_state(config), compiled_step(config)
     consumed = 2**32 - 3
