@@ -44,7 +44,6 @@ DELTA gdn_num_key_heads=3 | gdn_num_value_heads=4 is not a multiple of gdn_num_k
 DELTA head_dim=12 | head_dim=12 is not a multiple of 8
 DELTA mlp_activations=[gelu,linear] | mlp_activations=.*=qwen3_5 needs \\[silu, linear\\]
 DELTA ici_tensor_parallelism=4 | gdn_num_key_heads=2 does not divide over the tensor axis
-DELTA ici_context_parallelism=8 | leaves a device 2 of a row's 16 .*fewer
 DELTA lora_rank=2 lora_targets=[in_proj_qkvz] | in_proj_qkvz
 DOTS routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix] | \
     routed_bias_update_rate=0.001 moves .* frozen under .*mask=\\['matrix'\\]; use 0

@@ -19,8 +19,8 @@ from maxramp.model.parts.gated_delta import (
     causal_conv,
     gated_delta,
     gated_delta_token,
+    last_before,
     normalize,
-    shift_in,
 )
 from maxramp.model.parts.norm import RMSNorm
 from maxramp.model.parts.positions import Pass
@@ -162,11 +162,7 @@ def _prepare(qkv, b, a, segments, before, segments_before, taps, log_rate, step_
 
 def _mix(qkv, b, a, segments, *weights, blocks, axis):
     """Returns what tokens read, [B, T, H, v], on each device of an axis of tokens."""
-    edges = qkv[:, 1 - TAPS :], segments[:, 1 - TAPS :]
-    if axis is None:
-        before = tuple(map(jnp.zeros_like, edges))
-    else:
-        before = tuple(shift_in(x, axis) for x in edges)
+    before = [last_before(x, TAPS - 1, axis) for x in (qkv, segments)]
     arrays = _prepare(qkv, b, a, segments, *before, *weights, blocks)
     return gated_delta(*arrays, segments, axis=axis)[0]
 

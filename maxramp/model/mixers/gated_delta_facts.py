@@ -67,10 +67,4 @@ class GatedDeltaFacts:
 
     @staticmethod
     def check_context(keys: ModelKeys, mesh: MeshKeys, row_length: int) -> Relations:
-        size = mesh.sizes["context"]
-        yield (
-            row_length // size < TAPS - 1,
-            f"{mesh.command_line('context')} leaves a device {row_length // size} of a row's "
-            f"{row_length} tokens, and a convolution sees {TAPS - 1} before each; use fewer "
-            "devices or longer rows",
-        )
+        yield from ()  # parts of rows may be as short as they like

@@ -41,7 +41,8 @@ def causal_conv(
     """Adds up each token's input and those of the t - 1 tokens before it in its segment, by the
     factors `taps_tKx` (the last is the token's own): float32 [B, T, K, x].
 
-    `before_BtKx` are the inputs of the t - 1 tokens before the first, with their segments.
+    `before_BtKx` are the inputs of exactly t - 1 tokens before the first, with their segments; 0
+    where there are none.
     """
     T, t = x_BTKx.shape[1], len(taps_tKx)
     x = jnp.concatenate([before_BtKx, x_BTKx], 1).astype(jnp.float32)
@@ -56,6 +57,18 @@ def causal_conv(
 def shift_in(x: jax.Array, axis: str) -> jax.Array:
     """Returns what the device before this one along the axis holds; zeros on the first one."""
     return permute(x, axis, [(i, i + 1) for i in range(jax.lax.axis_size(axis) - 1)])
+
+
+def last_before(x: jax.Array, length: int, axis: str | None) -> jax.Array:
+    """Returns the `length` entries [B, length, ...] that lie before a device's own along an axis of
+    rows, however few each device holds; zeros before the first."""
+    if axis is None:
+        return jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
+    part, parts = x[:, -length:], []
+    for _ in range(-(-length // part.shape[1])):
+        part = shift_in(part, axis)
+        parts.insert(0, part)
+    return jnp.concatenate(parts, 1)[:, -length:]
 
 
 @jax.custom_vjp
