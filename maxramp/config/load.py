@@ -115,8 +115,8 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
         merged[_RAMP] = False
     # A model's file overrides other files, the command line overrides it.
     checked = [command_line] if merged["model_name"] != "default" else sources
-    for source in checked:
-        peers.check_family(merged["decoder_block"], source.family_keys)
+    family_keys = {name: key for source in checked for name, key in source.family_keys.items()}
+    peers.check_family(merged["decoder_block"], family_keys)
     for source in files:
         _note_layers(source, merged, note)
     unread = Config.unread_by(merged["program"], merged)

@@ -21,7 +21,7 @@ MEGATRON_NEAR: dict[str, str] = _TABLE["megatron_near"]
 VALUES: dict[str, dict[str, Any]] = _TABLE["values"]
 _ONLY: dict[str, list[Any]] = _TABLE["only"]
 _DERIVED: dict[str, str] = _TABLE["derived"]
-FAMILY_KEYS: dict[str, list[str]] = _TABLE["family_keys"]
+FAMILY_KEYS: dict[str, dict[str, Any]] = _TABLE["family_keys"]
 _IGNORED = " ".join(_TABLE["ignored"].values())
 _NOT_GIVEN = (None, "", "none", "None")
 
@@ -112,12 +112,11 @@ def check_family(block: str, family_keys: Mapping[str, tuple[str, Any]]) -> None
     """Refuses keys, names of FAMILY_KEYS, that contradict the family `block` of models: by name, as
     written and the value."""
     for name, (text, value) in family_keys.items():
-        switched, always = (block in blocks.split() for blocks in FAMILY_KEYS[name])
-        if value not in _NOT_GIVEN and value != switched and not always:
-            has = "has" if switched else "does not have"
+        values = (v for blocks, v in FAMILY_KEYS[name].items() if _matches(block, blocks))
+        only = next(values, None)
+        if only is not None and value not in (*_NOT_GIVEN, only):
             raise ConfigError(
-                f"{text} (MaxText's): decoder_block={block} {has} these norms; use {switched}, or "
-                "leave it out"
+                f"{text} (MaxText's): decoder_block={block} means {only}; use that, or leave it out"
             )
 
 

@@ -154,7 +154,7 @@ dtype=float16 | dtype=float16 | 65504 | use dtype=bfloat16
 weight_dtype=float16 | use weight_dtype=bfloat16
 lr_schedule_type=linear | lr_schedule_type=linear | cosine, wsd
 remat_policy=some | remat_policy=some | minimal
-dataset_type=tfds | dataset_type=tfds | text, synthetic
+dataset_type=c4 | dataset_type=c4 | text, synthetic
 hardware=cuda | hardware=cuda | gpu
 mlp_activations=[silu] | mlp_activations=['silu'] | two
 mlp_activations=[tanh,linear] | tanh | silu, gelu

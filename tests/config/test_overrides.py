@@ -142,6 +142,9 @@ def test_harmless_keys_are_ignored_with_a_line():
         ("dcn_tensor_transpose_parallelism=-1", "fsdp, expert, context and tensor"),
         ("hf_data_files=data", "maxramp.prepare"),
         ("dropout_rate=0.1", "dropped"),
+        ("distill_beta=0.5", "not from another model"),
+        ("mhc_expansion_rate=4", "not built here"),
+        ("elastic_enabled=True", "continues a run"),
         ("attention_type=local_sliding", "not built here"),
         ("use_qlora=True", "not quantized (QLoRA)"),
         ("reuse_example_batch=1", "dataset_type=synthetic"),
@@ -198,7 +201,18 @@ hf_data_dir: ''; hf_data_files: ''; normalize_embedding_logits: True
 logits_via_embedding: False; max_num_checkpoints_to_keep: None; collect_stack_trace: False
 stack_trace_interval_seconds: 600; enable_checkpoint_cloud_logger: False; num_experts_per_tok: 1
 base_moe_mlp_dim: -1; routed_scaling_factor: 1.0; routed_score_func: ''
-ragged_buffer_factor: -1.0; moe_mlpwi_0: 'remat'; muon_beta: 0.95; muon_weight_decay: 0
+dataset_type: tfds; tokenizer_type: sentencepiece; shardy: True; pure_nnx: True; num_moe_token_chunks: 1
+hf_lora_adapter_path: ''; attention_output_dim: -1; mlp_activations_limit: -1.0; num_moe_emb_chunks: 0
+first_num_hash_layers: 0; engram: 'remat'; v_norm_with_scale: True; hidden_size_per_layer_input: 0
+compress_ratios: []; olmo_index_path: ''; block_diffusion_mask_id: -1; xprof_tpu_power_trace_level: 0
+local_sa_block_q: None; experimental_sa_quant_q_fp8: False; cost_estimate_flops_fwd: -1
+enable_prefix_caching: False; nope_layer_interval: -1; use_audio: False; image_size_for_vit: 896
+d_model_for_audio: 256; video_max_grid_t: null; gdn_conv_kernel_dim: 4; gdn_chunk_size: 64
+use_qk_norm_in_gdn: True; partial_rotary_factor: 1.0; inhomogeneous_layer_cycle_interval: 1
+vllm_hf_overrides: {}; mhc_expansion_rate: 1; sinkhorn_iterations: 20; engram_layers: []
+engram_seed: 0; distill_alpha: 0.5; distill_temperature: 1.0; distill_beta: 0.0
+distill_beta_end: None; distill_beta_schedule: "constant"; elastic_enabled: False
+elastic_max_retries: 10; ragged_buffer_factor: -1.0; moe_mlpwi_0: 'remat'; muon_beta: 0.95; muon_weight_decay: 0
 muon_consistent_rms: None; rope_use_scale: True; rope_factor: 40; mscale: 1.0
 """.replace("; ", "\n")
 
@@ -246,8 +260,10 @@ def test_a_whole_file_of_maxtexts(tmp_path):
     path = tmp_path / "maxtext.yml"
     path.write_text(MAXTEXTS)
     values, notes = load(config=path)
+    path.write_text(MAXTEXTS.replace("c4/en:3.0.1", "c4/en:3.1.0"))  # of late 2026
+    assert load(config=path) == (values, notes)
     assert values == MAXTEXTS_OWN  # rope_factor, which nothing reads here, is not the user's own
-    assert len(notes) == 3 and "routed_score_func=: taken as routed_score_func=softmax" in notes[0]
+    assert len(notes) == 4 and "routed_score_func=: taken as routed_score_func=softmax" in notes[0]
     assert "are the product alone" in refusal("logits_via_embedding=True", config=path)
     assert refusal("eval_split=tiny", config=path).startswith("eval_split=tiny (MaxText's): data")
 
@@ -259,11 +275,14 @@ GEMMA3 = ("decoder_block=gemma3", "use_qk_norm=True", "sliding_window_size=8")
     ("arguments", "says"),
     [
         ((*GEMMA3, "use_post_attn_norm=True"), ""),
-        ((*GEMMA3, "use_post_ffw_norm=False"), "gemma3 has these norms; use True"),
-        (("model_name=gemma3-1b", "use_post_attn_norm=False"), "gemma3 has these norms; use True"),
+        (("model_name=qwen3.5-2b", "partial_rotary_factor=0.25"), ""),
+        (("model_name=qwen3.5-2b", "partial_rotary_factor=1"), "qwen3_5 means 0.25"),
+        (("model_name=qwen3.5-2b", "inhomogeneous_layer_cycle_interval=3"), "qwen3_5 means 4"),
+        ((*GEMMA3, "use_post_ffw_norm=False"), "gemma3 means True"),
+        (("model_name=gemma3-1b", "use_post_attn_norm=False"), "gemma3 means True"),
         (("model_name=olmo2-7b", "use_post_attn_norm=False"), ""),
         (("use_post_attn_norm=False",), ""),
-        (("use_post_attn_norm=True",), "llama2 does not have these norms; use False"),
+        (("use_post_attn_norm=True",), "llama2 means False"),
         (("context_sharding=context",), ""),
         (("context_sharding=expert",), "give ici_context_parallelism=N"),
     ],
@@ -277,7 +296,8 @@ def test_a_models_file_decides_over_norms_in_another(tmp_path):
     path = tmp_path / "maxtext.yml"
     path.write_text(MAXTEXTS + "use_post_attn_norm: false\n")
     load("model_name=gemma3-1b", config=path)
-    with pytest.raises(ConfigError, match="gemma3 has these norms"):
+    load(*GEMMA3, "use_post_attn_norm=True", config=path)
+    with pytest.raises(ConfigError, match="gemma3 means True"):
         load(*GEMMA3, config=path)
 
 
