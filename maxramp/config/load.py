@@ -128,6 +128,8 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
     own = {name for source in sources if not source.is_foreign for name in source.values}
     idle = find_unmade(CHOICES, merged, merged)
     merged |= {name: default for name, default in idle.items() if name in names - own}
+    if merged["dataset_type"] == "text" and "tokenizer_type" not in own:
+        merged["tokenizer_type"] = base.base()["tokenizer_type"]  # text is bytes
     with _name_files(sources):
         config = Config.from_values(merged)
         config.batch.refuse_unread_by_phase(CHOICES, own, config.values)

@@ -201,18 +201,19 @@ hf_data_dir: ''; hf_data_files: ''; normalize_embedding_logits: True
 logits_via_embedding: False; max_num_checkpoints_to_keep: None; collect_stack_trace: False
 stack_trace_interval_seconds: 600; enable_checkpoint_cloud_logger: False; num_experts_per_tok: 1
 base_moe_mlp_dim: -1; routed_scaling_factor: 1.0; routed_score_func: ''
-dataset_type: tfds; tokenizer_type: sentencepiece; shardy: True; pure_nnx: True; num_moe_token_chunks: 1
-hf_lora_adapter_path: ''; attention_output_dim: -1; mlp_activations_limit: -1.0; num_moe_emb_chunks: 0
-first_num_hash_layers: 0; engram: 'remat'; v_norm_with_scale: True; hidden_size_per_layer_input: 0
-compress_ratios: []; olmo_index_path: ''; block_diffusion_mask_id: -1; xprof_tpu_power_trace_level: 0
-local_sa_block_q: None; experimental_sa_quant_q_fp8: False; cost_estimate_flops_fwd: -1
-enable_prefix_caching: False; nope_layer_interval: -1; use_audio: False; image_size_for_vit: 896
-d_model_for_audio: 256; video_max_grid_t: null; gdn_conv_kernel_dim: 4; gdn_chunk_size: 64
-use_qk_norm_in_gdn: True; partial_rotary_factor: 1.0; inhomogeneous_layer_cycle_interval: 1
-vllm_hf_overrides: {}; mhc_expansion_rate: 1; sinkhorn_iterations: 20; engram_layers: []
-engram_seed: 0; distill_alpha: 0.5; distill_temperature: 1.0; distill_beta: 0.0
-distill_beta_end: None; distill_beta_schedule: "constant"; elastic_enabled: False
-elastic_max_retries: 10; ragged_buffer_factor: -1.0; moe_mlpwi_0: 'remat'; muon_beta: 0.95; muon_weight_decay: 0
+dataset_type: tfds; tokenizer_type: sentencepiece; shardy: True; pure_nnx: True
+num_moe_token_chunks: 1; hf_lora_adapter_path: ''; attention_output_dim: -1
+mlp_activations_limit: -1.0; num_moe_emb_chunks: 0; first_num_hash_layers: 0; engram: 'remat'
+v_norm_with_scale: True; hidden_size_per_layer_input: 0; compress_ratios: []; olmo_index_path: ''
+block_diffusion_mask_id: -1; xprof_tpu_power_trace_level: 0; local_sa_block_q: None
+experimental_sa_quant_q_fp8: False; cost_estimate_flops_fwd: -1; enable_prefix_caching: False
+nope_layer_interval: -1; use_audio: False; image_size_for_vit: 896; d_model_for_audio: 256
+video_max_grid_t: null; gdn_conv_kernel_dim: 4; gdn_chunk_size: 64; use_qk_norm_in_gdn: True
+partial_rotary_factor: 1.0; inhomogeneous_layer_cycle_interval: 1; vllm_hf_overrides: {}
+mhc_expansion_rate: 1; sinkhorn_iterations: 20; engram_layers: []; engram_seed: 0
+distill_alpha: 0.5; distill_temperature: 1.0; distill_beta: 0.0; distill_beta_end: None
+distill_beta_schedule: "constant"; elastic_enabled: False; elastic_max_retries: 10
+ragged_buffer_factor: -1.0; moe_mlpwi_0: 'remat'; muon_beta: 0.95; muon_weight_decay: 0
 muon_consistent_rms: None; rope_use_scale: True; rope_factor: 40; mscale: 1.0
 """.replace("; ", "\n")
 
