@@ -36,8 +36,8 @@ class Source:
     where: str  # begins an error about it: "FILE: ", "" for the command line
     values: dict[str, Any]  # by key of base.yml, each of the type of its default
     is_foreign: bool = False  # a file of another trainer, which lists all keys of that trainer
-    # Another trainer's keys that must agree with the model's family: as written, and their values.
-    family_keys: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
+    # Another trainer's keys that nothing here has: as written, and their values.
+    foreign: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 Note = Callable[[str], None]  # shows a line about what became of another trainer's keys
@@ -115,8 +115,8 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
         merged[_RAMP] = False
     # A model's file overrides other files, the command line overrides it.
     checked = [command_line] if merged["model_name"] != "default" else sources
-    family_keys = {name: key for source in checked for name, key in source.family_keys.items()}
-    peers.check_family(merged["decoder_block"], family_keys)
+    foreign = {name: key for source in checked for name, key in source.foreign.items()}
+    peers.check_family(merged["decoder_block"], foreign)
     for source in files:
         _note_layers(source, merged, note)
     unread = Config.unread_by(merged["program"], merged)
@@ -185,9 +185,10 @@ def _read_sources(arguments: Sequence[str], program: str, note: Note) -> list[So
     if not arguments or ("=" in arguments[0] and not os.path.isfile(arguments[0])):
         raise ConfigError("no config file given: CONFIG.yml comes first, then key=value")
     *files, command_line = read(arguments[0], arguments[1:], note)
-    model = "default"
+    model, overrides = "default", ("", False)
     for source in (*files, command_line):
         model = source.values.get("model_name", model)
+        overrides = source.foreign.get(peers.OVERRIDES_MODEL, overrides)
     if model == "hf":
         if program != "grpo":  # it takes sizes and tokenizer from its first weights, of any kind
             files.append(_read_folder(files, command_line))
@@ -201,8 +202,33 @@ def _read_sources(arguments: Sequence[str], program: str, note: Note) -> list[So
                 f"default, hf (the sizes of load_parameters_path), and {len(models)} files there: "
                 f"{near}, ..."
             )
-        files += read(str(path), (), note)[:-1]
+        models = read(str(path), (), note)[:-1]
+        if overrides[1] is True:
+            return [*files[:-1], *models, *files[-1:], command_line]
+        _note_overridden(model, files, models, command_line, note)
+        files += models
     return [*files, command_line]
+
+
+def _note_overridden(
+    model: str, files: Sequence[Source], models: Sequence[Source], last: Source, note: Note
+) -> None:
+    """Names the values of a user's files that those of the model override."""
+    sizes = {name: size for source in models for name, size in source.values.items()}
+    packaged = [file for file in files if file.where.startswith(str(CONFIGS))]
+    defaults = [base.base(), *(file.values for file in packaged)]  # a copy of these asks for none
+    lost = {
+        name: f"{name}={value}"
+        for file in files
+        for name, value in file.values.items()
+        if name in sizes.keys() - last.values.keys() and file not in packaged
+        if value != sizes[name] and all(value != values.get(name) for values in defaults)
+    }
+    if lost:
+        note(
+            f"model_name={model} overrides {', '.join(lost.values())}; give them on the command "
+            f"line, or {peers.OVERRIDES_MODEL}=True"
+        )
 
 
 def _read_folder(files: Sequence[Source], command_line: Source) -> Source:
@@ -286,15 +312,14 @@ def read(path: str, arguments: Sequence[str], note: Note) -> list[Source]:
                 notes.append(f"{text}: taken as {key}={value}")
             written[key] = text, value
         values = {key: base.cast_value(*pair, key) for key, pair in written.items()}
-        is_foreign = bool(where) and any(name in foreign for name, _ in pairs)
-        is_foreign |= where == f"{MAXTEXT}: "
-        family_keys = {name: foreign[name] for name, _ in pairs if name in peers.FAMILY_KEYS}
-        sources.append(Source(where, values, is_foreign, family_keys))
+        others = {name: foreign[name] for name, _ in pairs if name in foreign}
+        is_foreign = bool(where and others) or where == f"{MAXTEXT}: "
+        sources.append(Source(where, values, is_foreign, others))
         phases_before = values.get("phases", phases_before)
     for line in (*notes, *peers.check(foreign, [dict(pairs) for _, pairs in layers])):
         note(line)
     *files, command_line = sources
-    changing = [file for file in files if file.family_keys or file.values != base.base()]
+    changing = [file for file in files if file.foreign or file.values != base.base()]
     return [*changing, command_line]
 
 

@@ -22,6 +22,7 @@ VALUES: dict[str, dict[str, Any]] = _TABLE["values"]
 _ONLY: dict[str, list[Any]] = _TABLE["only"]
 _DERIVED: dict[str, str] = _TABLE["derived"]
 FAMILY_KEYS: dict[str, dict[str, Any]] = _TABLE["family_keys"]
+OVERRIDES_MODEL = "override_model_config"  # whether a file overrides the sizes of its model_name
 _IGNORED = " ".join(_TABLE["ignored"].values())
 _NOT_GIVEN = (None, "", "none", "None")
 
@@ -73,7 +74,7 @@ def check(foreign: Mapping[str, tuple[str, Any]], layers: Sequence[Mapping[str, 
         elif reason is None:
             meant = MEGATRON.get(name.replace("_", "-"), name).partition("=")[0]
             unknown.append((text, meant))
-        elif name not in FAMILY_KEYS:
+        elif name not in (*FAMILY_KEYS, OVERRIDES_MODEL):
             ignored.append(name)
     for text, reason in _refused_together(layers):
         refused[reason].append(text)
@@ -108,10 +109,11 @@ def _eval_rows(name: str, batches: Any, layers: Sequence[Mapping[str, Any]]) -> 
     return f": {batches} batches are {batches * rows * count:g}{per_device}"
 
 
-def check_family(block: str, family_keys: Mapping[str, tuple[str, Any]]) -> None:
-    """Refuses keys, names of FAMILY_KEYS, that contradict the family `block` of models: by name, as
-    written and the value."""
-    for name, (text, value) in family_keys.items():
+def check_family(block: str, foreign: Mapping[str, tuple[str, Any]]) -> None:
+    """Refuses keys of FAMILY_KEYS that contradict the family `block` of models: by name, as written
+    and the value."""
+    for name in (name for name in foreign if name in FAMILY_KEYS):
+        text, value = foreign[name]
         values = (v for blocks, v in FAMILY_KEYS[name].items() if _matches(block, blocks))
         only = next(values, None)
         if only is not None and value not in (*_NOT_GIVEN, only):

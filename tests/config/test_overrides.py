@@ -133,7 +133,7 @@ def test_harmless_keys_are_ignored_with_a_line():
     [
         ("model.num_moe_experts=8", "decoder_block=mixtral"),
         ("model.moe_router_topk=4", "docs/experts.md"),
-        *((f"{key}=64", "leave it out") for key in ("moe_expert_input_dim", "adam_eps_root")),
+        *((f"{k}=64", "leave") for k in ("moe_expert_input_dim", "interleave_moe_layer_step")),
         ("ragged_buffer_factor=1.5", "capacity_factor"),
         ("rope_use_scale=False", "use rope_type=default"),
         ("model.data.eod_mask_loss=True", "target"),
@@ -246,6 +246,14 @@ def test_a_maxtext_file_leaves_keys_to_maxtexts_base(tmp_path):
     names = "base_emb_dim", "per_device_batch_size_start", "per_device_batch_size_increment"
     assert [values[name] for name in (*names, "global_rampup_samples")] == [4096, 4, 2, 500]
     assert "base_emb_dim" not in notes[0] and "global_rampup_samples=500" in notes[0]
+    path.write_text(
+        "base_config: base.yml\nmodel_name: qwen3-8b\nbase_emb_dim: 96\nhead_dim: 128\n"
+    )
+    values, (note, *_) = load(config=path)
+    assert values["base_emb_dim"] == 4096 and note.startswith("model_name=qwen3-8b overrides base_")
+    assert "base_emb_dim=96; give" in note and load("base_emb_dim=96", config=path)[1][0] != note
+    values, notes = load("override_model_config=True", config=path)
+    assert (values["base_emb_dim"], values["base_mlp_dim"], len(notes)) == (96, 12288, 1)
     path.write_text("base_config: base.yml\nper_device_batch_size: 4\neval_steps: 20\n")
     assert refusal(config=path).endswith("(-1 = all): 20 batches are 80 on every device")
     assert refusal("devices_per_node=4", "num_nodes=2", config=path).endswith("batches are 640")
