@@ -20,6 +20,7 @@ import numpy as np
 
 from maxramp.errors import ConfigError, install
 
+PATIENCE = 60.0  # seconds that a storage's first answer may take
 _SPANS, _SPAN = 4, 1 << 14  # parts of a file that stand for its contents, and their bytes
 
 
@@ -69,6 +70,25 @@ def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
     except Exception as error:  # a store's client has errors of its own
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
+
+
+def check_answers(key: str, path: str) -> None:
+    """Refuses an address, the value of `key`, whose storage gives no answer within PATIENCE: its
+    client asks again and again, and takes that for no file."""
+    if not is_remote(path):
+        return
+    store = store_of(path.partition("://")[0])
+    pool = ThreadPool(1)  # left alone: what it waits for ends by itself
+    try:
+        pool.apply_async(store.info, [path]).get(PATIENCE)
+    except (FileNotFoundError, PermissionError):
+        return  # it answers
+    except Exception as error:
+        reason = str(error) or f"no answer in {PATIENCE:.0f} seconds"
+        raise ConfigError(
+            f"{key}={path}: the storage cannot be reached ({reason}); check the address, the "
+            "network and the credentials"
+        ) from None
 
 
 def find(pattern: str) -> list[str]:

@@ -19,6 +19,7 @@ from maxramp.config.keys import Config
 from maxramp.data import hub
 from maxramp.data.keys import DataKeys
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 from maxramp.files.place import Place, is_near, place, write_whole
 from maxramp.huggingface import config_json, reading
 from maxramp.huggingface import folder as released
@@ -339,6 +340,7 @@ def _find(name: str, config: Config) -> tuple[str, str]:
     same = first, first.parent / checkpoints.BEST, *first.parents[:2]  # its folder, its run
     if before and (position or state) and path in same:
         return before, state
+    storage.check_answers(name, value)
     if name == _KEYS[0] and released.find(name, value):
         return value, ""
     if own.resolve() in (path.resolve(), *path.resolve().parents):

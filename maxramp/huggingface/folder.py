@@ -154,6 +154,7 @@ def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
     `may_adapt` adapters are no model.
     """
     path = os.path.expanduser(path).rstrip("/")
+    storage.check_answers(key, path)
     if storage.exists(f"{path}/config.json"):
         return ModelFolder(path)
     if not storage.exists(f"{path}/{CONFIG}"):

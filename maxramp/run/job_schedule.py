@@ -1,7 +1,7 @@
 """The schedule of a job: where it continues its run, and where it ends."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from maxramp.checkpoints.folder import Checkpoint
@@ -32,10 +32,13 @@ def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Chec
     last, same = float(old(sample, batch)), float(new(sample, batch))
     if abs(same - last) <= _SMALL * max(same, last):
         return ""
-    rate = new(position.consumed_samples, ramp.stages[0].global_batch_size)
+    next_step = position.consumed_samples, ramp.stages[0].global_batch_size
+    rate = float(new(*next_step))
+    if abs(rate - float(old(*next_step))) <= _SMALL * rate:  # the curves have met again
+        return ""
     return (
-        f"the learning rate is {float(rate):.3g} from step {step} on, after {last:.3g} in step "
-        f"{step - 1}: these keys give it another curve, which was at {same:.3g} there"
+        f"the learning rate is {rate:.3g} from step {step} on, after {last:.3g} in step "
+        f"{step - 1}: these keys give it another curve, which is at {same:.3g} in step {step - 1}"
     )
 
 
@@ -207,7 +210,7 @@ def ramp_change(batch: BatchKeys, ramp: RampupBatchManager, position: Checkpoint
         return (
             f"from sample {consumed} on (step {step}) the batch sizes are {_format_sizes(today)}; "
             f"before this start they were to be {_format_sizes(before)}"
-            f"{_keep_devices(batch, position.config)}"
+            f"{_keep_sizes(batch, position.config, before)}"
         )
     if not step:
         return ""
@@ -229,15 +232,20 @@ def _shapes_before(ramp: RampupBatchManager, sample: int) -> Iterator[tuple]:
             yield first, size, keys.max_target_length, keys.row_length, keys.rope_keys
 
 
-def _keep_devices(batch: BatchKeys, trained_with: Mapping[str, Any]) -> str:
-    """Names the key that keeps the batches of a notation that counts rows per device; "" if the
+def _keep_sizes(
+    batch: BatchKeys, trained_with: Mapping[str, Any], sizes: Sequence[tuple[int, int]]
+) -> str:
+    """Names the key that keeps the sizes of a notation that counts rows per device; "" if the
     number of devices is not why they change.
     """
     before = BatchKeys.from_values(base.base() | trained_with)
     before = before.nodes * before.devices_per_node
     if batch.gives_global_batch or before < 1 or before == batch.nodes * batch.devices_per_node:
         return ""
-    return f" (rows per device, on {count(before, 'device')}: devices_per_node={before} keeps them)"
+    (_, first), *later = sizes
+    schedule = ",".join((f"0:{first}", *(f"{sample}:{size}" for sample, size in later)))
+    key = f"step_batch_size_schedule={schedule}" if later else f"global_batch_size={first}"
+    return f" (rows per device, on {count(before, 'device')}: {key} keeps them on others)"
 
 
 def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:

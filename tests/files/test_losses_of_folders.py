@@ -15,6 +15,7 @@ from maxramp.checkpoints.store import Checkpoints
 from maxramp.config.load import load
 from maxramp.data.corpus import DataIdentity
 from maxramp.errors import ConfigError
+from maxramp.files import storage
 from maxramp.files.place import make_folder, place, remove_tree, sizes, write_whole
 from maxramp.files.run_folder import MirroredFiles, RunFiles
 
@@ -137,6 +138,11 @@ def test_no_answer_is_no_empty_folder(client, monkeypatch):
     for ask in (steps_in, lambda path: path.is_dir(), lambda path: path.is_file()):
         with pytest.raises(OSError, match="away"):
             ask(folder)
+    monkeypatch.setattr(storage, "PATIENCE", 0.1)
+    for ask, reason in ((away, "away"), (lambda path: time.sleep(1), "no answer in 0 seconds")):
+        monkeypatch.setattr(client, "info", ask)
+        with pytest.raises(ConfigError, match=f"^KEY=gs://b/x: .* reached .{reason}"):
+            storage.check_answers("KEY", "gs://b/x")
 
 
 def test_a_kill_in_a_save_stops_no_restart(client, tmp_path):

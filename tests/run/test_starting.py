@@ -27,7 +27,7 @@ def test_a_longer_run_says_how_the_learning_rate_jumps(tmp_path, cache_dir):
     assert [record["step"] for record in records if record.get("restarted")] == [20]
     rates = [record["learning_rate"] for record in records]
     (line,) = re.findall("^rate .*", done.stdout, re.M)
-    message = re.search(r"is (\S+) from step 20 on, after (\S+) in step 19", line)
+    message = re.search(r"is (\S+) from step 20 on, after (\S+) in step 19: .* in step 19$", line)
     assert [float(text) for text in message.groups()] == pytest.approx(
         [rates[20], rates[19]], rel=5e-3
     )
@@ -69,6 +69,10 @@ def test_another_batch_is_no_other_curve_over_steps(batch):
     assert rate_change(now.learning_rate, ramp, position) == ""
     other = make_config(*keys, "learning_rate=1", devices=1)
     assert "after 0.00" in rate_change(other.learning_rate, ramp, position)
+    # Curves that meet in the next step.
+    wsd = [*keys, "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0.1"]
+    before = standing(30, 240, *wsd, "global_batch_size=8", "warmup_steps_fraction=0.75")
+    assert rate_change(make_config(*wsd, devices=1).learning_rate, ramp, before) == ""
 
 
 def standing(step, consumed, *keys):
@@ -179,13 +183,12 @@ def test_weights_of_another_model(tmp_path, cache_dir):
 
 def test_other_devices_say_what_keeps_the_batch():
     """Where a notation counts rows per device; one of the whole batch needs nothing."""
-    for keys, names_the_key in (
-        (("enable_rampup_batch_size=False", "per_device_batch_size=4"), True),
-        (("global_batch_size=4",), False),
-    ):
-        position = standing(10, 40, *keys, "steps=100")
-        _, line = restart(position, *keys, "steps=100", devices=2)
-        assert (
-            line.endswith(" (rows per device, on 1 device: devices_per_node=1 keeps them)")
-            == names_the_key
-        )
+    rows = ("enable_rampup_batch_size=False", "per_device_batch_size=4", "steps=100")
+    position = standing(10, 40, *rows)
+    _, line = restart(position, *rows, devices=2)
+    assert line.endswith(
+        " (rows per device, on 1 device: global_batch_size=4 keeps them on others)"
+    )
+    whole = ("global_batch_size=4", "steps=100")
+    assert not restart(position, *whole, devices=2)[1]
+    assert "keeps" not in restart(position, "global_batch_size=8", "steps=100", devices=2)[1]
