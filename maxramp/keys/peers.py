@@ -20,6 +20,7 @@ MEGATRON_SAME: dict[str, list[str]] = _TABLE["megatron_same"]
 MEGATRON_NEAR: dict[str, str] = _TABLE["megatron_near"]
 VALUES: dict[str, dict[str, Any]] = _TABLE["values"]
 _ONLY: dict[str, list[Any]] = _TABLE["only"]
+_NEAR: dict[str, dict[str, str]] = _TABLE["near"]
 _DERIVED: dict[str, str] = _TABLE["derived"]
 FAMILY_KEYS: dict[str, dict[str, Any]] = _TABLE["family_keys"]
 OVERRIDES_MODEL = "override_model_config"  # whether a file overrides the sizes of its model_name
@@ -132,6 +133,9 @@ def _refused_together(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str
     for name, default in _DERIVED.items():
         if heads in last and name not in last and RENAMED[name] not in since_heads:
             yield name, f"(NeMo's): is not given, and is {default} there; give that number"
+    for name, nearest in _NEAR.items():
+        if own := nearest.get(str(last.get(name))):
+            yield f"{name}={last[name]}", f"(MaxText's): not supported; the nearest is {own}"
     if last.get("normalize_embedding_logits") and last.get("logits_via_embedding"):
         yield (
             "normalize_embedding_logits=True with logits_via_embedding=True",

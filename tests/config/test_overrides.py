@@ -254,6 +254,8 @@ def test_a_maxtext_file_leaves_keys_to_maxtexts_base(tmp_path):
     assert "base_emb_dim=96; give" in note and load("base_emb_dim=96", config=path)[1][0] != note
     values, notes = load("override_model_config=True", config=path)
     assert (values["base_emb_dim"], values["base_mlp_dim"], len(notes)) == (96, 12288, 1)
+    line = refusal("remat_policy=minimal_flash", "quantization=int8", config=path)
+    assert "quantization=int8 (MaxText's)" in line and line.endswith("is minimal_with_context")
     path.write_text("base_config: base.yml\nper_device_batch_size: 4\neval_steps: 20\n")
     assert refusal(config=path).endswith("(-1 = all): 20 batches are 80 on every device")
     assert refusal("devices_per_node=4", "num_nodes=2", config=path).endswith("batches are 640")
