@@ -15,7 +15,7 @@ if __name__ == "__main__":  # before the imports that take a second
     console.outlive_readers()
     _PREEMPTION = Preemption()
 
-    from maxramp.commandline import parse_config
+    from maxramp.commandline import parse_config, show_wait
     from maxramp.config.load import load
     from maxramp.errors import ConfigError, report
 
@@ -165,7 +165,8 @@ class Pretrainer:
         for line in _describe_rows(loader.corpus, config):
             say(line)
         # Flat between steps: modules cost a millisecond a step.
-        self._arrays, self._structure = jax.tree.flatten(job.first_state(abstract, read))
+        with show_wait(say, "wait     the first state: still loading or drawing weights"):
+            self._arrays, self._structure = jax.tree.flatten(job.first_state(abstract, read))
         count = len(self._recipe.sum_names)  # of the sums of an evaluation, on the devices
         self._no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * count)()
 
@@ -218,10 +219,11 @@ class Pretrainer:
         by_batch, no_sums = self._keys.log_eval_batches, self._no_sums
         eval_step, _ = self._programs.eval_step(stage)
         model, sums_by_set = self.state.model, {}
-        for name in self._loader.held_out:
-            sums_by_set[name] = sums = [] if by_batch else [no_sums]
-            for batch in self._loader.eval_batches(stage, self._keys, name):
-                sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
+        with show_wait(self._compiler.say, "wait     evaluation: still running"):
+            for name in self._loader.held_out:
+                sums_by_set[name] = sums = [] if by_batch else [no_sums]
+                for batch in self._loader.eval_batches(stage, self._keys, name):
+                    sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
         names, divisor = self._recipe.sum_names, self._recipe.objective.divisor
         return evaluation_from_sums(sums_by_set, by_batch, names, divisor)
 

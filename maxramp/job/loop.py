@@ -246,7 +246,7 @@ def train(job: Job, trainer: Trainer) -> int:
         policy = NoisePolicy(schedule.ramp.keys, position and position.noise)
         writers.append(policy)
     writers += [numbers, *output.open_files(schedule.ramp, first_step, pending)]
-    log = MetricsLog(config.run, writers, checkpoints.continues_run)
+    log = MetricsLog(config.run, writers, output.say, checkpoints.continues_run)
     job.closing.callback(log.close)
     profiler = Profiler(config.profiling, output.local / "tensorboard", first_step, log.flush)
     job.closing.callback(profiler.close)

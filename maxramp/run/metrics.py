@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxramp.commandline import show_wait
 from maxramp.data.keys import HELD_OUT, TASKS
 from maxramp.errors import TrainingError
 from maxramp.files.place import Place
@@ -60,11 +61,17 @@ class MetricsLog:
     """
 
     def __init__(
-        self, keys: RunKeys, writers: Sequence[Callable[[Record], None]], continues: bool = False
+        self,
+        keys: RunKeys,
+        writers: Sequence[Callable[[Record], None]],
+        say: Callable[[str], None],
+        continues: bool = False,
     ):
         """Hands records to `writers` in a thread of its own; the first step of a job that
-        `continues` a run is recorded as restarted."""
-        self._keys, self._writers = keys, writers
+        `continues` a run is recorded as restarted. `say` takes a line about a long first step or
+        evaluation."""
+        self._keys, self._writers, self._say = keys, writers, say
+        self._slow = "the first step"  # no line comes before it, however long it takes
         self._begins = {"restarted": True} if continues else {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "metrics")
         self._pending = self._reader.submit(lambda: None)  # the last record's
@@ -106,7 +113,8 @@ class MetricsLog:
                 **dispatched.to_record(read, begin, end),
             }
 
-        self._push(dispatched.numbers, record)
+        self._push(dispatched.numbers, record, self._slow)
+        self._slow = ""
 
     def log_eval(self, step: int, consumed_samples: int, dispatched: Dispatched) -> None:
         def record(read: Any, begin: float, end: float) -> Record:
@@ -117,7 +125,7 @@ class MetricsLog:
                 "eval_seconds": end - begin,
             }
 
-        self._push(dispatched.numbers, record)
+        self._push(dispatched.numbers, record, "evaluation")
 
     def flush(self) -> None:
         """Waits for all that the device was asked to do."""
@@ -128,12 +136,14 @@ class MetricsLog:
             self._ended = True
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _push(self, shown: Any, record: Callable[[Any, float, float], Record]) -> None:
-        before, self._pending = self._pending, self._reader.submit(self._write, shown, record)
+    def _push(self, shown: Any, record: Callable[[Any, float, float], Record], slow: str) -> None:
+        before, self._pending = self._pending, self._reader.submit(self._write, shown, record, slow)
         before.result()
 
-    def _write(self, shown: Any, record: Callable[[Any, float, float], Record]) -> None:
-        read = jax.device_get(shown)
+    def _write(self, shown: Any, record: Callable[[Any, float, float], Record], slow: str) -> None:
+        wait = show_wait(self._say, f"wait     {slow}: still running")
+        with wait if slow else contextlib.nullcontext():  # a wait takes a thread
+            read = jax.device_get(shown)
         now = time.perf_counter()  # the step's end, whatever the loop waits for meanwhile
         with self._writing:
             if self._ended:

@@ -33,7 +33,7 @@ class BackgroundCompiler:
         self._failure: StepError | None = None
         self._waiting: dict[Hashable, tuple] = {}  # not yet lowered
         self._compiled: dict[Hashable, concurrent.futures.Future] = {}  # or being compiled
-        self._names: dict[Hashable, str] = {}  # of the programs in _compiled
+        self._names: dict[Hashable, str] = {}  # of all programs
         self._largest = 0  # bytes that a step takes
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "compile")
 
@@ -41,7 +41,7 @@ class BackgroundCompiler:
         """Queues a program to be compiled, unless its key is known. `lower` is called in the main
         thread where the mesh is set, and returns a lowered program or a tree of them."""
         if key not in self:
-            self._waiting[key] = name, mesh, lower
+            self._waiting[key], self._names[key] = (mesh, lower), name
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._waiting or key in self._compiled
@@ -52,11 +52,11 @@ class BackgroundCompiler:
         compiled = self._compiled.get(key)
         if compiled and compiled.done():
             return compiled.result(), 0.0
-        start = time.perf_counter()
-        while key in self._waiting:
-            self._lower_next()
-        compiled = self._compiled[key]
-        with show_wait(self.say, f"wait     {self._names[key]}: still compiling", _SILENT):
+        start, name = time.perf_counter(), self._names[key]
+        with show_wait(self.say, f"wait     {name}: still compiling", _SILENT):
+            while key in self._waiting:
+                self._lower_next()
+            compiled = self._compiled[key]
             compiled.exception()
         return compiled.result(), time.perf_counter() - start
 
@@ -78,10 +78,9 @@ class BackgroundCompiler:
 
     def _lower_next(self) -> None:
         key = next(iter(self._waiting))
-        name, mesh, lower = self._waiting.pop(key)
+        mesh, lower = self._waiting.pop(key)
         with jax.set_mesh(mesh):
-            self._names[key] = name
-            self._compiled[key] = self._thread.submit(self._compile, name, lower())
+            self._compiled[key] = self._thread.submit(self._compile, self._names[key], lower())
 
     def _compile(self, name: str, lowered: Any) -> Any:
         start = time.perf_counter()

@@ -84,7 +84,7 @@ def test_an_evaluation_keeps_the_digits_of_each_batch(tmp_path):
     """Each keeps its digits however many come before it; what is no number is null."""
     sums = [(np.float32(1e8), np.float32(4e7)), (np.float32(3.25), np.float32(2))]
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
-    log = MetricsLog(make_config().run, [writer])
+    log = MetricsLog(make_config().run, [writer], print)
     log.log_eval(3, 80, evaluation_from_sums({"": sums}, by_batch=True))
     no_number = (np.float32(np.nan), np.float32(2))
     log.log_eval(4, 80, evaluation_from_sums({"": [*sums, no_number]}, by_batch=True))

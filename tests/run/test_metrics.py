@@ -1,9 +1,11 @@
 """Every scalar that a step shows is recorded, one step late, and reaches whatever shows numbers."""
 
+import functools
 import io
 import json
 import os
 import pathlib
+import time
 
 import events
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 from conftest import make_config
 from tensorboardX import SummaryWriter
 
+from maxramp.commandline import show_wait
 from maxramp.errors import TrainingError
 from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.run import metrics
 from maxramp.run.metrics import Dispatched, MetricsLog, loads_of, read_records, tag_of
 from maxramp.run.picture import make_expert_figure, make_run_figure
 from maxramp.run.writers import JsonlWriter, tensorboard_writers
@@ -29,7 +33,7 @@ def step_numbers(loss, **shown):
 def logged(folder, config, numbers):
     """The records of steps with these numbers, which event files in tb hold, too."""
     writers = [JsonlWriter(folder / "metrics.jsonl"), *tensorboard_writers(folder / "tb", 0, 0)]
-    log = MetricsLog(config.run, writers)
+    log = MetricsLog(config.run, writers, print)
     for step, shown in enumerate(numbers):
         log.log_step(step, STAGE, 2 * step + 2, step_numbers(step, **shown))
     log.flush()
@@ -93,10 +97,29 @@ def test_numbers_have_groups(name, tag):
     assert tag_of(name) == f"{tag}/{name}"
 
 
+class Slow:
+    def __array__(self):
+        time.sleep(0.1)
+        return np.float32(1)
+
+
+def test_a_long_first_step_and_evaluation_have_a_line(monkeypatch):
+    monkeypatch.setattr(metrics, "show_wait", functools.partial(show_wait, first=0.03))
+    lines = []
+    log = MetricsLog(make_config().run, [], lines.append)
+    for step in range(2):
+        log.log_step(step, STAGE, 2, step_numbers(0, slow=Slow()))
+    log.log_eval(1, 2, step_numbers(0, slow=Slow()))
+    log.flush()
+    log.close()
+    starts = [line.partition(", for")[0] for line in lines]
+    assert starts == [f"wait     {x}: still running" for x in ("the first step", "evaluation")]
+
+
 def test_a_loss_that_ends_the_run_is_noticed_one_step_late():
     """And nothing is recorded from then on."""
     records = []
-    log = MetricsLog(make_config().run, [records.append])
+    log = MetricsLog(make_config().run, [records.append], print)
     log.log_step(0, STAGE, 2, step_numbers(0))
     log.log_step(1, STAGE, 4, step_numbers(np.nan))  # does not wait for its own numbers
     with pytest.raises(TrainingError, match="loss=nan at step 1"):
