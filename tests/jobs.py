@@ -10,8 +10,7 @@ from conftest import command, environment
 from forked import Forked, run_forked
 from object_stores import free_port
 
-# Trains, and sends its process a signal where the step of the first argument would be handed to the
-# devices; the second is the signal's number.
+# Trains, and sends its process signal argv[2] before it dispatches step argv[1].
 SIGNALLED = """
 import os, sys
 from maxramp import train

@@ -81,17 +81,13 @@ class Storage:
         url = f"http://127.0.0.1:{self._proxy.server_port}"
         self.environment = {
             "gs": {
-                "STORAGE_EMULATOR_HOST": url,
-                "TENSORSTORE_GCS_HTTP_URL": url,
-                "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-                "FSSPEC_GCS_TOKEN": "anon",
+                **{"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url},
+                **{"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "FSSPEC_GCS_TOKEN": "anon"},
             },
             "s3": {
+                **{"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"},
+                **{"AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1"},
                 "AWS_ENDPOINT_URL": url,
-                "AWS_ACCESS_KEY_ID": "test",
-                "AWS_SECRET_ACCESS_KEY": "test",
-                "AWS_REGION": "us-east-1",
-                "AWS_DEFAULT_REGION": "us-east-1",
             },
         }[scheme]
         threading.Thread(target=self._proxy.serve_forever, daemon=True).start()

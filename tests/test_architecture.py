@@ -10,35 +10,17 @@ from conftest import ROOT, environment
 
 PACKAGE = ROOT / "maxramp"
 
-# Bottom up. A room is a folder, or a module beside them; rooms of one line do not know each other.
+# Bottom up. A room is a folder, or a module beside them; rooms of one text do not know each other.
 # Of rooms that take a whole config, the section alone stands below it.
 FLOORS = (
-    ("errors", "console"),
-    ("keys",),
-    ("commandline",),
-    ("files",),
-    ("drawing",),
-    ("parallel", "processes"),
-    ("stage",),
-    ("rampup", "model"),
-    ("objectives",),
-    ("data",),
-    ("huggingface",),
-    ("training",),
-    ("checkpoints",),
-    ("run",),
-    ("planning.keys", "launch.keys", "rl.keys"),
-    ("config",),
-    ("planning", "handover"),
-    ("measuring", "job", "launch", "generation"),
-    ("rl", "evaluation"),
-    (
-        *("train", "plan", "compile", "prepare", "checkpoint", "noise", "generate", "evaluate"),
-        *("grpo", "convert", "report"),
-        *("branch", "suggest", "launch.__main__", "__main__"),
-    ),
+    *("errors console", "keys", "commandline", "files", "drawing", "parallel processes", "stage"),
+    *("rampup model", "objectives", "data", "huggingface", "training", "checkpoints", "run"),
+    *("planning.keys launch.keys rl.keys", "config", "planning handover"),
+    *("measuring job launch generation", "rl evaluation"),
+    "train plan compile prepare checkpoint noise generate evaluate grpo convert report branch "
+    "suggest launch.__main__ __main__",
 )
-FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR = {room: index for index, rooms in enumerate(FLOORS) for room in rooms.split()}
 
 
 def room_of(module: str) -> str:

@@ -187,9 +187,8 @@ def test_reading_one_layer_reads_no_other(tmp_path):
         before = bytes_read()
         layer_DF = weights_LDF[1].read().result()
         costs.append(bytes_read() - before)
-    np.testing.assert_array_equal(
-        layer_DF, np.asarray(state.model.layers["dense"].mlp.up_DF[...])[1]
-    )
+    expected_LDF = np.asarray(state.model.layers["dense"].mlp.up_DF[...])
+    np.testing.assert_array_equal(layer_DF, expected_LDF[1])
     assert weights_LDF.chunk_layout.read_chunk.shape[0] == 1
     assert 0 < min(costs) < 4 * layer_DF.nbytes  # of 8
 
@@ -444,12 +443,8 @@ def test_other_arrays_are_refused(saved_folder, keys, names):
 @pytest.mark.parametrize(
     "key, value",
     {
-        "data_shuffle_seed": 1,
-        "init_weights_seed": 1,
-        "max_target_length": 8,
-        "enable_data_shuffling": False,
-        "eval_fraction": 0.1,
-        "dataset_type": "synthetic",
+        **{"data_shuffle_seed": 1, "init_weights_seed": 1, "max_target_length": 8},
+        **{"enable_data_shuffling": False, "eval_fraction": 0.1, "dataset_type": "synthetic"},
     }.items(),
 )
 def test_changes_of_history_are_refused(saved_folder, key, value):

@@ -67,14 +67,9 @@ def write_text(path):
 
 def arguments(folder, *more):
     keys = [f"text_files={folder}/text.txt", f"base_output_directory={folder}"]
-    keys += [
-        "total_samples=1800",
-        "enable_data_shuffling=False",
-        "eval_fraction=0",
-        "eval_interval=-1",
-    ]
+    keys += ["total_samples=1800", "enable_data_shuffling=False", "eval_fraction=0"]
     keys += ["step_batch_size_schedule=0:8 1000:16 1400:4", "step_batch_size_unit=samples"]
-    keys += ["skip_step_on_spikes=True", f"skip_step_interval={INTERVAL}"]
+    keys += ["skip_step_on_spikes=True", f"skip_step_interval={INTERVAL}", "eval_interval=-1"]
     keys += [f"skip_step_scaling_factor={FACTOR}"]
     return [BASE, *TINY, *keys, "checkpoint_period=66", "async_checkpointing=False", *more]
 

@@ -24,18 +24,12 @@ RAMP += ["per_device_batch_size_start=8", "per_device_batch_size_increment=8"]
 FILES = {
     "tabs.yml": "steps: 3\n\tlog_period: 3\n",
     "bracket.yml": "steps: 3\nmlp_activations: [silu, linear\n",
-    "list.yml": "- steps: 3\n- log_period: 3\n",
-    "word.yml": "steps\n",
-    "duplicate.yml": "steps: 3\nlog_period: 3\nsteps: 4\n",
-    "type.yml": "steps: three\n",
-    "number_name.yml": "run_name: 007\n",
-    "number_key.yml": "3: steps\n",
-    "documents.yml": "steps: 3\n---\nsteps: 4\n",
-    "latin.yml": b"run_name: caf\xe9\n",
-    "binary.yml": b"\x00\x01\x02",
-    "far_base.yml": "base_config: nowhere/far.yml\n",
-    "base_number.yml": "base_config: 3\n",
-    "base_folder.yml": "base_config: empty_folder\n",
+    **{"list.yml": "- steps: 3\n- log_period: 3\n", "word.yml": "steps\n"},
+    **{"duplicate.yml": "steps: 3\nlog_period: 3\nsteps: 4\n", "type.yml": "steps: three\n"},
+    **{"number_name.yml": "run_name: 007\n", "number_key.yml": "3: steps\n"},
+    **{"documents.yml": "steps: 3\n---\nsteps: 4\n", "latin.yml": b"run_name: caf\xe9\n"},
+    **{"binary.yml": b"\x00\x01\x02", "far_base.yml": "base_config: nowhere/far.yml\n"},
+    **{"base_number.yml": "base_config: 3\n", "base_folder.yml": "base_config: empty_folder\n"},
     "a_file": "in the way of a folder",
     **dict.fromkeys(("empty/a.txt", "empty/b.txt", "maxtext/manifest.ocdbt"), ""),
     "binary/model.bin": b"text\x00",
@@ -344,10 +338,8 @@ base_output_directory={files} run_name=a_file | base_output_directory={files} | 
 ]
 
 # Hardware that may be there after all.
-HARDWARE = {
-    "hardware=gpu": ["/dev/nvidia[0-9]*"],
-    "hardware=tpu": ["/dev/accel*", "/dev/vfio/[0-9]*"],
-}
+HARDWARE = {"hardware=gpu": ["/dev/nvidia[0-9]*"]}
+HARDWARE["hardware=tpu"] = ["/dev/accel*", "/dev/vfio/[0-9]*"]
 
 
 def execute(

@@ -124,9 +124,8 @@ def test_numbers_of_sets():
     assert (record["eval_loss_code"], record["eval_tokens_code"]) == (2.0, 4)
     assert (record["eval_loss_wiki"], record["eval_tokens_wiki"]) == (0.75, 12)
     assert (record["eval_loss"], record["eval_tokens"]) == (17 / 16, 16)
-    assert record["eval_batch_loss_code"] == [6.0, 2.0] and record["eval_batch_tokens_wiki"] == [
-        12.0
-    ]
+    assert record["eval_batch_loss_code"] == [6.0, 2.0]
+    assert record["eval_batch_tokens_wiki"] == [12.0]
     assert record["eval_batch_loss"] == [6.0, 2.0, 9.0]
     tags = {name: tag_of(name).partition("/")[0] for name in numbers_of(record)}
     token_keys = {"eval_tokens", "eval_tokens_code", "eval_tokens_wiki"}

@@ -272,15 +272,9 @@ def models(tmp_path_factory) -> dict[str, pathlib.Path]:
     """A file of every type of tokenizer, made from TEXTS by its own library."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "tokenizer.json").write_bytes(tokenizers.train_bpe(iter(TEXTS), 400))
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS[5:]),
-        model_prefix=str(folder / "sp"),
-        vocab_size=60,
-        byte_fallback=False,
-        minloglevel=2,
-        normalization_rule_name="identity",
-        hard_vocab_limit=False,
-    )
+    plain = {"byte_fallback": False, "minloglevel": 2, "normalization_rule_name": "identity"}
+    plain |= {"hard_vocab_limit": False, "vocab_size": 60, "model_prefix": str(folder / "sp")}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS[5:]), **plain)
     ranks = [bytes([i]) for i in range(256)] + [b"wo", b"rd", b"word", b" word"]
     lines = (base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks))
     (folder / "a.tiktoken").write_bytes(b"".join(lines))

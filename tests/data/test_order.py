@@ -96,11 +96,8 @@ def read(elements, first, last, *arguments, size=24):
         return [int(element[0]) for element in reading]
 
 
-SETTINGS = {
-    "a thread": (),
-    "threads": ("grain_num_threads=3",),
-    "processes": ("grain_worker_count=2",),
-}
+SETTINGS = {"a thread": (), "threads": ("grain_num_threads=3",)}
+SETTINGS["processes"] = ("grain_worker_count=2",)
 
 
 @pytest.mark.parametrize(

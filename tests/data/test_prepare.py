@@ -231,9 +231,7 @@ def test_a_tokenizer_is_kept_between_starts(tmp_path, capfd):
     files = [str(source), "--output", str(output)]
     full = run_limited(*files, "--train_bpe", "300", kilobytes=2)
     assert full.returncode == 1 and full.stderr.count("\n") == 1
-    assert full.stderr.startswith(
-        f"error: --output {output}: cannot write {output}/.preparing/bpe-"
-    )
+    assert full.stderr.startswith(f"error: --output {output}: cannot write {output}/.preparing/bpe")
     assert full.stderr.endswith(".json: File too large; make room, and start again to continue\n")
     # An output that takes no more than the tokenizer: the preparation ends after the training.
     shards = run_limited(*files, "--train_bpe", "300", kilobytes=30)

@@ -7,18 +7,10 @@ import ml_dtypes
 import numpy as np
 
 _SIZES = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 40},
+    **{"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
+    **{"tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2},
     "torch_dtype": "float32",
 }
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -57,18 +57,10 @@ def folders(tmp_path_factory):
 def test_losses_and_gradients_are_those_of_trl(folders, tmp_path, name):
     """Within 1e-5, and so are the numbers that are shown under TRL's names."""
     (reference, policy), (ours, theirs, smoothing, at_a_time) = folders, LOSSES[name]
-    args = trl.DPOConfig(
-        output_dir=str(tmp_path),
-        loss_type=[theirs],
-        beta=0.3,
-        label_smoothing=smoothing,
-        per_device_train_batch_size=at_a_time,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_dropout=True,
-    )
+    plain = {"report_to": [], "use_cpu": True, "bf16": False, "disable_dropout": True}
+    plain |= {"gradient_checkpointing": False, "output_dir": str(tmp_path)}
+    asked = {"loss_type": [theirs], "beta": 0.3, "label_smoothing": smoothing}
+    args = trl.DPOConfig(**plain, **asked, per_device_train_batch_size=at_a_time)
     models = [transformers.AutoModelForCausalLM.from_pretrained(x) for x in (policy, reference)]
     trainer = trl.DPOTrainer(
         model=models[0],

@@ -389,20 +389,11 @@ def test_end_tokens_that_are_no_ids_are_refused(tmp_path, ids):
         ({"architectures": 5}, "architectures=5 is not supported, but LlamaForCausalLM and Llama"),
         ({"is_causal": False}, "is_causal=False is not supported, but True"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
-        (
-            {"architectures": ["LlamaBidirectionalModel"]},
-            "architectures=LlamaBidirectionalModel is",
-        ),
-        (
-            CONFIGS["gemma3"] | {"layer_types": ["full_attention"] * 8},
-            "layer_types=.* but full_attention in every 6th layer",
-        ),
+        ({"architectures": ["LlamaBidirectionalModel"]}, "architectures=LlamaBidirectionalModel"),
+        (CONFIGS["gemma3"] | {"layer_types": ["full_attention"] * 8}, "full_attention in every 6"),
         (CONFIGS["gemma3"] | {"sliding_window_pattern": 4}, "sliding_window_pattern=4 is not"),
         (CONFIGS["gemma3"] | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is"),
-        (
-            {"rope_scaling": {"rope_type": "llama3"}},
-            "rope_type=llama3 has no factor; write it there",
-        ),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type=llama3 has no factor; write it"),
     ],
 )
 def test_a_config_json_of_another_computation_is_refused(changes, says):

@@ -13,8 +13,7 @@ from maxramp.launch import gke
 from maxramp.launch.__main__ import main
 from maxramp.launch.jobs import Run
 
-# Kubeflow Trainer's API package: pydantic models of JobSet v1alpha2 and of the Kubernetes objects
-# in it, generated from the projects' OpenAPI files.
+# Kubeflow Trainer's pydantic models of JobSet v1alpha2 and its objects, from their OpenAPI files.
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install -e '.[test]'")
 
 HARMLESS = """no $(touch pwned) `touch pwned` 'single' "double" ; touch pwned"""

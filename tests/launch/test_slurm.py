@@ -59,13 +59,8 @@ class Chain:
         self.cluster, self.folder, self.line = cluster, folder, line
 
     def launch(self) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            command(*self.line, "--cluster", "slurm", module="launch"),
-            env=self.cluster,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        line = command(*self.line, "--cluster", "slurm", module="launch")
+        return subprocess.run(line, env=self.cluster, capture_output=True, text=True, timeout=120)
 
     def slurm(self, *words: str) -> str:
         return subprocess.check_output(words, env=self.cluster, text=True)

@@ -1,7 +1,4 @@
-"""A pipeline makes the update that one device makes, in the ticks that its arithmetic says.
-
-Shapes: R rows of a step, S tokens of a row and the one after it.
-"""
+"""A pipeline makes one device's update, in the ticks of arithmetic. R rows of S = T + 1 tokens."""
 
 import dataclasses
 import functools

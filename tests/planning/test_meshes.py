@@ -68,9 +68,8 @@ def test_estimates_are_those_computed_by_hand():
     assert fsdp["products"] == pytest.approx(products / 1e9, rel=2e-3)
     # All rows on each device, and 13 transfers of their stream in a layer.
     tensor = parts("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2")
-    assert tensor["tensor"] == pytest.approx(
-        L * (9 + 4 * 0.8) * TOKENS / 2 * D * 2 / 2 / 1e6, rel=1e-6
-    )
+    streams = L * (9 + 4 * 0.8) * TOKENS / 2 * D * 2 / 2
+    assert tensor["tensor"] == pytest.approx(streams / 1e6, rel=1e-6)
     # The sum over two copies goes there and back.
     data = parts("ici_data_parallelism=2", "ici_fsdp_parallelism=2")
     scales = (2 * L + 1) * D
@@ -82,9 +81,8 @@ def test_estimates_are_those_computed_by_hand():
     exchanged = L * (2 + 0.8) * TOKENS / 4 * 2 * (H + K) * HEAD * 2
     assert ulysses["context"] == pytest.approx(exchanged / 2 / 1e6)
     gathered = parts(*context, "context_parallel_strategy=all_gather")
-    assert gathered["context"] == pytest.approx(
-        L * (2.5 + 0.8) * TOKENS / 4 * 2 * 2 * K * HEAD * 2 / 2 / 1e6
-    )
+    keys_and_values = L * (2.5 + 0.8) * TOKENS / 4 * 2 * 2 * K * HEAD * 2
+    assert gathered["context"] == pytest.approx(keys_and_values / 2 / 1e6)
 
 
 def test_a_pipeline_idles_and_gathers_its_weights_in_every_tick():
@@ -109,10 +107,8 @@ def test_what_runs_beside_products_does_not_wait():
     hidden = parts("ici_fsdp_parallelism=4", rates=RATES._replace(flops=1e3, hidden=0.95))
     assert hidden["weights"] == pytest.approx(0.05 * exposed["weights"])
     slow = parts("ici_fsdp_parallelism=4", rates=RATES._replace(hidden=0.95))
-    work = exposed["products"] + exposed["attention"]
-    assert slow["weights"] == pytest.approx(
-        exposed["weights"] - min(work, 0.95 * exposed["weights"])
-    )
+    beside = min(exposed["products"] + exposed["attention"], 0.95 * exposed["weights"])
+    assert slow["weights"] == pytest.approx(exposed["weights"] - beside)
 
 
 @pytest.mark.parametrize("number", [1, 8, 12, 64])

@@ -105,8 +105,7 @@ DEEPSEEK = """--num-layers 61 --num-experts 256 --moe-router-topk 8 --moe-ffn-hi
 
 
 FLAGS = {"QWEN3_30B": QWEN3_30B, "DEEPSEEK": DEEPSEEK}
-# Flags, the keys that they become, and what is left out. Megatron adds up the losses of layers, of
-# which we take the mean.
+# Flags, their keys, and what is left out. Megatron adds up the losses of layers, we take the mean.
 EXPERTS = table("""
 QWEN3_30B | decoder_block=qwen3_moe num_experts=128 num_experts_per_tok=8 base_moe_mlp_dim=768 \
     norm_topk_prob=True ici_expert_parallelism=8 load_balance_loss_scope=pass \

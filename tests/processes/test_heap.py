@@ -33,14 +33,8 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallo
 
 def faults(*arguments: str) -> tuple[int, list[int]]:
     """Returns the pages of the step, and the page faults of every run."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env=environment(),
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    line, options = [sys.executable, "-c", PROGRAM, *arguments], {"env": environment(), "cwd": ROOT}
+    done = subprocess.run(line, **options, check=True, capture_output=True, text=True)
     pages, *faults_by_run = map(int, done.stdout.split())
     return pages, faults_by_run
 

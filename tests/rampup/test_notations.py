@@ -110,9 +110,7 @@ def test_the_split_is_the_largest_that_divides():
 
 
 def test_a_stage_that_cannot_be_split_names_its_neighbours():
-    ramp = RampupBatchManager(
-        keys(rampup_batch_size=[8, 4, 100], global_batch_size=16), num_devices=8
-    )
+    ramp = RampupBatchManager(keys(rampup_batch_size=[8, 4, 100], global_batch_size=16), 8)
     ramp.check(ramp.stages[:1])
     with pytest.raises(ConfigError, match=r"stage 1 with a global batch of 12 .* use 8 or 16"):
         ramp.check(ramp.stages)
@@ -203,19 +201,11 @@ def test_best_nodes_against_trying_all():
 
 
 def test_stages_of_a_few_steps_get_no_job_of_their_own():
-    """45 stages, 44 of them of 1 to 47 steps, on 16 nodes: one job where a restart takes minutes.
-
-    1440 rows divide over 32 ranks at most, where micro batches of 3 take 2% more node-time than
-    those of 4 on one node, and a quarter of the time.
-    """
-    config = documented(
-        rampup_batch_size=[32, 32, 65536],
-        global_batch_size=1440,
-        node_schedule="best",
-        planned_pass_overhead=0.25,
-        node_time_tolerance=0.05,
-        total_samples=300_000,
-    )
+    """45 stages, 44 of 1 to 47 steps, are one job where a restart takes minutes. 1440 rows divide
+    over 32 ranks at most; micro batches of 3 take 2% more node-time than those of 4."""
+    ramp = {"rampup_batch_size": [32, 32, 65536], "global_batch_size": 1440}
+    costs = {"planned_pass_overhead": 0.25, "node_time_tolerance": 0.05, "total_samples": 300_000}
+    config = documented(**ramp, **costs, node_schedule="best")
     odd = [nodes for nodes in range(1, 17) if 128 % (8 * nodes)]
     mesh = {"meshes": functools.partial(mesh_unless, config, odd)}
     nodes = [s.nodes for s in RampupBatchManager(config, restart_passes=600, **mesh).stages]

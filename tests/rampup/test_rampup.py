@@ -169,12 +169,9 @@ def test_thousand_random_settings_against_simulation():
     for _ in range(1000):
         devices, start, increment, final, accumulation, samples = random_settings(rng)
         config = settings(
-            per_device_batch_size=float(final),
-            per_device_batch_size_start=float(start),
-            per_device_batch_size_increment=float(increment),
-            global_rampup_samples=samples,
-            gradient_accumulation_steps=accumulation,
-            devices_per_node=devices,
+            **{"per_device_batch_size": float(final), "per_device_batch_size_start": float(start)},
+            **{"per_device_batch_size_increment": float(increment), "devices_per_node": devices},
+            **{"global_rampup_samples": samples, "gradient_accumulation_steps": accumulation},
         )
         ramp = RampupBatchManager(config)
         last = ramp.stages[-1].first_step
@@ -234,9 +231,7 @@ def test_a_run_that_ends_before_its_last_phase_names_no_batch():
     phases = {"phases": {"900": {"row_length": 1}}, "phases_unit": "samples"}
     keys = {"global_batch_size": 8, "steps": 10, "devices_per_node": 1} | phases
     (line,) = RampupBatchManager(keys).warnings
-    assert line.endswith(
-        "after 10 steps it is in stage 0, and the final stage 1 begins after 113 steps"
-    )
+    assert line.endswith("10 steps it is in stage 0, and the final stage 1 begins after 113 steps")
 
 
 def test_a_run_longer_than_its_curve_warns():

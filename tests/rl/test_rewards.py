@@ -230,9 +230,7 @@ def test_workers_end_with_the_trainer_and_not_before(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "trainer.py"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
         start_new_session=True,
     )
     process.stdout.close()

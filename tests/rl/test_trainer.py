@@ -75,11 +75,8 @@ class Run:
         )
 
     def __call__(self, steps=1, stops=()):
-        """The metrics of each step, and the change of the weights.
-
-        Args:
-          stops: what is answered when a step asks whether to stop; one that did is repeated.
-        """
+        """The metrics of each step, and the change of the weights. `stops`: the answers to whether
+        to stop; a step that did is repeated."""
         self.beats, self._stops = [], iter(stops)
         self.trainer.state, records = self._make(), []
         before = [np.array(x) for x in jax.tree.leaves(self.trainer.state.model)]

@@ -45,14 +45,7 @@ class Job:
     """Processes of one run."""
 
     def __init__(
-        self,
-        folder: pathlib.Path,
-        cache_dir: str,
-        *more: str,
-        processes=1,
-        largest_file=None,
-        alone=None,
-        optimized=False,
+        self, folder, cache_dir, *more, processes=1, largest_file=None, alone=None, optimized=False
     ):
         """`largest_file` = {process: bytes} lets longer files of that process fail; `alone` =
         {process: argument} goes to that process only; `optimized`: compiles take seconds."""
@@ -63,15 +56,14 @@ class Job:
             size = (largest_file or {}).get(index)
             job = member(port, processes, index)
             start = subprocess.Popen if "LD_PRELOAD" in os.environ else Forked
-            self.processes.append(
-                start(
-                    command(*arguments(folder, cache_dir, *more, *(alone or {}).get(index, ()))),
-                    env=environment(optimized=optimized) | (job if processes > 1 else {}),
-                    stdout=(folder / f"stdout.{index}").open("wb"),
-                    stderr=(folder / f"stderr.{index}").open("wb"),
-                    **({"limits": {resource.RLIMIT_FSIZE: size}} if size else {}),
-                )
+            process = start(
+                command(*arguments(folder, cache_dir, *more, *(alone or {}).get(index, ()))),
+                env=environment(optimized=optimized) | (job if processes > 1 else {}),
+                stdout=(folder / f"stdout.{index}").open("wb"),
+                stderr=(folder / f"stderr.{index}").open("wb"),
+                **({"limits": {resource.RLIMIT_FSIZE: size}} if size else {}),
             )
+            self.processes.append(process)
         self.folder = folder
 
     def __enter__(self):

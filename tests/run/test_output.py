@@ -103,10 +103,8 @@ def test_a_file_where_event_files_go(tmp_path):
 def test_metrics_that_are_cut_are_kept(tmp_path, capsys):
     """Whatever stood there: steps after the checkpoint, another program's lines, a torn one."""
     folder = tmp_path / "run"
-    records = [
-        {"step": k, "loss": 1.0, "consumed_samples": 8 * k, "global_batch_size": 8}
-        for k in range(9)
-    ]
+    record = {"loss": 1.0, "global_batch_size": 8}
+    records = [record | {"step": k, "consumed_samples": 8 * k} for k in range(9)]
     start(folder, records=records)
     start(folder, first_step=6)
     assert read_records(folder / "metrics.jsonl") == records[:6]

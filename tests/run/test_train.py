@@ -181,11 +181,8 @@ def test_killed_it_goes_on_from_the_last_checkpoint(uninterrupted, tmp_path, cac
 def test_muon_and_half_lives_in_samples_through_a_kill(tmp_path, cache_dir):
     """In a ramp and onto another mesh: what is left of the means' first zeros is saved."""
     named = ",".join(half_lives("muon"))
-    more = (
-        *("opt_type=muon", "muon_consistent_rms=0.2", "muon_weight_decay=0.1"),
-        "learning_rate=3e-3",
-    )
-    more += (f"half_lives_in_samples=[{named}]", "batch_size_lr_scaling=sqrt")
+    more = ("opt_type=muon", "muon_consistent_rms=0.2", "muon_weight_decay=0.1")
+    more += ("learning_rate=3e-3", f"half_lives_in_samples=[{named}]", "batch_size_lr_scaling=sqrt")
     complete(*arguments(tmp_path, cache_dir, "whole", *more))
     line = arguments(tmp_path, cache_dir, "killed", *more)
     assert run_signalled(60, signal.SIGKILL, *line).returncode == -signal.SIGKILL

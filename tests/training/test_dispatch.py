@@ -1,7 +1,4 @@
-"""Tokens reach their experts, and what these make comes back, on every mesh.
-
-Shapes: E experts, k of a token; others as in maxramp/model/.
-"""
+"""Tokens reach their experts, and come back, on every mesh. E experts, k of a token."""
 
 import functools
 import itertools

@@ -196,9 +196,7 @@ def test_a_step_is_that_of_the_definitions(name):
     assert (metrics["dropped_share"] > 0.01).all() == (name == "capacity")
     for shown, expected in metrics.items():
         if shown != "dropped_share" or name == "capacity":
-            np.testing.assert_allclose(
-                states.metrics[shown], expected, rtol=1e-5, atol=1e-9, err_msg=shown
-            )
+            np.testing.assert_allclose(states.metrics[shown], expected, 1e-5, 1e-9, err_msg=shown)
     change = {name: last[name] - states.first[name] for name in last}
     assert deviation(states.change, change) < TOLERANCE
 
@@ -211,15 +209,10 @@ PIPELINE = ("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", "ici_expert_
 GATHERED = ("ici_pipeline_parallelism=2", "ici_expert_parallelism=2", "ici_fsdp_parallelism=2")
 GATHERED += ("pipeline_fsdp_ag_once=True",)
 SPLITS = {
-    "2 passes": ((), 1, 2),
-    "4 passes": ((), 1, 4),
-    "data": (("ici_data_parallelism=8",), 8, 1),
-    "fsdp, tensor": (TENSOR, 8, 2),
-    "expert, fsdp": (EXPERT, 8, 1),
-    "expert, fsdp, 4 passes": (EXPERT, 8, 4),
-    "expert, fsdp, tensor": (ALL, 8, 2),
-    "data, expert, fsdp": (COPIES, 8, 2),
-    "circular pipeline, expert": (PIPELINE, 8, 2),
+    **{"2 passes": ((), 1, 2), "4 passes": ((), 1, 4), "data": (("ici_data_parallelism=8",), 8, 1)},
+    **{"fsdp, tensor": (TENSOR, 8, 2), "expert, fsdp": (EXPERT, 8, 1)},
+    **{"expert, fsdp, 4 passes": (EXPERT, 8, 4), "expert, fsdp, tensor": (ALL, 8, 2)},
+    **{"data, expert, fsdp": (COPIES, 8, 2), "circular pipeline, expert": (PIPELINE, 8, 2)},
     "pipeline, gathered once": (GATHERED, 8, 2),
 }
 
@@ -258,9 +251,7 @@ def test_an_update_does_not_depend_on_the_split(case):
     shown = {n for n, values in one.metrics.items() if values.dtype == np.float32}
     assert shown > {"loss", "load_balance_loss", "router_z_loss", "expert_load_max"}
     for name in shown:
-        np.testing.assert_allclose(
-            other.metrics[name], one.metrics[name], rtol=1e-5, atol=1e-7, err_msg=name
-        )
+        np.testing.assert_allclose(other.metrics[name], one.metrics[name], 1e-5, 1e-7, err_msg=name)
     (first, last), (other_first, other_last) = order(one), order(other)
     np.testing.assert_equal(first, other_first)
     assert deviation(other_last, last) < 1e-5

@@ -20,21 +20,12 @@ TOLERANCE = 1e-6
 def settings(**changes):
     """The batch and schedule keys of a resolved config."""
     values = {
-        "learning_rate": 1.0,
-        "learning_rate_by": "samples",
-        "batch_size_lr_scaling": "none",
-        "batch_size_lr_reference": "final",
-        "lr_schedule_type": "cosine",
-        "learning_rate_final_fraction": 0.1,
-        "warmup_steps_fraction": 0.1,
-        "wsd_decay_steps_fraction": 0.1,
-        "wsd_decay_style": "linear",
-        "learning_rate_schedule_steps": 100,
-        "steps": 100,
-        "enable_rampup_batch_size": False,
-        "per_device_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "num_nodes": 1,
+        **{"learning_rate": 1.0, "learning_rate_by": "samples", "batch_size_lr_scaling": "none"},
+        **{"batch_size_lr_reference": "final", "lr_schedule_type": "cosine"},
+        **{"learning_rate_final_fraction": 0.1, "warmup_steps_fraction": 0.1},
+        **{"wsd_decay_steps_fraction": 0.1, "wsd_decay_style": "linear"},
+        **{"learning_rate_schedule_steps": 100, "steps": 100, "enable_rampup_batch_size": False},
+        **{"per_device_batch_size": 4, "gradient_accumulation_steps": 1, "num_nodes": 1},
         "devices_per_node": 2,
     }
     return SimpleNamespace(**(values | changes))
@@ -206,17 +197,10 @@ def test_seesaw_keeps_rate_over_root_of_batch(seed):
 
 @pytest.mark.parametrize("reference, batch", [("initial", 2), ("final", 8)])
 def test_a_ramp_keeps_the_curve_of_its_reference_batch(reference, batch):
-    config = settings(
-        batch_size_lr_scaling="sqrt",
-        batch_size_lr_reference=reference,
-        learning_rate_schedule_steps=-1,
-        steps=-1,
-        total_samples=800,
-        step_batch_size_schedule="0:2 160:4 320:8",
-        step_batch_size_unit="samples",
-    )
-    rate, ramp = rate_and_ramp(config)
     length = {"total_samples": 800, "steps": -1, "learning_rate_schedule_steps": -1}
+    batches = {"step_batch_size_schedule": "0:2 160:4 320:8", "step_batch_size_unit": "samples"}
+    scaling = {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": reference}
+    rate, ramp = rate_and_ramp(settings(**scaling, **batches, **length))
     constant, _ = rate_and_ramp(settings(global_batch_size=batch, **length))
     samples = np.arange(0, 800, 8)
     np.testing.assert_array_equal(rate(samples, batch), constant(samples))

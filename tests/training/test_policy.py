@@ -29,15 +29,9 @@ from maxramp.training.step import make_train_step, update
 
 P, G, S, VOCAB = 4, 4, 17, 264
 KEYS = PolicyKeys(
-    num_generations=G,
-    grpo_normalize_advantages=True,
-    grpo_epsilon=0.2,
-    grpo_epsilon_high=0.28,
-    grpo_beta=0.1,
-    grpo_normalization="token",
-    num_iterations=1,
-    decode_sampling_temperature=0.8,
-    loss_block_tokens=2048,
+    **{"num_generations": G, "grpo_normalize_advantages": True, "grpo_epsilon": 0.2},
+    **{"grpo_epsilon_high": 0.28, "grpo_beta": 0.1, "grpo_normalization": "token"},
+    **{"num_iterations": 1, "decode_sampling_temperature": 0.8, "loss_block_tokens": 2048},
 )
 
 

@@ -1,7 +1,4 @@
-"""bfloat16 arithmetic: gradients that do not depend on how many tokens a pass has.
-
-Shapes: R rows, S tokens of a row and the one after it.
-"""
+"""bfloat16: gradients do not depend on the tokens of a pass. R rows of S = T + 1 tokens."""
 
 import math
 

@@ -103,14 +103,8 @@ def test_compiling_ahead_changes_no_loss(undisturbed, tmp_path, cache_dir):
 def test_nothing_is_transferred_but_batches_and_metrics(undisturbed, tmp_path, cache_dir):
     """Every transfer of a run is one that the code asks for; an implicit one raises."""
     guarded = environment() | {"JAX_TRANSFER_GUARD": "disallow"}
-    done = subprocess.run(
-        [sys.executable, "-m", "maxramp.train", *arguments(tmp_path, cache_dir)],
-        env=guarded,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    line = [sys.executable, "-m", "maxramp.train", *arguments(tmp_path, cache_dir)]
+    done = subprocess.run(line, env=guarded, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert losses(tmp_path) == losses(undisturbed[0])
 

@@ -29,15 +29,13 @@ from maxramp.training.step import eval_step, make_train_step
 
 STEPS, ROWS, LENGTH, VOCAB = 3, 64, 16, 264
 
-# Sums of float32 in another order differ by some 2^-24 of their largest terms, and the elements of
-# a gradient are sums that cancel: they are held to the largest element of their array. A change of
-# weights by 1/100 of their size has lost 7 more bits to rounding.
+# Of the largest element of an array: sums in another order differ by 2^-24 of their largest terms,
+# and a change of weights by 1/100 of their size has lost 7 more bits to rounding.
 TOLERANCE = 5e-5
 
 SGD = ("opt_type=sgd", "learning_rate=1")  # changes as large as Adam's
-# Adam divides by |g|, which turns the rounding of gradients near zero into steps of up to the
-# learning rate. An epsilon near the size of the gradients bounds that and leaves every element a
-# scale of its own.
+# Adam divides by |g|, which turns rounding near zero into steps of up to the learning rate; an
+# epsilon near the size of the gradients bounds that.
 ADAM = ("adam_eps=1e-3",)
 
 
@@ -171,13 +169,9 @@ def test_gradients_travel_once():
 SHARDED = {
     "embedding_VD": {0: "tensor", 1: "fsdp"},
     "head_DV": {0: "fsdp", 1: "tensor"},
-    "query_DHh": {1: "fsdp", 2: "tensor"},
-    "key_DKh": {1: "fsdp", 2: "tensor"},
-    "value_DKh": {1: "fsdp", 2: "tensor"},
-    "out_HhD": {1: "tensor", 3: "fsdp"},
-    "gate_DF": {1: "fsdp", 2: "tensor"},
-    "up_DF": {1: "fsdp", 2: "tensor"},
-    "out_FD": {1: "tensor", 2: "fsdp"},
+    **dict.fromkeys(("query_DHh", "key_DKh", "value_DKh"), {1: "fsdp", 2: "tensor"}),
+    **dict.fromkeys(("gate_DF", "up_DF"), {1: "fsdp", 2: "tensor"}),
+    **{"out_HhD": {1: "tensor", 3: "fsdp"}, "out_FD": {1: "tensor", 2: "fsdp"}},
 }
 UNSHARDED = {"scale_D", "zeros_in_mu", "zeros_in_nu", "consumed_samples", "bad_steps"}
 
@@ -381,8 +375,7 @@ def test_evaluation_of_a_padded_batch():
         weights = {name: x.astype(np.float64) for name, x in training.last.items()}
         expected = reference_sums(weights, rows_RS, config.model.base_num_kv_heads)
         cross_entropy, _, tokens = map(float, expected)
-    assert tokens == 20 * LENGTH - 8 - 15
-    assert sums[1] == tokens
+    assert sums[1] == tokens == 20 * LENGTH - 8 - 15
     assert float(sums[0]) / tokens == pytest.approx(cross_entropy / tokens, rel=1e-6)
 
 
@@ -409,8 +402,7 @@ def test_the_fingerprint_does_not_depend_on_the_split():
     for other_RS in (swapped_RS, changed_RS, rows_RS[::-1]):
         other = fingerprint(other_RS)
         assert other == numpy_fingerprint(other_RS)
-        assert other[0] != base[0]
-        assert other[1] != base[1]
+        assert other[0] != base[0] and other[1] != base[1]
 
 
 def test_clock_passes_32_bits():
