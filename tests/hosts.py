@@ -62,18 +62,14 @@ def serve(first_step: int, loaded) -> dict:
             return fingerprint_of_weights(compiled(batch)), moved
 
         steps = [look(loader.batch(k)[0]) for k in range(first_step, ramp.total_steps)]
-        evaluations = [
-            look(batch) for batch in loader.eval_batches(ramp.stages[0], config.evaluation)
-        ]
+        evaluations = list(map(look, loader.eval_batches(ramp.stages[0], config.evaluation)))
         loader.close()
     return {
         "steps": [fingerprint for fingerprint, _ in steps],
         "evaluations": [fingerprint for fingerprint, _ in evaluations],
         "moved": [moved for _, moved in steps],
-        "reads": expansion.reads,
         "share": [len(expansion.share.rows(s.spec)) for s in ramp.stages],
-        "hash": corpus.hash,
-        "packed": corpus.packed,
+        **{"reads": expansion.reads, "hash": corpus.hash, "packed": corpus.packed},
     }
 
 

@@ -14,11 +14,9 @@ from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError
 
 BAD = {
-    b'{"body": "caf\xe9"}': "UTF-8",
-    b'{"body": null}': "is null, not text",
+    **{b'{"body": "caf\xe9"}': "UTF-8", b'{"body": null}': "is null, not text"},
     b'{"body": "hm \\ud83d!"}': "half of a surrogate pair",
-    b'{"text": "another field"}': "has no body",
-    b"[1, 2]": "is not a JSON object",
+    **{b'{"text": "another field"}': "has no body", b"[1, 2]": "is not a JSON object"},
     b'{"body": "cut o': "is not JSON",
 }
 

@@ -115,10 +115,8 @@ class JobSet:
         variables = {e["name"]: replace_paths(e["value"]) for e in container["env"]}
         variables |= {
             "MAXRAMP_COORDINATOR": f"127.0.0.1:{self.port}",
-            "JOB_COMPLETION_INDEX": str(index),
-            "POD": f"{self.name}-{index}",
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            "PATH": ":".join(map(str, path)),
+            **{"JOB_COMPLETION_INDEX": str(index), "POD": f"{self.name}-{index}"},
+            **{"JAX_NUM_CPU_DEVICES": str(devices), "PATH": ":".join(map(str, path))},
         }
         self.processes[index] = subprocess.Popen(
             [*container["command"], *map(replace_paths, container["args"])],

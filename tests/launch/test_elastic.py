@@ -23,9 +23,7 @@ from maxramp.rampup.schedule import RampupBatchManager
 
 # 12 rows a step divide over 1, 2, 3 and 4 nodes; then 8 over 1, 2 and 4, and 16.
 ELASTIC = (
-    "elastic=True",
-    "per_device_batch_size=4",
-    "step_batch_size_schedule=0:12 480:8 640:16",
+    *("elastic=True", "per_device_batch_size=4", "step_batch_size_schedule=0:12 480:8 640:16"),
     *("steps=70", "node_schedule=fixed", "checkpoint_period=5", "node_rest_seconds=5"),
     *("ici_data_parallelism=-1", "ici_fsdp_parallelism=1"),
 )

@@ -54,10 +54,8 @@ def test_a_key_holds_until_a_later_phase_gives_it_and_the_batch_may_fall():
         ),
         (  # MaxText's: 20 samples an increment
             {
-                "enable_rampup_batch_size": True,
-                "per_device_batch_size": 12,
-                "per_device_batch_size_start": 4,
-                "per_device_batch_size_increment": 4,
+                **{"enable_rampup_batch_size": True, "per_device_batch_size": 12},
+                **{"per_device_batch_size_start": 4, "per_device_batch_size_increment": 4},
                 "global_rampup_samples": 40,
             },
             [(0, 4), (20, 8), (44, 12), (980, 12)],

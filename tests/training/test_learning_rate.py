@@ -111,13 +111,11 @@ def random_ramp(rng):
     """Keys of any ramp, on one device; increments that divide the batch it ends at, and others."""
     start, increment = rng.randint(1, 6), rng.randint(1, 6)
     return {
-        "enable_rampup_batch_size": True,
         "per_device_batch_size": start + increment * rng.randint(1, 4),
-        "per_device_batch_size_start": start,
-        "per_device_batch_size_increment": increment,
+        **{"per_device_batch_size_start": start, "per_device_batch_size_increment": increment},
         "global_rampup_samples": rng.randint(1, 300),
         "gradient_accumulation_steps": rng.choice((1, 2)),
-        "devices_per_node": 1,
+        **{"enable_rampup_batch_size": True, "devices_per_node": 1},
     }
 
 
