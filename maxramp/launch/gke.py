@@ -67,11 +67,14 @@ def check(run: Run) -> Run:
     readers = dict.fromkeys(("container_image", "gke_accelerator"), "--cluster gke")
     if keys.gke_accelerator in TPUS:
         readers["gke_topology"] = f"gke_accelerator={keys.gke_accelerator}"
+    missing = [name for name in readers if not getattr(keys, name)]
     refuse(
         [
-            *(
-                (not getattr(keys, name), f"{name} is not given; {reader} needs it")
-                for name, reader in readers.items()
+            (
+                missing,
+                f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given; "
+                f"{' and '.join(dict.fromkeys(readers[name] for name in missing))} needs "
+                f"{'it' if len(missing) == 1 else 'them'}",
             ),
             (
                 keys.processes_per_node != 1,

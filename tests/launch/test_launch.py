@@ -257,8 +257,8 @@ SLURM run_name=50% | 50% | run_name
 SLURM container_runtime=docker | container_runtime=docker | apptainer
 SLURM ici_fsdp_parallelism=3 | ici_fsdp_parallelism=3 | mesh of 4
 SLURM grace_seconds=0 | grace_seconds=0
-GKE container_image= | container_image | gke
-GKE gke_accelerator= | gke_accelerator
+GKE container_image= | container_image is not given; --cluster gke needs it
+GKE gke_accelerator= container_image= | container_image, gke_accelerator are not given
 GKE gke_volume_claim=c | gke_bucket=b | gke_volume_claim=c
 GKE base_output_directory=/elsewhere | base_output_directory=/elsewhere | gke_mount_path=/mnt/shared
 GKE 'gke_namespace=A b' | gke_namespace=A b
