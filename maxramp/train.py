@@ -105,7 +105,7 @@ def _describe_rows(corpus: Corpus, config: Config) -> Iterator[str]:
     for part in corpus.held_out if config.data.eval_interval != -1 else ():
         available = len(part.items)
         rows = available if limit == -1 else min(limit, available)
-        few = "; few tokens make a noisy loss: hold out more" * (rows * length < _FEW_TOKENS)
+        few = "; few tokens make a noisy loss" * (rows * length < _FEW_TOKENS)
         yield (
             f"eval     {f'{part.name}: ' * bool(part.name)}{rows:,} of {available:,} held-out "
             f"rows, {rows * length:,} tokens at most{few}"

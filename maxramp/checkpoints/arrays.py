@@ -257,8 +257,9 @@ def _reading(path: Place) -> Iterator[None]:
 
 
 def stored_arrays(path: Place) -> Iterator[np.ndarray]:
-    """Reads the arrays of a checkpoint in order, a few at a time. Raises a TornError if one cannot
-    be read, a MemoryError or JaxRuntimeError if it does not fit into memory here.
+    """Reads the arrays of a checkpoint, a few at a time, onto the first device: on one process
+    alone, in no order of its parts. Raises a TornError if one cannot be
+    read, a MemoryError or JaxRuntimeError if it does not fit into memory here.
     """
     try:
         stored = ocp.checkpointables_metadata(os.fspath(path)).metadata

@@ -283,8 +283,9 @@ def _read_folder(files: Sequence[Source], command_line: Source) -> Source:
 
 
 def read(path: str, arguments: Sequence[str], note: Note) -> list[Source]:
-    """Reads the files that change something in base.yml, the base first, and the command line last.
-    Other trainers' keys (`peers`) become ours, are left out, or are refused.
+    """Returns the files (all but those equal to base.yml), a file's base before it, and last
+    the command line, even an empty one. Other trainers' keys (`peers`) become
+    ours, are left out, or are refused.
     """
     layers = [
         *((f"{file}: ", list(flatten(values.items()))) for file, values in _chain(path)),

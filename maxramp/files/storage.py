@@ -92,7 +92,7 @@ def check_answers(key: str, path: str) -> None:
 
 
 def find(pattern: str) -> list[str]:
-    """Lists files and folders that a path, glob or URL with a glob matches, sorted, [] for none.
+    """Lists files and folders that a path or URL, plain or a glob, matches, sorted, [] for none.
     From then on this process and its children may hold all of them open."""
     allow_many_files()
     return _ask(

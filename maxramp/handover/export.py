@@ -129,7 +129,8 @@ def export(
 
 
 def _find_side_tensors(source: ModelSource) -> Mapping[str, Tensor]:
-    """Returns the tensors that the export has as they came, with a note if they are gone."""
+    """Returns tensors of the first weights that our model has no place for (Qwen3-Next's mtp.*),
+    to be copied; {} for families without them, or, with a note, if they are gone."""
     begin = FAMILIES[source.config.model.decoder_block].released.side_prefix
     if not begin or not source.origin:
         return {}

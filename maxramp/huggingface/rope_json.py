@@ -46,7 +46,8 @@ def cast_key(ours: str, theirs: str, values: Mapping[str, Any], where: str) -> A
 
 def read_keys(values: Mapping[str, Any], released: Released, where: str) -> dict[str, Any]:
     """Returns the keys of positions: of all layers, and of those with a window if they differ.
-    `values` are completed ones; a ConfigError for what is not supported."""
+    `values` are those of `config_json._complete`, with max_position_embeddings; a ConfigError,
+    which begins with `where`, for what is not supported."""
     rope, local = _ropes(values, released, where)
     keys = {"rope_max_timescale": cast_key("rope_max_timescale", "rope_theta", rope, where)}
     if local:

@@ -26,6 +26,7 @@ from maxramp.planning.stages import PlannedRun, with_nodes
 
 _LEAST_SAVING = 0.05  # of a constant batch's steps: a ramp that saves less is not worth its trouble
 _BLOCKS = 12, 3, 1  # shares of a run in which its noise scale is read: fewer where it is short
+_FEWEST_BLOCKS = 3  # one or two show no course
 # Where these keys differ, a measurement is of another run than the one that is planned.
 _SAME = (
     *SHAPE_KEYS,
@@ -131,10 +132,10 @@ class Evidence:
     def _read_noise(self, run: Place, results: Sequence[dict[str, Any]]) -> list[Measurement]:
         """Returns measurements by the norms' noise scale, which has no gaps, times a factor: how
         far above it the branches' batches surely cost nothing, the smallest of all branches. []
-        if no interval begins above 0, a ConfigError without a noise scale; adds lines and limits.
+        if too few steps tell, a ConfigError without a noise scale; adds lines and limits.
         """
         records = run_records(run)
-        curve = next(filter(None, (noise_blocks(records, "norms_", n) for n in _BLOCKS)), None)
+        curve = max((noise_blocks(records, "norms_", n) for n in _BLOCKS), key=len)
         if not curve:
             raise ConfigError(
                 f"--noise {run}: holds no noise scale of 8 steps or more; train with "
@@ -148,10 +149,12 @@ class Evidence:
             f"noise scale of {run} ({KINDS['norms_']}): {first} at the start, "
             f"{last} after {short(curve[-1].last_sample)} samples"
         )
-        if not any(block.low for block in curve):
+        is_short = len(curve) < _FEWEST_BLOCKS
+        if is_short or not any(block.low for block in curve):
+            blocks = f"fewer than {_FEWEST_BLOCKS} blocks of 8" if is_short else "intervals from 0"
             self.limits.append(
                 f"{sum(block.steps for block in curve)} steps are too few to tell the noise scale "
-                f"of {run}: the intervals begin at 0; train longer, or measure which batches cost "
+                f"of {run}: {blocks}; train longer, or measure which batches cost "
                 f"nothing: python -m maxramp.branch {run} --at STEP --sizes 8,16,32"
             )
             return []
@@ -342,7 +345,7 @@ def _possible_sizes(evidence: Evidence, planned: _Planned, row: int) -> list[int
 
 
 def _fit(evidence: Evidence, planned: _Planned, row: int) -> Batches:
-    """Fits a ramp to what was measured; the evidence gets what limits it."""
+    """Fits a ramp to what was measured, at least once; the evidence gets what limits it."""
     measured, limits = evidence.measured, evidence.limits
     sizes = [size * row for size in _possible_sizes(evidence, planned, row)]
     lowest, start = measured[0].batch, measured[0].first
@@ -363,7 +366,8 @@ def _fit(evidence: Evidence, planned: _Planned, row: int) -> Batches:
             f"nothing was measured before {short(start)} tokens: the batch begins at the smallest"
         )
     in_rows = [(round(tokens) // row, size // row) for tokens, size in fit_ramp(measured, sizes)]
-    return [(sample, size) for sample, size in in_rows if sample < planned.total_samples]
+    by_sample = dict(in_rows)  # shorter rows that were measured may fall into one: the last counts
+    return [(sample, size) for sample, size in by_sample.items() if sample < planned.total_samples]
 
 
 def suggest(config: Config, noise: str | None, branch: str | None) -> dict[str, Any]:

@@ -292,7 +292,8 @@ def _kernel_flops(i: Instruction) -> float:
 
     The first operand has integers [.., blocks of queries, steps] of the forward pass and dQ, and
     [.., steps, blocks of keys] of dK and dV: how many blocks each goes through, at most. A block of
-    queries sees the blocks of keys up to its own, with a window the last few of them.
+    queries sees the blocks of keys up to its own, with a window the last few of them. 0 for any
+    other custom call.
     """
     if not (kernel := re.search(r"tpu_custom_call.*splash_mha_(fwd|dkv|dq)", i.rest)):
         return 0.0

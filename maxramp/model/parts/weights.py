@@ -158,8 +158,9 @@ def join_parts(*parts: Any) -> Any:
 
 
 def apply_elementwise(change: Callable, x: jax.Array, weight: Any) -> jax.Array:
-    """Computes `change(x, weight)` for float32 x [B, T, ...]; weights as in `dense`. `change` works
-    by element, and broadcasts the weight, float32, to the last axes of x."""
+    """Computes `change(x, weight)` for float32 x [B, T, ...] and a Weight of a layer or of a
+    layer on every stage, or a norm.RowScale; not an Adapted. `change` works by element,
+    and broadcasts the weight, float32, to the last axes of x."""
     w = weight[...].astype(jnp.float32)
     if "S" not in weight.leading:
         return change(x, w)
