@@ -241,6 +241,9 @@ def test_without_measurements_nothing_is_suggested(tmp_path, capsys):
     suggestion, printed = suggested(capsys, "--noise", str(tmp_path))
     assert suggestion["batches"] is None and "nothing: what was measured does not tell" in printed
     assert "21 steps are too few to tell the noise scale" in printed
+    write_noise(tmp_path, [3] * 12, 8, 128)  # one block, though its interval is above 0
+    suggestion, printed = suggested(capsys, "--noise", str(tmp_path))
+    assert suggestion["batches"] is None and "fewer than 3 blocks of 8" in printed
     for text in ("", "[]", "5", "{}", '{"step": 5, "samples": 3}'):
         (tmp_path / "branch.json").write_text(text)
         assert suggest.main([BASE, "--branch", str(tmp_path)]) == 2
