@@ -264,7 +264,7 @@ def _remarks(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
             beside = f"; a constant batch of {constant['global_batch_size']:,} takes "
             beside += f"{constant['steps']:,} steps, {_paid(constant, device)}"
         yield "run", f"{totals['steps']:,} steps, {_paid(totals, device)}{beside}"
-    yield "times", result["times"]
+    yield "times", f"{result['times']}; starts, evaluations and saves come on top"
 
 
 def _traffic(work: dict[str, Any]) -> tuple[str, str]:

@@ -187,7 +187,8 @@ class Experiment:
         self._sizes = sorted({*self._sizes, *filter(self._evaluation, begun)})
         lines = {n: self._command_line(n) for n in self._sizes if not self._evaluation(n)}
         say = functools.partial(print, file=out, flush=True)
-        say(f"window   {self._samples:,} rows, by --tokens and --sizes")
+        fewest = count(self._samples // self._sizes[-1], "step")
+        say(f"window   {self._samples:,} rows, {fewest} of the largest; give --tokens for more")
         tell = Throttle(say)
         for number, size in enumerate(self._sizes, 1):
             if size in lines:

@@ -167,8 +167,9 @@ def _send(x: jax.Array, plan: Plan, back: bool = False) -> jax.Array:
 
 
 def _offsets(counts_PE: jax.Array) -> tuple:
-    """Returns the offsets of what a device sends, and of what it receives: for each expert of each
-    device, where its rows begin here, how many they are, and where they begin on the other side."""
+    """Returns the offsets of what a device sends, for each expert of each device P, and of what it
+    receives, for each of its own experts from each device Q: where its rows begin here, how many
+    they are, and where they begin on the other side."""
     devices, number = len(counts_PE), jax.lax.axis_index("expert")
     counts_QPE = counts_PE.reshape(devices, devices, -1)  # from Q for the experts E of P
     starts_QPE = (jnp.cumsum(counts_PE, 1) - counts_PE).reshape(counts_QPE.shape)  # on Q
