@@ -15,7 +15,7 @@ if __name__ == "__main__":  # before the imports that take a second
     console.outlive_readers()
     _PREEMPTION = Preemption()
 
-    from maxramp.commandline import parse_config, show_wait
+    from maxramp.commandline import parse_config
     from maxramp.config.load import load
     from maxramp.errors import ConfigError, report
 
@@ -33,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxramp.commandline import parse_config
+from maxramp.commandline import parse_config, show_wait
 from maxramp.config.keys import Config
 from maxramp.config.load import load
 from maxramp.data.corpus import Corpus, hash_of
