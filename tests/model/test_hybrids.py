@@ -62,7 +62,8 @@ def test_one_update_on_any_mesh(name):
     actual = trained(family, *sizes, *mesh, *keys, accumulation=accumulation)
     one = "ici_fsdp_parallelism=1"
     expected = trained(family, one, *keys, devices=1, accumulation=accumulation)
-    assert_same_update(actual, expected)
+    deep = "base_num_decoder_layers=16" in keys  # any mesh of 8 rounds these by 0.9 to 2.4e-5
+    assert_same_update(actual, expected, 3e-5 if deep else 1e-5)
 
 
 def test_a_document_does_not_see_the_one_before_it():
