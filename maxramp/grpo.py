@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 
 def _inherit_keys(config: Config, note: Callable[[str], None]) -> Config:
-    """Returns the configuration with the sizes and the tokenizer of its first weights; a
-    ConfigError if there are none.
+    """Returns the configuration with the sizes and the tokenizer of its first weights; raises
+    a ConfigError if the path has none.
 
     These are the pinned ones: their run may have trained on, with other keys.
     """

@@ -267,8 +267,8 @@ def read_whole(folder: Place) -> Iterator[Checkpoint]:
 
 
 def find_best(folder: Place) -> Place:
-    """Finds the best checkpoint of a folder, as its newest one defines it (`checkpoint_best`); a
-    ConfigError if there is none."""
+    """Finds the best checkpoint of a folder, as its newest one defines it (`checkpoint_best`);
+    raises a ConfigError if the folder has no best one."""
     last, _ = newest(folder)
     why = "no checkpoint there"
     if last:
@@ -284,7 +284,7 @@ def find_best(folder: Place) -> Place:
 
 def find(path: Place) -> Place:
     """Finds the checkpoint that a path names: itself, the newest of a checkpoints or run folder, or
-    the best (CHECKPOINTS/best); a ConfigError if there is none."""
+    the best (CHECKPOINTS/best); raises a ConfigError if it finds none."""
     path = place(path).absolute()
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):

@@ -95,8 +95,8 @@ def _describe_shares(names: Sequence[str], weights: Sequence[float]) -> str:
 
 
 def open_sources(keys: DataKeys, mixtures: Mixtures) -> Corpus:
-    """Opens entries whose sets are prepared; documents are still to be laid out. A ConfigError if
-    there is no row to train on, or none to evaluate."""
+    """Opens entries whose sets are prepared; documents are still to be laid out. Raises a
+    ConfigError if no row is left to train on, or to evaluate."""
     if keys.dataset_type == "text":
         return _open_text(keys, mixtures.cached_sets[0])
     if keys.dataset_type == "synthetic":
@@ -139,8 +139,8 @@ def _is_separate(part: Part) -> bool:
 
 
 def _open_text(keys: DataKeys, cached: Preparation) -> Corpus:
-    """Opens the prepared files as one stream, whose end is held out; a ConfigError if there is no
-    row to train on, or none to evaluate."""
+    """Opens the prepared files as one stream, whose end is held out; raises a ConfigError if
+    no row is left to train on, or to evaluate."""
     texts = open_set(str(cached.folder))
     stream, length = TokenStream(texts.shards), keys.max_target_length
     total, digest = len(stream), texts.digest

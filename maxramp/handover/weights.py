@@ -206,7 +206,7 @@ Weights = ReleasedWeights | SavedWeights
 
 
 def open_weights(path: str, key: str = KEY) -> Weights:
-    """Opens the weights at a path without reading an array; a ConfigError if there are none.
+    """Opens the weights at a path without reading an array; raises a ConfigError without them.
 
     The path is that of a checkpoint, of a folder of them or of a run, whose newest counts, or of a
     Hugging Face folder, or the name of one. `key` is whose value it is.

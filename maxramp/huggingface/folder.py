@@ -88,7 +88,7 @@ class ModelFolder:
     @property
     def ends(self) -> list[int]:
         """The ids at which an answer ends, by generation_config.json or else config.json; [] if
-        neither has any, a ConfigError for what are no ids."""
+        neither has any. Raises a ConfigError for other values than ids."""
         file = f"{self.path}/generation_config.json"
         value = storage.read_json(file).get("eos_token_id") if storage.exists(file) else None
         if value is None:
@@ -128,8 +128,8 @@ class ModelFolder:
 
     @property
     def tokenizer(self) -> tuple[str, str]:
-        """The type and file of the tokenizer; adapters bring the one that they trained with. A
-        ConfigError if there is none."""
+        """The type and file of the tokenizer; adapters bring the one that they trained with.
+        Raises a ConfigError if the folder has none."""
         kinds = (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece"))
         for folder in self._folders:
             for name, kind in kinds:
@@ -149,9 +149,9 @@ def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
     """Returns the model folder that a path, an address or a name on the Hub (which it fetches)
     means; None for a path that holds no model and could not name one.
 
-    A ConfigError for a name such as a/b that is neither a folder nor on the Hub, and for adapters
-    without their config or base. `key` is whose value the path is, for messages; without
-    `may_adapt` adapters are no model.
+    Raises a ConfigError for a name such as a/b if neither this machine nor the Hub has it, and for
+    adapters without their config or base. `key` is whose value the path is, for messages; without
+    `may_adapt` it returns None for adapters.
     """
     path = os.path.expanduser(path).rstrip("/")
     storage.check_answers(key, path)

@@ -58,7 +58,7 @@ def find_tensors(folder: str, single_file: str = SINGLE_FILE) -> dict[str, Tenso
     """Returns every tensor of a folder by its name.
 
     `single_file` is the name of a file that holds them all; only a model may have several, listed
-    in an index. A ConfigError if there is none, or one is torn.
+    in an index. Raises a ConfigError if the folder has none, or a torn one.
     """
     index, weight_map = f"{folder}/{INDEX}", {}
     if storage.exists(f"{folder}/{single_file}"):  # before an index, as transformers has it

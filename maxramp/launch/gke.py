@@ -106,7 +106,7 @@ def _with_slices(run: Run) -> Run:
         if chips % devices or nodes % run.nodes_per_slice:
             raise ConfigError(
                 f"{run.stages_on(nodes)}: {count(nodes, 'node')} of "
-                f"{count(devices, 'chip')} = {nodes * devices} are no whole slices of gke_topology="
+                f"{count(devices, 'chip')} = {nodes * devices} do not fill slices of gke_topology="
                 f"{keys.gke_topology} ({count(chips, 'chip')}); use a smaller topology, or "
                 f"min_nodes={run.nodes_per_slice}"
             )

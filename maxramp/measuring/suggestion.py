@@ -109,7 +109,7 @@ class Evidence:
 
     def _read_branches(self, branch: str) -> list[dict[str, Any]]:
         """Reads all results below a folder, or the one in a file, with `row_tokens` in tokens of
-        the planned run; describes them in `lines`. A ConfigError if there is none."""
+        the planned run; describes them in `lines`. Raises a ConfigError without any."""
         path = place(branch)
         files = [*path.glob("branches/*/branch.json"), *path.glob("branch.json")]
         try:
@@ -322,7 +322,7 @@ def _possible_sizes(evidence: Evidence, planned: _Planned, row: int) -> list[int
     """Returns the batches that the ramp may have, the smallest first.
 
     These are the run's own, halved and doubled, and those that were tried, in rows of `row` tokens;
-    only those that the devices divide among them. A ConfigError if there are none.
+    only those that the devices divide among them. Raises a ConfigError if none is left.
     """
     halvings = (Fraction(planned.first_batch) * Fraction(2) ** n for n in range(-31, 31))
     sizes = {int(size) for size in halvings if size.denominator == 1}

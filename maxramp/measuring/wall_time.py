@@ -171,7 +171,7 @@ def _divide(records: Columns, owner: np.ndarray, starts: np.ndarray) -> Columns:
 
 def _close(job: dict[str, Any], records: Columns, spent: Columns, following: float) -> None:
     """Adds to a job its end, its seconds and its steps; the next job starts at `following`,
-    infinity if there is none."""
+    infinity for the last job."""
     last, end = max([job["start"], *records["time"][-1:].tolist()]), job["end"]
     if end is None and following < math.inf:  # killed, nobody saw when: assumes one more step
         end = last + sum(np.nan_to_num(records["step_seconds"][-1:]))

@@ -48,7 +48,7 @@ def _agree(result: _T | None, failure: list[Any] | None) -> _T | None:
 
 def all_gather_json(value: Any) -> list[Any]:
     """Returns the JSON values of all processes, in their order, on each; of a single process the
-    value itself, whose tuples are no lists then."""
+    value itself, whose tuples stay tuples."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)

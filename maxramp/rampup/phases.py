@@ -76,8 +76,8 @@ class Phase:
 
 def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, Any]]:
     """Yields keys and values with all phases in one mapping, and what phase 0 gives beside it.
-    Of `pairs`, `phases` replaces the phases `before`, and `phases.252M.KEY` changes one of them. A
-    ConfigError for what is no phase."""
+    Of `pairs`, `phases` replaces the phases `before`, and `phases.252M.KEY` changes one of them.
+    Raises a ConfigError for a malformed phase."""
     phases, is_changed = before, False
     for name, value in pairs:
         head, _, rest = name.partition(".")

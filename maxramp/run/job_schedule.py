@@ -244,8 +244,10 @@ def _keep_sizes(
         return ""
     (_, first), *later = sizes
     schedule = ",".join((f"0:{first}", *(f"{sample}:{size}" for sample, size in later)))
-    key = f"step_batch_size_schedule={schedule}" if later else f"global_batch_size={first}"
-    return f" (rows per device, on {count(before, 'device')}: {key} keeps them on others)"
+    key = f"global_batch_size={first}"
+    if later:
+        key = f"step_batch_size_schedule={schedule} step_batch_size_unit=samples"
+    return f" (rows per device, on {count(before, 'device')}: {key} has the same sizes on others)"
 
 
 def _sizes_from(stages: list[dict], sample: int) -> list[tuple[int, int]]:

@@ -207,8 +207,8 @@ def evaluation_from_sums(
     divisor: str = "tokens",
 ) -> Dispatched:
     """Makes an evaluation that was just dispatched of `sums`: of all batches of each held-out set
-    (at least one) by its name, with `by_batch` one tuple a batch. `shown` names them; those that
-    are no counts are divided by `divisor`, one of them. Names of a named set's numbers end with its
+    (at least one) by its name, with `by_batch` one tuple a batch. `shown` names them; all but
+    counts are divided by `divisor`, one of them. Names of a named set's numbers end with its
     name."""
 
     def averages(batches: np.ndarray, end: str) -> Record:

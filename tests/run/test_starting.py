@@ -187,8 +187,8 @@ def test_other_devices_say_what_keeps_the_batch():
     position = standing(10, 40, *rows)
     _, line = restart(position, *rows, devices=2)
     assert line.endswith(
-        " (rows per device, on 1 device: global_batch_size=4 keeps them on others)"
+        " (rows per device, on 1 device: global_batch_size=4 has the same sizes on others)"
     )
     whole = ("global_batch_size=4", "steps=100")
     assert not restart(position, *whole, devices=2)[1]
-    assert "keeps" not in restart(position, "global_batch_size=8", "steps=100", devices=2)[1]
+    assert "same sizes" not in restart(position, "global_batch_size=8", "steps=100", devices=2)[1]
