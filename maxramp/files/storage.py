@@ -107,7 +107,9 @@ def exists(path: str) -> bool:
 
 
 def open_binary(path: str) -> BinaryIO:
-    return _ask(path, lambda: open(path, "rb"), lambda store: store.open(path, "rb"))
+    return _ask(
+        path, lambda: open(os.path.expanduser(path), "rb"), lambda store: store.open(path, "rb")
+    )
 
 
 def size_of(path: str) -> int:

@@ -105,9 +105,12 @@ def _eval_rows(name: str, batches: Any, layers: Sequence[Mapping[str, Any]]) -> 
     if name != "eval_steps" or not isinstance(batches, int) or not isinstance(rows, int | float):
         return ""
     nodes, devices = keys.get("num_nodes", -1), keys.get("devices_per_node", -1)
-    known = isinstance(nodes, int) and isinstance(devices, int) and devices > 0
-    count, per_device = (max(1, nodes) * devices, "") if known else (1, " on every device")
-    return f": {batches} batches are {batches * rows * count:g}{per_device}"
+    rows *= batches
+    if not isinstance(devices, int) or devices < 1:
+        return f": {batches} batches are {rows:g} on every device"
+    if not isinstance(nodes, int) or nodes < 1:
+        return f": {batches} batches are {rows * devices:g} on every node"
+    return f": {batches} batches are {rows * devices * nodes:g}"
 
 
 def check_family(block: str, foreign: Mapping[str, tuple[str, Any]]) -> None:

@@ -258,6 +258,7 @@ def test_a_maxtext_file_leaves_keys_to_maxtexts_base(tmp_path):
     assert "quantization=int8 (MaxText's)" in line and line.endswith("is minimal_with_context")
     path.write_text("base_config: base.yml\nper_device_batch_size: 4\neval_steps: 20\n")
     assert refusal(config=path).endswith("(-1 = all): 20 batches are 80 on every device")
+    assert refusal("devices_per_node=4", config=path).endswith("are 320 on every node")
     assert refusal("devices_per_node=4", "num_nodes=2", config=path).endswith("batches are 640")
     values, (note, *_) = load("eval_samples=640", config=path)
     assert values["eval_samples"] == 640 and note.endswith("left out for eval_samples=640")
