@@ -12,12 +12,13 @@ from object_stores import free_port
 
 # Trains, and sends its process signal argv[2] before it dispatches step argv[1].
 SIGNALLED = """
-import os, sys
+import os, sys, threading
 from maxramp import train
 from maxramp.processes.ending import end_process
 of_step = train.Pretrainer.step
 def step(self, number, *rest):
     if number == int(sys.argv[1]):
+        [x.join() for x in threading.enumerate() if x.name == "snapshot"]
         os.kill(os.getpid(), int(sys.argv[2]))
     return of_step(self, number, *rest)
 train.Pretrainer.step = step
@@ -26,7 +27,8 @@ end_process(train.main(sys.argv[3:]))
 
 
 def run_signalled(step: int, number: int, *arguments: str, devices: int = 1):
-    """Runs a training that a signal meets at a step; returns its status and text output."""
+    """Runs a training that a signal meets at a step, the last snapshot written; returns its status
+    and text output."""
     line = [sys.executable, "-c", SIGNALLED, str(step), str(int(number)), *arguments]
     return run_forked(line, environment(devices))
 
