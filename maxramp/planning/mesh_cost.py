@@ -74,7 +74,6 @@ class Shard(NamedTuple):
     axes: frozenset[str]
     gathered: frozenset[str]
     is_trained: bool
-    is_expert: bool
 
 
 class StepEstimate(NamedTuple):
@@ -94,7 +93,7 @@ def _shard(weight: Weight, is_trained: bool) -> Shard:
     axes = {axis for part in parts for axis in part}
     gathered = {axis for part in parts if "fsdp" in part for axis in part}
     stage = {"stage"} if "L" in weight.leading else set()
-    return Shard(frozenset(axes | stage), frozenset(gathered), is_trained, "E" in weight.leading)
+    return Shard(frozenset(axes | stage), frozenset(gathered), is_trained)
 
 
 class CostModel:
@@ -178,8 +177,7 @@ class CostModel:
 
     def _weight_waits(self, model: ModelKeys, spec: StageSpec) -> float:
         """Returns the seconds of a step that wait for weights, gathered twice a pass, and for their
-        gradients, scattered once: those of experts in the dtype of arithmetic (`grouped`); others
-        count as float32, twice what H200s scatter in bfloat16 (benchmarks/results/meshes.json)."""
+        gradients, scattered once: all in the dtype of arithmetic."""
         sizes, itemsize, total = spec.mesh.sizes, BYTES[model.dtype], 0.0
         repeats, stages = model.num_pipeline_repeats, spec.mesh.pipeline_stages
         ticks = 1.0
@@ -187,8 +185,8 @@ class CostModel:
             ticks = pipeline_ticks(spec.pipeline_microbatches, stages, repeats) / repeats
         for shard, count in self._elements.items():
             share = count / math.prod(sizes[axis] for axis in shard.axes - shard.gathered)
-            scattered = (itemsize if shard.is_expert else 4) if shard.is_trained else 0
-            wait = self._wait(share * (2 * itemsize + scattered), spec.mesh, *shard.gathered)
+            times = 3 if shard.is_trained else 2
+            wait = self._wait(times * itemsize * share, spec.mesh, *shard.gathered)
             total += wait * (ticks if "stage" in shard.axes else 1)
         return spec.accumulation * total
 
