@@ -25,13 +25,13 @@ ADAPTERS = ("lora_rank=2", "lora_dropout=0.2")
 ADAPTERS += ("lora_targets=[in_proj_qkvz,in_proj_ba,out_proj,q_proj]",)
 # A family, keys of the mesh, those that one device has as well, and accumulation.
 CASES = {
-    "context, tensor": ("qwen3_5", "context=2 tensor=2", (), (), 1),
     "fsdp, tensor, accumulation": ("qwen3_next", "tensor=2", (), (), 2),
-    "more parts than heads": ("qwen3_5", "context=4 data=2", (), (), 1),
-    "gathered": ("qwen3_5", "context=4", ("context_parallel_strategy=all_gather",), (), 2),
+    "gathered, the noise scale": (
+        *("qwen3_5", "context=4", ("context_parallel_strategy=all_gather",)),
+        *(("log_gradient_noise_scale=True",), 2),
+    ),
     "parts of 2 tokens": ("qwen3_5", "context=8", (), ("max_target_length=16",), 1),
     "experts": ("qwen3_5_moe", "expert=2 context=2", (), (), 1),
-    "the noise scale": ("qwen3_next", "context=2", (), ("log_gradient_noise_scale=True",), 2),
     "adapters": ("qwen3_next", "context=2 tensor=2", (), ADAPTERS, 2),
     "a pipeline": (
         *("qwen3_5", "pipeline=2 tensor=2"),
