@@ -14,8 +14,8 @@ if __name__ == "__main__":  # before the imports that take a second
     console.end_with_readers()
 
 import argparse
+import contextlib
 import json
-import re
 import sys
 import tempfile
 import time
@@ -106,17 +106,20 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parse_gen_kwargs(text: str) -> dict[str, Any]:
-    """Reads NAME=VALUE,NAME=VALUE, with values as in YAML: [1, 2] is a list; a ConfigError for
-    another text."""
-    kwargs = {}
-    for part in filter(None, re.split(r",(?![^\[]*\])", text)):
+    """Reads NAME=VALUE,NAME=VALUE, with values as in YAML, whose quotes and brackets may hold
+    commas; {} of "", a ConfigError for another text."""
+    kwargs, part = {}, ""
+    for piece in text.split(","):
+        part = f"{part},{piece}" if part else piece
+        if not part:
+            continue
         name, equals, value = part.partition("=")
         if not (equals and name.strip()):
             raise ConfigError(f"--gen_kwargs {text}: {part} is not NAME=VALUE")
-        try:
-            kwargs[name.strip()] = parse_value(value)
-        except yaml.YAMLError:
-            raise ConfigError(f"--gen_kwargs {text}: {part} cannot be read; quote it") from None
+        with contextlib.suppress(yaml.YAMLError):  # up to a comma in quotes or brackets
+            kwargs[name.strip()], part = parse_value(value), ""
+    if part:
+        raise ConfigError(f"--gen_kwargs {text}: {part} cannot be read; quote it")
     return kwargs
 
 

@@ -52,6 +52,7 @@ def test_scores_of_a_folders_task_are_those_of_its_answers(tmp_path, cache_dir, 
         (("--num_fewshot", "-1"), "--num_fewshot -1 must be 0 or more"),
         (("--gen_kwargs", "a"), "a is not NAME=VALUE"),
         (("--gen_kwargs", "until=[a"), "until=[a cannot be read"),
+        (("--gen_kwargs", 'until=["a,,b", [c]],top_k=3,x'), "top_k=3,x: x is not NAME=VALUE"),
         (("--tasks", ","), "--tasks names none"),
     ],
 )
@@ -124,7 +125,6 @@ def test_errors_of_lm_eval_are_one_line(tmp_path, capsys, offline):
     ):
         options = ("--tasks", task, "--include_path", str(folder), "--limit", "2")
         assert evaluate.main([str(model), *options, *more]) == 2, expected
-        line = capsys.readouterr().err
-        line = line.rpartition("\r")[2]  # behind what datasets draws as it reads a task
+        line = capsys.readouterr().err.rpartition("\r")[2]  # behind what datasets draws
         line = line[line.index("error: ") :]
         assert expected in line and line.count("\n") == 1, line
