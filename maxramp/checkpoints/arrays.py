@@ -103,8 +103,8 @@ _RECENT = "recent"
 
 
 def items_of(state: TrainState) -> dict[str, Any]:
-    """Returns a state as it is stored: the weights can be read alone. Of adapted weights only the
-    adapters are stored.
+    """Returns what is stored of a state, its layers still in the state's own order: the weights can
+    be read alone. Of adapted weights only the adapters are stored.
     """
     names = ("consumed_samples", "buffers", "opt_state", "bad_steps")
     items = {
@@ -142,6 +142,7 @@ def _stored_leaves(checkpoint: Checkpoint, items: dict[str, Any]) -> dict[str, s
 def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose tree, shapes or dtypes are not those of `abstract`, a train state
     or parts of one by name; names the first parameter that differs, and the keys that make it so.
+    `values` are those of all keys now.
     """
     rank = checkpoint.config.get("lora_rank")
     if rank and rank != values["lora_rank"]:
@@ -168,7 +169,8 @@ def restore(
     checkpoint: Checkpoint, abstract: TrainState, base: Decoder | None = None
 ) -> TrainState:
     """Restores the state of a checkpoint with the shapes, dtypes and shardings of `abstract`, on
-    all processes, after `compare`. A checkpoint of adapters does not hold their `base`.
+    all processes, after `compare`. `base` is the model below adapters, None without adapters: no
+    checkpoint holds it. Zeros replace `recent` if the checkpoint has none of this shape.
     """
     items = items_of(abstract)
     if _RECENT in items:
@@ -212,6 +214,7 @@ def reason_of(error: Exception) -> str:
 def save(path: Place, state: TrainState) -> Callable[[], None]:
     """Copies a state from the devices, and writes it in threads of Orbax; returns what waits until
     all processes, which call it together, have written its arrays, and raises any error of that.
+    Then `folder.commit` makes the checkpoint count.
 
     An array of all layers is stored by layer, so that reading one reads no other. An object storage
     is not asked for anything before the arrays are copied: it has no checkpoint of this number.
@@ -258,8 +261,8 @@ def _reading(path: Place) -> Iterator[None]:
 
 def stored_arrays(path: Place) -> Iterator[np.ndarray]:
     """Reads the arrays of a checkpoint, a few at a time, onto the first device: on one process
-    alone, in no order of its parts. Raises a TornError if one cannot be
-    read, a MemoryError or JaxRuntimeError if it does not fit into memory here.
+    alone, in no order of its parts. Raises a TornError if one cannot be read, a MemoryError or
+    JaxRuntimeError if it does not fit into memory here.
     """
     try:
         stored = ocp.checkpointables_metadata(os.fspath(path)).metadata

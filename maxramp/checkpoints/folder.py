@@ -128,8 +128,8 @@ class Checkpoint:
         return {f.name: getattr(self, f.name) for f in fields if f.name != "path"}
 
     def stages_of_run(self) -> list[dict[str, Any]]:
-        """Returns the stages that the run reaches, at least one: a ramp may have more behind its
-        end.
+        """Returns the stages that the run reaches, at least one: others of its ramp begin behind
+        the run's end.
         """
         keys = BatchKeys.from_values(base.base() | self.config)
         end, unit = (keys.steps, "step") if keys.steps != -1 else (keys.total_samples, "sample")
@@ -200,7 +200,7 @@ def remove(path: Place) -> None:
 
 def discard(folder: Place) -> list[Place]:
     """Removes unfinished checkpoints from a folder, which saves and removals left that failed or
-    were killed; returns them. Called while no save runs.
+    were killed; returns them. Called by one process, while no save runs.
 
     A folder with anything else than arrays of ours is somebody's, and stays.
     """
@@ -283,8 +283,8 @@ def find_best(folder: Place) -> Place:
 
 
 def find(path: Place) -> Place:
-    """Finds the checkpoint that a path names: itself, the newest of a checkpoints or run folder, or
-    the best (CHECKPOINTS/best); raises a ConfigError if it finds none."""
+    """Finds the checkpoint that a path names, torn or not: itself, the newest of a checkpoints or
+    run folder, or the best (CHECKPOINTS/best); raises a ConfigError if it finds none."""
     path = place(path).absolute()
     for folder in (path / "checkpoints", path):
         if steps := steps_in(folder):
@@ -298,8 +298,8 @@ def find(path: Place) -> Place:
 
 
 def why_not_maxtext(path: Place) -> str:
-    """Returns why a checkpoint of MaxText cannot be read, and what can; "" for another path. The
-    name alone tells what an address is."""
+    """Returns why a checkpoint of MaxText cannot be read, and what can; "" for another path. Of an
+    address only the name is looked at."""
     by_name = path.name == "items" and (not is_near(path) or is_step(path.parent.name))
     files = [path / name for name in ("_METADATA", "manifest.ocdbt")] * is_near(path)
     by_files = any(file.exists() for file in files) and not is_committed(path.parent)

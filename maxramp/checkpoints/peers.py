@@ -23,8 +23,8 @@ _CHUNK = 1 << 26  # bytes of a file in a request
 
 
 def _own_host() -> str:
-    """Returns where other processes reach this one: its address towards process 0, whose own they
-    know.
+    """Returns the host at which other processes reach this one: of process 0 the coordinator's,
+    of another that of its interface towards it. Called when JAX has joined the job.
     """
     address = distributed.global_state.coordinator_address or "127.0.0.1:0"
     host = address.rpartition(":")[0].strip("[]")
@@ -88,7 +88,8 @@ class Peer:
 
     @contextlib.contextmanager
     def _report_loss(self) -> Iterator[None]:
-        """Raises an error of the connection as a PeerLostError."""
+        """Raises a PeerLostError if the connection fails or ends, as it does where the peer lacks
+        the file."""
         try:
             yield
         except (OSError, EOFError, multiprocessing.AuthenticationError) as error:

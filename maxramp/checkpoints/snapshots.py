@@ -199,8 +199,9 @@ class Snapshots:
     def find(
         self, checkpoints: Place, starts: Starts, before: Checkpoint | None, recorded: int
     ) -> Snapshot | None:
-        """Finds, on all processes, the newest whole snapshot after a checkpoint that these `starts`
-        hold, of at most `recorded` steps. `checkpoints` is the folder its checkpoint would be in.
+        """Finds, on all processes, the newest whole snapshot that these `starts` hold, after the
+        checkpoint `before` and of at most `recorded` steps; `begin` then keeps it. None, with a
+        warning if there are parts of some. `checkpoints` is the folder its checkpoint would be in.
         """
         own = [x for x in list_held(self._folder, starts, before) if x.step <= recorded]
         newer = {name[:2] for names in agreement.all_gather_json(own) for name in map(tuple, names)}
@@ -289,8 +290,8 @@ def list_held(folder: pathlib.Path, starts: Starts, before: Checkpoint | None) -
 
 
 def _copy(state: TrainState) -> tuple[Arrays, list[Values]]:
-    """Returns the dtypes and shapes of all arrays, and this process's pieces on the host. One of
-    the devices that hold a piece gives it, another for the next array.
+    """Returns the dtypes and shapes of all arrays, and this process's pieces on the host. Of the
+    devices that hold the same piece one copies it, and the next one that of the next array.
     """
     leaves = arrays.named_leaves(order_by_layer(arrays.items_of(state)))
     chosen = []

@@ -51,9 +51,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ):
-        """Opens the `folder` of the checkpoints, which every process of the job sees. None counts
-        before the records in `files` are written. `say` takes a line, and `warn` one about a fault
-        that need not end the run.
+        """Opens the `folder` of the checkpoints, which every process of the job sees, on all of
+        them together. No checkpoint counts before the records in `files` are written. `say` takes a
+        line, and `warn` one about a fault that need not end the run.
         """
         self._keys = keys
         self._folder, self._warn = folder.absolute(), warn
@@ -98,11 +98,11 @@ class Checkpoints(contextlib.AbstractContextManager):
     def latest(
         self, first: Mapping[str, str] = types.MappingProxyType({}), recorded: int = 0
     ) -> Checkpoint | None:
-        """Finds the newest whole checkpoint, or that of load_full_state_path, as the first process
-        sees it, or a newer snapshot; None without one. All processes call it, before all that save;
-        nothing in the folder changes. `first` are the weights of a run that begins, as in
-        `Checkpoint`; the run has records of `recorded` steps. A ConfigError if none of the run's
-        checkpoints is whole, or for any under enable_checkpointing=False.
+        """Finds the newest whole checkpoint, as the first process sees it, or else that of
+        load_full_state_path, or a snapshot newer than either; None without one. All processes call
+        it, before all that save; nothing in the folder changes. `first` are the weights of a run
+        that begins, as in `Checkpoint`; the run has records of `recorded` steps. A ConfigError if
+        none of the run's checkpoints is whole, or for any under enable_checkpointing=False.
         """
         self._first = first
         position = None
@@ -173,9 +173,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.reference = self._evaluations["eval_reference"] = fingerprint
 
     def start_saving(self) -> list[Place]:
-        """Begins the part of the run that this start trains, called on all processes when nothing
-        can be refused any more. Removes what killed saves left behind, and returns it, [] on all
-        but the first; moves torn checkpoints aside."""
+        """Begins the part of the run that this start trains, called on all processes after `latest`
+        when nothing can be refused any more. Removes what killed saves left behind, and returns it,
+        [] on all but the first; moves torn checkpoints aside."""
         unfinished = []
         agreement.raise_everywhere(lambda: self._is_first and self._write_starts())
         if self.snapshots:
@@ -244,8 +244,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         )
 
     def save(self, record: Checkpoint, state: TrainState, last: bool) -> None:
-        """Saves the state of a `record`, on all processes, unless that was the last save. A
-        TrainingError where max_failed_saves saves in a row have failed, or the last one.
+        """Saves the state of a `record`, on all processes, under enable_checkpointing: not if it is
+        saved already, nor while an object storage still takes the save before, unless it is the
+        `last`. A TrainingError where max_failed_saves saves in a row have failed, or the last one.
 
         Returns when the state is copied; files are written in the background if
         `async_checkpointing`, or if nothing is trained after the `last`. A checkpoint that is not

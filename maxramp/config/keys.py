@@ -101,8 +101,9 @@ class Config:
         return Recipe(self.model, self.objective, loss, self.optimizer)
 
     def replace(self, **values: Any) -> Self:
-        """Returns a config with these values; sections that read no changed key stay as they are,
-        so that thousands of meshes can be tried."""
+        """Returns a config with these values, which meet the bounds of their keys; `check` is left
+        to the caller. Sections that read no changed key stay as they are, so that thousands of
+        meshes can be tried."""
         merged = types.MappingProxyType({**self.values, **values})
         changed = {name for name, value in values.items() if value != self.values[name]}
         return dataclasses.replace(

@@ -57,8 +57,8 @@ _FIRST_WEIGHTS = (("load_parameters_path",), ("load_full_state_path",))
 
 
 def merge_source(values: MutableMapping[str, Any], source: Source) -> None:
-    """Merges a source into the `values` before it, in place. Alternatives to its keys are unset,
-    and keys that no longer apply go back to their defaults. A ConfigError if it has two
+    """Merges a source into the `values` of all keys before it, in place. Alternatives to its keys
+    are unset, and keys that no longer apply go back to their defaults. A ConfigError if it has two
     alternatives itself."""
     before = dict(values)
     values.update(source.values)
@@ -283,9 +283,9 @@ def _read_folder(files: Sequence[Source], command_line: Source) -> Source:
 
 
 def read(path: str, arguments: Sequence[str], note: Note) -> list[Source]:
-    """Returns the files (all but those equal to base.yml), a file's base before it, and last
-    the command line, even an empty one. Other trainers' keys (`peers`) become
-    ours, are left out, or are refused.
+    """Returns the files (all but those equal to base.yml), a file's base before it, and last the
+    command line, even an empty one. Other trainers' keys (`peers`) become ours, are left out, or
+    are refused.
     """
     layers = [
         *((f"{file}: ", list(flatten(values.items()))) for file, values in _chain(path)),

@@ -51,8 +51,8 @@ def resolve(
 
 
 def meshes_of(config: Config) -> Meshes:
-    """Returns a function to the mesh for a number of devices and a sample, None if the config does
-    not resolve for that number."""
+    """Returns a function from a number of devices and a sample of the run to the mesh there, None
+    if the config does not resolve for that number."""
 
     @functools.cache
     def batch_keys(num_devices: int) -> BatchKeys | None:
@@ -82,7 +82,7 @@ def values_on_any_mesh(config: Config, num_devices: int, num_processes: int) -> 
 
 
 def data_values(config: Config) -> dict[str, str]:
-    """Returns the keys of the data that others decide if they are left open; as given if not."""
+    """Returns tokenizer_type and data_cache_dir, filled in by other keys where they are open."""
     cache = os.path.join(config.run.base_output_directory, ".prepared")
     if not (is_object_storage(cache) or can_make(config.run.folder.parent / ".prepared")):
         cache = LOCAL_CACHE
@@ -220,8 +220,8 @@ def _eval_rows_per_device(keys: BatchKeys) -> Fraction:
 
 
 def _check_divides(config: Config, mesh: MeshKeys, num_devices: int) -> None:
-    """Refuses a mesh on which not all shards have equal sizes. The ramp's stages are checked when
-    they are known."""
+    """Refuses a resolved mesh on which not all shards have equal sizes; `config` is resolved but
+    for that. The ramp's stages are checked when they are known."""
     sizes, ranks = mesh.sizes, mesh.ranks
     eval_size = config.evaluation.eval_per_device_batch_size
     eval_rows, multiple = exact(eval_size) * num_devices, config.batch.rows_multiple

@@ -56,7 +56,8 @@ def stack(
     rows: Sequence[Row], fields: Sequence[Field], numbers: Sequence[int] | None = None
 ) -> Batch:
     """Makes the batch [N, ...] of one or more rows of the same length with their `numbers` in the
-    step (None: from 0 on). A token that begins a document is not a target of the one before it.
+    step (None: from 0 on): tokens, targets, hashes and, if in `fields`, segments and reference log
+    probabilities. A token that begins a document is not a target of the one before it.
     """
     tokens_NS, segments_NT = np.stack([row.tokens for row in rows]), None
     N, S = tokens_NS.shape
@@ -92,7 +93,7 @@ def hash_rows(tokens_NS: np.ndarray, numbers: tuple[int, ...]) -> np.ndarray:
     The fingerprint is an order-sensitive 64-bit hash. Token t at position i of the step's rows,
     read in order, adds mix(mix(i + c) ^ t) to each word, modulo 2^32; mix is the finalizer of
     MurmurHash3, c the word's constant. A sum of positions in the step depends neither on the
-    devices nor on micro batches. Where documents are apart, 2^30 is added to the first id of each.
+    devices nor on micro batches. `stack` adds 2^30 to the first id of each document that is apart.
     """
     N, S = tokens_NS.shape
     mixed_N2S, hashes_N2 = _mixed_positions(numbers, S), np.empty((N, 2), np.uint32)

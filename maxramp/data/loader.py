@@ -50,7 +50,8 @@ class Loader:
         self._read_from(first_step, ramp)
 
     def _read_from(self, step: int, ramp: RampupBatchManager) -> None:
-        """Begins to read the steps from one on, along a ramp."""
+        """Begins to read the steps from `step` to the end of `ramp`, which may be none, and to
+        place the first. Before that an earlier reading is closed, and nothing is being placed."""
         # A run that is done may still have an evaluation to make.
         stages = ramp.stages_between(step, ramp.total_steps) or ramp.stages[:1]
         largest = max(stages, key=lambda stage: stage.global_batch_size)
@@ -63,8 +64,9 @@ class Loader:
         self._placed = self._place_next()
 
     def cuts(self, stages: Sequence[Stage]) -> Iterator[str]:
-        """Yields a line for every row length that stages cut samples into: what is lost there, by
-        the first samples, which are read. Only where `expansion.reads`."""
+        """Yields a line for every row length that stages cut samples into: how many documents are
+        cut there and rows without a target, by the first samples of the first stage of that length,
+        which are read. Only where `expansion.reads`."""
         lengths: dict[int, Stage] = {}
         for stage in stages:
             lengths.setdefault(stage.spec.row_length, stage)
@@ -83,7 +85,7 @@ class Loader:
     def batch(self, step: int, ramp: RampupBatchManager | None = None) -> tuple[Batch, float]:
         """Returns the rows of `step` and the seconds waited for them; ask for steps in order, up to
         the run's end. A `ramp` that is not that of the steps before begins with this step. Raises
-        a TrainingError if the data cannot be read."""
+        a ConfigError or TrainingError if the data cannot be read."""
         start = time.perf_counter()
         assert step == self._next_step, f"asked for step {step}, next is {self._next_step}"
         if ramp not in (None, self._ramp):

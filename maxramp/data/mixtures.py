@@ -186,7 +186,8 @@ def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
 
 
 def missing_files(keys: DataKeys) -> list[str]:
-    """Returns "KEY=GLOB" for globs of the data keys that match nothing on this machine's disks."""
+    """Returns "KEY=GLOB" for globs of the data keys that match nothing on this machine's disks; no
+    storage is asked."""
     files = [("text_files", keys.text_files)] if keys.dataset_type == "text" else []
     if keys.dataset_type == "grain":
         mixtures = [(name, getattr(keys, name)) for name in NAMES["grain"]]
@@ -247,8 +248,8 @@ def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
 
 
 def open_files(keys: DataKeys, kind: str, paths: Sequence[str]) -> list[RecordFile]:
-    """Opens files of one format (`kind`) or, with "hf", splits of the data set; `find_files` names
-    both."""
+    """Opens files of one format that `find_files` names (`kind`, not "prepared") or, with "hf",
+    splits of the data set. Of them only Megatron's indexes are read, and checked."""
     (column,), tokens = keys.train_data_columns, not keys.tokenize_train_data
     column = WHOLE if keys.reads_chats else column  # a chat's messages may be in several
     if kind == "hf":

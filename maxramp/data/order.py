@@ -122,7 +122,7 @@ class RunRows:
         seed: int | None,
         later: Sequence[tuple[int, Sequence[float]]] = (),
     ):
-        """Puts parts, with `name`, `weight` and `items`, in the order of the run.
+        """Puts parts, with `name`, `weight` and one or more `items`, in the order of the run.
 
         Args:
           seed: None = the data's own order.

@@ -46,8 +46,8 @@ class ReadAhead(Iterator[Any]):
         self._iterator.start_prefetch()
 
     def __next__(self) -> Any:
-        """Returns the next element; a TrainingError says why it cannot be read, for instance as a
-        worker died.
+        """Returns the next element; a ConfigError or TrainingError says why it cannot be read, for
+        instance as a worker died.
         """
         try:
             element = next(self._iterator)

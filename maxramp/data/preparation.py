@@ -63,7 +63,8 @@ Show = Callable[[int, int, int], None]
 def prepare(work: Preparation, beat: Callable[[], None], publishes: bool = False) -> None:
     """Makes a set, or waits for another process that does; `beat` is called meanwhile. Where hosts
     share sets in a storage, it is fetched from there or, if this process `publishes`, copied there.
-    A ConfigError if a file has no records or too many bad ones, a TrainingError on a full disk.
+    A ConfigError if a file has no records or too many bad ones, a TrainingError on a full disk or
+    if a worker is killed.
     """
     if work.is_prepared and (work.is_shared or not publishes):
         return
@@ -96,8 +97,8 @@ def prepare(work: Preparation, beat: Callable[[], None], publishes: bool = False
 
 @contextlib.contextmanager
 def progress(size: int) -> Iterator[Show]:
-    """Yields what shows documents, tokens and the bytes done of `size`: by a bar on a terminal,
-    elsewhere by a line at every tenth."""
+    """Yields what shows documents, tokens and the bytes done of `size`, each in all so far: by a
+    bar on a terminal, elsewhere by a line at every tenth."""
     from rich.progress import BarColumn, Progress, TimeRemainingColumn  # most starts show none
 
     start, tenths = time.perf_counter(), 0
@@ -120,7 +121,8 @@ def progress(size: int) -> Iterator[Show]:
 
 def make(work: Preparation, show: Show) -> dict[str, Any]:
     """Makes the missing shards and the manifest, inside `work.lock`; returns the manifest. `show`
-    gets the documents and tokens made and the bytes read, several times a second.
+    gets the documents and tokens made and the bytes read so far, several times a second, or without
+    processes after each shard. Raises as `prepare`.
     """
     work.remove_others()
     done = work.finished_shards()
@@ -200,7 +202,7 @@ def _run(
     show: Show,
 ) -> None:
     """Calls a method of makers with each of the arguments, in processes or in this one; a
-    TrainingError if one is killed."""
+    TrainingError if one is killed. Their counts begin at `counted` (`_SHOWN`, `_LEAVE`, `_BAD`)."""
     if not work.processes:
         counts = list(counted)
         maker = _Maker(work, counts, contextlib.nullcontext(), os.cpu_count() or 1)

@@ -90,7 +90,8 @@ class Expansion:
     def read_ahead(
         self, what: str, read: Read, numbers: range, reading: ReadingKeys, largest: StageSpec
     ) -> Iterator[Batch | None]:
-        """Returns what `place` takes, read ahead; `largest` is the stage of the largest batch."""
+        """Returns what `place` takes for each number, read ahead: None if this process reads
+        nothing. `read` gives its part of a batch; `largest` is the stage of the largest batch."""
         if not self.reads:
             return (None for _ in numbers)
         abstract = jax.tree.leaves(self.abstract_batch(largest))

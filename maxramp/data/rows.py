@@ -77,7 +77,7 @@ class StreamRows(Items):
 
         Args:
           tokens: an array, or a TokenStream.
-          vocab_size: bound of the ids; None = they are not checked.
+          vocab_size: bound of a TokenStream's ids; None = they are not checked.
           separate: whether rows say where documents begin; of a TokenStream.
           span: the tokens [start, stop) that count, if not all.
         """

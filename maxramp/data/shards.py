@@ -86,7 +86,7 @@ class Preparation:
         return not self.shared or prepared.is_prepared(str(self.shared))
 
     def publish(self, beat: Callable[[], None]) -> None:
-        """Copies the set to the storage, inside `lock`, the manifest last: no other file makes a
+        """Copies the set to `shared`, inside `lock`, the manifest last: no other file makes a
         set."""
 
         def copy(name: str) -> None:
@@ -98,8 +98,8 @@ class Preparation:
         copy(prepared.NAME)
 
     def fetch(self, beat: Callable[[], None]) -> None:
-        """Copies the set from the storage, inside `lock`; a kill leaves nothing but unfinished
-        work."""
+        """Copies a set that is not prepared here from `shared`, inside `lock`; a kill leaves
+        nothing but unfinished work."""
 
         def copy(name: str) -> None:
             (self.shared / name).ask("get_file", str(self.work / name))
@@ -175,8 +175,9 @@ class Preparation:
 
     @contextlib.contextmanager
     def lock(self, wait: Callable[[], None] | None = None) -> Iterator[None]:
-        """Locks the folder against other preparations; a ConfigError if it is not one of ours or
-        cannot be written, a TrainingError if the caller's writing fails.
+        """Locks the folder against other preparations, one of which may have made the set meanwhile
+        (`is_prepared`); a ConfigError if it is not one of ours or cannot be written, a
+        TrainingError if the caller's writing fails.
 
         Args:
           wait: called while another process prepares it; without it that is an error.

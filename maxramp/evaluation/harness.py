@@ -176,7 +176,8 @@ class Model(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Returns the ids of a text, as lm-eval's `hf` does; none of "" where no mark begins texts.
+        """Returns the ids of a text, as lm-eval's `hf` does: with add_bos behind the token that
+        begins texts, if `add_special_tokens` (None: unless the text spells it); else none of "".
         `kwargs` are lm-eval's, and not used.
         """
         self._server.beat()  # a task may have hundreds of thousands of texts
@@ -271,13 +272,14 @@ class Model(TemplateLM):
         takes no system message gets none; a ConfigError for a chat that it refuses otherwise.
         """
         last = chat_history[-1]["content"]
+        rest = [message for message in chat_history if message["role"] != "system"]
         try:
-            text = self._render(chat_history, add_generation_prompt)
+            try:
+                text = self._render(chat_history, add_generation_prompt)
+            except BadRecord:
+                text = self._render(rest, add_generation_prompt)
         except BadRecord as error:
-            rest = [message for message in chat_history if message["role"] != "system"]
-            if len(rest) == len(chat_history):
-                raise ConfigError(f"--apply_chat_template: {error}") from None
-            text = self._render(rest, add_generation_prompt)
+            raise ConfigError(f"--apply_chat_template: {error}") from None
         if add_generation_prompt:
             return text
         # The last message is the beginning of the answer, which the template must not end.

@@ -153,8 +153,9 @@ class Scorer:
         return texts
 
     def expect_scores(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
-        """Has the programs compiled that score rows of these lengths, less one token each; returns
-        the shape [B, T] of each pass, and the numbers of its rows.
+        """Announces the programs for `score`, on all processes alike; returns the shape [B, T] of
+        each pass, and the numbers of its rows. A row has a token more than its length here, which
+        is 1 to max_target_length.
         """
         passes = self._passes(lengths)
         for (B, T), _ in passes:
@@ -166,9 +167,9 @@ class Scorer:
     def expect_answers(
         self, lengths: Sequence[int], generation: GenerationConfig
     ) -> list[tuple[list[Hashable], list[int]]]:
-        """Has the programs compiled that answer prompts of these lengths; returns the keys of each
-        pass's programs, and the numbers of its prompts. A ConfigError if answers of
-        `max_new_tokens`, which must be a number, leave no room for a prompt.
+        """Announces the programs for `write`, on all processes alike, by the lengths of prompts;
+        returns the keys of each pass's programs, and the numbers of its prompts. A ConfigError if
+        answers of `max_new_tokens`, which must be a number, leave no room for a prompt.
         """
         max_new_tokens = generation.max_new_tokens
         room = self.keys.max_target_length - max_new_tokens

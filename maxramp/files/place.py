@@ -51,7 +51,7 @@ class ObjectPath(pathlib.PurePosixPath):
             raise failure(error, self) from None
 
     def spec(self) -> dict[str, Any]:
-        """Returns TensorStore's name of a folder; it finds credentials where fsspec does."""
+        """Returns TensorStore's spec of this folder; it finds credentials where fsspec does."""
         spec: dict[str, Any] = {"bucket": self.parts[1], "path": "/".join((*self.parts[2:], ""))}
         if self.parts[0] == "gs:":
             return {"driver": os.environ.get("TENSORSTORE_GCS_BACKEND", "gcs")} | spec

@@ -269,8 +269,9 @@ class MirroredFiles(RunFiles):
             return error
 
     def _send(self) -> None:
-        """Sends what has changed, and removes what the run has removed, but not what a cleaner of
-        /tmp has: a FileNotFoundError if these are the records or all."""
+        """Sends the files that have changed, and removes from the storage what the run has removed.
+        What a cleaner of /tmp has removed stays there; a FileNotFoundError if that is the records
+        or the whole folder. For `publish`, whose lock it needs."""
         needed = self.local / (_RECORDS if _RECORDS in self._sent else "")
         if not needed.exists():
             raise FileNotFoundError(errno.ENOENT, "removed under the run", str(needed))

@@ -188,9 +188,10 @@ def _describe_weights(source: ModelSource, model: Decoder) -> dict[str, Any]:
 
 
 def _make_side_files(source: ModelSource) -> tuple[dict[str, bytes], dict[str, Any], int]:
-    """Returns the side files that the model came with, but the tokenizer and the chat template of
-    what it was trained on; config.json's special ids of another tokenizer; and how many tokens it
-    has, 0 if not known. A ConfigError if that has more than the model has rows."""
+    """Returns the side files of an export: those that the model came with, with the tokenizer and
+    the chat template that it was trained with; the special ids for config.json if that is another
+    tokenizer, else {}; and its number of tokens, 0 if not known. A ConfigError if these are more
+    than the model's rows."""
     vocab_size = source.config.model.vocab_size
     side_files = dict(source.origin.side_files) if source.origin else {}
     tokenizer, special_ids = _load_tokenizer(source), {}

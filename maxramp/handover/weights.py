@@ -199,9 +199,9 @@ class SavedWeights:
 #   side_tensors: tensors of the Hugging Face folder that their run began with, for exports as
 #     they are; a ConfigError if it is gone.
 #   adapted_model: the Hugging Face folder or name of the model that adapters adapt, or "".
-#   prepare: refuses weights that are not those of an abstract model; returns what reads them, with
-#     the shardings of `model`; adapters that it has beyond these weights are missing. `note`
-#     takes a line about tensors and keys that nothing reads.
+#   prepare: refuses weights that are not those of an abstract model and the `values` of all keys;
+#     returns what reads them, with the shardings of `model`; adapters that it has beyond these
+#     weights are missing. `note` takes a line about tensors and keys that nothing reads.
 Weights = ReleasedWeights | SavedWeights
 
 
@@ -233,7 +233,8 @@ def _full_name(path: str) -> str:
 def _check_adapters(
     path: str, keys: Mapping[str, Any], model: Decoder, values: Mapping[str, Any]
 ) -> None:
-    """Refuses adapters, of these keys ({} = none), that `model` has not, or counts otherwise."""
+    """Refuses adapters that `model` lacks, or that were trained with other LoRA keys than `values`.
+    `keys` are those of their training, without a lora_rank if the weights have no adapters."""
     rank = keys.get("lora_rank")
     if not rank:
         return
@@ -320,12 +321,13 @@ def pin_first_weights(config: Config) -> tuple[Config, FirstWeights]:
 
 
 def find_first_weights(config: Config) -> dict[str, tuple[str, str]]:
-    """Finds the weights that a run begins with, by the keys that name them: the path of one
-    checkpoint and its `saved`, or of a Hugging Face folder and "".
+    """Finds the weights that a run begins with, by the keys that name them, {} without any: the
+    path of one checkpoint and its `saved`, or of a Hugging Face folder and "". Called before the
+    start writes into the run's own folder, which it reads.
 
     The folder of another run means its newest checkpoint at the first start and the same one at
-    every restart, even if that run has trained on or was moved. Raises a ConfigError if the path
-    lies in the run's own folder.
+    every restart, even if that run has trained on, was moved or is gone. Raises a ConfigError if a
+    path holds no weights, lies in the run's own folder, or is in a storage that does not answer.
     """
     return {name: _find(name, config) for name in _KEYS if config.values[name]}
 

@@ -40,8 +40,9 @@ class ChatEncoder:
         self.made_by["template"] = self._template.hash
 
     def encode(self, record: Mapping[str, Any]) -> Document:
-        """Returns the tokens and targets of a record, none (`left_out`) if a message spells a
-        special token; a BadRecord says what is wrong with it."""
+        """Returns the tokens and targets of a record; none (`left_out`) under
+        chats_with_marks=leave_out if a message spells a special token. A BadRecord says what is
+        wrong with it."""
         chats = messages.read_pair(record) if self._is_pair else [messages.read(record)]
         is_marked = [self._is_marked(chat) for chat in chats]
         if any(is_marked):

@@ -41,7 +41,7 @@ class ChatTemplate:
         """Compiles a template; a ConfigError if it is not valid.
 
         Args:
-          marks: the special tokens, which no message may hold.
+          marks: the special tokens, for `mark_in`: callers refuse messages that hold one.
           named_marks: some of them by name, such as eos_token.
           date: the day that the template sees as today.
           switches: other variables, such as enable_thinking.
@@ -94,10 +94,11 @@ class ChatTemplate:
         return text, spans
 
     def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
-        """Returns the `wanted` answers (at least one), each up to `mark`: behind what asks for one,
-        or behind its longest beginning that is there as often as answers are, and not before them:
-        some templates add a thought that old answers have lost. No message can imitate it, as it
-        begins with a mark. [] if that is not clear."""
+        """Finds the `wanted` answers of a text (at least one), each from behind a header up to
+        `mark` ("" = to the end). The header is what asks for an answer, or the longest beginning of
+        that which stands in the text as often as answers do, and not before the first: some
+        templates ask with a thought that old answers have lost. No message can imitate it, as it
+        begins with a mark. [] without such a header."""
         first = _first_answer(chat)
         count = first or 1  # many templates look at the first message
         before, asked = self._render(chat, count, False), self._render(chat, count, True)

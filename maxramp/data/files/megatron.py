@@ -53,8 +53,8 @@ class MegatronFile(RecordFile):
         return self._header[0]
 
     def tokens_between(self, start: int, stop: int) -> np.ndarray:
-        """Returns tokens [start, stop) of the stream, int32; raises a ConfigError if one is
-        negative or too large."""
+        """Returns tokens [start, stop) of the stream, fewer at its end, int32; raises a ConfigError
+        if one is negative or too large."""
         tokens = self.raw_tokens(start, stop)
         if self.dtype.kind == "i" and tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
             position = int(np.argmax((tokens < 0) | (tokens >= 2**31)))

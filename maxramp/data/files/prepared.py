@@ -169,7 +169,8 @@ class PreparedSet(NamedTuple):
 
 
 def open_set(folder: str) -> PreparedSet:
-    """Opens a set by indexes and evenly spaced tokens; a ConfigError if a file is not its own."""
+    """Opens a set, reading its indexes and evenly spaced tokens, not all; a ConfigError if an index
+    or a file's size is not what was prepared."""
     manifest = read_manifest(folder)
 
     def open_shard(shard: dict[str, Any]) -> MegatronFile | ChatShard:
