@@ -11,6 +11,7 @@ from maxramp.errors import ConfigError
 from maxramp.files.storage import read_json
 from maxramp.huggingface.safetensors import Tensor, find_tensors
 from maxramp.huggingface.variants import is_of_text_model, rename_as_text_model
+from maxramp.keys.base import cast_value
 from maxramp.keys.section import refuse
 from maxramp.model.families.table import lora_modules
 from maxramp.model.keys import LORA_MODULES, ModelKeys
@@ -95,13 +96,16 @@ class AdapterFolder:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Our keys for training such adapters."""
+        """Our keys for training such adapters, without lora_dropout."""
         names = filter(is_of_text_model, self.tensors)
         modules = {name.split(".")[-3] for name in names if name.count(".") > 2}
         targets = [name for name in LORA_MODULES if name in modules]
+        alpha = self.config.get("lora_alpha", 8)
         return {
             "lora_rank": self.config["r"],
-            "lora_alpha": float(self.config.get("lora_alpha", 8)),
+            "lora_alpha": cast_value(
+                f"{self.path}/{CONFIG}: lora_alpha={alpha}", alpha, "lora_alpha"
+            ),
             "use_rslora": bool(self.config.get("use_rslora")),
             "lora_targets": targets,
             "trainable_layers": self.layers,
@@ -118,7 +122,8 @@ def _as_list(layers: Any) -> list[Any]:
 def make_config(
     keys: ModelKeys, base: str, layers: Sequence[int], is_larger: bool = False
 ) -> bytes:
-    """Returns the adapter_config.json for adapters of these layers (none = all) of a model `base`.
+    """Returns the adapter_config.json for adapters of these layers (none = all) of a model `base`,
+    a folder or a name on the Hub.
 
     `is_larger` = they are of the text model in a base that also sees or hears.
     """

@@ -48,7 +48,8 @@ _SUPPORTED = {
 
 
 def read_keys(written: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the keys of the model that a config.json describes; messages name the file `where`.
+    """Returns the keys of the text model that a config.json, or its `text_config`, describes;
+    messages name the file `where`.
 
     Reads what transformers 5 writes (`rope_parameters`) and what earlier ones wrote (`rope_theta`,
     `rope_scaling`). A ConfigError for a model that is not supported.
@@ -121,9 +122,10 @@ def _check_supported(
         yield values[key] != values[other], key, values[key], f", but {other}={values[other]}"
     if "max_window_layers" in released.defaults:
         first = values["max_window_layers"]
-        is_part = not kinds and bool(values["sliding_window"]) and first is not None
+        is_part = first is not None and not (type(first) is int and first >= layers)
+        is_part &= not kinds and bool(values["sliding_window"])
         why = ": windows are of all layers, or of none"
-        yield is_part and first < layers, "max_window_layers", f"{first} of {layers}", why
+        yield is_part, "max_window_layers", f"{first} of {layers}", why
 
 
 def longest_text(values: Mapping[str, Any], where: str) -> int:
@@ -165,9 +167,9 @@ def _layer_types(layers: int, released: Released) -> list[str]:
 def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Returns the config.json of a model that was trained here, with tensors of this dtype.
 
-    `original` is the one that its weights came with; what the run did not change stays as it is
-    there. {} = the run began with new weights. A ConfigError for activations that no model there
-    has.
+    `original` is the one that its weights came with, perhaps a dense model's; what the run did not
+    change stays as it is there. {} = the run began with new weights. A ConfigError for activations
+    that no model of transformers has.
     """
     gate, other = keys.mlp_activations
     if gate not in _ACTIVATIONS or other != "linear":

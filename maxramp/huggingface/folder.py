@@ -102,8 +102,8 @@ class ModelFolder:
 
     @property
     def data_keys(self) -> dict[str, Any]:
-        """The keys of the tokenizer, and of the special tokens around a training document; a
-        ConfigError without a tokenizer."""
+        """The keys of the tokenizer and, of a tokenizer.json, add_bos: whether a training document
+        begins with a special token. A ConfigError without a tokenizer."""
         kind, path = self.tokenizer
         if kind != "huggingface":
             return {"tokenizer_type": kind, "tokenizer_path": path}

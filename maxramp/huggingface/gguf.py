@@ -18,7 +18,7 @@ from maxramp.commandline import print_progress
 from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, is_near
 from maxramp.files.storage import optional
-from maxramp.huggingface.safetensors import CODES, DTYPES, SINGLE_FILE, make_header
+from maxramp.huggingface.safetensors import CODES, DTYPES, OVERFLOW, SINGLE_FILE, make_header
 
 # By a tensor's name in a GGUF its name in a folder, and its axes: V vocabulary, D width, F width of
 # the MLP, H and K all heads of queries, and of keys and values.
@@ -44,10 +44,11 @@ _CONTROL = 3  # the type of a special token
 
 
 def unpack(path: str, to: Place, dtype: str) -> None:
-    """Writes the folder of a model with tensors of this dtype; it appears when all is there.
+    """Writes the folder of a model with tensors of this dtype (of CODES); it appears when all is
+    there. Only one process may write a folder.
 
     A ConfigError if `to` is not local, holds files or cannot be written, or the file cannot be
-    read."""
+    read, or holds numbers that the dtype cannot."""
     if not is_near(to):
         raise ConfigError(
             f"--to {to}: a GGUF file is unpacked to a local folder; copy it afterwards"
@@ -81,14 +82,18 @@ def unpack(path: str, to: Place, dtype: str) -> None:
                 x = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shapes[name])
                 if name.endswith(("q_proj.weight", "k_proj.weight")):
                     x = _halve_rotary_pairs(x, config["head_dim"])
-                file.write(np.ascontiguousarray(x, DTYPES[CODES[dtype]]).view(np.uint8).data)
+                with np.errstate(over="ignore"):
+                    x = np.ascontiguousarray(x, DTYPES[CODES[dtype]])
+                if dtype == "float16" and not np.isfinite(x).all():
+                    raise ValueError(OVERFLOW)
+                file.write(x.view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
         unfinished.rename(to)
     except OSError as error:
         raise ConfigError(f"--to {to}: cannot be written ({error.strerror or error})") from None
     except (NotImplementedError, ValueError) as error:
-        raise ConfigError(f"{path}: {name} cannot be read ({reason_of(error)})") from None
+        raise ConfigError(f"{path}: {name} cannot be converted: {reason_of(error)}") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -99,7 +104,8 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _rename(path: str, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns tensors by their names in a folder; refuses any that are not the config's."""
+    """Returns tensors by their names in a folder; refuses others than the config's, missing ones
+    and other shapes."""
     table = {f"{theirs}.weight": entry for theirs, entry in _TENSORS.items()}
     for i in range(config["num_hidden_layers"]):
         for theirs, (name, axes) in _LAYER_TENSORS.items():
@@ -176,8 +182,9 @@ def _special_ids(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _tokenizer_files(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Makes the files of a folder's tokenizer: their texts, or what they hold as JSON; refuses
-    other tokenizers than gpt2's."""
+    """Makes the files of the tokenizer, the chat template and generation_config.json by name: their
+    texts, or what they hold as JSON. Refuses other tokenizers than gpt2's; may raise anything for a
+    torn file."""
     kind, pre = (fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind != "gpt2" or pre not in _SPLITS_DIGITS:
         raise ConfigError(

@@ -86,10 +86,10 @@ class NamedWeight:
 def name_tensors(
     model: Decoder, decoder_block: str, layers: Sequence[int] = (), dense_block: str = ""
 ) -> Iterator[NamedWeight]:
-    """Yields the weights of a model in layer order (`pipeline`), or of its shapes, in the order
-    of `jax.tree.leaves`.
+    """Yields the weights of a model, or of its shapes, in the order of `jax.tree.leaves`.
 
     Args:
+      model: its stacks are in the order of layers (`pipeline.order_by_layer`).
       layers: those that have tensors; none = all.
       dense_block: names tensors as in that family's models; routers then have none. A ConfigError
         if that family lacks another weight.

@@ -118,8 +118,8 @@ def prepare_load(
     layers: Sequence[int] = (),
     dense_block: str = "",
 ) -> Callable[[], Decoder]:
-    """Refuses a folder without all weights of an abstract `model`; returns what reads them on its
-    mesh, called once by all processes together.
+    """Refuses a folder without all weights of an abstract `model`, or with those of another;
+    returns what reads them on its mesh, called once by all processes together.
 
     Args:
       folder: where `tensors` lie, for messages.
@@ -260,8 +260,8 @@ def _put(
     rows: int,
     transfer: _Transfer,
 ) -> jax.Array:
-    """Returns a stack [L, ...] or [L, E, ...], whose memory is reused, with one more tensor at
-    `index`; or the weight, if the tensor is all of it."""
+    """Returns a stack [L, ...] or [L, E, ...], which is donated, with one more tensor at `index`;
+    or the weight, if the tensor is all of it (index ())."""
     x = transfer.join_rows(x_NR, rows, form.tensor_shape[0])
     # Only the first letter of a tensor's axis is sharded here, so a reshape moves nothing.
     first = dict(zip((group[0] for group in form.groups), transfer.partitions, strict=True))

@@ -104,7 +104,7 @@ def _refuse_all_but_mappings(mappings: Mapping[str, Any], where: str) -> None:
 
 
 def _kind(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type", rope.get("type", "default"))
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def _scaling(
@@ -144,7 +144,8 @@ def _complete_yarn(
 ) -> dict[str, Any]:
     """Returns yarn's numbers with those that transformers takes for missing ones; attention_factor
     is -1 where it is that of the factor. A ConfigError where we could not do as transformers does.
-    `longest` is max_position_embeddings; `by_layer`: layers with a window have other positions."""
+    `rope` has original_max_position_embeddings, and `longest` is max_position_embeddings;
+    `by_layer`: layers with a window have other positions."""
     length = cast_key(_LENGTH, _LENGTH, rope, where)
     rope = {"truncate": True, **rope}
     rope |= {"beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0}
@@ -169,8 +170,9 @@ def _complete_yarn(
 
 
 def make_values(keys: ModelKeys, released: Released, original: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the `original` config.json, {} for a new model, lacks about positions: in both
-    forms, as transformers below 5 reads no `rope_parameters`."""
+    """Returns the values with which the `original` config.json, {} for a new model, has the
+    positions of our keys: in both forms, as transformers below 5 reads no `rope_parameters`; {} if
+    it needs none."""
     if original:
         values = {**released.defaults, **original}
         if all(getattr(keys, name) == x for name, x in read_keys(values, released, "").items()):

@@ -30,6 +30,7 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 CODES = {str(dtype): code for code, dtype in DTYPES.items()}
+OVERFLOW = "has numbers that float16 cannot hold (beyond 65,504); give --dtype bfloat16 or float32"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ def rename_as_text_model(folder: str, tensors: Mapping[str, Tensor]) -> dict[str
 def split_experts(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns a folder's tensors with one for each expert, by the names in `Family.tensors`.
 
-    A tensor [E, k * F, D] becomes k tensors [F, D] of each expert.
+    A tensor [E, k * F, D] becomes k tensors [F, D] of each expert; others stay as they are.
     """
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

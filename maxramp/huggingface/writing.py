@@ -28,7 +28,15 @@ from maxramp.errors import ConfigError, TrainingError, reason_of
 from maxramp.files.place import ObjectPath, Place, is_near, is_unfinished, lock, sizes, write_whole
 from maxramp.huggingface.folder import SENTINELS, is_whole
 from maxramp.huggingface.names import Form, NamedWeight, name_tensors
-from maxramp.huggingface.safetensors import CODES, DTYPES, INDEX, SINGLE_FILE, Tensor, make_header
+from maxramp.huggingface.safetensors import (
+    CODES,
+    DTYPES,
+    INDEX,
+    OVERFLOW,
+    SINGLE_FILE,
+    Tensor,
+    make_header,
+)
 from maxramp.huggingface.variants import name_fused, name_in_larger
 from maxramp.model.decoder import Decoder
 from maxramp.model.pipeline import order_by_layer
@@ -65,7 +73,8 @@ class _Part(NamedTuple):
 
 
 def _list_parts(model: Decoder, form: Format) -> dict[str, list[_Part]]:
-    """Returns the parts of each tensor in the order of its rows, by the tensor's name."""
+    """Returns the parts of each tensor in the order of its rows, by the tensor's name; `model` is
+    as in `name_tensors`."""
     tensors: dict[str, list[_Part]] = {}
     for named in name_tensors(model, form.decoder_block, form.layers):
         shape = named.form.tensor_shape
@@ -103,13 +112,13 @@ def write(
 ) -> None:
     """Writes a model's folder, which is missing or not whole; all processes call it together.
 
-    A ConfigError if something else wrote the folder or it cannot be written, a TrainingError if the
-    disk is full.
+    A ConfigError if something else wrote the folder, it cannot be written, or the dtype cannot hold
+    the weights; a TrainingError if the disk is full.
 
     Args:
       side_files: the other files by name, one of SENTINELS among them.
       source: says what the weights are (`read_source`).
-      pause: is called between two tensors; what it raises ends the export.
+      pause: is called between two tensors; what it raises, on all processes alike, ends the export.
       side_tensors: tensors of another folder, by name, that are written as they are.
     """
     model = order_by_layer(model)
@@ -144,8 +153,7 @@ def write(
 
 
 def check_free(folder: Place) -> None:
-    """Refuses a folder that an export may not make: it may if it is missing, empty, or one began
-    it."""
+    """Refuses a folder unless it is missing, empty, or begun by an export and not finished."""
     with _refusing(folder):
         names = []
         if folder.is_dir():
@@ -265,10 +273,7 @@ def _make_arrays(
                 too_large = too_large or weight.names[index]
             yield written
     if too_large:
-        raise ConfigError(
-            f"{too_large}: has numbers that float16 cannot hold (beyond 65,504); give --dtype "
-            "bfloat16 or float32"
-        )
+        raise ConfigError(f"{too_large}: {OVERFLOW}")
 
 
 def _write_file(path: Place, header: bytes, arrays: Iterator[np.ndarray], is_own: bool) -> None:

@@ -172,8 +172,7 @@ def test_a_folder_whose_tokenizer_is_damaged_does_not_read_bytes(tmp_path):
 
 
 def test_keys_that_contradict_a_folder_without_model_name(tmp_path):
-    folder = with_tokenizer(tmp_path)
-    opened = open_model(str(folder), [])
+    opened = open_model(str(with_tokenizer(tmp_path)), [])
     model = opened.load()
     values = opened.config.values
     assert opened.weights.prepare(model, values)
@@ -210,6 +209,9 @@ def test_a_folder_gives_sizes_and_refuses_others(tmp_path):
     write_file(tmp_path / "adapter/adapter_model.safetensors", {})
     adapter = (*data, f"load_parameters_path={tmp_path / 'adapter'}", "lora_rank=16")
     assert "adapter/adapter_config.json makes it 2; give that" in refused(tmp_path, *adapter)
+    says = says.replace("{", '{"lora_alpha": null, ', 1)
+    (tmp_path / "adapter/adapter_config.json").write_text(says)
+    assert "lora_alpha=None must be a number" in refused(tmp_path, *adapter)
     nowhere = f"load_parameters_path={tmp_path / 'nowhere'}"
     assert "no config.json there" in refused(tmp_path, *data, nowhere)
     checkpoint = tmp_path / "nowhere/checkpoints/4"

@@ -22,13 +22,14 @@ CASES = {
     "no heads": ({"heads": 0}, "is torn"),
     "heads that do not divide": ({"heads": 7}, "q_proj.weight is (256, 256)"),
     "a layer too many": ({"layers": 2}, "layers.1.input_layernorm.weight is not there"),
+    "numbers beyond float16": ({"value": 1e5}, "embed_tokens.weight cannot be converted: has"),
     "no keys": ({"blk.0.attn_k": None}, "self_attn.k_proj.weight is not there"),
     "rows that are no tokens": ({"token_embd": (7, D)}, "embed_tokens.weight is (7, 256)"),
     "an odd number of rows": ({"blk.0.attn_q": (250, D)}, "self_attn.q_proj.weight is (250, 256)"),
 }
 
 
-def write(path, **wrong):
+def write(path, value=1, **wrong):
     fields = {"layers": 1, "heads": 4, "types": [3, 3, 1, 1, 1], "merges": ["a b"], "bos": 0}
     fields |= {name: value for name, value in wrong.items() if name in fields}
     writer = gguf.GGUFWriter(path, "llama")
@@ -55,7 +56,7 @@ def write(path, **wrong):
     shapes |= {name: value for name, value in wrong.items() if name in shapes}
     for name, shape in shapes.items():
         if shape:
-            writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+            writer.add_tensor(f"{name}.weight", np.full(shape, value, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -67,7 +68,7 @@ def test_a_torn_file_is_refused_in_one_line(case, tmp_path):
     wrong, says = CASES[case]
     write(tmp_path / "m.gguf", **wrong)
     with pytest.raises(ConfigError) as caught:
-        unpack(str(tmp_path / "m.gguf"), tmp_path / "out", "float32")
+        unpack(str(tmp_path / "m.gguf"), tmp_path / "out", "float16")
     message = str(caught.value)
     assert message.startswith(f"{tmp_path}/m.gguf: ") and says in message and "\n" not in message
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

@@ -107,8 +107,7 @@ def test_adapters_of_pairs_are_the_same_on_two_processes(folder):
     """The reference is the base, also of adapters that are trained already; with phases."""
     keys = ("max_target_length=95", f"grain_train_files={folder}/pairs.jsonl", "eval_interval=-1")
     keys += (f"phases={{0: {{global_batch_size: 4}}, 8: {{global_batch_size: 8, {ANOTHER}}}}}",)
-    one = train_arguments(folder, "dpo", "pairs", *keys)
-    complete(*one, devices=2)
+    complete(*train_arguments(folder, "dpo", "pairs", *keys), devices=2)
     printed = on_two_processes(folder, *train_arguments(folder, "dpo", "pairs_of_two", *keys))
     assert "log-probabilities of 24 pairs" in printed
     own, _ = assert_same(folder, "pairs", "pairs_of_two")
