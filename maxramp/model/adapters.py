@@ -27,9 +27,9 @@ _DTYPE = "float32"  # whatever the base's dtype: updates are small beside the we
 
 
 def add_adapters(make_block: Callable[[jax.Array], Any], kind: str, keys: ModelKeys) -> Callable:
-    """Wraps the function from a random key to a block of a `Layer.kind` so that it adds adapters of
-    keys.lora_rank > 0. As in PEFT, `down` begins uniform within 1 / sqrt(inputs) and `up` at zero:
-    the model begins as the base."""
+    """Wraps `make_block`, which makes a layer of this `Layer.kind` from a random key: its matrices
+    in keys.lora_modules get adapters of keys.lora_rank, which must be above 0. As in PEFT, `down`
+    begins uniform within 1 / sqrt(inputs) and `up` at zero: the model begins as the base."""
     tensors = FAMILIES[keys.decoder_block].tensors
 
     def make(key: jax.Array) -> Any:
@@ -123,8 +123,8 @@ def dropout_of(model: Any) -> float:
 
 def add_dropout(model: Any, row_ids_B3: jax.Array) -> Any:
     """Returns the model with dropout in its adapters, seeded by the number of each row in the run
-    (`step.row_ids`, of one pass): the same for any split, mesh or restart. Without adapters, or
-    with a rate of 0, it is the same model."""
+    (`step.row_ids`, of one pass): the same for any split, mesh or restart. Not in a pipeline.
+    Without adapters, or with a rate of 0, it is the same model."""
     numbers = itertools.count(1)
 
     def add_seeds(x: Any) -> Any:

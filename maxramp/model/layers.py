@@ -58,7 +58,8 @@ def run(
     rotary_dim: int,
 ) -> tuple[jax.Array, Aux]:
     """Returns the residual stream [B, T, D] after all layers, and their sums by row: minimized and
-    shown over all layers [B], counts of each layer [l, B, ...], in the pattern's order."""
+    shown over all layers [B], counts of each layer that has them [l, B, ...], in the pattern's
+    order. In a pipeline weights and tokens are those of a tick."""
     tokens = x_BTD.shape[1]
     angles = find_angles(pattern, execution, jnp.arange(tokens), rotary_dim)  # at every position
     if (positions_BT := positions.segment_positions(tokens)) is not None:
@@ -149,7 +150,8 @@ def _slice_layers(stack: Any, indices: Sequence[int]) -> Any:
 
 
 def _split_by_repeat(stack: Any, first: int, repeats: int, count: int) -> Any:
-    """Returns the layers of a stack from `first` on as [repeats, count, ...], or [repeats, ...]."""
+    """Returns repeats * count layers of a stack, from `first` on, as [repeats, count, ...], or if
+    count is 1 as [repeats, ...]."""
 
     def cut(w_L: jax.Array) -> jax.Array:
         if repeats * count != w_L.shape[0]:

@@ -85,10 +85,11 @@ def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
 
 
 def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """Returns the groups, blocks of a group, and tokens of a block (the last one padded) of a
-    device's loss over `tokens` > 0, of the model's `width`; with block_tokens=0 one block. A group
-    has as many blocks as keep the gradients of their logits, of `itemsize` bytes, no larger than
-    their product's sum in float32; or all, if they need no more than two such sums."""
+    """Cuts a device's loss over `tokens` > 0, of the model's `width`, into blocks of at most
+    block_tokens (0 = all). Returns the number of groups, the blocks of each, and the tokens of a
+    block; the last one is padded. The gradients of a group's logits, `itemsize` bytes each, are no
+    larger than the float32 sum of their product, if it has several blocks; but one group has all of
+    them where that takes no more memory, as it needs one such sum less."""
     count = math.ceil(tokens / (block_tokens or tokens))
     size = math.ceil(tokens / count)
 
@@ -131,7 +132,7 @@ def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> floa
 
 
 def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], float]:
-    """Returns what experts add to the sizes of a token. For a layer, by remat policy: rows sorted
+    """Returns the bytes that experts add on a device. For each layer, by remat policy: rows sorted
     by expert (as many as can reach one device along `expert`) and their results. While one layer's
     backward pass runs: the weights of a device's experts, gathered over fsdp, their gradient, and
     that of the rows."""

@@ -43,8 +43,8 @@ POLICIES = ("none", "minimal_with_context", "minimal", "full")
 
 
 def open_machine(config: Config) -> Machine:
-    """Returns the machine of compile_topology, or this one, whose JAX it starts; a ConfigError for
-    a config of another program than maxramp.train."""
+    """Returns the machine of compile_topology, or this one, whose JAX it starts; call it before JAX
+    is used. A ConfigError for a config of another program than maxramp.train."""
     if config.run.program not in ("", "train"):
         raise ConfigError(
             f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "
@@ -103,9 +103,10 @@ class CompileTarget:
 
     @functools.cache  # noqa: B019
     def step(self, spec: StageSpec) -> dict[str, Any]:
-        """Compiles a stage's step: its memory, whether it fits, and `StepCost.to_json`, which is
-        missing if the compiler refuses the step as too large. A ConfigError if a library that a
-        kernel needs is not installed, or the program cannot be counted."""
+        """Compiles a stage's step: its memory, whether it fits (no, if `limit` is unknown), and on
+        a machine by name `StepCost.to_json`, which is missing if the compiler refuses the step as
+        too large. A ConfigError if a library that a kernel needs is not installed, or the program
+        cannot be counted."""
         self.say(
             f"compiling {spec.accumulation} x {spec.rows:,} rows, remat_policy={spec.remat_policy}"
         )
@@ -168,8 +169,9 @@ class CompileTarget:
     def largest_fits(
         self, spec: StageSpec, number: int, most: int | None = None
     ) -> list[dict[str, Any]]:
-        """Finds the `number` largest micro batches of a global batch that fit, of at most `most`
-        rows of a rank, the largest first; [] if none fits."""
+        """Finds the `number` largest micro batches of a stage's global batch that fit, of at most
+        `most` rows of a rank: what `step` returns with their batch keys, the largest first; [] if
+        none fits."""
         multiple, rows = spec.rows_multiple, spec.samples // spec.mesh.ranks
         upto = (rows if most is None else most) + 1
         sizes = [size for size in range(multiple, upto, multiple) if rows % size == 0]
@@ -187,11 +189,10 @@ class CompileTarget:
         ]
 
     def fastest_ways(self, spec: StageSpec) -> list[dict[str, Any]]:
-        """Finds the ways to run a stage's global batch that fit, the fastest first, on a machine by
-        name, as no other tells times: under each
-        remat policy the two largest micro batches, as smaller ones are slower but for small models;
-        with rows in as few parts as they can be, and in more as long as that is faster. [] if none
-        fits."""
+        """Finds the ways to run a stage's global batch that fit, the fastest first: by remat policy
+        the two `largest_fits`, as smaller ones are slower but for small models; with rows in as few
+        parts as they can be, and in more as long as that is faster. Only on a machine by name, as
+        no other tells times. [] if none fits."""
         ways: list[dict[str, Any]] = []
         fastest = math.inf
         for mesh in self._context_meshes(spec):

@@ -129,7 +129,7 @@ def count(text: str, chip: Chip) -> StepCost:
     branches of a conditional on a predicate count, none of one on a number.
 
     Raises:
-      ValueError: the text does not say how often a loop runs.
+      ValueError: the text does not say how often a loop runs, or who takes part in a transfer.
     """
     work, total = StepCost(), collections.Counter()
 
@@ -312,8 +312,9 @@ def _kernel_flops(i: Instruction) -> float:
 
 def share_of_row(rest: str, costs_n: np.ndarray, part: float) -> float:
     """Adds up the costs, of n equal parts of a row, that fall to the most loaded device in a kernel
-    for a part of the row's queries. The scope around it, in `rest` of its line, says how tokens lie
-    on devices, which divide n (`attention.attend`); without one each has a fair share."""
+    for a `part` of the row's queries, such as 1/2. The scope around it, in `rest` of its line, says
+    how tokens lie on devices, whose number divides n (`attention.attend`); without one each device
+    has a fair share."""
     scope = re.search(r"attention_of_(\d+)_devices_(balanced|in_order)", rest)
     devices, order = int(scope[1]) if scope else 1, slice(None)
     if scope and scope[2] == "balanced":
@@ -323,7 +324,8 @@ def share_of_row(rest: str, costs_n: np.ndarray, part: float) -> float:
 
 def _grouped_flops(i: Instruction) -> tuple[float, float]:
     """Counts the FLOPs of a product of tokens with their experts, `gmm` or `tgmm` of megablox, for
-    the rows that the scope around it gives (`grouped.describe`), and for those of all its tiles."""
+    the rows that the scope around it gives (`grouped.describe`), and for those of all its tiles; 0
+    for any other custom call."""
     scope = re.search(r"grouped_rows_(\d+)_tiled_(\d+)", i.rest)
     if not (scope and re.match("t?gmm", i.name)):
         return 0.0, 0.0
@@ -359,7 +361,8 @@ def _share(kind: str, group: int) -> float:
 
 
 def groups(rest: str, devices: int) -> np.ndarray:
-    """Reads which devices take part in a transfer with each other: [groups, devices of a group].
+    """Reads from an instruction's `rest` which devices take part in a transfer with each other:
+    [groups, devices of a group]. `devices` are all, which `{}` means.
 
     XLA writes `{{0,2},{1,3}}`, `[2,4]<=[4,2]T(1,0)`, or `mesh['x'=2,'y'=4] {'y'}`; the last form
     may have parts of an axis, `'y':(1)2`, and `device_ids=([2,4]T(1,0))` or a list of ids.

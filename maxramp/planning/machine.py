@@ -112,7 +112,7 @@ def describe_machine(keys: PlanKeys) -> Machine:
 def describe_devices(
     cluster: gpu.Cluster | topology.Topology, num_slices: int = 1
 ) -> Sequence[Any]:
-    """Returns JAX's abstract devices of a machine, on TPUs of `num_slices` of it; a ConfigError if
+    """Returns JAX's abstract devices of a cluster, or of num_slices TPU slices; a ConfigError if
     its compiler is missing or refuses it."""
     shown, what = f"compile_topology={cluster}", f"the {cluster.compiler} compiler"
     if importlib.util.find_spec(cluster.plugin) is None:
@@ -128,7 +128,7 @@ def describe_devices(
 
 def usable_memory(keys: PlanKeys) -> tuple[float, str]:
     """Returns the GiB of a device that a program can use, 0 where unknown, and where the number
-    comes from. Asks no compiler."""
+    comes from. Asks no compiler; without either key it asks this machine's JAX, which starts."""
     if keys.device_memory_gib != -1:
         return keys.device_memory_gib, "device_memory_gib"
     if not keys.compile_topology:

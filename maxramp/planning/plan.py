@@ -308,7 +308,7 @@ def summarize_ramp(
 
 
 def _draw_beside(axes: Any, plan: dict[str, Any], end: int) -> None:
-    """Draws published ramps in grey, as far as the run goes, in samples of this run."""
+    """Draws published ramps, `beside` of the plan, in grey over samples of this run up to `end`."""
     length, top, styles = plan["max_target_length"], axes.get_ylim()[1], ("--", ":", "-.", "-")
     for run, style in zip(plan["beside"], itertools.cycle(styles), strict=False):
         starts, sizes = [*run["starts"], run["end"]], [*run["batches"], run["batches"][-1]]

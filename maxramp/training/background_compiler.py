@@ -27,7 +27,8 @@ class BackgroundCompiler:
         self, memory_limit: int, say: Callable[[str], None], on_failure: Callable[[], None]
     ):
         """Starts the thread. It warns of a program that needs more than `memory_limit` bytes of a
-        device (0 = unknown), and calls `say` with lines, and `on_failure` for each that fails."""
+        device (0 = unknown), and calls `say` with lines, and `on_failure` for each that fails; both
+        in that thread."""
         self._memory_limit = memory_limit
         self.say, self._on_failure = say, on_failure
         self._failure: StepError | None = None

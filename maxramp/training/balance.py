@@ -38,7 +38,7 @@ def summing_positions(model: Decoder, batch: Batch, divisors_B: jax.Array) -> Po
 
 def with_last_step(model: Decoder, counts: Counts) -> Decoder:
     """Returns a model whose routers, where load_balance_loss_scope is step, know the shares of the
-    last step, equal ones before the first."""
+    last step, equal ones before the first; `counts` are `TrainState.buffers`."""
 
     def attach(path: Any, x: Any) -> Any:
         if not isinstance(x, Router) or x.scope != "step" or not x.balance_weight:
@@ -68,8 +68,8 @@ def _own_loads(model: Decoder, counts: Counts, path: Any) -> jax.Array:
 def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder:
     """Raises the biases of experts with less than the mean load of their layer and lowers the
     others, by the update rate (DeepSeek-V3, arXiv 2408.15664, algorithm 1), in the layers that
-    train. Loads are integers, so any split of the rows gives the same. Nothing with an update rate
-    of 0."""
+    train. Loads are integers, so any split of the rows gives the same. An update rate of 0 changes
+    nothing."""
     if not keys.routed_bias_update_rate:
         return frozen
 

@@ -27,7 +27,8 @@ class LearningRate:
 
     @classmethod
     def from_keys(cls, keys: LearningRateKeys, ramp: RampupBatchManager) -> "LearningRate":
-        """Makes the learning rate of a run; a ConfigError for learning_rate=none."""
+        """Makes the learning rate of a run from resolved keys, of which none is "auto"; a
+        ConfigError for learning_rate=none."""
         if keys.learning_rate is None:
             raise ConfigError(
                 "learning_rate=none: this config is a batch schedule without a learning rate, and "

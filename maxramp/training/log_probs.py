@@ -28,7 +28,8 @@ def token_log_probs(
     temperature: float = 1.0,
     divisors_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
-    """Computes softmax(logits / temperature) in float32. The head's gradient may stay apart.
+    """Computes log-probabilities of targets under softmax(logits / temperature), in float32. The
+    head's gradient may stay apart.
 
     Args:
       batch: negative targets read as token 0.

@@ -79,7 +79,8 @@ _TILE = 8  # rows of a TPU's tiles
 
 
 def _device_sums(x_BTD, head_DV, targets_BT, *keys, with_gradients):
-    """Computes each device's own tokens there; only sums and the gradients' sums travel."""
+    """Returns what `_sum_blocks` does for the tokens of all devices. Each computes its own; only
+    sums and the gradients' sums travel."""
     head_spec = jax.typeof(head_DV).sharding.spec
 
     def local(x_BTD, head_DV, targets_BT):

@@ -87,9 +87,10 @@ def metrics(
     opt_state: optax.PartitionState,
 ) -> dict[str, jax.Array]:
     """Returns the estimates of a step, float32 scalars: `noise_signal` and `noise_variance` with
-    each kind's prefix, "norms_" alone with one micro batch. `kept` are the squares of `measure`,
-    stacked over A, `copies` those of the weights whose gradients stayed apart there, `gradients`
-    the sums over the batch; `opt_state` is that before the step."""
+    each kind's prefix, "norms_" alone with one micro batch; not finite where one group has all
+    tokens. `kept` are the squares of `measure`, stacked over A, `copies` those of the weights whose
+    gradients stayed apart there, `gradients` the sums over the batch; `opt_state` is that before
+    the step."""
     A, B, _ = batch.tokens.shape
     tokens_AB = (batch.targets >= 0).sum(-1)
     spec = ROWS_ACB if copies > 1 else stack_spec(ROWS_B, 2)

@@ -63,7 +63,8 @@ class Programs:
         compiler: BackgroundCompiler,
         eval_rows: int = 0,
     ):
-        """Takes an abstract state on the mesh of the first stage. `eval_rows` 0: no evaluation."""
+        """Takes an abstract state on the mesh of the first stage. `eval_rows` are those of an
+        evaluation's pass, of all devices; 0: no evaluation."""
         self._recipe, self._expansion, self._rate = recipe, expansion, learning_rate
         self._arrays, self._structure = jax.tree.flatten(state)
         self._eval_rows, self._mesh, self._compiler = eval_rows, mesh_of(state), compiler

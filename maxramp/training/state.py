@@ -74,7 +74,8 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
 
 def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
     """Splits the weights into those that train (trainable_parameters_mask, else adapters, else all)
-    and the others; a ConfigError if none trains."""
+    and the others. With trainable_layers those of all layers train, and no others; `mask_layers`
+    then keeps the other layers as they are. A ConfigError if none trains."""
     layers = len(list(model.pattern))
     for number in keys.trainable_layers:
         if number >= layers:
@@ -105,7 +106,7 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
 
 def mask_layers(tree: Decoder, numbers: Sequence[int], others: Decoder | None = None) -> Decoder:
     """Keeps the layers of these numbers (none: all layers) in a tree of weights, and replaces the
-    rest by those of `others` (None: by zeros)."""
+    rest by those of `others` (None: by zeros). With numbers, only layers may have weights in it."""
     if not numbers:
         return tree
 

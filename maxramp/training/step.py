@@ -69,8 +69,8 @@ def make_train_step(
 
 def cut(batch: Batch, length: int) -> Batch:
     """Cuts every row [A, B, ...] of a batch into k rows of `length` tokens: [A, B k, length].
-    T must be a multiple of length. Targets stay, also over the border of a row. Hashes are the
-    samples'."""
+    T must be a multiple of length, and all arrays but the hashes, which stay the samples', must be
+    of tokens, unless length is T. Targets stay, also over the border of a row."""
     A, B, T = batch.tokens.shape
     if length == T:
         return batch
@@ -79,7 +79,8 @@ def cut(batch: Batch, length: int) -> Batch:
     def shorter(x: jax.Array) -> jax.Array:
         return jax.lax.reshape(x, shape, out_sharding=BATCH_ABT)
 
-    return dataclasses.replace(jax.tree.map(shorter, batch), hashes=batch.hashes)
+    rows = dataclasses.replace(batch, hashes=None)
+    return dataclasses.replace(jax.tree.map(shorter, rows), hashes=batch.hashes)
 
 
 def share_out(batch: Batch, pattern: Pattern, keys: ModelKeys) -> Batch:
@@ -200,7 +201,8 @@ def row_ids(consumed_samples: jax.Array, batch: Batch) -> jax.Array:
 
 
 def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Aux]:
-    """Makes zeros for the sums over micro batches, in float32 as many passes add to them."""
+    """Makes zeros for the sums over micro batches, in float32 as many passes add to them; `shown`
+    are the loss's names (`Recipe.sum_names`)."""
 
     def zeros(w: jax.Array) -> jax.Array:
         spec = gradient_spec(jax.typeof(w).sharding.spec)
@@ -271,8 +273,8 @@ def update(
 def eval_step(
     model: Decoder, sums: tuple[jax.Array, ...], batch: Batch, *, loss: Loss
 ) -> tuple[jax.Array, ...]:
-    """Adds what the loss shows for a batch to `sums`, which has all of the loss's names or the
-    first."""
+    """Adds what the loss shows for a batch to `sums`, sums over tokens that are not divided. They
+    are of the loss's names in order (`Recipe.sum_names`); those of the layers may be left out."""
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         shown = loss(model, micro_batch)[1].shown.values()

@@ -64,8 +64,9 @@ def check_heads(keys: ModelKeys) -> Relations:
 
 
 def add_delta(full: Mapping[str, str], kind: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Adds the tensors of layers with a gated delta rule to those of a model whose layers of
-    attention are of a kind; `names` are those of what the rule's weights read."""
+    """Adds tensors of layers with a gated delta rule to `full`, those of a model whose layers of
+    attention have this `Layer.kind`. `names` has the tensors, below `linear_attn`, of the rule's
+    weights that read the residual stream, by the names of these weights."""
     own = {
         **names,
         "taps_1tKx": "conv1d.weight",
@@ -84,7 +85,8 @@ def add_delta(full: Mapping[str, str], kind: str, names: Mapping[str, str]) -> d
 
 
 def sparse_tensors(names: Mapping[str, str]) -> dict[str, str]:
-    """Returns the tensors where every layer has experts, and a shared one with a gate."""
+    """Returns the tensors of a model in which every layer has experts, and a shared one with a
+    gate; `names` as in `add_delta`."""
     shared = {"gate_DF": "gate_proj", "up_DF": "up_proj", "out_FD": "down_proj"}
     full = sparse.tensors(QWEN3.tensors) | {
         f"layers.sparse.mlp.shared.{ours}": f"{LAYER}.mlp.shared_expert.{theirs}.weight"

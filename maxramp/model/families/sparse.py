@@ -15,7 +15,8 @@ EXPERT_KEYS = (
 
 
 def pattern(keys: ModelKeys) -> Pattern:
-    """Returns the pattern of dense layers, then layers of experts."""
+    """Returns the pattern of first_num_dense_layers dense layers, then layers of experts, at least
+    one (`check`)."""
     sums = {
         "load_balance_loss": keys.load_balance_loss_weight,
         "router_z_loss": keys.router_z_loss_weight,

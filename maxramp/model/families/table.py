@@ -42,8 +42,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def unify_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a model's keys in which those that mean the same have one value, so that two models
-    can be compared, without those that no weight depends on."""
+    """Returns a model's keys so that two models can be compared: where several values mean the
+    same with one of them, and without base_mlp_dim if no layer has that width. `values` has
+    decoder_block and, of a family of experts, both widths."""
     unified = dict(values)
     if has_experts(values["decoder_block"]):
         if unified["base_moe_mlp_dim"] == -1:
@@ -56,7 +57,7 @@ def unify_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_family(keys: ModelKeys) -> Relations:
-    """Yields the relations that a family asks of the keys."""
+    """Yields the relations that a family asks of the keys; later ones need the first to hold."""
     block = keys.decoder_block
     yield block not in FAMILIES, f"decoder_block={block} is not one of {', '.join(FAMILIES)}"
     family = FAMILIES[block]

@@ -138,8 +138,8 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: KeysAndValues | None = None
     ) -> jax.Array:
-        """Maps [B, T, D] to [B, T, D]; with a state, for tokens after its own, which it adds to
-        it in place."""
+        """Maps [B, T, D] to [B, T, D]; with a state, for tokens from `shared.first_B` on, which it
+        adds to the state in place (`KeysAndValues.attend`)."""
         angles, execution = shared.angles[mixing.rope], shared.execution
         x_BTD = jax.reshard(x_BTD, X_BTD)
         q_BTHh = dense(x_BTD, self.query_DHh, X_BTHh)

@@ -148,7 +148,8 @@ class GatedDelta(nnx.Module):
 
 
 def _prepare(qkv, b, a, segments, before, segments_before, taps, log_rate, step_bias, blocks):
-    """Returns what the rule takes, on one device. Weights may have the axis of a stage, of 1."""
+    """Returns queries, keys, values, g and beta for `gated_delta`, on one device. Weights may have
+    the axis of a stage, of 1."""
     taps, log_rate, step_bias = taps.reshape(taps.shape[-3:]), log_rate.ravel(), step_bias.ravel()
     convolved = jax.nn.silu(causal_conv(qkv, taps, segments, before, segments_before))
     k, _, _ = blocks

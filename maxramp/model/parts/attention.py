@@ -186,7 +186,8 @@ def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, mask, kernel):
 
 
 def _attend_to_gathered(q_BtHh, k_BtKh, v_BtKh, mask, kernel):
-    """Gathers all keys and values on each device, whose own tokens attend to them."""
+    """Gathers all keys and values on each device, whose own t tokens of a row attend to them;
+    `mask` is of whole rows. Called inside `map_shards`."""
     (B, t), index_BT = q_BtHh.shape[:2], mask.positions.index_BT
     first = jax.lax.axis_index(TOKEN_AXES) * t
     k_BTKh, v_BTKh = (all_gather(x, TOKEN_AXES, dimension=1) for x in (k_BtKh, v_BtKh))

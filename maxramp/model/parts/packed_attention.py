@@ -34,8 +34,9 @@ def packed_attention(
     cap: float = 0.0,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns softmax(q k * scale) v over the tokens from `first` to `last` of each query (int32,
-    both rise along a row): [B, t, H, h]. Scores are cap * tanh(score / cap) if there is a cap.
+    """Returns softmax(q k * scale) v over the tokens from `first` to `last` of each query, at least
+    one (int32, both rise along a row): [B, t, H, h]. Scores are cap * tanh(score / cap) if there is
+    a cap.
     `interpret` runs the kernels without a GPU, slowly."""
     _, t, _, h = q_BtHh.shape
 

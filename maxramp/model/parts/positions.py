@@ -165,8 +165,8 @@ def run_length(tokens: int) -> int:
 
 
 def balanced_order(costs_Bn: jax.Array, run: int, devices: int) -> jax.Array:
-    """Assigns n runs, a multiple of `devices`, by their costs: the costliest run left goes to the
-    least busy device.
+    """Assigns n runs of `run` tokens, n a multiple of `devices`, by their costs: each round gives
+    every device one of the costliest left, the least busy device the costliest.
 
     Returns int32 [B, T]: indices in the row of the first device's tokens, then of the next one's,
     each rising.

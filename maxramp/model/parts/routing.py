@@ -83,8 +83,9 @@ class Router(nnx.Module):
     def _limit_loads(
         self, choice: Choice, is_chosen_BTkE: jax.Array, counts_BT: jax.Array
     ) -> tuple[Choice, jax.Array]:
-        """Drops choices over an expert's capacity: the factor times an equal share of a row's
-        tokens that count. Returns the choice, and how many choices each token lost."""
+        """Drops choices over an expert's capacity, those of a row's last tokens first: the factor
+        times an equal share of the row's tokens that count. Returns the choice, and how many
+        choices each token lost."""
         k, E = is_chosen_BTkE.shape[2:]
         most_B = jnp.ceil(counts_BT.sum(1) * (k * self.capacity_factor / E))
         is_chosen_BTkE &= counts_BT[..., None, None]

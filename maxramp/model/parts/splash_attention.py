@@ -28,8 +28,9 @@ def splash_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """Returns softmax(q k) v for all tokens of rows in order, or for those at `index_Bt`: [B, t, H,
-    h]. Indices rise along a row in runs of `run` consecutive tokens, from multiples of it on; T and
-    `run` are multiples of LANES. `window` and `cap` are as in `AttentionMask`."""
+    h]; queries are scaled before. Indices rise along a row in runs of `run` consecutive tokens,
+    from multiples of it on; T and `run` are multiples of LANES. `window` and `cap` are as in
+    `AttentionMask`."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
 
     (t, H), T = q_BtHh.shape[1:3], k_BTKh.shape[1]

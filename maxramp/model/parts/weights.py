@@ -176,9 +176,9 @@ STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal 
 def dense(
     x: jax.Array, weight: Weight | Adapted, out_sharding: Spec, precision: str | None = None
 ) -> jax.Array:
-    """Multiplies by a weight of a layer, or of a layer on every stage: [B, T, inputs] -> [B, T,
-    outputs]; for experts see `grouped`. `out_sharding` makes a product with a weight on fsdp gather
-    the weight, not the activations."""
+    """Multiplies by a weight of a layer, or of a layer on every stage, in the dtype of x: [B, T,
+    inputs] -> [B, T, outputs]; for experts see `grouped`. `out_sharding` makes a product with a
+    weight on fsdp gather the weight, not the activations."""
     if isinstance(weight, Adapted):
         return _dense_adapted(x, weight, out_sharding)
     w = weight[...].astype(x.dtype)

@@ -83,7 +83,8 @@ def _factor(keys: OptimizerKeys, weight: Any) -> float:
 
 
 def orthogonal(tree: Any, epsilon: float) -> Any:
-    """Makes every layer's matrix in a tree of weights nearly orthogonal, in its dtype."""
+    """Makes every layer's matrix in a tree of such weights alone nearly orthogonal, in its dtype;
+    `epsilon` is as in `newton_schulz`."""
     arrays, structure = jax.tree.flatten(tree)
     specs = [jax.typeof(x).sharding.spec for x in arrays]
     pools = collections.defaultdict(list)
