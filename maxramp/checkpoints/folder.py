@@ -230,8 +230,8 @@ def read(path: Place) -> Checkpoint:
         if not is_near(path) and not isinstance(error, FileNotFoundError):
             raise  # a storage that does not answer says nothing about the checkpoint
         raise TornError(path, f"{FILE}: {error.strerror}") from None
-    except ValueError:
-        raise TornError(path, f"{FILE}: not JSON") from None
+    except (ValueError, AttributeError):
+        raise TornError(path, f"{FILE}: not a JSON object") from None
     if values.get("format") != _FORMAT:
         raise ConfigError(
             f"{path}: not a checkpoint of this version of maxramp; move it away, or take another "

@@ -121,7 +121,7 @@ class HubSet(RecordFile):
 
     @functools.cached_property
     def _table(self) -> Any:
-        path, name, split = self._source
+        path, name, split = os.path.expanduser(self._source[0]), *self._source[1:]
         allow_many_files()  # a table of Arrow files stays open
         if not os.path.isdir(path):
             _connect(optional("huggingface_hub", "huggingface_hub", f"hf_path={path}", "hub"))

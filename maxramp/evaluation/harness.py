@@ -90,12 +90,12 @@ class Tasks(TaskManager):
           include_path: a folder of tasks beside lm-eval's own, or "".
           stages: those of a pipeline, which cannot do all tasks.
         """
-        self.names = list(names)
-        if include_path and not os.path.isdir(include_path):
+        self.names = list(map(os.path.expanduser, names))
+        own = os.path.expanduser(include_path) or None
+        if own and not os.path.isdir(own):
             raise ConfigError(
                 f"{include_path} is not a folder of tasks; give one that has .yaml files"
             )
-        own = include_path or None
         super().__init__(include_path=own, include_defaults=not own)
         if own and self._missing():
             _refuse_broken(own)

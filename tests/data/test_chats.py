@@ -209,6 +209,7 @@ BYTES = ("tokenizer_type=bytes", "tokenizer_path=")
         bad(GOOD, "packs chats whole", keys=("grain_packing_type=concat_then_split",)),
         bad(GOOD, "must be a day", keys=("chat_template_date=2026-02-30",)),
         bad(GOOD, "must be names with values", keys=("chat_template_switches=[thinking]",)),
+        bad(GOOD, "a={]: a value is not valid", keys=('chat_template_switches=["a={"]',)),
         bad(GOOD, "nowhere", "No such file", keys=("chat_template=nowhere",)),
     ],
 )
@@ -257,10 +258,8 @@ def test_rows_hold_whole_chats(folder):
     for i in range(len(part.items)):
         tokens, begins, is_target, *_ = part.items[i]
         ends = [*begins[1:], np.flatnonzero(tokens >= 0)[-1] + 1]
-        decoded += [
-            (tokens[a:b].tolist(), is_target[a:b].tolist())
-            for a, b in zip(begins, ends, strict=True)
-        ]
+        for a, b in zip(begins, ends, strict=True):
+            decoded.append((tokens[a:b].tolist(), is_target[a:b].tolist()))
     kept = [items[i] for i in range(len(records)) if not items[i].left_out]
     expected = [(chat.tokens.tolist(), chat.is_target.tolist()) for chat in kept]
     assert sorted(decoded) == sorted(expected) and len(kept) == 57

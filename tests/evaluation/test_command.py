@@ -24,10 +24,10 @@ def dry_model(server):
 
 
 @pytest.mark.skipif(NO_HARNESS, reason="no lm-eval")
-def test_scores_of_a_folders_task_are_those_of_its_answers(tmp_path, cache_dir, offline):
-    tasks, model = write_tasks(tmp_path / "tasks"), write_model(tmp_path / "model")
-    line = ("--tasks", "made_choices", "--include_path", str(tasks), "--limit", "3")
-    line += ("--num_fewshot", "0")
+def test_a_folders_task_is_scored_by_its_answers(tmp_path, cache_dir, offline, monkeypatch):
+    monkeypatch.setenv("HOME", str(write_tasks(tmp_path / "tasks").parent))
+    model = write_model(tmp_path / "model")
+    line = ("--tasks", "made_choices", "--include_path", "~/tasks", "--limit=3", "--num_fewshot=0")
     output = tmp_path / "new" / "found.json"
     assert evaluate.main([str(model), *line, "--log_samples"]) == 2  # of no run, so nowhere
     line += ("--output_path", str(output), "--log_samples", f"jax_cache_dir={cache_dir}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import yaml
 
 from maxramp.data.chats import messages
 from maxramp.data.chats.messages import Chat
@@ -99,7 +100,13 @@ def open_template(tokenizer: Tokenizer, keys: ChatKeys) -> ChatTemplate:
             f"tokenizer_path={tokenizer.path} has no chat template; give chat_template=FILE"
         )
     pairs = (text.partition("=") for text in keys.chat_template_switches)
-    switches = {name: parse(value) for name, _, value in pairs}
+    try:
+        switches = {name: parse(value) for name, _, value in pairs}
+    except yaml.YAMLError:
+        listed = ",".join(keys.chat_template_switches)
+        raise ConfigError(
+            f"chat_template_switches=[{listed}]: a value is not valid YAML; quote it"
+        ) from None
     date = datetime.date.fromisoformat(keys.chat_template_date)
     return ChatTemplate(source, tokenizer.model.special, tokenizer.named_marks, date, switches)
 
