@@ -27,8 +27,8 @@ def changes_since(
     versions: Mapping[str, str],
 ) -> str:
     """Lists in one line the keys and versions that a start changes since its checkpoint; "" for
-    none. Refuses what makes the run another one, unless `allow_changed` names it. Mixtures to come
-    may differ.
+    none. `values` (of all keys, resolved), `data` and `versions` are those of the start. Refuses
+    what makes the run another one, unless `allow_changed` names it. Mixtures to come may differ.
     """
     pairs = checkpoint.differences(values)
     pairs.pop("allow_changed", None)

@@ -127,8 +127,8 @@ class Saves:
 
     def settle(self, last: bool = False) -> None:
         """Waits until the last save is done on every process, or has failed on one: Orbax would let
-        the others wait for it for 20 minutes. Raises a TrainingError where it has failed and is
-        `last`, or one too many. All processes call it together."""
+        the others wait for it for 20 minutes. Raises a TrainingError if it has failed and is the
+        run's `last`, or one too many in a row. All processes call it together."""
         if self._current is None:
             return
         (step, saving), self._current = self._current, None

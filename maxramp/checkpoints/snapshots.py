@@ -223,7 +223,7 @@ class Snapshots:
 
     def _open(self, path: Place, start: str, own: Sequence[FileName]) -> Snapshot | None:
         """Opens a snapshot, on all processes, if every file of it is whole on some node, else None;
-        `own` are this node's."""
+        `path` ends in its step, `own` are this node's files."""
         wanted = int(path.name), start
         on_node = [name for name in own if name[:2] == wanted]
         indices = {}  # of the files that this process finds whole

@@ -349,7 +349,7 @@ def _split(argument: str) -> tuple[str, Any]:
 def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[str, Any]]]:
     """Reads a config file and its bases, the base first; paths are relative to the naming file. A
     MaxText file without its base.yml has MAXTEXT as its base. A ConfigError if a file is missing,
-    or names one before it."""
+    or names itself or one `above`, those that led to it."""
     path = place(named)
     if above and not is_object_storage(named):
         path = above[-1].parent / os.path.expanduser(named)

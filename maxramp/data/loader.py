@@ -122,7 +122,8 @@ def read_all(
     rows: Sequence[Row], spec: StageSpec, expansion: Expansion, reading: ReadingKeys, most: int = -1
 ) -> Iterator[Batch]:
     """Yields all rows (`most` = -1) or the first `most` in batches on the devices of all processes,
-    which all call it, the last filled up with padding. `spec` has one pass (A = 1)."""
+    which all call it, the last filled up with padding. `spec` has one pass (A = 1), and the length
+    of the rows."""
     count = len(rows) if most == -1 else min(most, len(rows))
     padding = Row(np.full(spec.tokens + 1, PADDING, np.int32))
 

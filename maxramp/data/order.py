@@ -40,8 +40,8 @@ class Interleaving:
     """
 
     def __init__(self, weights: Sequence[float]):
-        """Takes weights above 0 as the decimals they are written as; where their period would
-        exceed 100,000 items, shares are rounded to that fraction."""
+        """Takes one or more weights above 0 as the decimals they are written as; where their period
+        would exceed 100,000 items, shares are rounded to that fraction, up to one item of it."""
         self._shares = _whole_shares(weights)
         period = sum(self._shares)
         self._picks = []  # the part of each item of a period

@@ -229,8 +229,9 @@ def plan_cached(
     tokenizer: Tokenizer | None,
     encoder: ChatEncoder | None = None,
 ) -> Preparation:
-    """Returns the set for files, in a folder of data_cache_dir (`cache`) that is named by a hash of
-    the files' stamps and of how they are read. The others are as in `Preparation`."""
+    """Returns the set for files, in a folder of data_cache_dir (`cache`, which `resolve` has filled
+    in) that is named by a hash of the files' stamps and of how they are read. The others are as in
+    `Preparation`."""
     stamps = map_in_threads(lambda file: file.stamp, files)
     how = describe_reading(tokenizer.hash if tokenizer else "", encoder)
     folder, shared = place(cache) / hash_of((prepared.VERSION, how, stamps)), None

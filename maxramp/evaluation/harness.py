@@ -337,8 +337,8 @@ def _is_whole(x: Any) -> bool:
 
 
 def evaluate(tasks: Tasks, model: Model, options: EvalOptions) -> dict[str, Any]:
-    """Evaluates a model on tasks; returns lm-eval's results. A ConfigError if a task's own code
-    fails; raises what the model raises."""
+    """Evaluates a model on tasks, on process 0; returns lm-eval's results. A ConfigError if a
+    task's own code fails; raises what the model raises. Sets the random seeds of the process."""
     # As lm-eval's `simple_evaluate` does first. That function ends by listing all that is
     # installed, which takes seconds for which training would wait.
     random.seed(0)
