@@ -49,7 +49,7 @@ def plan_text(keys: DataKeys) -> Preparation:
 
 
 def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
-    """Returns (name, path) of every file in a folder or glob on this machine, in the corpus's order,
+    """Returns (name, path) of every file of a folder or glob on this machine, in corpus order,
     and what to call them; of "" the standard library's sources. A ConfigError for none."""
     if not pattern:
         title, paths = "sources of the Python standard library", []
