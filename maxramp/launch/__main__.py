@@ -21,6 +21,7 @@ from maxramp.errors import ConfigError
 from maxramp.keys.section import is_object_storage, refuse
 from maxramp.launch import gke, local, slurm
 from maxramp.launch.jobs import Run
+from maxramp.planning.stages import with_hosts
 
 _CLUSTERS = {"local": local.launch, "slurm": slurm.launch, "gke": gke.launch}
 
@@ -33,13 +34,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help=text)
     options = parser.parse_intermixed_args(arguments)
     config, cluster = load(options.arguments, "launch"), options.cluster
+    if cluster != "local":
+        config = with_hosts(config)
+    if cluster == "gke":
+        gke.check(config)
     devices, output = config.batch.devices_per_node, config.run.base_output_directory
     refuse(
         [
             (
                 devices == -1 and cluster != "local",
                 f"devices_per_node=-1: --cluster {cluster} needs to know the devices of a "
-                "node; give devices_per_node",
+                "node; give devices_per_node, or compile_topology",
             ),
             (
                 cluster == "slurm" and is_object_storage(output),

@@ -22,9 +22,10 @@ import yaml
 
 import maxramp
 from maxramp.commandline import count
+from maxramp.config.keys import Config
 from maxramp.config.load import dump_config
 from maxramp.errors import EXIT_PREEMPTED, ConfigError
-from maxramp.keys.section import is_object_storage, refuse
+from maxramp.keys.section import is_object_storage
 from maxramp.launch.gke_cluster import GkeCluster
 from maxramp.launch.jobs import TRAINER_KEYS, Run, write_private
 from maxramp.launch.keys import TPUS
@@ -38,8 +39,8 @@ _KILLED = 137
 
 def launch(run: Run, dry_run: bool) -> int:
     """Trains a run, or prints its files; returns the exit status. A ConfigError without kubectl, or
-    as `check` and `GkeCluster`."""
-    run = check(run)
+    as `fill_slices` and `GkeCluster`."""
+    run = fill_slices(run)
     labels, files = manifests(run)
     if dry_run:
         for name, text in files.items():
@@ -58,23 +59,24 @@ def launch(run: Run, dry_run: bool) -> int:
     return supervise(run, cluster, cluster.nodes_of_jobset() or run.next_nodes)
 
 
-def check(run: Run) -> Run:
-    """Refuses what cannot run on Kubernetes; returns the run with the nodes of a TPU slice."""
-    keys, output = run.config.launch, run.config.run.base_output_directory
+def check(config: Config) -> None:
+    """Refuses what cannot run on Kubernetes, all in one line."""
+    keys, output = config.launch, config.run.base_output_directory
     mount, path = map(pathlib.PurePosixPath, (keys.gke_mount_path, output))
     is_in_storage = is_object_storage(output)  # the pods need no volume for the run
     volumes = [name for name in (keys.gke_bucket, keys.gke_volume_claim) if name]
-    readers = dict.fromkeys(("container_image", "gke_accelerator"), "--cluster gke")
+    needed = "container_image", "gke_accelerator", "devices_per_node"
+    readers = dict.fromkeys(needed, "--cluster gke")
     if keys.gke_accelerator in TPUS:
         readers["gke_topology"] = f"gke_accelerator={keys.gke_accelerator}"
-    missing = [name for name in readers if not getattr(keys, name)]
-    refuse(
-        [
+    missing = [name for name in readers if config.values[name] in ("", -1)]
+    errors = [
+        text
+        for is_broken, text in (
             (
                 missing,
                 f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given; "
-                f"{' and '.join(dict.fromkeys(readers[name] for name in missing))} needs "
-                f"{'it' if len(missing) == 1 else 'them'}",
+                f"needed by {' and '.join(dict.fromkeys(readers[name] for name in missing))}",
             ),
             (
                 keys.processes_per_node != 1,
@@ -92,14 +94,19 @@ def check(run: Run) -> Run:
                 f"base_output_directory={output} does not lie below gke_mount_path="
                 f"{keys.gke_mount_path}, where the pods see the storage that they share",
             ),
-        ]
-    )
-    return _with_slices(run) if keys.gke_accelerator in TPUS else run
+        )
+        if is_broken
+    ]
+    if errors:
+        raise ConfigError(". ".join(errors))
 
 
-def _with_slices(run: Run) -> Run:
-    """Returns a run on TPUs with the nodes of a slice; refuses jobs on parts of slices."""
+def fill_slices(run: Run) -> Run:
+    """Returns a run with the nodes of a TPU slice, if it is on TPUs; refuses jobs on parts of
+    slices."""
     keys, devices = run.config.launch, run.config.batch.devices_per_node
+    if keys.gke_accelerator not in TPUS:
+        return run
     chips = topology.parse(f"{TPUS[keys.gke_accelerator]}:{keys.gke_topology}").chips
     run = dataclasses.replace(run, nodes_per_slice=max(1, chips // devices))
     for nodes in run.node_counts():
@@ -114,8 +121,8 @@ def _with_slices(run: Run) -> Run:
 
 
 def manifests(run: Run) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the labels of a launch of a run that `check` returned, and its files: config.yaml,
-    and a JobSet for each number of nodes."""
+    """Returns the labels of a launch of a run that `fill_slices` returned, and its files:
+    config.yaml, and a JobSet for each number of nodes."""
     keys, name, counts = run.config.launch, run.config.run.run_name, sorted(run.node_counts())
     # As the jobs read it: it has what the command line would have changed.
     config = dump_config(run.config.replace(**TRAINER_KEYS))

@@ -147,6 +147,15 @@ def count_nodes(keys: PlanKeys) -> tuple[int, int]:
     return keys.compile_topology_num_slices, cluster.chips
 
 
+def count_hosts(keys: PlanKeys) -> tuple[int, int]:
+    """Returns machines and the devices of each; a slice has hosts of 4 chips, or one of its own."""
+    nodes, devices = count_nodes(keys)
+    if isinstance(_parse(keys), gpu.Cluster):
+        return nodes, devices
+    per_host = min(devices, topology.HOST_CHIPS)
+    return nodes * devices // per_host, per_host
+
+
 def _parse(keys: PlanKeys) -> gpu.Cluster | topology.Topology:
     name, slices = keys.compile_topology, keys.compile_topology_num_slices
     kind = name.partition(":")[0]

@@ -76,10 +76,26 @@ def with_nodes(config: Config) -> Config:
         return config.replace(num_nodes=batch.nodes)
     nodes, per_node = machine.count_nodes(planning)
     total = nodes * per_node
-    if batch.devices_per_node != -1 or batch.num_nodes != -1:
-        per_node = batch.devices_per_node
-        per_node = total // batch.num_nodes if per_node == -1 else per_node
-        nodes = total // per_node if batch.num_nodes == -1 else batch.num_nodes
+    return _with_total(
+        config, total, per_node if batch.num_nodes == -1 else total // batch.num_nodes
+    )
+
+
+def with_hosts(config: Config) -> Config:
+    """Fills in the nodes of a launch, which are hosts, from compile_topology where the keys leave
+    them open. A ConfigError as `with_nodes`."""
+    is_open = -1 in (config.batch.num_nodes, config.batch.devices_per_node)
+    if not (is_open and config.planning.compile_topology):
+        return config
+    hosts, per_host = machine.count_hosts(config.planning)
+    return _with_total(config, hosts * per_host, per_host)
+
+
+def _with_total(config: Config, total: int, per_node: int) -> Config:
+    """Fills in nodes of `total` devices, `per_node` each, where the keys leave them open."""
+    batch, planning = config.batch, config.planning
+    per_node = per_node if batch.devices_per_node == -1 else batch.devices_per_node
+    nodes = total // per_node if batch.num_nodes == -1 else batch.num_nodes
     if nodes * per_node != total:
         raise ConfigError(
             f"compile_topology={planning.compile_topology} has {count(total, 'device')}, which "

@@ -36,6 +36,8 @@ CHIPS = {
     "v6e": Chip(32, 918, 1.75, 1640, 400, 12.5, 2, 1),
 }
 
+HOST_CHIPS = 4  # of a machine, unless its slice has only one
+
 
 # The slices that there are, by their dimensions: a part of 16x16 of whole hosts, or one chip; whole
 # 4x4x4 cubes, or a part of one.
@@ -98,7 +100,6 @@ class Topology:
             "topology_name": str(self),
             "num_slices": num_slices,
             "chip_config_name": "megacore" if self.chip.cores == 2 else "default",
-            # Of one machine: four chips, unless there is only one.
             "chips_per_host_bounds": (1, 1, 1) if self.chips == 1 else (2, 2, 1),
             "wrap": (*self.wraps, False)[:3],
         }

@@ -39,7 +39,7 @@ def words_of(*arguments: str) -> list[str]:
 
 def manifests(*arguments: str) -> dict[str, str]:
     line = words_of(*arguments)
-    return gke.manifests(gke.check(Run.from_config(load(line), line)))[1]
+    return gke.manifests(gke.fill_slices(Run.from_config(load(line), line)))[1]
 
 
 def jobsets(files: dict[str, str]) -> list[dict]:

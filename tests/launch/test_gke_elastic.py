@@ -60,7 +60,7 @@ class Launch:
         (folder / "bin" / "python").write_text(POD)
         (folder / "bin" / "python").chmod(0o755)
         (folder / "ends").mkdir()
-        self.run = gke.check(Run.from_config(load(line), line))
+        self.run = gke.fill_slices(Run.from_config(load(line), line))
         self.labels, files = gke.manifests(self.run)
         for name, text in files.items():
             (folder / name).write_text(text)
@@ -175,7 +175,7 @@ def test_a_launch_does_not_start_beside_another_configuration(tmp_path, monkeypa
     launch.start()
     launch.runs(4)
     line = words_of(*ELASTIC, "steps=91")
-    other = gke.check(Run.from_config(load([BASE, *line[1:]]), line))
+    other = gke.fill_slices(Run.from_config(load([BASE, *line[1:]]), line))
     labels, files = gke.manifests(other)
     (tmp_path / "config.yaml").write_text(files["config.yaml"])
     with pytest.raises(ConfigError, match="delete jobset") as refused:

@@ -251,22 +251,23 @@ SLURM 'slurm_account=a; id' | slurm_account=a; id
 SLURM 'slurm_options=["--x y"]' | slurm_options | --x y
 SLURM 'slurm_options=[3]' | slurm_options | 3
 SLURM 'setup_lines=[3]' | setup_lines | 3
-SLURM base_output_directory=gs://bucket/runs | base_output_directory=gs://bucket/runs | slurm | \
-    mount
+SLURM base_output_directory=gs://b/runs | base_output_directory=gs://b/runs | slurm | mount
 SLURM run_name=50% | 50% | run_name
 SLURM container_runtime=docker | container_runtime=docker | apptainer
 SLURM ici_fsdp_parallelism=3 | ici_fsdp_parallelism=3 | mesh of 4
 SLURM grace_seconds=0 | grace_seconds=0
-GKE container_image= | container_image is not given; --cluster gke needs it
-GKE gke_accelerator= container_image= | container_image, gke_accelerator are not given
-GKE gke_volume_claim=c | gke_bucket=b | gke_volume_claim=c
+GKE container_image= | container_image is not given; needed by --cluster gke
+GKE gke_accelerator= container_image= devices_per_node=-1 gke_volume_claim=c | \
+    container_image, gke_accelerator, devices_per_node are not given | gke_volume_claim=c
+GKE devices_per_node=-1 compile_topology=h200:3x8 num_nodes=4 | 24 devices, which num_nodes=4
 GKE base_output_directory=/elsewhere | base_output_directory=/elsewhere | gke_mount_path=/mnt/shared
 GKE 'gke_namespace=A b' | gke_namespace=A b
 GKE processes_per_node=8 | processes_per_node=8
 TPU gke_accelerator=tpu-v9 | tpu-v9 | tpu-v5p-slice
 TPU | gke_topology | tpu-v5p-slice
 TPU gke_topology=3x3x3 | v5p:3x3x3
-TPU gke_topology=2x2x4 | 2 nodes | gke_topology=2x2x4 | 16
+TPU gke_topology=2x2x4 num_nodes=-1 devices_per_node=-1 compile_topology=v5p-16 | \
+    2 nodes of 4 chips | gke_topology=2x2x4 | 16
 """)
 REFUSED.append(["SLURM 'slurm_time=1\n#SBATCH --uid=0'", "slurm_time=1"])
 NAMED = {"SLURM": SLURM, "DATA": DATA, "GKE": GKE, "TPU": TPU}
