@@ -54,7 +54,8 @@ def main(arguments: list[str]) -> int:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Prints the table of sizes, the largest that costs nothing, and what it rests on."""
+    """Prints what `Experiment.result` returns: the table of sizes, the largest that costs nothing,
+    and what it rests on."""
     columns = (
         *("batch", "steps", "learning\nrate", "held-out\nloss", "above the\nbest smaller"),
         *("90% interval", "within"),

@@ -83,8 +83,9 @@ def parse_config(doc: str, arguments: Sequence[str]) -> list[str]:
 
 
 def command(work: Callable[[list[str]], int]) -> Callable[[Sequence[str] | None], int]:
-    """Makes a command's `main` of a function that returns the exit status; reports its error, or
-    raises one that `errors.report` does."""
+    """Makes a command's `main`, which returns the exit status, of a function of the arguments
+    (those of the process for None) that does. Prints an error in one line, or raises it, as
+    `errors.report`."""
 
     @functools.wraps(work)
     def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,8 +195,8 @@ def run_time(hours: float) -> str:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:
-    """Prints a table; returns which of the `columns` that are `expendable`, left out in that order,
-    a narrow terminal has no room for."""
+    """Prints a table. On a narrow terminal leaves out `expendable` ones of the `columns`, the first
+    ones first, until it has room; returns these."""
     from rich import box
     from rich.console import Console
     from rich.measure import Measurement
@@ -203,7 +204,8 @@ def print_table(
 
     rows, left_out, any_width = list(rows), [], 10_000
     width = shutil.get_terminal_size((any_width, 0)).columns
-    console = Console(highlight=False, width=width)
+    # A run may be named [a] or :x:.
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
     unlimited = console.options.update(max_width=any_width)
     for name in (*expendable, None):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)

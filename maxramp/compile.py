@@ -85,8 +85,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _compare_meshes(config: Config, number: int, as_json: bool) -> int:
-    """Compiles meshes in a thread, as a compiler does not notice Ctrl-C, which shows those that are
-    compiled and ends the process."""
+    """Compares `number` meshes; called in the main thread. They are compiled in another one, as a
+    compiler does not notice Ctrl-C: that prints the compiled ones and ends the process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     search = None
     try:

@@ -41,8 +41,8 @@ def make_panels(
 def draw_steps(
     axes: "Axes", x: Sequence[float], y: Sequence[float], color: str, label: str
 ) -> None:
-    """Draws a number that holds from each x to the next, with ticks at its values; `x` has one
-    more, the end. The area below is filled if the number changes.
+    """Draws numbers `y`, not negative, that hold from each `x` to the next, with ticks at their
+    values; `x` has one more, the end. Fills the area below if they differ.
     """
     y = [*y, y[-1]]
     axes.step(x, y, where="post", color=color, linewidth=1.8)
@@ -54,7 +54,7 @@ def draw_steps(
 
 def name_values(axes: "Axes", values: Iterable[float]) -> None:
     """Sets ticks at the values that occur (at least one), the largest and the smallest first, if
-    they fit; `axes` is a panel of `make_panels`."""
+    they fit; `axes` is a panel of `make_panels` that has its limits, from 0 on."""
     first, *others = sorted({*values}, reverse=True)
     spot = axes.get_subplotspec()
     height = spot.get_gridspec().get_height_ratios()[spot.rowspan.start]
@@ -66,7 +66,8 @@ def name_values(axes: "Axes", values: Iterable[float]) -> None:
 
 
 def name_consumption(panels: Sequence["Axes"], tokens_per_sample: float) -> None:
-    """Labels consumed samples below the panels, and tokens above, unless a sample has 0 of them."""
+    """Labels consumed samples below the panels, and tokens above, but not with 0
+    `tokens_per_sample`. Call it once the axis has its scale."""
     scale = ", logarithmic" if panels[-1].get_xscale() == "log" else ""
     panels[-1].set_xlabel(f"consumed samples{scale}")
     panels[-1].xaxis.set_major_formatter(lambda number, position: short(number))

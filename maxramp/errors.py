@@ -59,7 +59,8 @@ def one_line(error: Exception, most: int = 200) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Describes an error of the system or a library in one line; names a remedy for no memory."""
+    """Describes an error of the system or a library in one line; if memory is out, with keys
+    that need less."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = one_line(error, 300)

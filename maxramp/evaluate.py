@@ -124,7 +124,8 @@ def _parse_gen_kwargs(text: str) -> dict[str, Any]:
 
 
 def _check_output(path: str) -> None:
-    """Refuses a path that cannot be written, before hours go into results for it."""
+    """Refuses a path that cannot be written, before hours go into results for it; makes its folder.
+    Lets every address of a storage pass."""
     file = place(path)
     if not is_near(file):
         return

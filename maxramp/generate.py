@@ -155,8 +155,9 @@ class _Writer:
         self._longest = trained.config.model.max_target_length
 
     def write(self, texts: Sequence[str]) -> list[str]:
-        """Answers prompts, one or more, and prints the answers as they are written; after plain
-        text, as the end of that. Returns the answers."""
+        """Answers prompts, one or more, and prints the answers as they are written, each after its
+        prompt unless that is a chat. Returns the answers. All processes call it; the first
+        prints."""
         options = self._options
         prompts = self._tokenizer.encode(texts)
         stops = [*map(_replace_bad_bytes, options.stop)]

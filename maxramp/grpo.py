@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 
 def _inherit_keys(config: Config, note: Callable[[str], None]) -> Config:
-    """Returns the configuration with the sizes and the tokenizer of its first weights; raises
-    a ConfigError if the path has none.
+    """Returns the configuration with the sizes and the tokenizer of its first weights, which
+    replace those given; raises a ConfigError if the path has no weights.
 
-    These are the pinned ones: their run may have trained on, with other keys.
+    Reads the pinned weights: their run may have trained on, with other keys.
     """
     key = key_of_first_weights(config)
     path = config.values[key]

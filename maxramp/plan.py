@@ -250,7 +250,8 @@ def _run_lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cost(totals: dict[str, Any], constant: str) -> tuple[str, str]:
-    """Shows the run's hours, or how to get them; and its price, beside a `constant` batch's."""
+    """Describes the run's hours, or how to get them; and its price, "" without one, beside that of
+    a `constant` batch, its size as text, "" if the run's batch is constant."""
     if not totals["hours"]:
         return "planned_tflops_per_device=N gives the hours (docs/pods.md)", ""
     hours = f"{amount(totals['node_hours'])} node-hours in {run_time(totals['hours'])}"
@@ -324,7 +325,7 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _mesh_text(sizes: dict[str, int]) -> str:
-    """Shows a mesh, also in the words of Megatron."""
+    """Describes a mesh of two devices or more, also in the words of Megatron."""
     fsdp = math.prod(sizes[axis] for axis in SHARD_AXES)  # of all but experts
     flags = {"tensor": "tensor-model", "stage": "pipeline-model", "expert": "expert-model"}
     flags |= {"context": "context"}

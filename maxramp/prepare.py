@@ -291,8 +291,8 @@ def _bpe_name(size: int | None, files: Sequence[RecordFile]) -> str:
 
 
 def _train_bpe(options: argparse.Namespace, file: pathlib.Path, inputs: list[RecordFile]) -> None:
-    """Trains a BPE on the texts without bad records, unless an earlier start did; a ConfigError if
-    there are none."""
+    """Trains a BPE on about 1 GiB of the texts and writes it to `file`, unless an earlier start
+    did; a ConfigError if there are none, or more bad records than --max_bad_records."""
     if file.exists():
         _say(f"tokenizer  {file} is there from an earlier start")
         return

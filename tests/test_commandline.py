@@ -1,11 +1,11 @@
-"""Numbers as people read them."""
+"""Numbers, waits and tables as people read them."""
 
 import time
 
 import pytest
 
 from maxramp import commandline
-from maxramp.commandline import amount, duration, run_time, show_wait
+from maxramp.commandline import amount, duration, print_table, run_time, show_wait
 
 AMOUNTS = {51648.7: "51,649", 50.43: "50.4", 0.2131: "0.21", 8.53e-05: "<0.01", 0: "0"}
 DURATIONS = {0.032: "0.03s", 0: "0s", 45.4: "45s", 200: "3m20s", 7500: "2h05m", 270000: "3d03h"}
@@ -28,3 +28,8 @@ def test_a_long_wait_shows_that_it_gets_on_and_a_short_one_nothing(monkeypatch):
     with show_wait(lines.append, "nothing", 5.0):
         pass
     assert {*lines} and all(line.startswith("still compiling, for 0.") for line in lines)
+
+
+def test_a_table_shows_names_as_they_are(capsys):
+    print_table(["run[a]", "[/b]"], [["[bold]x", ":smile:"]])
+    assert {"run[a]", "[/b]", "[bold]x", ":smile:"} <= {*capsys.readouterr().out.split()}

@@ -117,7 +117,7 @@ class Generator:
         prompts: Sequence[np.ndarray],
         samples: Sequence[int] | None = None,
     ) -> list[Answer]:
-        """Returns the answers to prompts (token ids), of which there is at least one.
+        """Returns the answers to prompts (token ids), at least one; `weights` are from `prepare`.
 
         Draws depend only on the seed, the number of the prompt in `samples` (uint32; 0, 1, ... if
         None) and the position of a token, not on other prompts or on batches.
@@ -249,7 +249,7 @@ class Generator:
         return NamedSharding(self._mesh, ROWS_BT if x.ndim == 2 else ROWS_B)
 
     def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
-        """Returns the states after each prompt but its last token, with `slots` slots. None is
+        """Returns the states after each prompt but its last token, with `slots` slots. No prompt is
         longer than `length`."""
         model, keys, count = self._structure.unflatten(weights), self._keys, len(rows.lengths_B)
         empty = [block.mixer.empty_state(keys, count, length) for block in model.layers]
@@ -271,7 +271,8 @@ class Generator:
         sampling: Sampling,
         stop_ids: tuple[int, ...],
     ) -> tuple[tuple[Any, ...], Rows]:
-        """Appends up to `steps` tokens to every row that is not done; takes states and rows."""
+        """Appends up to `steps` tokens to every row that is not done; reuses the memory of `states`
+        and `rows`."""
         model = self._structure.unflatten(weights)
         append = functools.partial(_append, sampling=sampling, stop_ids=stop_ids)
 

@@ -231,9 +231,9 @@ def _lost_since(done: int, checkpoint: int) -> str:
 
 
 def train(job: Job, trainer: Trainer) -> int:
-    """Trains the steps of a job: 0, EXIT_PREEMPTED after a signal or EXIT_STAGE_END at the end of a
-    stage (everything is saved); a TrainingError where the run cannot go on, a ConfigError as
-    `Job.end`, or if checkpoint_best names no number of its evaluations.
+    """Trains the steps of a job, and saves. Returns 0, EXIT_PREEMPTED after a signal, or
+    EXIT_STAGE_END at the end of a stage. Raises a TrainingError if the run cannot continue, a
+    ConfigError as `Job.end`, or if checkpoint_best names no number of its evaluations.
     """
     config, output, checkpoints, schedule = job.config, job.output, job.checkpoints, job.schedule
     position, first_step = schedule.position, schedule.first_step

@@ -92,8 +92,8 @@ def _compute_rest(
     model: Decoder,
     expansion: Expansion,
 ) -> np.ndarray:
-    """Computes the log-probabilities of the rows after the first n, whose are known, and writes all
-    to the run's folder as they come.
+    """Computes the log-probabilities of the rows after the first n, which `known_n2` has, and
+    writes all to the run's folder as they come; returns all. Raises Stopped as `Job.pause`.
     """
     begin, tell = time.monotonic(), Throttle(job.output.say)
     path, reference = job.config.checkpoints.load_parameters_path, job.checkpoints.reference

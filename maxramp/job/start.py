@@ -114,7 +114,7 @@ class JobContext:
 
     def open_run(self, data: DataIdentity, fields: Fields, rows: int = 0) -> "Job":
         """Opens the run's folder on all processes, and finds where the run stands; a ConfigError if
-        it cannot continue. `rows`, of num_epoch passes, are the length of a run without one.
+        it cannot continue. `rows`, of all num_epoch passes, give the run its length if no key does.
         """
         output = self.closing.enter_context(Output(self.config.run, dump_config(self.config)))
         if jax.process_index() == 0:

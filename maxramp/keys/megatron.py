@@ -50,7 +50,7 @@ def _open_variable(word: str) -> list[str]:
 
 def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Returns our keys for a command line, and what has no key: flags, and variables that the text
-    does not set. A ConfigError names a flag whose value cannot be read.
+    does not set. A ConfigError names a flag whose value cannot be read; raises as `read_flags`.
     """
     flags, keys, left_out = read_flags(words), {}, []
     for flag, values in flags.items():

@@ -41,7 +41,9 @@ def translate(name: str, value: Any) -> tuple[str, Any] | None:
 
 
 def refusal(name: str, value: Any) -> str | None:
-    """Returns why a key is refused: "" if nothing depends on it, None if no trainer has it."""
+    """Returns why another trainer's key is refused, a text that follows it in an error; "" if
+    nothing depends on it with this value, None if no trainer has it. For keys that `translate`
+    leaves out: one of ours counts as unknown, a renamed one as idle."""
     if name in _DERIVED:
         return f"(NeMo's): is {_DERIVED[name]} there; give that number"
     owner = "NeMo" if "." in name and not name.startswith("rl.") else "MaxText"
@@ -114,8 +116,8 @@ def _eval_rows(name: str, batches: Any, layers: Sequence[Mapping[str, Any]]) -> 
 
 
 def check_family(block: str, foreign: Mapping[str, tuple[str, Any]]) -> None:
-    """Refuses keys of FAMILY_KEYS that contradict the family `block` of models: by name, as written
-    and the value."""
+    """Refuses keys of FAMILY_KEYS in `foreign` (as in `check`) that contradict the `block` of a
+    family of models."""
     for name in (name for name in foreign if name in FAMILY_KEYS):
         text, value = foreign[name]
         values = (v for blocks, v in FAMILY_KEYS[name].items() if _matches(block, blocks))

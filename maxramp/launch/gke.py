@@ -169,7 +169,8 @@ _Manifest.add_representer(
 
 
 def _jobset(run: Run, metadata: dict[str, Any], nodes: int) -> dict[str, Any]:
-    """Describes a JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node, on TPUs of a Job a slice."""
+    """Describes a JobSet (jobset.x-k8s.io/v1alpha2) of one pod a node; on TPUs, which `nodes` fill
+    in whole slices, each slice has a Job. `metadata` are the JobSet's."""
     keys, is_tpu = run.config.launch, run.config.launch.gke_accelerator in TPUS
     pods = run.nodes_per_slice if is_tpu else nodes
     gave_up = {"operator": "NotIn", "values": [EXIT_PREEMPTED, _KILLED]}

@@ -94,8 +94,8 @@ class Run:
         return dataclasses.replace(run, nodes_per_slice=self.nodes_per_slice)
 
     def fit(self, step: int, available: int) -> int:
-        """Returns the most of the available nodes that the stage of a step can run on, after the
-        newest checkpoint; the fewest that it can, if these are too few.
+        """Returns the most of the available nodes that the stage of a step can run on; the fewest
+        that it can, if these are too few. A step before the newest checkpoint counts as that one.
         """
         choices = self.node_choices(self.ramp.stage_at_step(max(step, self.first_step)))
         return next((nodes for nodes in choices if nodes <= available), choices[-1])

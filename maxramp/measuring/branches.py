@@ -183,7 +183,7 @@ class Experiment:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
         # Branches that are done are compared too, whichever sizes this command names.
-        begun = [int(path.parent.name) for path in self._folder.glob("[1-9]*/metrics.jsonl")]
+        begun = [int(path.name) for path in folder_lib.step_folders(self._folder)]
         self._sizes = sorted({*self._sizes, *filter(self._evaluation, begun)})
         lines = {n: self._command_line(n) for n in self._sizes if not self._evaluation(n)}
         say = functools.partial(print, file=out, flush=True)
@@ -332,9 +332,9 @@ def branch_keys(
 ) -> dict[str, Any]:
     """Returns the keys that a branch of a resolved run has for itself, but for its folder.
 
-    It trains at the rate that the run had at the checkpoint, times the root of the batches, and so
-    do weights decay whose half-life is in samples. What is remembered counts from the reference
-    batch of the run: a first threshold gives it, which lies before the checkpoint.
+    From the checkpoint on it trains batches of `size` on `samples`, at the run's learning rate
+    there times sqrt(size / batch). Half-lives in samples stay: they count by the run's reference
+    batch, which a threshold before the checkpoint gives.
     """
     first, keys = position.consumed_samples, config.optimizer
     batch = position.stage()["global_batch_size"]

@@ -258,8 +258,10 @@ class _Planned(Rebatching):
         return False
 
     def rows(self, batches: Batches | None) -> list[dict[str, Any]]:
-        """Compares the run as it is, as suggested (unless `batches` is None), at its largest batch
-        throughout, and under Seesaw if it is not; an entry of a run that cannot be has `why`."""
+        """Compares the run as configured, as suggested (unless `batches` is None), at its largest
+        batch throughout, and under Seesaw unless it is configured so. Where keys are refused,
+        `steps` is None and `why` the error. The suggested `batches` must divide over the
+        devices."""
         rows = [_row("as configured", self.configured)]
         if batches:
             rows.append(_row("suggested", self.plan(ramp_keys(batches))))

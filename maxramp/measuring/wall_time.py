@@ -111,8 +111,8 @@ def _left_out(lines: int, file: str) -> str:
 def _read_records(
     run: Place, starts: np.ndarray, warnings: list[str]
 ) -> tuple[Columns, np.ndarray]:
-    """Reads the records of both files in the order of their times, with which were `lost`: trained
-    again. The second array has each one's job; `warnings` get what was left out.
+    """Reads the records of both files, in the order of their times; column `lost` says which were
+    trained again. Returns also the index of each one's job; `warnings` get what was left out.
     """
     tables = []
     for name in ("metrics.jsonl", "metrics.dropped.jsonl"):

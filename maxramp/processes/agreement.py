@@ -48,7 +48,8 @@ def _agree(result: _T | None, failure: list[Any] | None) -> _T | None:
 
 def all_gather_json(value: Any) -> list[Any]:
     """Returns the JSON values of all processes, in their order, on each; of a single process the
-    value itself, whose tuples stay tuples."""
+    value itself, whose tuples stay tuples. A collective on the devices: every process calls it, in
+    the same order with other collectives."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -86,7 +87,8 @@ def _wait_for_key(key: str, beat: Callable[[], None]) -> None:
 
 def meet(name: str, failure: str = "") -> list[str]:
     """Waits, up to an hour, until every process has called it with this `name` (new each time), in
-    any thread and not for the devices; returns the failures of all."""
+    any thread and not for the devices; returns the failures of all. A JaxRuntimeError if one does
+    not come."""
     if jax.process_count() == 1:
         return [failure] if failure else []
     client = distributed.global_state.client

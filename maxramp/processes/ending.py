@@ -18,13 +18,17 @@ from maxramp.processes import lifeline
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs a program of a job and ends the process with its exit status. An exception is printed
-    and ends the process too: a normal shutdown would wait for the other processes.
+    """Runs a program of a job, in the main thread, and ends the process with its exit status, below
+    256. An exception is printed and ends the process too, with EXIT_FAILED: a normal shutdown would
+    wait for the other processes.
     """
     try:
         status = main()
     except SystemExit as end:  # after the help that was asked for
         status = end.code or 0
+        if not isinstance(status, int):  # the text of sys.exit("text")
+            print(status, file=sys.stderr)
+            status = EXIT_FAILED
     except BaseException:
         traceback.print_exc()
         status = EXIT_FAILED
@@ -32,9 +36,9 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends the process at once, and its job, or after an orderly end with the other processes: an
-    interpreter that shuts down aborts if something compiles, and waits for a save that failed
-    elsewhere."""
+    """Ends the process, in its main thread: with a status of `lifeline.ORDERLY` once the others end
+    too, else at once, and the others with it. The interpreter does not shut down: that aborts if
+    something compiles, and waits for a save that failed elsewhere."""
     for number in (signal.SIGINT, signal.SIGTERM):  # no signal changes the status any more
         signal.signal(number, signal.SIG_IGN)
     import jax
@@ -141,8 +145,8 @@ class Preemption:
         print(f"{cursor}{line}", flush=True)
 
     def should_stop(self, after_step: bool) -> bool:
-        """Tells whether to save and end here, alike on every process and at all later points. Every
-        process asks at the same points, `after_step` or before the first.
+        """Tells whether to save and end here: the same on every process, and once True always.
+        Every process asks at the same points, `after_step` or before the first.
         """
         self._has_trained |= after_step
         if self._is_distributed and not self._reached:

@@ -119,7 +119,8 @@ class _Peers:
         timer.start()
 
     def _end(self, process_id: int, status: int, hung: bool) -> None:
-        """Ends this process at once for another, of this `status`, unless it ends by itself."""
+        """Ends this process at once because another one ended with `status` (`hung`: its watchdog
+        ended it), unless it ends by itself already."""
         if self._ends_itself:
             return
         if hung:  # where both stand shows which of the two made the other wait

@@ -23,8 +23,9 @@ def delay_signals() -> Iterator[None]:
 
 
 def stay_with_parent() -> None:
-    """Lets a worker, which calls it, end when its parent does, even by a kill, and not before it:
-    signals often go to all processes of a job, but the parent saves first."""
+    """Lets a worker of multiprocessing, which calls it in its main thread, end when its parent
+    does, even by a kill, and not before it: signals often go to all processes of a job, but the
+    parent saves first."""
     for number in _ENDS:
         # A handler that does nothing: programs that a worker starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)

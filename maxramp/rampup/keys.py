@@ -82,8 +82,8 @@ class ShapeKeys(MeshKeys, RopeKeys):
 
     @property
     def rows_multiple(self) -> int:
-        """Number that divides a rank's rows of a pass, a share of the micro batches if it is whole,
-        else a ConfigError."""
+        """Number that divides a rank's rows of a pass: the micro batches of a pipeline over its
+        stages, else 1. A ConfigError if that is not whole, or the stages are open."""
         count, stages = self.num_pipeline_microbatches, self.pipeline_stages
         if count == -1:
             return 1
@@ -106,7 +106,8 @@ class ShapeKeys(MeshKeys, RopeKeys):
 
     @property
     def rows_of_sample(self) -> int:
-        """Number of rows into which a step cuts a sample, a ConfigError if they are not equal."""
+        """Number of rows into which a step cuts a sample; a ConfigError if row_length does not
+        divide max_target_length."""
         row, sample = self.row_length, self.max_target_length
         if row == -1:
             return 1
@@ -290,7 +291,9 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
 
 def _translate(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
-    """Returns the values of a mapping by our names; a ConfigError names keys that nobody knows."""
+    """Returns the values of a mapping by our names; a ConfigError names keys that nobody knows.
+    Leaves out other trainers' keys that have no name here, even those that a config file refuses.
+    """
     values, unknown = {}, []
     for name, value in config.items():
         if pair := peers.translate(str(name), value):

@@ -64,7 +64,7 @@ class Rung:
 
 def rungs(keys: BatchKeys, above: int = 0) -> list[Rung]:
     """Returns the rungs of rampup_policy=noise that are larger than the batch `above`, without the
-    ladder's first size."""
+    ladder's first size. The run's length is given, as samples or tokens."""
     warm = int(_curve_of_first(keys).warmup)
     ladder = []
     for i, size in enumerate(keys.rampup_ladder[1:]):

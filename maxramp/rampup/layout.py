@@ -48,8 +48,9 @@ def _rows_per_rank_limit(keys: BatchKeys, rows_per_device: Fraction | None) -> i
 
 
 def spread(keys: BatchKeys, threshold: Threshold, nodes: int, devices: int) -> Layout | None:
-    """Spreads a batch in the largest micro batch that divides it, or as its notation asks where
-    that makes the batch; None if no split divides it.
+    """Spreads a batch over all `devices`, which the `nodes` have together: by the split of its
+    notation if that makes the batch, else in the largest micro batch that divides it. None if no
+    split does.
     """
     keys, batch = keys.keys_at(threshold.first_sample), threshold.global_batch_size
     asked = threshold.accumulation
@@ -231,7 +232,7 @@ def _cheapest(
 def _nemo_schedule(keys: BatchKeys, thresholds: Sequence[Threshold], meshes: Meshes) -> Layouts:
     """Chooses nodes by NeMo's rule, from the last batch back. The last one gets all nodes, each one
     before it the largest number that gives whole micro batches to every rank and is no more than
-    that of its successor.
+    that of its successor; None where no number does.
     """
     most, chosen = keys.nodes, []
     for threshold in reversed(thresholds):

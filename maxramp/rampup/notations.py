@@ -136,7 +136,7 @@ def _check_rise(
     constant: str,
 ) -> Relations:
     """Refuses a ramp that does not rise from its start to `end` in whole increments. `shown` are
-    the texts of the three `numbers` in an error.
+    the texts of the three `numbers` in an error, `constant` is how to have a constant batch.
     """
     start, increment, samples = numbers
     name, final = end
@@ -167,9 +167,10 @@ def _check_maxtext(keys: BatchKeys) -> Relations:
 
 
 def _maxtext(keys: BatchKeys) -> list[Threshold]:
-    """Reads MaxText's notation, and a constant batch, which is a ramp of no increments. A stage
-    lasts the smallest number of steps whose samples reach global_rampup_samples / increments, and
-    the next stage counts from zero. A ConfigError if the number of devices is open."""
+    """Reads MaxText's notation, of keys that `_check_maxtext` lets pass, and a constant batch,
+    which is a ramp of no increments. A stage lasts the smallest number of steps whose samples reach
+    global_rampup_samples / increments, and the next stage counts from zero. A ConfigError if the
+    number of devices is open, or gives a part of a row."""
     final, devices = exact(keys.per_device_batch_size), keys.num_devices
     sizes, share = [final], Fraction(0)
     if keys.enable_rampup_batch_size:
@@ -212,9 +213,10 @@ def _check_nemo(keys: BatchKeys) -> Relations:
 
 
 def _nemo(keys: BatchKeys) -> list[Threshold]:
-    """Reads NeMo's notation: while consumed < samples, the size of a step is
-    start + floor(consumed / share) * increment, with share = samples / increments; from then on it
-    is the final size.
+    """Reads NeMo's notation, of keys that `_check_nemo` lets pass: while consumed < samples, a step
+    has start + floor(consumed / share) * increment rows, with share = samples / increments; from
+    then on global_batch_size. Where a share is less than a sample, thresholds are equal, and the
+    last of them holds. A ConfigError for 100,000 increments or more.
     """
     start, increment, samples = keys.rampup_batch_size
     increments = (keys.global_batch_size - start) // increment

@@ -94,7 +94,8 @@ def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, A
             phases = others | {rest: value}
             continue
         known = next((t for t in phases if _count(t) == _count(threshold)), threshold)
-        phases = phases | {known: {**phases.get(known, {}), key: value}}
+        own = phases.get(known, {})  # what is no mapping is refused below
+        phases = phases | {known: {**own, key: value} if isinstance(own, Mapping) else own}
     for threshold, keys in phases.items() if is_changed else ():
         if not isinstance(keys, Mapping):
             raise ConfigError(

@@ -34,9 +34,9 @@ class Stretch(NamedTuple):
 
 
 def walk(thresholds: Sequence[Threshold], step: int, sample: int) -> Iterator[Stretch]:
-    """Yields the stretches of thresholds, which increase, from a step and a sample on. A stretch
-    ends with the first step that reaches the next threshold; a threshold inside that step gives no
-    stretch.
+    """Yields the stretches of thresholds, which never decrease, from a step and a sample on. A
+    stretch ends with the first step that reaches the next threshold; a threshold inside that step
+    gives no stretch, nor does any of equal ones but the last.
     """
     ends = [threshold.first_sample for threshold in thresholds[1:]]
     for threshold, end in zip(thresholds, [*ends, None], strict=True):

@@ -55,8 +55,8 @@ class FilePrompts:
         """Reads lines that are objects with "prompt", a text or the messages of a chat (also named
         "messages"), and perhaps "answer".
 
-        `seed` None keeps the order of the file; `key` is whose value the path is; chats need the
-        `tokenizer`. A ConfigError if it cannot be read, has another line, or none.
+        `seed` None keeps the order of the file; `path` is the value of `key`, for errors; chats
+        need the `tokenizer`. A ConfigError if it cannot be read, has another line, or none.
         """
         try:
             data = pathlib.Path(path).expanduser().read_bytes()

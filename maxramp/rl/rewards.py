@@ -14,7 +14,6 @@ import concurrent.futures
 import contextlib
 import copy
 import importlib.machinery
-import itertools
 import multiprocessing
 import os
 import pathlib
@@ -36,11 +35,13 @@ _IMPORT_SECONDS = 60.0  # that functions may take to be imported, or as long as 
 
 
 def sources(names: Sequence[str]) -> list[bytes]:
-    """Returns the source of each function's module, b"" if it has none; imports nothing."""
+    """Returns the content of the file of each function's module, also from the current folder, and
+    not of what that imports; b"" if there is none. Imports nothing."""
     contents = []
     for name in names:
         spec, path = None, ["", *sys.path]
-        for part in itertools.accumulate(name.partition(":")[0].split("."), "{}.{}".format):
+        # Without its packages' names, which would ask for packages without __init__.py as imported.
+        for part in name.partition(":")[0].split("."):
             spec = importlib.machinery.PathFinder.find_spec(part, path)
             path = (spec and spec.submodule_search_locations) or []
         has_file = spec and spec.has_location
@@ -82,7 +83,7 @@ class Rewards:
 
         They are float64 [answers, functions]. The future raises a TrainingError if a function
         fails, hangs (which ends its worker for good), or returns anything but one finite number for
-        each answer.
+        each answer. Later futures are then worth nothing: workers may answer what came before.
         """
         return self._asker.submit(self._compute, prompts, answers, truths)
 

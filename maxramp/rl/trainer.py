@@ -201,7 +201,7 @@ class PolicyTrainer:
         state: TrainState,
         reference: Decoder | None,
     ):
-        """Begins at a state, whose arrays a step takes.
+        """Begins at a state, whose memory the first step reuses.
 
         Args:
           job: its watchdog gets a beat for every part that has its answers, rewards or gradients.

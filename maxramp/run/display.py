@@ -16,8 +16,8 @@ _SIGN_OF_LIFE = 30.0  # seconds after which the next step gets a line
 
 
 def describe_stage(plan: dict[str, Any], number: int, last: int) -> str:
-    """Describes a stage of a plan in one line, with the keys of what tokens see that it changes;
-    `last` is the run's last stage.
+    """Describes stage `number` of a plan (`RampupBatchManager.to_json`) in one line, with the
+    ROPE_KEYS that it changes; `last` is the number of the run's last stage.
     """
     steps = plan["total_steps"]
     *before, stage = [stage for stage in plan["stages"] if stage["index"] <= number]

@@ -71,9 +71,9 @@ class JobSchedule:
         self._find_end()
 
     def _make_ramps(self, point: ResumePoint) -> None:
-        """Makes the stages from a point on: on this job's devices, where noise decides the ramp
-        without later ones and with those that are expected; and the latter on the nodes that the
-        plan gives them.
+        """Makes the stages from a point on: `ramp`, on this job's devices, up to the rung where the
+        run stands; `_expected`, with the rungs that a plan expects; `planned`, these on the nodes
+        that the plan gives them. Without rampup_policy=noise `ramp` has all.
         """
         batch, fields, devices = self.batch, self.fields, self.num_devices
         expected = point._replace(rungs=ladder.expected_rungs(batch, point.sample, point.rungs))
@@ -125,10 +125,10 @@ class JobSchedule:
             step += 1
 
     def _find_end(self) -> None:
-        """Finds the end of this job: of the run, or of a stage under `stop_at_stage_end` or
-        `stop_at_node_change`; and the stages that it runs, or may run. Under the latter, a job on
-        fewer devices than the plan gives its stage ends where it starts. A ConfigError for a batch
-        that does not divide over its devices."""
+        """Finds `last_step`, before which this job ends: the run's end, or a stage's under
+        `stop_at_stage_end` or `stop_at_node_change`; and `stages`, which it runs or may run. Under
+        `stop_at_node_change` a job on fewer devices than the plan gives its stage ends where it
+        starts. A ConfigError for a batch that does not divide over its devices."""
         ramp, step, keys = self.ramp, self.first_step, self.keys
         stages, planned = self._expected.stages, [self._fit(stage) for stage in self.planned.stages]
         self.last_step, self.stages = ramp.total_steps, stages[:1]
@@ -156,9 +156,9 @@ class JobSchedule:
 def length_by_epochs(
     batch: BatchKeys, num_devices: int, position: Checkpoint | None, rows: int, num_epoch: int
 ) -> tuple[int, str]:
-    """Counts the samples of the whole steps in num_epoch passes of `rows`; returns also a line on
-    the rows that no step trains on, "" for none. A ConfigError if they are fewer than a step's.
-    `position` None = from the start."""
+    """Counts the samples of the whole steps in `rows`, those of all num_epoch passes; returns also
+    a line on the rows that no step trains on, "" for none. A ConfigError if they are fewer than a
+    step's. `position` None = from the start."""
     ramp = RampupBatchManager(batch, num_devices, resume_point(batch, position))
     samples = first = ramp.stages[0].first_sample
     if rows > first:
@@ -235,8 +235,8 @@ def _shapes_before(ramp: RampupBatchManager, sample: int) -> Iterator[tuple]:
 def _keep_sizes(
     batch: BatchKeys, trained_with: Mapping[str, Any], sizes: Sequence[tuple[int, int]]
 ) -> str:
-    """Names the key that keeps the sizes of a notation that counts rows per device; "" if the
-    number of devices is not why they change.
+    """Names the key that keeps `sizes`, at least one, of a run `trained_with` keys that count rows
+    per device; "" if the number of devices is not why they change.
     """
     before = BatchKeys.from_values(base.base() | trained_with)
     before = before.nodes * before.devices_per_node

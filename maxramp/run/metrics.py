@@ -206,10 +206,10 @@ def evaluation_from_sums(
     shown: Sequence[str] = ("loss", "tokens"),
     divisor: str = "tokens",
 ) -> Dispatched:
-    """Makes an evaluation that was just dispatched of `sums`: of all batches of each held-out set
-    (at least one) by its name, with `by_batch` one tuple a batch. `shown` names them; all but
-    counts are divided by `divisor`, one of them. Names of a named set's numbers end with its
-    name."""
+    """Makes an evaluation of `sums` that the devices were just asked for: by the name of each
+    held-out set (at least one; "" of an only one) its tuples, of every batch if `by_batch`, else
+    one of all. `shown` names what a tuple has; tokens and `divisor`, one of these, are counts, and
+    the others are divided by `divisor`. The numbers of a named set end with its name."""
 
     def averages(batches: np.ndarray, end: str) -> Record:
         total = dict(zip(shown, batches.sum(0), strict=True))
@@ -311,8 +311,9 @@ def as_json(value: Any) -> Any:
 def cut_records(path: pathlib.Path, first_step: int, pending: Sequence[str] = ()) -> int:
     """Moves the records of metrics.jsonl from step `first_step` on to metrics.dropped.jsonl.
 
-    What a kill tore, and every line after it, goes there too, and the `pending` evaluations after
-    the step before, which come again. Returns how many steps were moved; an OSError cuts nothing.
+    These are the lines after the last one to keep: what a kill tore at the end goes too, and the
+    `pending` evaluations (HELD_OUT, TASKS) after the step before, which come again. Returns how
+    many steps were moved; an OSError cuts nothing.
     """
     if not path.exists() or not path.stat().st_size:
         return 0

@@ -204,7 +204,7 @@ class Output:
             raise self._refusal(error) from None
 
     def write_decision(self, decision: Decision, ramp: RampupBatchManager) -> None:
-        """Writes the plan that follows from a decision, and says why it fell."""
+        """Writes the plan that follows from a decision, and says what decided; called on all."""
         self._display.follow(ramp)
         if not self._is_first:
             return
@@ -299,8 +299,9 @@ class Output:
         self.say(f"stopped by a signal after step {step}, {left}")
 
     def say_finished(self, schedule: JobSchedule, length: str) -> None:
-        """Says that the run needs no further job, and draws what the last one, killed, did not.
-        `length` is the key that gives the run's, with its value."""
+        """Says that the run needs no further job, and draws the picture if the last job was killed
+        before. `length` is the key that gives the run's, with its value. Only for a run that has a
+        position."""
         state, where, key = schedule.position.path, self.folder, length.partition("=")[0]
         rest = f"for a new run give another run_name, to continue a larger {key}"
         if state.parent != where / "checkpoints":

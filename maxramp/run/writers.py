@@ -107,8 +107,8 @@ class WandbWriter:
     ):
         """Keeps the id and wandb's own files in the run's folder.
 
-        `warn` takes a line about a fault that need not end the run. A ConfigError says that
-        the package is missing, or takes no run.
+        `warn` takes a line about a fault that need not end the run. A ConfigError if the package is
+        missing, or does not begin a run.
         """
         self._warn, self._failed = warn, False
         try:
@@ -148,7 +148,7 @@ class WandbWriter:
                 self._warn(f"wandb takes no more numbers: {error}")
 
     def close(self) -> None:
-        """Ends the run there; what cannot be uploaded in a while stays in the run's folder."""
+        """Ends wandb's run; what it has not uploaded after 15 seconds stays in the run's folder."""
 
         def finish() -> None:
             with contextlib.suppress(Exception):

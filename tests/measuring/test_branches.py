@@ -198,7 +198,7 @@ def test_branches_of_other_keys_or_batches_are_refused(checkpointed, capsys):
 
 
 def test_sizes_that_are_done_count_though_fewer_are_asked_for(checkpointed):
-    for size in (8, 16, 24):
+    for size in (8, 16, 24, "8.moved-away"):
         write_branch(checkpointed, size, [3.0, 3.0], [2.0, 2.0])
     (checkpointed / "branches" / "20-48" / "32").mkdir()  # that has not begun
     (checkpointed / "metrics.jsonl").touch()

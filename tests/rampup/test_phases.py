@@ -146,7 +146,7 @@ use_dpo=True phases.10K.rope_max_timescale=1e6 CHATS | phases.10K.rope_max_times
 phases.10K.max_target_length=256 | give the longest, and row_length to the phases
 phases.10K.row_lenght=8 | phases.10K.row_lenght=8: is not a known key
 phases.ten.row_length=8 | phases.ten: ten is not a whole number
-phases.10K=8 | phases.10K=8 must be a mapping
+phases.10K=8 phases.10K.row_length=64 | phases.10K=8 must be a mapping of keys
 phases=8 | phases=8 must be a mapping
 phases.10K.row_length=16 phases.10001.row_length=32 | phases.10001 begins at 78 samples of 128 \
     tokens, not after phases.10K, which begins at 78; thresholds must increase

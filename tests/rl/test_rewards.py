@@ -184,13 +184,13 @@ def test_processes_of_a_function_end_with_its_worker(name, error):
 
 
 def test_the_source_of_a_module_is_found_without_importing_it(tmp_path, monkeypatch):
-    (tmp_path / "pkg" / "sub").mkdir(parents=True)
-    for name in ("pkg/__init__.py", "pkg/sub/__init__.py", "pkg/sub/own.py"):
+    for name in ("pkg/__init__.py", "pkg/sub/__init__.py", "pkg/sub/own.py", "bare/sub/own.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"raise SystemExit  # {name}")
     monkeypatch.chdir(tmp_path)
-    names = ["pkg.sub.own:f", "pkg.sub:f", "pkg.nowhere.own:f", "math:sqrt"]
-    actual = [source.decode().partition("# ")[2] for source in sources(names)[:3]]
-    assert actual == ["pkg/sub/own.py", "pkg/sub/__init__.py", ""]
+    names = ["pkg.sub.own:f", "pkg.sub:f", "bare.sub.own:f", "pkg.nowhere.own:f", "math:sqrt"]
+    actual = [source.decode().partition("# ")[2] for source in sources(names)[:4]]
+    assert actual == ["pkg/sub/own.py", "pkg/sub/__init__.py", "bare/sub/own.py", ""]
 
 
 @pytest.mark.parametrize("name", ["of_test:none", "no_module:f", "of_test:value", "exits:f"])
