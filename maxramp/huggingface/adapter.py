@@ -53,8 +53,8 @@ class AdapterFolder:
         layers = values.get("layers_to_transform")
         if any(type(number) is not int for number in _as_list(layers)):
             raise ConfigError(f"{where}: layers_to_transform={layers} are not numbers of layers")
-        rank = values.get("r")
-        if type(rank) is not int or rank < 1 or not values.get("base_model_name_or_path"):
+        rank, base = values.get("r"), values.get("base_model_name_or_path")
+        if type(rank) is not int or rank < 1 or not base or not isinstance(base, str):
             raise ConfigError(f"{where}: has no r and base_model_name_or_path; save it with PEFT")
         return values
 
@@ -100,13 +100,12 @@ class AdapterFolder:
         names = filter(is_of_text_model, self.tensors)
         modules = {name.split(".")[-3] for name in names if name.count(".") > 2}
         targets = [name for name in LORA_MODULES if name in modules]
-        alpha = self.config.get("lora_alpha", 8)
+        values = {"lora_alpha": 8, "use_rslora": False}  # PEFT's defaults
+        values |= {name: self.config[name] for name in values if name in self.config}
+        where = f"{self.path}/{CONFIG}"
         return {
             "lora_rank": self.config["r"],
-            "lora_alpha": cast_value(
-                f"{self.path}/{CONFIG}: lora_alpha={alpha}", alpha, "lora_alpha"
-            ),
-            "use_rslora": bool(self.config.get("use_rslora")),
+            **{n: cast_value(f"{where}: {n}={x}", x, n) for n, x in values.items()},
             "lora_targets": targets,
             "trainable_layers": self.layers,
         }

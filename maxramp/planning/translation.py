@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxramp.config.load import MAXTEXT, flatten, read
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, place
 from maxramp.keys import peers
 from maxramp.keys.base import cast_value
@@ -47,7 +47,9 @@ def _translate_megatron(path: Place) -> tuple[dict[str, Any], list[str]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace").replace("\\\n", " ")
         values, left_out = translate_flags(shlex.split(text, comments=True))
-    except (ValueError, ConfigError) as error:
+    except OSError as error:
+        raise ConfigError(f"--trainer megatron: {reason_of(error)}") from None
+    except ValueError as error:
         raise ConfigError(f"{path}: cannot be read as a command line: {error}") from None
     if not values:
         raise ConfigError(

@@ -157,7 +157,8 @@ def _logits(x_ND, head_DV, cap):
 
 
 def _cut_blocks(block_tokens, *arrays):
-    """Cuts arrays [B, T, ...] into [blocks, N, ...], the last block padded with zeros."""
+    """Cuts arrays [B, T, ...] into [blocks, N, ...], N at most block_tokens (0 = all), the last
+    block padded with zeros."""
     B, T = arrays[0].shape[:2]
     count = math.ceil(B * T / (block_tokens or B * T))
     size = math.ceil(B * T / count)

@@ -225,7 +225,8 @@ def update(
 ) -> tuple[TrainState, Metrics]:
     """Updates the state from the sums over a whole batch of `samples`. `divisor` names the shown
     sum, at least 1, that all are divided by. `again`: an earlier update on this batch has moved the
-    clock, and this one has the same learning rate."""
+    clock, and this one has the same learning rate. A bad step moves the clock alone (`skipping`).
+    """
     gradients, shown = mask_layers(sums[0], optimizer.trainable_layers), sums[1].shown
     count = shown[divisor]
     grad_norm = jnp.sqrt(add_up(square_sums(gradients))) / count

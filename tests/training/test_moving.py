@@ -108,8 +108,7 @@ def test_fewer_nodes_must_have_the_mesh_of_every_phase():
     keys += ["phases.320.global_batch_size=4", "phases.320.ici_fsdp_parallelism=1"]
     with pytest.raises(ConfigError, match=r"on 1 node, where every .* phases.320: .* be -1"):
         make_plan(load([*keys, "phases.320.ici_data_parallelism=4"]))
-    plan = make_plan(load([*keys, "phases.320.ici_data_parallelism=-1"]))
-    assert plan["stages"][0]["nodes"] == 1
+    assert make_plan(load([*keys, "phases.320.ici_data_parallelism=-1"]))["stages"][0]["nodes"] == 1
 
 
 def test_slices_whose_devices_would_change_their_order_are_refused():

@@ -86,8 +86,7 @@ def test_chosen_layers_move_as_if_all_trained(keys):
     config, before, after, moments, _ = stepped(*keys, chosen, steps=2)
     assert_others_stay(before, after)
     changed = sum((x != by_name(before)[name]).sum() for name, x in by_name(after).items())
-    trained = init_shapes(config).trained
-    assert changed == pytest.approx(num_trained(trained, CHOSEN), rel=0.02)
+    assert changed == pytest.approx(num_trained(init_shapes(config).trained, CHOSEN), rel=0.02)
     for weight in weights_of(moments):
         assert not np.asarray(weight[...])[[0, 3]].any() and np.asarray(weight[...])[CHOSEN].any()
 
