@@ -12,6 +12,7 @@ import bisect
 import dataclasses
 import functools
 import hashlib
+import heapq
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -41,20 +42,22 @@ class Interleaving:
 
     def __init__(self, weights: Sequence[float]):
         """Takes one or more weights above 0 as the decimals they are written as; where their period
-        would exceed 100,000 items, shares are rounded to that fraction, up to one item of it."""
+        would exceed 100,000 items, shares are rounded to that fraction, none of them to 0."""
         self._shares = _whole_shares(weights)
         period = sum(self._shares)
         self._picks = []  # the part of each item of a period
         self._items = [[] for _ in weights]  # the items of each part in a period
+        # Parts by the first item that does not put them ahead; of those that it does not, by when
+        # they would fall behind, in periods: floats tell such fractions apart.
+        ahead, behind = [(0, part) for part in range(len(weights))], []
         for n in range(period):
-            behind = (
-                (Fraction(len(items) + 1, share), part)
-                for part, (items, share) in enumerate(zip(self._items, self._shares, strict=True))
-                if len(items) * period < share * (n + 1)
-            )
-            part = min(behind)[1]
+            while ahead and ahead[0][0] <= n:
+                _, part = heapq.heappop(ahead)
+                heapq.heappush(behind, ((len(self._items[part]) + 1) / self._shares[part], part))
+            _, part = heapq.heappop(behind)
             self._picks.append(part)
             self._items[part].append(n)
+            heapq.heappush(ahead, (len(self._items[part]) * period // self._shares[part], part))
 
     def locate(self, item: int) -> tuple[int, int]:
         """Returns the part that an item comes from, and which item of that part it is."""
