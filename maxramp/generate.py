@@ -85,7 +85,8 @@ class AnswerText:
         return self._text
 
     def _more(self, tokens: np.ndarray, whole: bool) -> str:
-        """Returns the text that the last of these tokens add; `whole` if no more tokens come."""
+        """Returns the text that the last of an answer's tokens so far adds, "" while a character is
+        incomplete; `whole` if no more come. Call it for each new token, in their order."""
         tokens = np.concatenate([self._prompt, tokens])
         before = self._decode(tokens[self._begin : self._end])
         now = self._decode(tokens[self._begin :])

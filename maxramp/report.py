@@ -33,15 +33,15 @@ _SHADES = (COLORS[3], *COLORS[:3], COLORS[4], "#E69F00", "#F0E442", "0.55", "0.7
 def main(arguments: list[str]) -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("arguments", nargs="+", metavar="RUN", help="a folder, or an address in an object storage")
+    add("words", nargs="+", metavar="RUN", help="a folder, or an address in an object storage")
     add("--plot", metavar="FILE", help="draw a picture, too")
     add("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_intermixed_args(arguments)
-    keys = [word for word in options.arguments if "=" in word and "/" not in word.split("=")[0]]
+    keys = [word for word in options.words if "=" in word and "/" not in word.split("=")[0]]
     if others := [word for word in keys if not word.startswith(f"{_PRICE}=")]:
         raise ConfigError(f"{others[0]}: a report reads {_PRICE} alone of all keys; leave it out")
     price = load(["configs/base.yml", *keys]).planning.price_per_device_hour if keys else None
-    runs = [place(word) for word in options.arguments if word not in keys]
+    runs = [place(word) for word in options.words if word not in keys]
     if not runs:
         raise ConfigError("no RUN is given; give the folder of a run")
     reports = [wall_time(run, _find_price(run) if price is None else price) for run in runs]
@@ -72,7 +72,7 @@ def _find_price(run: Place) -> float | None:
 
 
 def print_runs(runs: Sequence[dict[str, Any]]) -> None:
-    """Prints the runs side by side: a column of each."""
+    """Prints runs, as `wall_time` returns them, side by side: a column of each."""
     names = [run["run"].rstrip("/").rpartition("/")[2] for run in runs]
     rows = [["wall time", *(duration(run["wall_seconds"]) for run in runs)]]
     for kind in KINDS:
@@ -117,7 +117,7 @@ _JOB: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def print_parts(parts: Sequence[dict[str, Any]], columns: dict[str, Callable[[Any], str]]) -> None:
-    """Prints a row of each stage or job: what it is, by `columns`, its time and its cost."""
+    """Prints a row of each of the `parts` of a run, stages or jobs: `columns`, time and cost."""
     kinds = [kind for kind in KINDS if any(part["seconds"][kind] for part in parts)]
     costs = [x for x in ("node_hours", "cost") if any(part[x] is not None for part in parts)]
     rows = [
@@ -134,7 +134,7 @@ def print_parts(parts: Sequence[dict[str, Any]], columns: dict[str, Callable[[An
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Place) -> None:
-    """Draws bars of where the time went, and the goodput over the hours since the first start."""
+    """Draws bars of where the time of runs went, and their goodput since their first starts."""
     figure, (bars, curves) = make_panels([0.8 + 0.45 * len(runs), 2.4], "wall time", share_x=False)
     names = [run["run"].rstrip("/").rpartition("/")[2] for run in runs]
     longest = max(run["wall_seconds"] for run in runs)

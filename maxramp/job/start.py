@@ -192,8 +192,9 @@ class Job(JobContext):
         return [kind for kind in due if not select_kinds(position.evaluation, {kind})]
 
     def abstract_state(self) -> tuple[TrainState, Callable[[], Decoder] | None]:
-        """Returns the state on the mesh of the first step, and what reads the weights for
-        `first_state`, None if that needs none. Refuses a checkpoint or weights that do not fit."""
+        """Returns the shapes of the state on the mesh of the first step, and what reads the weights
+        for `first_state`, None if that needs none. Refuses a checkpoint or weights that do not fit.
+        """
         config, position = self.config, self.schedule.position
         spec = self.schedule.ramp.stage_at_step(self.schedule.first_step).spec
         mesh = mesh_lib.reshape_mesh(self.mesh, spec.mesh)

@@ -97,6 +97,7 @@ def check_batches(
 
     Args:
       config: resolved.
+      meshes: of its jobs (`meshes_of`), for the ramp.
       run: the folder of a run that may have measured its noise scale; None for none.
       consumed: samples that are trained.
     """

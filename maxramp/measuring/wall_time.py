@@ -148,7 +148,8 @@ def _numbers(value: Any) -> list[float | None] | None:
 
 
 def _divide(records: Columns, owner: np.ndarray, starts: np.ndarray) -> Columns:
-    """Divides the seconds of each record, since the record or the start before it, by KINDS."""
+    """Divides the seconds of each record, since the record or the start before it, by KINDS;
+    `records` and `owner` are from `_read_records`."""
     times, is_first = records["time"], np.diff(owner, prepend=-1) > 0
     span = times - np.where(is_first, starts[owner], np.roll(times, 1))
     worked = np.fmax(records["step_seconds"], records["eval_seconds"])

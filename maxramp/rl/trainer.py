@@ -292,7 +292,7 @@ class PolicyTrainer:
     def _answer_parts(
         self, weights: list[jax.Array], prompts: list[Prompt], first: int, stage: Stage
     ) -> Iterator[Part | None]:
-        """Yields None, and then the parts of a stage with their answers.
+        """Yields None, as a point to stop at, and then the parts of a stage with their answers.
 
         A part comes when the next one has its answers too, so that its rewards are computed
         meanwhile. `prompts` make whole parts; `first` is the number of the first answer.

@@ -51,7 +51,7 @@ def draw_run(records: list[Record], folder: pathlib.Path, run_name: str) -> None
 def make_run_figure(records: list[Record], run_name: str) -> "Figure | None":
     """Draws panels of the batch and of the mean reward, or the loss where there are no rewards, and
     below small ones for every other number of the steps' objective and of tasks. Returns None
-    without a step.
+    without a step; `records` are in the order of their steps.
     """
     steps = [record for record in records if record.get("loss") is not None]
     if not steps:

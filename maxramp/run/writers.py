@@ -45,7 +45,8 @@ class JsonlWriter(Appending):
 def tensorboard_writers(
     folder: pathlib.Path, first_step: int, first_sample: int
 ) -> "tuple[EventWriter, EventWriter]":
-    """Opens writers of records over steps and over samples, of a start at a step and a sample.
+    """Opens writers of records over steps and over samples, of a start at a step and a sample; an
+    OSError if it cannot.
 
     TensorBoard hides what earlier starts wrote past them, and shows the tags in groups:
     learning/loss, batch/stage, speed/tokens_per_second.

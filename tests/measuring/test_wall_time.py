@@ -220,7 +220,7 @@ def test_the_command_prints_draws_and_refuses(killed, tmp_path, capsys):
     dear = json.loads(capsys.readouterr().out)["runs"][0]
     assert dear["cost"] == pytest.approx(6 * dear["device_hours"])
     for line, error in (
-        ([str(tmp_path)], "holds no jobs.jsonl"),
+        (["8", "16", "32"], "error: 8 holds no jobs.jsonl"),
         ([str(killed), "steps=3"], "steps=3: a report reads price_per_device_hour alone"),
         ([str(killed), "--plot", str(tmp_path / "x.nonesuch")], "cannot write the picture"),
     ):
