@@ -152,8 +152,8 @@ def schedule_nodes(
     restart_passes: float,
 ) -> Layouts:
     """Chooses the nodes of every stage by node_schedule=nemo or best, among those with a mesh; None
-    where a batch divides over none. `steps` are those of each stage in the run, `restart_passes`
-    the time of a change of nodes, in passes of the largest micro batch.
+    where a batch divides over none. `steps` are those of each stage in the run, 0 behind its end;
+    `restart_passes` is the time of a change of nodes, in passes of the largest micro batch.
     """
     if keys.node_schedule == "nemo":
         return _nemo_schedule(keys, thresholds, meshes)

@@ -20,7 +20,8 @@ _SMALL = 1e-3  # relative: a curve that is rounded to other batches does not cou
 
 
 def rate_change(keys: LearningRateKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
-    """Describes in one line how a start changes the learning rate of its run; "" if it does not."""
+    """Describes in one line how a start, by today's `keys` and `ramp` from `position` on, changes
+    the learning rate of its run; "" if it does not."""
     step, values = position.step, base.base() | position.config
     if not 0 < step < ramp.total_steps:
         return ""
@@ -202,7 +203,8 @@ def _rung_of(batch: BatchKeys, position: Checkpoint) -> list[tuple[int, int]]:
 
 
 def ramp_change(batch: BatchKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
-    """Describes in one line how a start changes the batch sizes of its run; "" if it does not."""
+    """Describes in one line how a start, by today's keys and `ramp` from `position` on, changes
+    the batch sizes of its run; "" if it does not."""
     step, consumed = position.step, position.consumed_samples
     before = _sizes_from(position.stages, consumed)
     today = _sizes_from(ramp.to_json()["stages"], consumed)
