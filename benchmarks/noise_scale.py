@@ -11,8 +11,7 @@ from step import ours, seconds
 
 from maxramp.config.load import load
 from maxramp.keys.base import CONFIGS
-from maxramp.parallel import heap
-from maxramp.processes import backend
+from maxramp.processes import backend, heap
 
 # name: (D, layers, heads, kv heads, MLP, vocabulary, tokens, rows, accumulation)
 SIZES = {

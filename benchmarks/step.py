@@ -18,10 +18,9 @@ from maxramp.config.load import load
 from maxramp.config.resolve import resolve
 from maxramp.data.batch import Batch
 from maxramp.keys.base import CONFIGS
-from maxramp.parallel import heap
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import BATCH_ABT
-from maxramp.processes import backend
+from maxramp.processes import backend, heap
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import initial_state
