@@ -82,7 +82,7 @@ def main() -> None:
 
 def _order(number: int) -> list[int]:
     """Returns all ranks, such that the first few are the best ones and some far behind."""
-    near, far = [0, 1, 2, 4, 6, 8], [4 * 2**n + 1 for n in range(20)]
+    near, far = [0, 1, 2, 3, 4, 6, 8], [4 * 2**n + 1 for n in range(20)]
     first = [n for pair in itertools.zip_longest(near, far) for n in pair if n is not None]
     return [n for n in dict.fromkeys([*first, *range(number)]) if n < number]
 
