@@ -97,7 +97,7 @@ def _shard(weight: Weight, is_trained: bool) -> Shard:
 
 
 class CostModel:
-    """Estimates the steps of a recipe on a machine."""
+    """Estimates the steps of a recipe on a machine with `rates`, one by name."""
 
     def __init__(self, recipe: Recipe, machine: Machine):
         self._block, self._rates = recipe.loss.loss_block_tokens, machine.rates
@@ -142,7 +142,8 @@ class CostModel:
         return ((7 if is_cudnn else 9) + 2 * _RECOMPUTED[spec.remat_policy][1]) / 6
 
     def _group(self, mesh: MeshKeys, *axes: str) -> tuple[int, float]:
-        """Counts the devices of a group along axes, and the nodes or slices that they are on."""
+        """Counts the devices of a group along axes, and the nodes or slices that they are on: on
+        average, a fraction where some groups lie on fewer."""
         devices, nodes, inner = 1, 1.0, 1
         for axis, size in reversed(mesh.sizes.items()):
             if axis in axes:
@@ -191,7 +192,8 @@ class CostModel:
         return spec.accumulation * total
 
     def _copy_waits(self, mesh: MeshKeys) -> float:
-        """Returns the seconds of a step that wait for the sum of float32 gradients over copies."""
+        """Returns the seconds of a step that wait for the sum of float32 gradients over copies.
+        One pass alone sums in the dtype of arithmetic, but no product runs beside it."""
         return sum(
             self._wait(
                 2 * 4 * count / math.prod(mesh.sizes[axis] for axis in shard.axes),

@@ -151,8 +151,8 @@ class MeshSearch:
         self, target: CompileTarget, index: int, limit: float, slowest: float = math.inf
     ) -> list[Way]:
         """Returns the ways of a target to run a stage that the estimate fits into `limit` GiB, the
-        fastest first: under each remat policy the largest passes. None if it cannot run it, or
-        takes at least `slowest` seconds."""
+        fastest first: under each remat policy the largest passes. Returns [] if it cannot run the
+        stage, or takes at least `slowest` seconds."""
         stage = target.ramp.stages[index]
         try:
             target.ramp.check([stage])
@@ -183,7 +183,8 @@ class MeshSearch:
 
     def rank(self, index: int, number: float = math.inf) -> list[Way]:
         """Returns the meshes for a stage, each in the way that the model expects to be fastest, the
-        fastest first; behind `number` of them most pipelines are left out."""
+        fastest first. Once `number` are ranked, pipelines slower than the last of them are left
+        out."""
         ranked: list[Way] = []
         by_stages = itertools.groupby(self.targets, lambda x: x.config.mesh.pipeline_stages)
         for _, targets in by_stages:
@@ -200,7 +201,8 @@ class MeshSearch:
 
     def with_own(self, ways: Sequence[Way], number: int, index: int) -> list[Way]:
         """Returns the first `number` ways and, in second place, that on the config's own mesh for a
-        stage: in its fastest passes, or as the config has it if none may fit."""
+        stage: in its fastest passes, or as the config has it if none may fit. Sets `own_mesh`,
+        which `compile` reads."""
         try:
             target = self._target(self._loaded, self.machine)
             stage = target.ramp.stages[index]
@@ -277,7 +279,7 @@ class MeshSearch:
             self.compile_all([*same, *(way for way in ways[:number] if way not in same)])
 
     def result(self) -> dict[str, Any]:
-        """Compares what is compiled of the last stage, and of the first.
+        """Compares the steps compiled for the last stage, of which one must be, and for the first.
 
         Returns `stages`, each with `meshes`: entries as those of `compile_stages` with `mesh`,
         `is_own`, `remat_policy`, `estimated_seconds` and `keys`; `keys` of the fastest run; `gain`,
