@@ -300,7 +300,9 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{SMALL_BUBBLE:.0%}{needs if others else ''}",
         )
     yield from (("warning", warning) for warning in plan["warnings"])
-    limit = plan["memory_limit"]
+    limit, sharing = plan["memory_limit"], plan["devices_sharing_memory"]
+    host = f", {memory['total'] * sharing:.3g} GiB together, as {sharing} devices share a host's"
+    host *= sharing > 1
     available = "; device_memory_gib=N or compile_topology tells what a program can use"
     if limit:
         available = f", of {limit['gib']:.3g} GiB ({limit['of']})"
@@ -309,7 +311,7 @@ def _advice(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"per device in the last stage, estimated: weights {memory['weights']:.3g}, "
         f"optimizer {memory['optimizer']:.3g}, gradients {memory['gradients']:.3g}, "
         f"activations {memory['activations']:.3g} GiB (remat_policy={last['remat_policy']})"
-        f"{available}; --fit asks the compiler",
+        f"{host}{available}; --fit asks the compiler",
     )
     if last["devices"] > 1 and not any(stage["move_gib"] for stage in plan["stages"]):
         yield "mesh", _mesh_text(last["mesh"])

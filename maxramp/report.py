@@ -13,6 +13,7 @@ if __name__ == "__main__":  # before the imports that take a second
 
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,6 +58,13 @@ def main(arguments: list[str]) -> int:
     if len(reports) == 1:
         print_parts(reports[0]["stages"], _STAGE)
         print_parts(reports[0]["jobs"], _JOB)
+    for report in reports:
+        if (last := report["jobs"][-1])["status"] is None:
+            age = duration(max(0.0, time.time() - last["end"]))
+            print(
+                f"open      {report['run']}: its last job runs, or was killed; its time counts "
+                f"up to its last record, {age} ago"
+            )
     if options.plot:
         print(f"picture   {options.plot}")
     return 0

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from maxramp.commandline import parse_config, show_wait
 from maxramp.config.keys import Config
 from maxramp.config.load import load
+from maxramp.data.batch import count_targets
 from maxramp.data.corpus import Corpus, hash_of
 from maxramp.data.loader import Loader
 from maxramp.data.opening import open_rows
@@ -96,19 +97,23 @@ def _run(context: JobContext) -> int:
     return train(job, Pretrainer(job, loader, abstract, read, tasks))
 
 
-_FEW_TOKENS = 10_000  # of an evaluation, whose loss moves by more than a run's progress
+_FEW_TARGETS = 10_000  # of an evaluation, whose loss moves by more than a run's progress
 
 
 def _describe_rows(corpus: Corpus, config: Config) -> Iterator[str]:
-    """Describes what is held out, and how far the rows of a mixture reach."""
-    length, limit = config.data.max_target_length, config.evaluation.eval_samples
+    """Describes what is held out, and how far the rows of a mixture reach; in a process that reads
+    rows."""
+    limit = config.evaluation.eval_samples
     for part in corpus.held_out if config.data.eval_interval != -1 else ():
         available = len(part.items)
         rows = available if limit == -1 else min(limit, available)
-        few = "; few tokens make a noisy loss" * (rows * length < _FEW_TOKENS)
+        targets = count_targets(map(part.items.__getitem__, range(rows)), _FEW_TARGETS)
+        shown = f"{targets:,} targets; few make a noisy loss"
+        if targets > _FEW_TARGETS:
+            shown = f"more than {_FEW_TARGETS:,} targets"
         yield (
             f"eval     {f'{part.name}: ' * bool(part.name)}{rows:,} of {available:,} held-out "
-            f"rows, {rows * length:,} tokens at most{few}"
+            f"rows, {shown}"
         )
     mixed = [part for part in corpus.train if part.weight]
     if len(mixed) > 1:
@@ -162,7 +167,7 @@ class Pretrainer:
                 say(f"batch    {line}")
         for line in loader.cuts(schedule.stages) if jax.process_index() == 0 else ():
             say(f"rows     {line}")
-        for line in _describe_rows(loader.corpus, config):
+        for line in _describe_rows(loader.corpus, config) if jax.process_index() == 0 else ():
             say(line)
         # Flat between steps: modules cost a millisecond a step.
         with show_wait(say, "wait     the first state: still loading or drawing weights"):

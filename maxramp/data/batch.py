@@ -4,7 +4,7 @@ rows of a micro batch, N rows, T tokens of a row, S = T + 1 with the one after t
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -84,6 +84,16 @@ def stack(
     known = (row.reference_log_probs for row in rows)
     references_N2 = np.stack([none_2 if x is None else x for x in known])
     return dataclasses.replace(batch, reference_log_probs=references_N2)
+
+
+def count_targets(rows: Iterable[Row], enough: int) -> int:
+    """Counts the tokens that rows predict, and stops once they are more than `enough`."""
+    count = 0
+    for row in rows:
+        count += int((stack([row], ()).targets != PADDING).sum())
+        if count > enough:
+            break
+    return count
 
 
 def hash_rows(tokens_NS: np.ndarray, numbers: tuple[int, ...]) -> np.ndarray:

@@ -66,6 +66,7 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
     program, rate = config.run.program, config.learning_rate
     other = f"program={program}: times and memory are those of maxramp.train for the same keys"
     limit = usable_memory(config.planning)
+    is_cpu = config.backend.hardware == "cpu" and not config.planning.compile_topology
     state = abstract_state(config.recipe, abstract_mesh(run.stages[-1].spec.mesh.sizes))
     model = without_adapters(state.model)
     weights, active = num_parameters(model), num_active_parameters(model, config.model)
@@ -87,6 +88,7 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
         "max_target_length": run.stages[-1].spec.tokens,
         "restart_minutes": config.planning.restart_minutes,
         "warnings": [line for line in warnings if line],
+        "devices_sharing_memory": config.batch.devices_per_node if is_cpu else 1,
         "memory_limit": dict(zip(("gib", "of"), limit, strict=True)) if limit[0] else None,
         "stages": stages,
         "totals": _totals(run),

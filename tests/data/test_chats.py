@@ -11,6 +11,7 @@ from test_prepared_chats import chats
 
 from maxramp import prepare
 from maxramp.data import tokenizers
+from maxramp.data.batch import count_targets
 from maxramp.data.chats import messages
 from maxramp.data.chats.chats import open_template
 from maxramp.data.opening import open_rows
@@ -251,8 +252,7 @@ def test_rows_hold_whole_chats(folder):
     keys = data_keys(folder, "chats_with_marks=leave_out")
     corpus = open_rows(keys.data, True)
     reasons = ("1 longer than a row", "1 with special tokens", "1 without an answer")
-    for part in (*reasons, "are targets"):
-        assert part in corpus.description
+    assert all(words in corpus.description for words in (*reasons, "are targets"))
     (part,) = corpus.train
     decoded = []
     for i in range(len(part.items)):
@@ -263,6 +263,8 @@ def test_rows_hold_whole_chats(folder):
     kept = [items[i] for i in range(len(records)) if not items[i].left_out]
     expected = [(chat.tokens.tolist(), chat.is_target.tolist()) for chat in kept]
     assert sorted(decoded) == sorted(expected) and len(kept) == 57
+    targets = sum(sum(is_target[1:]) for _, is_target in decoded)
+    assert count_targets(part.items, targets) == targets > 2 * count_targets(part.items, 1)
     cut = chats_of(folder, records, "chats_with_marks=leave_out", "long_chats=cut")
     assert len(cut[7].tokens) == 65 and cut[7].is_target.any()
     with pytest.raises(ConfigError, match="nothing to predict: 1 without an answer"):

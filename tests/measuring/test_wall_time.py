@@ -216,6 +216,7 @@ def test_the_command_prints_draws_and_refuses(killed, tmp_path, capsys):
     assert report.main([str(killed)]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("goodput", "waiting", "lost", "cost", "stage", "from"))
+    assert "last record" not in printed
     assert report.main([str(killed), "--json", "price_per_device_hour=6"]) == 0
     dear = json.loads(capsys.readouterr().out)["runs"][0]
     assert dear["cost"] == pytest.approx(6 * dear["device_hours"])
@@ -225,3 +226,5 @@ def test_the_command_prints_draws_and_refuses(killed, tmp_path, capsys):
         ([str(killed), "--plot", str(tmp_path / "x.nonesuch")], "cannot write the picture"),
     ):
         assert report.main(line) == 2 and error in capsys.readouterr().err
+    assert report.main([str(write_run(tmp_path, STARTS, FIRST))]) == 0
+    assert "its time counts up to its last record" in capsys.readouterr().out

@@ -404,7 +404,9 @@ def test_a_plan_names_what_it_takes_from_the_demo(capsys):
     assert [line.partition(" is ")[0] for line in plan["warnings"]] == ["stage 0"]
     plan = make_plan(load([BASE, *keys]), {"base_emb_dim": "configs/models/llama2-7b.yml"})
     assert any("learning_rate=0.003 is that of base.yml's model" in x for x in plan["warnings"])
-    assert not make_plan(load([BASE, "devices_per_node=1"]), {})["warnings"]
+    assert main([BASE, "hardware=cpu", "devices_per_node=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "GiB together, as 2 devices share" in printed and "\nwarning" not in printed
 
 
 def test_the_plan_in_the_docs_is_the_plan(monkeypatch, capsys):
