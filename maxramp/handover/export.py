@@ -137,7 +137,10 @@ def _find_side_tensors(source: ModelSource) -> Mapping[str, Tensor]:
     try:
         return source.weights.side_tensors
     except ConfigError as error:
-        _note(f"{error}; the export has no tensors {begin}*, if the model came with them")
+        _note(
+            f"the export has no tensors {begin}*, which the model may have come with: {error}; to "
+            "have them, put its folder back and export again"
+        )
         return {}
 
 
