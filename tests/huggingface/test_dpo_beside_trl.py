@@ -31,16 +31,18 @@ LOSSES = {
     "robust": ("robust", "robust", 0.2, len(PAIRS)),
     "smoothed": ("sigmoid", "aot", 0.2, 1),
 }
+CASES = [*(("llama2", name) for name in LOSSES), ("qwen3_5", "sigmoid")]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Models with a tokenizer: what the policy stays near to, and the policy."""
+def folders(request, tmp_path_factory):
+    """Models of a family with a tokenizer: what the policy stays near to, and the policy."""
     paths = []
     for name in ("reference", "policy"):
         folder = tmp_path_factory.mktemp(name)
         size = write_tokenizer(folder)
-        write_folder(folder, "llama2", vocab_size=-(-size // 8) * 8, eos_token_id=size - 2)
+        rows = -(-size // 8) * 8
+        write_folder(folder, request.param, vocab_size=rows, eos_token_id=size - 2)
         paths.append(folder)
     policy = transformers.AutoModelForCausalLM.from_pretrained(paths[1])
     torch.manual_seed(0)
@@ -53,9 +55,9 @@ def folders(tmp_path_factory):
     return paths
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("folders, name", CASES, indirect=["folders"])
 def test_losses_and_gradients_are_those_of_trl(folders, tmp_path, name):
-    """Within 1e-5, and so are the numbers that are shown under TRL's names."""
+    """Within 1e-5, and so are its metrics; TRL reads apart the two chats that are a row here."""
     (reference, policy), (ours, theirs, smoothing, at_a_time) = folders, LOSSES[name]
     plain = {"report_to": [], "use_cpu": True, "bf16": False, "disable_dropout": True}
     plain |= {"gradient_checkpointing": False, "output_dir": str(tmp_path)}

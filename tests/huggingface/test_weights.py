@@ -197,6 +197,7 @@ WITHOUT = {
     "convolution": ("conv1d", lambda x: x * [0, 0, 0, 1]),
     "step": ("dt_bias", lambda x: 0 * x),
     "shared gate": ("shared_expert_gate", lambda x: 0 * x),
+    "output gate": ("q_proj", lambda x: x * (np.arange(len(x))[:, None] % 32 < 16)),  # [q, gate]
     "1 + w": {"norm_offset": 0.0},
     "partial rotary": {"rotary_share": 1},
 }

@@ -69,7 +69,7 @@ class Run:
             job,
             programs,
             self.scorer,
-            {"prompt_file": Sums(10, 0), "eval_prompt_file": held_out},
+            {"prompt_file": Sums(100, 0), "eval_prompt_file": held_out},
             self._make(),
             self._make().model if config.policy.grpo_beta else None,
         )
@@ -108,6 +108,9 @@ def test_the_sampler_sees_the_window_that_training_does(rewards):
 
 MIXTURE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
 MIXTURE += ("load_balance_loss_weight=0.1", "load_balance_loss_scope=step", "learning_rate=0.1")
+HYBRID = "decoder_block=qwen3_5 use_qk_norm=True base_num_decoder_layers=4 gdn_num_key_heads=2 "
+HYBRID += "gdn_num_value_heads=4 gdn_key_head_dim=8 gdn_value_head_dim=8 "
+HYBRID += "normalization_layer_epsilon=0.1"
 
 
 @pytest.mark.slow
@@ -116,6 +119,7 @@ MIXTURE += ("load_balance_loss_weight=0.1", "load_balance_loss_scope=step", "lea
     [
         (1, (), ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"), 4),
         (1, MIXTURE, ("ici_expert_parallelism=2",), 2),
+        (1, tuple(HYBRID.split()), ("ici_context_parallelism=2",), 2),
         (2, (), ("ici_context_parallelism=2", "context_parallel_strategy=all_gather"), 2),
         pytest.param(2, (), (), 1, marks=pytest.mark.long),
     ],
