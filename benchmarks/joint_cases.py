@@ -428,6 +428,10 @@ def fitting_checks(case: Case) -> Iterator[str]:
     saves = case.has("checkpoints") not in ("end", "last", "best")
     if plain and saves and case.shapes[0].processes == 1:
         yield "branch"
+    shape = case.shapes[0]
+    whole = {shape.data, shape.tensor, shape.expert, shape.context, shape.stages} == {1}
+    if case.has("storage") == "disk" and not case.exact and whole and shape.expansion < 2:
+        yield "elastic"
     if plain and case.ramp not in POLICIES and case.has("data") != "passes":
         yield "suggest"
 

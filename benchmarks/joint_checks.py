@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import elastic_storm
 import events
 import jax
 import numpy as np
@@ -262,6 +263,27 @@ def check_moved(runs: Runs) -> None:
     same_exports(runs, "whole", "moved", exact=False)
 
 
+def check_elastic(runs: Runs) -> None:
+    """Checks that an elastic launch that loses a node is the same run."""
+    keys = {"elastic": True, "num_nodes": 2, "devices_per_node": 1, "hardware": "cpu"}
+    keys |= {"node_schedule": "fixed", "node_rest_seconds": 3}
+    _, *arguments = runs.arguments("elastic", runs.case.shapes[0], **keys)
+    folder = runs.folder / "elastic"
+    launch = elastic_storm.Launch(
+        folder, arguments, "grpo.yml" if runs.program == "grpo" else "base.yml"
+    )
+    launch.wait_for(lambda: launch.step() >= runs.case.steps // 3, 300)
+    killed = launch.kill(1)
+    launch.wait_for(lambda: False, 600)
+    if launch.running():
+        launch.process.terminate()
+    status, text = launch.process.wait(), launch.printed()
+    if status or not killed or "lost node 1" not in text:
+        raise Failed("an elastic launch", f"status {status}, killed: {killed}\n{text[-3000:]}")
+    same(runs, "whole", "elastic", exact=False)
+    same_exports(runs, "whole", "elastic", exact=False)
+
+
 def check_notation(runs: Runs) -> None:
     """Checks that the same ramp in another notation is the same run."""
     case, shape = runs.case, runs.case.shapes[0]
@@ -465,10 +487,11 @@ def opens(runs: Runs, name: str) -> None:
 CHECKS: dict[str, Callable[[Runs], None]] = {
     "killed": check_killed,
     "moved": check_moved,
+    "elastic": check_elastic,
     "notation": check_notation,
     "branch": check_branch,
     "suggest": check_suggest,
     "schedule": check_schedule,
     "wrong": check_wrong,
 }
-TRAINING = ("killed", "moved", "notation", "branch")  # after the run itself
+TRAINING = ("killed", "moved", "elastic", "notation", "branch")  # after the run itself

@@ -149,8 +149,11 @@ class World:
         with MegatronWriter(str(folder / "megatron"), np.uint16) as writer:
             writer.add([np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in documents])
             writer.finish()
-        for name, family in (("released", "llama2"), ("released_experts", "mixtral")):
-            write_folder(folder / name, family, vocab_size=272, max_position_embeddings=128)
+        released = {"released": "llama2", "released_experts": "mixtral"}
+        hybrid = {"num_hidden_layers": 8, "rms_norm_eps": 0.1}
+        for name, family in (released | {"released_hybrid": "qwen3_5"}).items():
+            more = hybrid if family == "qwen3_5" else {}
+            write_folder(folder / name, family, vocab_size=272, max_position_embeddings=128, **more)
             assert write_tokenizer(folder / name) <= 272
         records = pairs(240)
         write_pairs(folder / "pairs.jsonl", records)
@@ -217,7 +220,7 @@ class Runs:
         if moment:
             line = [sys.executable, "-c", STRUCK, self.program, name, *moment.split(), *arguments]
         folders = [self.folder] * shape.processes
-        ended = finish(start(line, shape.processes, shape.devices, folders), timeout=240)
+        ended = finish(start(line, shape.processes, shape.devices, folders), timeout=600)
         self._fetch(name)
         self._judge(name, ended, moment)
         return [status for _, _, status in ended]

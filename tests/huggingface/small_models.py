@@ -198,7 +198,7 @@ def tensors(config: dict) -> dict[str, np.ndarray]:
     return by_name
 
 
-_WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+_SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_hidden_layers")
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "I8"}
 
 
@@ -222,7 +222,7 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    sizes = {key: value for key, value in changes.items() if key in _WIDTHS}
+    sizes = {key: value for key, value in changes.items() if key in _SHAPES}
     arrays = {key: x.astype(kind) for key, x in tensors(CONFIGS[name] | sizes).items()}
     if files == 1:
         write_file(folder / "model.safetensors", arrays)
