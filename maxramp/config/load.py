@@ -113,6 +113,11 @@ def load(arguments: Sequence[str], program: str = "plan", note: Note = print_not
     # A batch without a ramp is constant: base.yml's ramp is the demo's alone.
     if "per_device_batch_size" in names and not {_RAMP, *MAXTEXT_RAMP} & names:
         merged[_RAMP] = False
+    if any(source.where == f"{MAXTEXT}: " for source in sources):
+        if implied := peers.implied_by_block(merged, names):
+            shown = ", ".join(f"{name}={value}" for name, value in implied.items())
+            note(f"decoder_block={merged['decoder_block']} (MaxText's): taken with {shown}")
+        merged |= implied
     # A model's file overrides other files, the command line overrides it.
     checked = [command_line] if merged["model_name"] != "default" else sources
     foreign = {name: key for source in checked for name, key in source.foreign.items()}

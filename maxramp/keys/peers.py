@@ -5,7 +5,7 @@ with what to do in their place, as peers.yml says.
 import collections
 import fnmatch
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from maxramp.errors import ConfigError
@@ -23,6 +23,7 @@ _ONLY: dict[str, list[Any]] = _TABLE["only"]
 _NEAR: dict[str, dict[str, str]] = _TABLE["near"]
 _DERIVED: dict[str, str] = _TABLE["derived"]
 FAMILY_KEYS: dict[str, dict[str, Any]] = _TABLE["family_keys"]
+_IMPLIED: dict[str, dict[str, Any]] = _TABLE["implied"]
 OVERRIDES_MODEL = "override_model_config"  # whether a file overrides the sizes of its model_name
 _IGNORED = " ".join(_TABLE["ignored"].values())
 _NOT_GIVEN = (None, "", "none", "None")
@@ -126,6 +127,16 @@ def check_family(block: str, foreign: Mapping[str, tuple[str, Any]]) -> None:
             raise ConfigError(
                 f"{text} (MaxText's): decoder_block={block} means {only}; use that, or leave it out"
             )
+
+
+def implied_by_block(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Returns what MaxText's decoder_block has beside the keys `names` that are given, of the
+    `values` of all keys; its qwen3_5 with experts is our qwen3_5_moe."""
+    block = values["decoder_block"]
+    if block == "qwen3_5" and values["num_experts"] > 1:
+        block = "qwen3_5_moe"
+    own = {name: value for name, value in _IMPLIED.get(block, {}).items() if name not in names}
+    return own if block == values["decoder_block"] else {"decoder_block": block, **own}
 
 
 def _refused_together(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

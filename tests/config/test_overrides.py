@@ -313,6 +313,14 @@ def test_a_models_file_decides_over_norms_in_another(tmp_path):
         load(*GEMMA3, config=path)
 
 
+def test_layers_have_what_maxtexts_files_leave_out(tmp_path):
+    path = tmp_path / "maxtext.yml"
+    path.write_text("sa_x: 1\ndecoder_block: qwen3_5\nnum_experts: 8\nnorm_topk_prob: true\n")
+    values, notes = load("gdn_num_key_heads=2", config=path)
+    assert values["decoder_block"] == "qwen3_5_moe" and values["shared_experts"] == 1
+    assert "taken with decoder_block=qwen3_5_moe, use_qk_norm=True, shared_experts=1" in notes[1]
+
+
 def test_maxtext_counts_pairs_of_layers_of_gemma2(tmp_path):
     path = tmp_path / "gemma2.yml"
     layers = "decoder_block: gemma2\nsliding_window_size: 8\nbase_num_decoder_layers: 13\n"

@@ -36,7 +36,7 @@ def check(keys: ModelKeys) -> Relations:
     yield (
         experts < 2,
         f"num_experts={experts}: decoder_block={keys.decoder_block} has experts; give 2 or more, "
-        "or decoder_block=llama2",
+        "or a family without them",
     )
     yield (
         chosen > experts,

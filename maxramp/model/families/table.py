@@ -70,10 +70,9 @@ def check_family(keys: ModelKeys) -> Relations:
     current = ", ".join(f"{name}={getattr(keys, name)}" for name in needs)
     needed = " ".join(f"{name}={value}" for name, value in needs.items())
     window = ", or as many tokens as most layers see" if "sliding_window_size" in needs else ""
-    others = "" if has_experts(block) else ", decoder_block=llama2,"
     yield (
         needs,
-        f"{current}: decoder_block={block} needs {needed}{window}; give that{others} or the "
+        f"{current}: decoder_block={block} needs {needed}{window}; give that or the "
         "model_name of a file in configs/models",
     )
     modules = lora_modules(keys)
