@@ -74,6 +74,7 @@ class Shard(NamedTuple):
     axes: frozenset[str]
     gathered: frozenset[str]
     is_trained: bool
+    is_expert: bool
 
 
 class StepEstimate(NamedTuple):
@@ -93,7 +94,7 @@ def _shard(weight: Weight, is_trained: bool) -> Shard:
     axes = {axis for part in parts for axis in part}
     gathered = {axis for part in parts if "fsdp" in part for axis in part}
     stage = {"stage"} if "L" in weight.leading else set()
-    return Shard(frozenset(axes | stage), frozenset(gathered), is_trained)
+    return Shard(frozenset(axes | stage), frozenset(gathered), is_trained, "E" in weight.leading)
 
 
 class CostModel:
@@ -126,9 +127,9 @@ class CostModel:
             "attention": tokens * scores * self._score_share(model, spec) / rates.flops * idle,
             "memory": self._activation_bytes(model, spec) * (3 + again) / 4 / rates.memory * idle,
         }
-        wait = self._weight_waits(model, spec)
-        hidden = min(rates.hidden * wait, sum(parts.values()))
-        parts |= {"weights": wait - hidden, "copies": self._copy_waits(spec.mesh)}
+        wait, beside = self._weight_waits(model, spec)
+        parts["weights"] = wait - min(beside, sum(parts.values()))
+        parts["copies"] = self._copy_waits(spec.mesh)
         for name, wait in self._activation_waits(model, spec, again):
             parts[name] = spec.accumulation * wait
         return StepEstimate(parts, self.gib(model, spec))
@@ -176,10 +177,11 @@ class CostModel:
                 )
         return spec.accumulation * spec.device_tokens * numbers * BYTES[model.dtype]
 
-    def _weight_waits(self, model: ModelKeys, spec: StageSpec) -> float:
-        """Returns the seconds of a step that wait for weights, gathered twice a pass, and for their
-        gradients, scattered once: all in the dtype of arithmetic."""
-        sizes, itemsize, total = spec.mesh.sizes, BYTES[model.dtype], 0.0
+    def _weight_waits(self, model: ModelKeys, spec: StageSpec) -> tuple[float, float]:
+        """Returns the seconds of a step in which weights are gathered, twice a pass, and their
+        gradients scattered, once, in the dtype of arithmetic; and those that may run beside
+        products."""
+        sizes, itemsize, total, beside = spec.mesh.sizes, BYTES[model.dtype], 0.0, 0.0
         repeats, stages = model.num_pipeline_repeats, spec.mesh.pipeline_stages
         ticks = 1.0
         if stages > 1 and not model.pipeline_fsdp_ag_once:
@@ -188,8 +190,10 @@ class CostModel:
             share = count / math.prod(sizes[axis] for axis in shard.axes - shard.gathered)
             times = 3 if shard.is_trained else 2
             wait = self._wait(times * itemsize * share, spec.mesh, *shard.gathered)
-            total += wait * (ticks if "stage" in shard.axes else 1)
-        return spec.accumulation * total
+            wait *= spec.accumulation * (ticks if "stage" in shard.axes else 1)
+            total += wait
+            beside += wait * (self._rates.hidden_experts if shard.is_expert else self._rates.hidden)
+        return total, beside
 
     def _copy_waits(self, mesh: MeshKeys) -> float:
         """Returns the seconds of a step that wait for the sum of float32 gradients over copies.
