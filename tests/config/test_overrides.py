@@ -276,6 +276,7 @@ def test_a_whole_file_of_maxtexts(tmp_path):
     assert refusal("eval_split=tiny", config=path).startswith("eval_split=tiny (MaxText's): data")
 
 
+NORM, QWEN = "use_post_attn_norm=False", "model_name=qwen3.5-2b"
 GEMMA3 = ("decoder_block=gemma3", "use_qk_norm=True", "sliding_window_size=8")
 
 
@@ -283,15 +284,12 @@ GEMMA3 = ("decoder_block=gemma3", "use_qk_norm=True", "sliding_window_size=8")
     ("arguments", "says"),
     [
         ((*GEMMA3, "use_post_attn_norm=True"), ""),
-        (("model_name=qwen3.5-2b", "partial_rotary_factor=0.25"), ""),
-        (("model_name=qwen3.5-2b", "partial_rotary_factor=1"), "qwen3_5 means 0.25"),
-        (("model_name=qwen3.5-2b", "inhomogeneous_layer_cycle_interval=3"), "qwen3_5 means 4"),
+        *(((QWEN, f"partial_rotary_factor={x}"), s) for x, s in ((0.25, ""), (1, "means 0.25"))),
+        ((QWEN, "inhomogeneous_layer_cycle_interval=3"), "qwen3_5 means 4"),
         ((*GEMMA3, "use_post_ffw_norm=False"), "gemma3 means True"),
-        (("model_name=gemma3-1b", "use_post_attn_norm=False"), "gemma3 means True"),
-        (("model_name=olmo2-7b", "use_post_attn_norm=False"), ""),
-        (("use_post_attn_norm=False",), ""),
+        (("model_name=gemma3-1b", NORM), "gemma3 means True"),
+        *((("model_name=olmo2-7b", NORM), ""), ((NORM,), ""), (("context_sharding=context",), "")),
         (("use_post_attn_norm=True",), "llama2 means False"),
-        (("context_sharding=context",), ""),
         (("context_sharding=expert",), "give ici_context_parallelism=N"),
     ],
 )
