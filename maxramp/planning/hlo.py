@@ -98,8 +98,8 @@ class StepCost:
     compute_seconds: float = 0.0  # of everything but transfers
     collective_seconds: float = 0.0  # waits for transfers; on TPUs for those inside a slice
     # On TPUs the part of `compute_seconds` in kernels that the compiler does not look into, those
-    # of attention and, under equal loads, of experts; and transfers between slices, as if nothing
-    # ran beside them.
+    # of attention or a gated delta rule and, under equal loads, of experts; and transfers between
+    # slices, as if nothing ran beside them.
     attention_seconds: float | None = None
     experts_seconds: float | None = None
     network_seconds: float | None = None
@@ -147,6 +147,9 @@ def count(text: str, chip: Chip) -> StepCost:
                 flops, tiled = _grouped_flops(i)
                 work.flops += times * flops
                 total["experts"] += times * tiled
+                flops, peak_flops = _delta_flops(i)
+                work.flops += times * flops
+                total["delta"] += times * peak_flops
             elif kind in COLLECTIVES:
                 if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
                     kind = "reduce-scatter"  # how a TPU's program writes one
@@ -165,7 +168,7 @@ def count(text: str, chip: Chip) -> StepCost:
 
     add(parse(text), 1.0)
     work.flops += total["attention"]
-    work.attention_seconds = total["attention"] / (chip.peak_tflops * 1e12)
+    work.attention_seconds = (total["attention"] + total["delta"]) / (chip.peak_tflops * 1e12)
     work.experts_seconds = total["experts"] / (chip.peak_tflops * 1e12)
     in_kernels = work.attention_seconds + work.experts_seconds
     work.compute_seconds = total["cycles"] / (chip.clock_ghz * 1e9) + in_kernels
@@ -308,6 +311,26 @@ def _kernel_flops(i: Instruction) -> float:
     seen_n = np.arange(queries - 1, T, queries) // keys + 1
     seen = share_of_row(i.rest, np.minimum(seen_n, near) if is_windowed else seen_n, t / T)
     return _KERNELS[kernel[1]] * 2.0 * math.prod(heads) * seen * queries * keys * width
+
+
+_DELTA_SPEED = 0.68  # of the peak, in the schedule that libtpu 0.0.42 makes of both kernels for v5p
+
+
+def _delta_flops(i: Instruction) -> tuple[float, float]:
+    """Counts the FLOPs of a kernel of the gated delta rule, and those that take as long at the
+    peak, where a product of an inverse is three."""
+    if not (kernel := re.search(r"tpu_custom_call.*gated_delta_(forward|backward)", i.rest)):
+        return 0.0, 0.0
+    shapes = _SHAPE.findall(i.rest.partition("constraints=")[2])
+    queries, _, values = [numbers(dims) for kind, dims in shapes if "f" in kind][:3]
+    (*chunks, C, k), (R, _, v) = queries, values[-3:]
+    inverse = R * 2 * (C.bit_length() - 2) * C**3
+    others = 2 * C * C * k + R * (C * C * (k + 2 * v) + 3 * C * k * v)
+    if kernel[1] == "backward":  # all again but what tokens read, and two products for each
+        inverse += R * 2 * C**3
+        others = 3 * others - R * (C * C * v + C * k * v)
+    times = 2.0 * math.prod(chunks)
+    return times * (inverse + others), times * (3 * inverse + others) / _DELTA_SPEED
 
 
 def share_of_row(rest: str, costs_n: np.ndarray, part: float) -> float:

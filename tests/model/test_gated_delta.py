@@ -9,6 +9,7 @@ import pytest
 from conftest import make_config, make_mesh
 
 from maxramp.model.parts import gated_delta as rule
+from maxramp.model.parts import gated_delta_kernel
 from maxramp.parallel.collectives import map_shards
 from maxramp.parallel.sharding import REPLICATED, TOKENS_BT, X_BTF, X_BTHh
 
@@ -18,7 +19,7 @@ STARTS = [0, 5, 6, 63, 64, 100], [0, 128]
 SEGMENTS = np.stack([np.searchsorted(starts, np.arange(T), "right") for starts in STARTS])
 
 
-def inputs(scale=1.0, tokens=T):
+def inputs(scale=1.0, tokens=T, k=k, v=v):
     keys = iter(jax.random.split(jax.random.key(0), 6))
     q, key = (rule.normalize(jax.random.normal(next(keys), (B, tokens, K, k))) for _ in "qk")
     values = jax.random.normal(next(keys), (B, tokens, H, v))
@@ -40,7 +41,8 @@ def by_token(q, key, values, g, beta, segments):
         return S, jnp.einsum("bhkv,bhk->bhv", S, q)
 
     xs = [jnp.moveaxis(x, 1, 0) for x in (q, key, values, g, beta, is_new)]
-    S, o = jax.lax.scan(read, jnp.zeros((B, H, k, v), q.dtype), xs)
+    empty = jnp.zeros((B, H, q.shape[-1], values.shape[-1]), q.dtype)
+    S, o = jax.lax.scan(read, empty, xs)
     return jnp.moveaxis(o, 0, 1), S
 
 
@@ -65,13 +67,28 @@ def exact_results(arrays, weights, segments):
         return results(by_token, arrays, weights, segments)
 
 
+def assert_close(actual, expected, tolerance=2e-6):
+    for one, right in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, right, atol=tolerance * max(1, abs(right).max()))
+
+
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e9])
 def test_chunks_are_the_loop_over_tokens(scale):
     arrays, weights = inputs(scale)
     expected = exact_results(arrays, weights, SEGMENTS)
+    assert_close(results(rule.gated_delta, arrays, weights, SEGMENTS), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 1e-2)])
+def test_kernels_are_the_loop_over_tokens(dtype, tolerance, monkeypatch):
+    (q, key, values, *gates), weights = inputs(k=128, v=128)
+    arrays = (q, key, values.astype(dtype), *gates)
+    interpreted = functools.partial(gated_delta_kernel.scan_chunks, interpret=True)
+    monkeypatch.setattr(gated_delta_kernel, "scan_chunks", interpreted)
+    monkeypatch.setattr(rule, "platform", lambda: "tpu")
     actual = results(rule.gated_delta, arrays, weights, SEGMENTS)
-    for one, right in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, right, atol=2e-6 * max(1, abs(right).max()))
+    assert_close(actual, exact_results(arrays, weights, SEGMENTS), tolerance)
 
 
 def test_parts_of_rows_are_whole_rows():
@@ -90,9 +107,7 @@ def test_parts_of_rows_are_whole_rows():
         return jax.reshard(o, X_BTHh), jax.reshard(S, REPLICATED)[:, -H:]
 
     with jax.set_mesh(mesh):
-        actual = results(parts, arrays, weights, segments)
-    for one, right in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, right, atol=2e-6 * max(1, abs(right).max()))
+        assert_close(results(parts, arrays, weights, segments), expected)
 
 
 def test_nothing_passes_from_one_document_to_another():

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxramp.model.parts.attention import AttentionMask, attend
+from maxramp.model.parts.gated_delta import gated_delta
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import X_BTHh
 from maxramp.planning import hlo, machine, topology
@@ -140,6 +141,24 @@ def test_attention_to_gathered_keys_counts_the_last_part(rows):
 
     work = count(mesh, jax.grad(loss, (0, 1, 2)), q, k, k)
     assert work.flops == (2 + 4 + 3) * 2 * rows * H * 4 * 512 * 512 * h
+
+
+@needs_libtpu
+def test_kernels_of_gated_delta_rules():
+    """In products of 128 x 128 x 128, of which a chunk's inverse takes 12."""
+    mesh, T, K, H, h = pod("v5p:2x2x1", (1, 4, 1)), 256, 2, 4, 128
+    shapes = (4, T, K, h), (4, T, K, h), (4, T, H, h), (4, T, H), (4, T, H)
+    arrays = [on(mesh, shape, "float32", P("fsdp")) for shape in shapes]
+    arrays[2] = arrays[2].update(dtype=jnp.bfloat16)
+
+    def gradients(*arrays):
+        segments = jnp.zeros((1, T), jnp.int32)
+        return jax.grad(lambda *x: gated_delta(*x, segments)[0].sum(), range(5))(*arrays)
+
+    mapped = jax.shard_map(gradients, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
+    work = count(mesh, mapped, *arrays)
+    forward, backward = 12 * H + 2 * K + 6 * H, 14 * H + 3 * (2 * K + 6 * H) - 2 * H
+    assert work.flops == T // 128 * (forward + backward) * 2 * 128**3
 
 
 def test_the_most_loaded_device():
