@@ -23,9 +23,9 @@ def pairs(count: int = 6) -> list[dict]:
     return records
 
 
-def write_tokenizer(folder: pathlib.Path) -> int:
+def write_tokenizer(folder: pathlib.Path, texts=("the quick brown fox",) * 9, size=264) -> int:
     """A tokenizer of bytes and marks, and its template; returns how many ids it has."""
-    model = json.loads(train_bpe(iter(["the quick brown fox"] * 9), 264))
+    model = json.loads(train_bpe(iter(texts), size))
     size = len(model["model"]["vocab"])
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     for i, mark in enumerate(MARKS):
