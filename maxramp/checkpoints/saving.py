@@ -99,8 +99,8 @@ class Saves:
         return True
 
     def begin(self, step: int, write: Callable[[], None]) -> None:
-        """Runs `write` in a thread; the last save must have been settled. `settle` tells of what it
-        raises."""
+        """Runs `write` in a thread, on all processes; the last save must have been settled.
+        `settle` tells of what it raises."""
         future: concurrent.futures.Future = concurrent.futures.Future()
 
         def work() -> None:

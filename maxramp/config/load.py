@@ -237,14 +237,16 @@ def _note_overridden(
 
 
 def _read_folder(files: Sequence[Source], command_line: Source) -> Source:
-    """Reads a released model's sizes, and its tokenizer if text is encoded, from its folder or from
-    the copy that a run keeps; refuses keys that contradict them."""
+    """Reads a released model's sizes, and its tokenizer unless the data is synthetic, from its
+    folder, the hub or the copy that a run keeps; refuses keys that contradict them. The result goes
+    behind the files, whose keys it overrides, but for a vocabulary that they enlarge."""
     sources = {name: source for source in (*files, command_line) for name in source.values}
     values = {name: source.values[name] for name, source in sources.items()}
     path = values.get("load_parameters_path")
     if not path:
         raise ConfigError("model_name=hf takes a model's sizes from load_parameters_path; give it")
     output = values.get("base_output_directory", base.base()["base_output_directory"])
+    output = base.expand_path("base_output_directory", output)
     own = "/".join((output, values.get("run_name") or "hf", released.RUN_COPY))
     path = base.expand_path("load_parameters_path", path)
     if why := why_not_maxtext(place(path)):
@@ -261,11 +263,12 @@ def _read_folder(files: Sequence[Source], command_line: Source) -> Source:
     sizes, block = folder.keys, values.get("decoder_block", "")
     if has_experts(block) and not has_experts(sizes["decoder_block"]):
         del sizes["decoder_block"]  # every expert begins as the folder's MLP
-    for name, size in sizes.items():
+    for name, size in list(sizes.items()):
         value = values.get(name, size)
         is_default = sources.get(name) is not command_line and value == base.base()[name]
-        grows = name == "vocab_size" and value > size
-        if value != size and not (is_default or grows):
+        if name == "vocab_size" and value > size and not is_default:
+            del sizes[name]  # the folder's embedding grows
+        elif value != size and not is_default:
             raise ConfigError(
                 f"{sources[name].where}{name}={value}: {folder.source_file(name)} makes it {size}; "
                 "give that, or leave it out"

@@ -226,7 +226,9 @@ def find_files(key: str, pattern: str, file_type: str) -> tuple[str, list[str]]:
     if not paths:
         raise ConfigError(f"{key}: {pattern}: no such file, and no glob that matches one")
     are_sets = all(storage.exists(f"{path}/{prepared.NAME}") for path in paths)
-    if are_sets and file_type in ("", "prepared"):
+    if are_sets and file_type not in ("", "prepared"):
+        raise ConfigError(f"{key}: {pattern} is a prepared set, not {file_type}; give prepared")
+    if are_sets:
         return "prepared", paths
     for path in paths:
         if file_type == "prepared" or os.path.isdir(path):

@@ -48,9 +48,26 @@ def _open_variable(word: str) -> list[str]:
     return shlex.split(is_set[1]) if is_set else [word.removesuffix(")")]  # the end of an array
 
 
+def split_command(text: str) -> list[str]:
+    """Splits a shell's text into words, for `read_flags`. Values stand for the variables that the
+    text sets, but for those of flags; a ValueError if a quotation does not end.
+    """
+    variables: dict[str, str] = {}
+
+    def replace(part: str) -> str:
+        return re.sub(r"\$(\w+)|\$\{(\w+)\}", lambda x: variables.get(x[1] or x[2], x[0]), part)
+
+    for word in shlex.split(text, comments=True):
+        if is_set := re.fullmatch(r"(\w+)=([^(].*)", word, re.DOTALL):
+            variables[is_set[1]] = replace(is_set[2])
+    variables = {name: value for name, value in variables.items() if "--" not in value}
+    return shlex.split(replace(text), comments=True)
+
+
 def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns our keys for a command line, and what has no key: flags, and variables that the text
-    does not set. A ConfigError names a flag whose value cannot be read; raises as `read_flags`.
+    """Returns our keys for a command line (`split_command`), and what has no key: flags, and
+    variables that the text does not set. A ConfigError names a flag whose value cannot be read;
+    raises as `read_flags`.
     """
     flags, keys, left_out = read_flags(words), {}, []
     for flag, values in flags.items():

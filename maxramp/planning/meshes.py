@@ -262,8 +262,9 @@ class MeshSearch:
         return self.compiled[ways[0].stage.index] if ways else []
 
     def compile_stages(self, number: int) -> None:
-        """Compiles the last stage's step on the `number` meshes that rank first and the config's
-        own, and the first stage's if its batch is another. A ConfigError if no mesh may fit."""
+        """Compiles, into `compiled`, the last stage's step on the `number` meshes that rank first
+        and the config's own; and if the fastest fits, another first stage's on the first meshes
+        that a phase can leave for it. A ConfigError if no mesh may fit."""
         first, last = self.stages[0].index, self.stages[-1].index
         ranked = self.rank(last, number)
         if not ranked:

@@ -1,6 +1,5 @@
 """Another trainer's file as arguments for maxramp."""
 
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from maxramp.errors import ConfigError, reason_of
 from maxramp.files.place import Place, place
 from maxramp.keys import peers
 from maxramp.keys.base import cast_value
-from maxramp.keys.megatron import translate_flags
+from maxramp.keys.megatron import split_command, translate_flags
 from maxramp.keys.yamlfile import read_yaml
 
 TRAINERS = ("maxtext", "megatron", "nemo")
@@ -46,7 +45,7 @@ def translate_file(trainer: str, arguments: Sequence[str]) -> tuple[list[str], l
 def _translate_megatron(path: Place) -> tuple[dict[str, Any], list[str]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace").replace("\\\n", " ")
-        values, left_out = translate_flags(shlex.split(text, comments=True))
+        values, left_out = translate_flags(split_command(text))
     except OSError as error:
         raise ConfigError(f"--trainer megatron: {reason_of(error)}") from None
     except ValueError as error:

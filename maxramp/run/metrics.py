@@ -263,12 +263,12 @@ def tag_of(name: str) -> str:
         return name
     if name.startswith("eval_") and name != "eval_seconds":  # it may end with a set's name
         return f"{'batch' if name.startswith('eval_tokens') else 'learning'}/{name}"
+    if name.startswith(TASK):
+        return f"tasks/{name}"
     if name in _OF_BATCH or name.endswith(("_samples", "_tokens")):
         return f"batch/{name}"
     if name.endswith(("_seconds", "_per_second", "_per_device", "goodput")):
         return f"speed/{name}"
-    if name.startswith(TASK):
-        return f"tasks/{name}"
     if name.startswith(("expert_", "dropped_")):
         return f"experts/{name}"
     return f"noise/{name}" if "noise_" in name else f"learning/{name}"

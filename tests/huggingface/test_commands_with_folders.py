@@ -195,8 +195,10 @@ def test_a_folder_gives_sizes_and_refuses_others(tmp_path):
     assert config.model.base_emb_dim == 32 and config.model.use_qk_norm
     assert (config.data.add_bos, config.data.add_eos) == (False, True)
     assert config.data.tokenizer_path == str(tmp_path / "model" / "tokenizer.json")
-    larger = load(train_arguments(tmp_path, "r", *data, "vocab_size=320"), "train")
-    assert larger.model.vocab_size == 320
+    (tmp_path / "larger.yml").write_text("vocab_size: 384\n")
+    _, *keys = train_arguments(tmp_path, "r", *data)
+    larger = load([str(tmp_path / "larger.yml"), *keys], "train")
+    assert larger.model.vocab_size == 384
     (tmp_path / "model/tokenizer.json").unlink()
     assert "has neither tokenizer.json" in refused(tmp_path, *data)
     ids = load(train_arguments(tmp_path, "r", *data, "tokenize_train_data=False"), "train")

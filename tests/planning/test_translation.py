@@ -142,10 +142,13 @@ def test_megatrons_experts(case):
 
 @pytest.mark.parametrize("form", ["ARGS=({})", "ARGS=(\n{}\n)", 'ARGS="{}"'])
 def test_megatrons_scripts_keep_flags_in_variables(planned, form):
-    """In an array, or in a text, before the script that takes them."""
-    flags = "--rampup-batch-size 16 16 96 --global-batch-size 32 --train-samples 1000 --bf16"
+    """In an array, or in a text, before the script that takes them; and values in others."""
+    flags = "--rampup-batch-size $RAMP --global-batch-size ${TWO}2 --train-samples 1000 --bf16"
     use = "${ARGS[@]}" if "(" in form else "$ARGS"
-    plan = planned("megatron", f"{form.format(flags)}\ntorchrun pretrain.py {use}\n")
+    plan = planned(
+        "megatron",
+        f'S=16 TWO=3\nRAMP="$S 16 96"\n{form.format(flags)}\ntorchrun pretrain.py {use}\n',
+    )
     assert batches(plan) == [(0, 16), (6, 32)] and plan["left_out"] == []
     assert "dtype=bfloat16" in plan["arguments"]
 
