@@ -170,7 +170,7 @@ def gated_delta(
     arrays = q, key, values, Gates.from_decays(g, beta), S
     o, S = (
         gated_delta_kernel.scan_chunks(*arrays)
-        if axis is None and platform() == "tpu" and gated_delta_kernel.fits(C, k, v)
+        if axis is None and platform() == "tpu" and gated_delta_kernel.fits(C, k, v, H // K)
         else _scan_chunks(*arrays, axis)
     )
     o = jnp.moveaxis(o, (0, 4), (1, 2))  # [B, N, C, K, R, v]

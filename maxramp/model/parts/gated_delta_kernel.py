@@ -13,13 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from maxramp.model.parts.delta_chunk import Gates, overlap, prepare, square
 
-_LANES = 128
-_HEADS = 2  # key heads of a program, whose products the chip does side by side
+_WIDTH = 128
+_HEADS = 4  # value heads of a program, whose products the chip does side by side; 16 do not fit
 
 
-def fits(C: int, k: int, v: int) -> bool:
-    """Returns whether the kernels run chunks of C tokens with heads of these widths."""
-    return C == _LANES and k % _LANES == v % _LANES == 0
+def fits(C: int, k: int, v: int, R: int) -> bool:
+    """Returns whether the kernels run chunks of C tokens with such heads."""
+    return C == k == v == _WIDTH and R <= _HEADS
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -123,7 +123,7 @@ def _call(kernel, arrays, outputs, interpret):
     first. Of its arrays and of its results the last is by rows, the others are by chunks."""
     is_backward = kernel is _backward_kernel
     N, B, K = arrays[0].shape[:3]
-    G = _HEADS if K % _HEADS == 0 else 1
+    G = 2 if K % 2 == 0 and 2 * arrays[-1].shape[2] <= _HEADS else 1  # key heads of a program
 
     def specs(arrays):
         def chunk(x):
