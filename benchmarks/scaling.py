@@ -16,6 +16,7 @@ from jax.experimental import topologies
 
 from maxramp.config.load import load
 from maxramp.config.resolve import resolve
+from maxramp.parallel.compiler import compiler_options
 from maxramp.parallel.mesh import make_mesh
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.learning_rate import LearningRate
@@ -57,7 +58,7 @@ def measure(config, devices, stage_index: int = -1) -> dict[str, float]:
     start = time.perf_counter()
     lowered = lower_step(config.recipe, rate, spec, make_mesh(config.mesh, devices))
     middle = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options(devices[0].platform) or None)
     end = time.perf_counter()
     return {
         "lower_seconds": middle - start,

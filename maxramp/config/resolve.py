@@ -28,10 +28,10 @@ from maxramp.training.keys import optimizer_names
 def resolve(
     config: Config, num_devices: int, num_slices: int | None = None, num_processes: int = 1
 ) -> Config:
-    """Fills in the keys that the devices decide, so that none is left open; a ConfigError if the
-    keys do not fit them. `num_slices` are groups of devices joined by the slow network (TPU slices;
-    1 elsewhere); None uses those of the keys, for a job in the future. `num_processes` counts as
-    the nodes where no key gives them.
+    """Fills in every open key, by the devices, by other keys, and `data_cache_dir` by the disk; a
+    ConfigError if the keys do not fit the devices. `num_slices` are groups of devices joined by the
+    slow network (TPU slices; 1 elsewhere); None uses those of the keys, for a job in the future.
+    `num_processes` counts as the nodes where no key gives them.
     """
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)

@@ -174,9 +174,10 @@ def _open_synthetic(keys: DataKeys) -> Corpus:
 
 
 def _open_part(keys: DataKeys, entry: Entry) -> Part:
-    """Opens an entry: Megatron's own `files` become StreamRows; sets, prepared ones or the one in
-    the cache, become WholeRows if they hold rows, else Documents still to be laid out. A
-    ConfigError without a row, or with tokens that the keys do not fit.
+    """Opens an entry: Megatron's files and prepared sets become StreamRows, cut from one stream of
+    tokens; a set in the cache becomes WholeRows if it holds rows; else Documents, still to be laid
+    out. A ConfigError without a row, or with tokens beyond vocab_size in the set in the cache or in
+    a sampled row of Megatron's; other rows of those are checked as they are read.
     """
     length, sets, files = keys.max_target_length, entry.sets, entry.files
     if entry.cached:

@@ -64,7 +64,8 @@ def _gumbel(draw_2: jax.Array, position: jax.Array, size: int) -> jax.Array:
 
 
 def _mask_unlikely(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns the logits with -inf for tokens that must not be drawn."""
+    """Returns logits, already divided by the temperature, with -inf for tokens that must not be
+    drawn; those equal to the last one that may be drawn stay, too."""
     V = logits_BV.shape[1]
     if 0 < sampling.vocab_size < V:
         logits_BV = jnp.where(jnp.arange(V) < sampling.vocab_size, logits_BV, -jnp.inf)

@@ -107,6 +107,8 @@ def _eval_rows(name: str, batches: Any, layers: Sequence[Mapping[str, Any]]) -> 
     rows = keys.get("eval_per_device_batch_size") or keys.get("per_device_batch_size")
     if name != "eval_steps" or not isinstance(batches, int) or not isinstance(rows, int | float):
         return ""
+    if rows <= 0:  # from global_batch_size
+        return ""
     nodes, devices = keys.get("num_nodes", -1), keys.get("devices_per_node", -1)
     rows *= batches
     if not isinstance(devices, int) or devices < 1:

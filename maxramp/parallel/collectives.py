@@ -44,12 +44,13 @@ def psum_scatter(x: jax.Array, axes: str | Sequence[str], dimension: int) -> jax
 
 def _scatter_groups(devices: int) -> list[list[list[int]] | None]:
     """Returns the groups of devices, by their numbers along the axes, that a sum is scattered over,
-    one grouping after the other; None is one group of all.
+    one grouping after the other, so that device i ends with part i; None is one group of all.
 
     XLA for TPUs has no reduce-scatter over all three dimensions of a torus: it would add up
     everything everywhere and send twice as much. So the sum is scattered over two dimensions, then
     over the last, along which neighbours lie.
     """
+    # Axes over a whole mesh of 4x4x4 or more lie in all three dimensions.
     mesh = jax.sharding.get_abstract_mesh()
     is_torus = platform() == "tpu" and "lite" not in mesh.abstract_device.device_kind
     if not is_torus or devices < max(64, mesh.size) or devices & (devices - 1):

@@ -12,14 +12,7 @@ from maxramp.data.batch import Batch, abstract_batch
 from maxramp.data.relay import Expansion
 from maxramp.model.decoder import Decoder
 from maxramp.parallel.compiler import compiler_options
-from maxramp.parallel.mesh import (
-    attach_mesh,
-    bytes_per_device,
-    format_sizes,
-    make_mesh,
-    mesh_of,
-    reshape_mesh,
-)
+from maxramp.parallel.mesh import attach_mesh, bytes_per_device, format_sizes, mesh_of, reshape_mesh
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import Stage
 from maxramp.stage import StageSpec
@@ -36,12 +29,13 @@ def lower_step(
     recipe: Recipe,
     learning_rate: LearningRate,
     spec: StageSpec,
-    mesh: Mesh | None = None,
+    mesh: Mesh,
     platforms: tuple[str, ...] | None = None,
 ) -> jax.stages.Lowered:
-    """Lowers the train step of a stage alone, to ask how much memory it needs. `mesh` None: this
-    job's. Give `platforms` where the devices belong to no backend of this process."""
-    mesh = reshape_mesh(mesh, spec.mesh) if mesh else make_mesh(spec.mesh)
+    """Lowers the train step of a stage alone, to be compiled with `compiler_options`, as that of a
+    run is. `mesh` has the devices. Give `platforms` where they are of another kind than this
+    process's. A RuntimeError if a library that a kernel needs is not installed."""
+    mesh = reshape_mesh(mesh, spec.mesh)
     leading, sharding = (spec.accumulation, spec.rows), NamedSharding(mesh, BATCH_ABT)
     batch = abstract_batch(spec.fields, leading, sharding)
     jitted = jax.jit(make_train_step(recipe.with_spec(spec), learning_rate), donate_argnums=0)
