@@ -159,14 +159,16 @@ def draw(runs: Sequence[dict[str, Any]], path: Place) -> None:
     bars.set_yticks(range(len(runs)), names, parse_math=False)
     bars.invert_yaxis()
     bars.set_xlabel(unit)
-    for run, name in zip(runs, names, strict=True):
+    lines = []
+    for run in runs:
         hours, shares = zip(*run["goodput_by_hours"] or [(0, 0)], strict=True)
-        curves.plot([hour * 3600 / seconds for hour in hours], shares, label=name)
+        lines += curves.plot([hour * 3600 / seconds for hour in hours], shares)
     curves.set(
         xlabel=f"{unit} since the first start", ylabel="goodput", ylim=(0, 1), xlim=(0, None)
     )
     if len(runs) > 1:
-        curves.legend(frameon=False)
+        for text in curves.legend(lines, names, frameon=False).get_texts():
+            text.set_parse_math(False)
     handles = bars.get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
     save_plot(figure, path)

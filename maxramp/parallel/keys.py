@@ -88,10 +88,13 @@ class MeshKeys(_Sizes):
 
 
 def _fill(sizes: dict[str, int], wanted: int, job: str) -> dict[str, int]:
-    """Returns sizes, of which one at most may be -1, with the product `wanted`, else a ConfigError;
+    """Returns sizes, the one that is -1 filled in, with the product `wanted`; else a ConfigError.
     `job` is what it says of the job."""
+    names = [f"{name}=-1" for name, size in sizes.items() if size == -1]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)}: one size of a group at most may be -1")
     known = math.prod(size for size in sizes.values() if size != -1)
-    is_open = -1 in sizes.values()
+    is_open = bool(names)
     if is_open and wanted and wanted % known == 0:
         return {name: wanted // known if size == -1 else size for name, size in sizes.items()}
     if not is_open and known == wanted:

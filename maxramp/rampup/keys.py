@@ -188,6 +188,9 @@ class BatchKeys(CurveKeys, ShapeKeys):
                 value = _plain(getattr(config, name, None))
             if value is not None:
                 values[name] = base.cast_value(f"{name}={value}", value, name)
+        if "phases" in values:
+            by_text = {str(threshold): keys for threshold, keys in values["phases"].items()}
+            values |= dict(phases.flat([("phases", by_text)], {}))
         if all(values.get(name) in (None, "", -1) for name in _SIZES):
             sizes = ", ".join(_SIZES)
             raise ConfigError(

@@ -130,8 +130,8 @@ def _check_key(threshold: str, key: str, value: Any) -> None:
 
 
 def make_phases(keys: Any) -> tuple[Phase, ...]:
-    """Makes the phases of `BatchKeys`, the first from the keys; a ConfigError if they conflict,
-    or one has a key or value that no phase takes."""
+    """Makes the phases of `BatchKeys`, the first from the keys, the others from `phases` as `flat`
+    leaves them; a ConfigError if they conflict, or one has a key or value that no phase takes."""
     values = {**vars(keys), _NAME: {}}
     phases = [Phase("0", 0, {}, {}, dataclasses.replace(keys, phases={}))]
     for threshold in sorted(keys.phases, key=_count):

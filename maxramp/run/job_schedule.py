@@ -204,7 +204,8 @@ def _rung_of(batch: BatchKeys, position: Checkpoint) -> list[tuple[int, int]]:
 
 def ramp_change(batch: BatchKeys, ramp: RampupBatchManager, position: Checkpoint) -> str:
     """Describes in one line how a start, by today's keys and `ramp` from `position` on, changes
-    the batch sizes of its run; "" if it does not."""
+    the batch sizes of its run, or that they say something else of what is trained already, which
+    changes nothing; "" if neither."""
     step, consumed = position.step, position.consumed_samples
     before = _sizes_from(position.stages, consumed)
     today = _sizes_from(ramp.to_json()["stages"], consumed)
