@@ -96,22 +96,22 @@ def compare(export: pathlib.Path) -> dict[str, float]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(export)
     is_adapter = (export / "adapter_config.json").exists()
     opening = peft.AutoPeftModelForCausalLM if is_adapter else transformers.AutoModelForCausalLM
-    theirs = opening.from_pretrained(export, dtype=torch.float32)
+    reference = opening.from_pretrained(export, dtype=torch.float32)
     chats = [x["messages"] for x in held_out()]
     asked = [chat[0]["content"] for chat in chats]
     prompts = [word for text in asked for word in ("--prompt", text)]
     line = (str(export), "--chat", *prompts, "--max_new_tokens", str(TOKENS), "--temperature", "0")
-    ours = [json.loads(x)["tokens"] for x in _maxramp("generate", *line, "--json").splitlines()]
+    answers = [json.loads(x)["tokens"] for x in _maxramp("generate", *line, "--json").splitlines()]
     source = open_model(str(export), ["hardware=cpu"])
     model, gaps, equal, end = source.load(), [], 0, tokenizer.eos_token_id
     forward = jax.jit(lambda model, tokens: model(tokens, source.config.model))
-    for chat, own in zip(chats, ours, strict=True):
+    for chat, tokens in zip(chats, answers, strict=True):
         form = {"tokenize": True, "return_tensors": "pt", "return_dict": False}
         whole = tokenizer.apply_chat_template(chat, **form)
         with torch.no_grad():
-            expected = theirs(whole).logits[0].numpy()
+            expected = reference(whole).logits[0].numpy()
             prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, **form)
-            answer = theirs.generate(
+            answer = reference.generate(
                 input_ids=prompt, do_sample=False, max_new_tokens=TOKENS, eos_token_id=end
             )[0, prompt.shape[1] :].tolist()
         row = np.zeros((1, 128), np.int32)
@@ -119,7 +119,7 @@ def compare(export: pathlib.Path) -> dict[str, float]:
         with jax.set_mesh(mesh_of(model)):
             logits = np.asarray(forward(model, row))[0, : len(expected), : expected.shape[1]]
         gaps.append(np.abs(logits - expected).max() / np.ptp(expected))
-        equal += answer == own
+        equal += answer == tokens
     return {"chats": len(chats), "logits": max(map(float, gaps)), "equal": equal}
 
 

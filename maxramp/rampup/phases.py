@@ -94,7 +94,7 @@ def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, A
             phases = others | {rest: value}
             continue
         known = next((t for t in phases if _count(t) == _count(threshold)), threshold)
-        own = phases.get(known, {})  # what is no mapping is refused below
+        own = phases.get(known, {})  # the loop below refuses all but mappings
         phases = phases | {known: {**own, key: value} if isinstance(own, Mapping) else own}
     for threshold, keys in phases.items() if is_changed else ():
         if not isinstance(keys, Mapping):

@@ -35,8 +35,8 @@ _IMPORT_SECONDS = 60.0  # that functions may take to be imported, or as long as 
 
 
 def sources(names: Sequence[str]) -> list[bytes]:
-    """Returns the content of the file of each function's module, also from the current folder, and
-    not of what that imports; b"" if there is none. Imports nothing."""
+    """Reads the file of each function's module, also from the current folder, but not the files
+    that it imports; b"" for a module without a file. Runs none of them."""
     contents = []
     for name in names:
         spec, path = None, ["", *sys.path]

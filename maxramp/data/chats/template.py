@@ -95,10 +95,10 @@ class ChatTemplate:
 
     def _find_by_headers(self, chat: Chat, text: str, wanted: int, mark: str) -> list[Span]:
         """Finds the `wanted` answers of a text (at least one), each from behind a header up to
-        `mark` ("" = to the end). The header is what asks for an answer, or the longest beginning of
-        that which stands in the text as often as answers do, and not before the first: some
-        templates ask with a thought that old answers have lost. No message can imitate it, as it
-        begins with a mark. [] without such a header."""
+        `mark` ("" = to the end). The header is the text that asks for an answer, or its longest
+        beginning that comes once for each answer and not before the first: some templates ask with
+        a thought that old answers have lost. No message can imitate it, as it begins with a mark.
+        [] without such a header."""
         first = _first_answer(chat)
         count = first or 1  # many templates look at the first message
         before, asked = self._render(chat, count, False), self._render(chat, count, True)
