@@ -129,9 +129,11 @@ def export(
 
 
 def _find_side_tensors(source: ModelSource) -> Mapping[str, Tensor]:
-    """Returns tensors of the first weights that our model has no place for (Qwen3-Next's mtp.*),
+    """Returns tensors of the first weights that our model has no place for (draft layers),
     to be copied; {} for families without them, or, with a note, if they are gone."""
-    begin = FAMILIES[source.config.model.decoder_block].released.side_prefix
+    keys = source.config.model
+    begin = FAMILIES[keys.decoder_block].released.side_prefix
+    begin = begin.format(keys.base_num_decoder_layers)
     if not begin or not source.origin:
         return {}
     try:

@@ -82,7 +82,9 @@ class ModelFolder:
     @property
     def side_tensors(self) -> dict[str, Tensor]:
         """The tensors that an export has as they are here (`Released.side_prefix`)."""
-        begin = FAMILIES[self.keys["decoder_block"]].released.side_prefix
+        keys = self.keys
+        begin = FAMILIES[keys["decoder_block"]].released.side_prefix
+        begin = begin.format(keys["base_num_decoder_layers"])
         return {n: x for n, x in self.tensors.items() if begin and n.startswith(begin)}
 
     @property

@@ -132,7 +132,7 @@ def prepare_load(
     weights = list(name_tensors(order_by_layer(model), decoder_block, layers, dense_block))
     _check_tensors(weights, tensors, vocab_size, folder)
     used = {name for weight in weights for name in weight.names.values()}
-    side_prefix = FAMILIES[decoder_block].released.side_prefix
+    side_prefix = FAMILIES[decoder_block].released.side_prefix.format(len([*model.pattern]))
     for line in _describe_left_out(folder, tensors, used, model.tied, side_prefix):
         note(line)
     return functools.partial(_load, tensors, model, weights)

@@ -41,6 +41,7 @@ _DOTS1 |= {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5} | _ROUTED
 _DELTA = {"head_dim": 16, "rms_norm_eps": 1e-3, "linear_num_key_heads": 2}
 _DELTA |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 _DELTA["rope_parameters"] = _DEFAULT | {"partial_rotary_factor": 0.25}
+_HALF = _DEFAULT | {"partial_rotary_factor": 0.5}
 _SHARED = {"shared_expert_intermediate_size": 24, "num_experts": 8, **_ROUTED}
 CONFIGS = {
     "llama2": _model("llama", head_dim=16),
@@ -69,6 +70,11 @@ CONFIGS = {
         "olmoe", pad_token_id=None, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False
     ),
     "dots1": _model("dots1", **_DOTS1),
+    "glm4_moe": _model(
+        *("glm4_moe",),
+        **{**_DOTS1, "head_dim": 16, "use_qk_norm": True, "attention_bias": True},
+        rope_parameters=_HALF,
+    ),
     "qwen3_next": _model("qwen3_next", **_DELTA, **_SHARED),
     "qwen3_5": _model("qwen3_5_text", **_DELTA, architectures=["Qwen3_5ForCausalLM"]),
     "qwen3_5_moe": _model(
@@ -76,7 +82,8 @@ CONFIGS = {
     ),
 }
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-EXPERTS = {"mixtral": "num_local_experts", "dots1": "n_routed_experts"}  # how many there are
+EXPERTS = {"mixtral": "num_local_experts"}  # how many there are
+EXPERTS |= dict.fromkeys(("dots1", "glm4_moe"), "n_routed_experts")
 EXPERTS |= dict.fromkeys(("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe"), "num_experts")
 TOKENS_BT = (np.arange(48, dtype=np.int32) * 7 % 40).reshape(2, 24) ^ np.array([[0], [3]])
 
@@ -104,7 +111,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
         else:
             by_name |= _mlp_shapes(f"{layer}mlp.", F, D)
         heads = (("q", H), ("k", K), ("v", K))
-        if kind == "qwen2":
+        if kind == "qwen2" or config.get("attention_bias"):
             by_name |= {f"{attention}{n}_proj.bias": (w * h,) for n, w in heads}
         if kind.startswith("gemma"):
             by_name |= {f"{layer}pre_feedforward_layernorm.weight": (D,)}
@@ -112,7 +119,7 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             by_name |= {f"{layer}post_feedforward_layernorm.weight": (D,)}
         if kind in ("olmo2", "olmo3"):
             del by_name[f"{layer}input_layernorm.weight"]
-        if kind in ("qwen3", "qwen3_moe", "dots1", "gemma3", *DELTA):
+        if kind in ("qwen3", "qwen3_moe", "dots1", "glm4_moe", "gemma3", *DELTA):
             by_name |= {f"{layer}self_attn.{n}_norm.weight": (h,) for n in "qk"}
         if kind.startswith("olmo"):
             by_name |= {f"{attention}{n}_norm.weight": (w * h,) for n, w in heads[:2]}
@@ -155,7 +162,7 @@ def _expert_shapes(layer: str, config: dict) -> dict[str, tuple[int, ...]]:
     by_name = {f"{mlp}gate.weight": (E, D)}
     for e in range(E):
         by_name |= _mlp_shapes(f"{mlp}experts.{e}.", F, D, *names)
-    if kind == "dots1":
+    if kind in ("dots1", "glm4_moe"):
         by_name[f"{mlp}gate.e_score_correction_bias"] = (E,)
         by_name |= _mlp_shapes(f"{mlp}shared_experts.", config["n_shared_experts"] * F, D)
     if kind in DELTA:

@@ -52,13 +52,14 @@ SIZES |= {"moe_intermediate_size", "num_local_experts", "n_shared_experts", "n_r
 SIZES |= {f"linear_num_{x}_heads" for x in ("key", "value")}
 SIZES |= {f"linear_{x}_head_dim" for x in ("key", "value")}
 SIZES |= {"first_k_dense_replace", "model_type", "dtype", "transformers_version", "_name_or_path"}
+SIZES |= {"use_qk_norm"}
 # Another value of every other key.
 OTHER = {
     **{"architectures": ["BidirectionalModel"], "rms_norm_eps": 1e-2},
     **{"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "silu"},
     "rope_parameters": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0},
     **{"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 7.0},
-    **{"rope_local_base_freq": 7.0, "partial_rotary_factor": 0.5},
+    **{"rope_local_base_freq": 7.0, "partial_rotary_factor": 0.75},
     **{"original_max_position_embeddings": 8, "attention_bias": True, "mlp_bias": True},
     **{"clip_qkv": 0.1, "use_sliding_window": True, "sliding_window": 3},
     **{"sliding_window_pattern": 2, "_sliding_window_pattern": 2, "max_window_layers": 1},
@@ -77,6 +78,7 @@ NEUTRAL = {
     **{"output_hidden_states": True, "return_dict": True, "initializer_range": 1.0},
     **{"use_cache": False, "pretraining_tp": 2, "chunk_size_feed_forward": 2},
     **{"is_encoder_decoder": True, "problem_type": "regression", "id2label": {"0": "a"}},
+    "num_nextn_predict_layers": 0,
     **{"label2id": {"a": 0}, "pad_token_id": 3, "bos_token_id": 4, "eos_token_id": 5},
 }
 

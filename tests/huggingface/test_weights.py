@@ -35,6 +35,7 @@ LOGITS = {
     "qwen3_moe": [-1.35334, 1.899141, 0.6102671, 0.7275049],
     "olmoe": [1.355005, 0.01590214, 0.4144442, 0.2993829],
     "dots1": [1.682764, 1.061812, 0.6824106, -1.028854],
+    "glm4_moe": [0.6955175, 1.254584, -1.171304, 0.2292855],
     # in float32, as transformers routes in no other
     "qwen3_next": [-1.241232, -1.040892, -0.04328566, 1.081493],
     "qwen3_5": [3.308441, 0.2121528, -2.55886, 0.6455256],
@@ -176,21 +177,23 @@ def test_what_belongs_to_no_text_model_is_left_out_and_named(tmp_path):
     assert "inv_freq" in text and "the head, which is the embedding: lm_head.weight" in text
 
 
-def test_tensors_that_do_not_train_are_exported_as_they_came(tmp_path):
-    folder = write_folder(tmp_path / "in", "qwen3_5")
-    more = {"mtp.fc.weight": np.full((4, 8), 0.3, ml_dtypes.bfloat16)}
-    more["mtp.norm.weight"] = np.arange(3, dtype=np.float32)
-    held, notes = tensors(CONFIGS["qwen3_5"]) | more, []
+@pytest.mark.parametrize(("name", "layer"), [("qwen3_5", "mtp"), ("glm4_moe", "model.layers.4")])
+def test_tensors_that_do_not_train_are_exported_as_they_came(tmp_path, name, layer):
+    folder = write_folder(tmp_path / "in", name)
+    more = {f"{layer}.fc.weight": np.full((4, 8), 0.3, ml_dtypes.bfloat16)}
+    more[f"{layer}.norm.weight"] = np.arange(3, dtype=np.float32)
+    held, notes = tensors(CONFIGS[name]) | more, []
     write_file(folder / "model.safetensors", held)
     load(folder, config_of(folder), notes.append)
-    assert "2 tensors are left out, not trained: an export has them as they are: mtp.fc" in notes[0]
+    text = f"2 tensors are left out, not trained: an export has them as they are: {layer}.fc"
+    assert text in notes[0]
     opened = open_model(str(folder), ["hardware=cpu"])
     export(opened, opened.load(), tmp_path / "out")
     assert_same_tensors(tmp_path / "out", held)
 
 
-# A change of tensors whose names hold a text, or of the family, by what it switches off.
-WITHOUT = {
+# A change by what it switches off: of tensors whose names hold a text, of the family, or of keys.
+HYBRID = {
     "decay": ("A_log", lambda x: x - 40),
     "a": ("in_proj_a", lambda x: 0 * x),
     "beta": ("in_proj_b", lambda x: 0 * x),  # in_proj_ba too
@@ -201,32 +204,42 @@ WITHOUT = {
     "1 + w": {"norm_offset": 0.0},
     "partial rotary": {"rotary_share": 1},
 }
+GLM = {
+    "biases": ("proj.bias", lambda x: 0 * x),
+    "query norm": ("q_norm", lambda x: x * (np.arange(16) < 8)),
+    "biases of choice": ("e_score_correction_bias", lambda x: 0 * x),
+    "shared experts": ("shared_experts.down", lambda x: 0 * x),
+    "scaling": {"routed_scaling_factor": 1.0},
+    "groups": {"n_routing_groups": 1, "topk_routing_group": 1},
+    "partial rotary": {"rotary_share": 1},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DELTA)
-def test_every_feature_of_a_hybrid_counts(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", [*DELTA, "glm4_moe"])
+def test_every_feature_counts(tmp_path, monkeypatch, name):
     """Without it logits are others, by far more than those of transformers may differ."""
     rope = {"rope_theta": 100.0, "rope_type": "default"}
     folder = write_folder(tmp_path, name, rope_parameters=rope)
     held = tensors(CONFIGS[name])
     config, family = config_of(folder), FAMILIES[name]
     expected = logits(load(folder, config), config, TOKENS_BT)
-    for what, change in WITHOUT.items():
-        changed = dict(held)
+    for what, change in (HYBRID if name in DELTA else GLM).items():
+        changed, own, other_config = dict(held), family, config
         if isinstance(change, tuple):
             changed |= {n: change[1](x).astype("f4") for n, x in held.items() if change[0] in n}
             if not any(change[0] in n for n in held):
                 assert name == "qwen3_next" if what == "a" else what == "shared gate"
                 continue
-            own = family
         elif what == "1 + w":
             own = dataclasses.replace(family, **change)
-        else:
+        elif what == "partial rotary":
             own = dataclasses.replace(family, released=family.released._replace(**change))
+        else:
+            other_config = config.replace(**change)
         write_file(folder / "model.safetensors", changed)
         monkeypatch.setitem(FAMILIES, name, own)
-        other = logits(load(folder, config), config, TOKENS_BT)
+        other = logits(load(folder, other_config), other_config, TOKENS_BT)
         monkeypatch.setitem(FAMILIES, name, family)
         assert np.abs(other - expected).max() > 100 * 1e-5 * np.ptp(expected), what
 

@@ -8,7 +8,7 @@ from maxramp.model.families.family import Released
 from maxramp.model.families.llama import LAYER
 from maxramp.model.families.qwen3 import QWEN3
 
-_NAMES = {
+NAMES = {
     **sparse.NAMES,
     "num_experts": "n_routed_experts",
     "base_moe_mlp_dim": "moe_intermediate_size",
@@ -38,12 +38,12 @@ DOTS1 = dataclasses.replace(
         {"num_key_value_heads": 32, "moe_intermediate_size": 1408, "norm_topk_prob": False}
         | {"first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
         | {"sliding_window": 4096, "max_window_layers": 62, "max_position_embeddings": 2048},
-        _NAMES,
+        NAMES,
         {"num_local_experts": "n_routed_experts"},
     ),
     keys=(
         *sparse.EXPERT_KEYS,
-        *(name for name in _NAMES if name not in sparse.EXPERT_KEYS),
+        *(name for name in NAMES if name not in sparse.EXPERT_KEYS),
         "routed_bias_update_rate",
     ),
     fixed={"use_qk_norm": True, "routed_score_func": "sigmoid", "routed_bias": True},

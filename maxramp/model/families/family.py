@@ -25,7 +25,8 @@ class Released(NamedTuple):
     others: str = "sliding_attention"  # ... the others this
     only: Mapping[str, Any] = {}  # values of keys that have no others here
     same: Mapping[str, str] = {}  # a key of theirs -> the one whose value it must have
-    side_prefix: str = ""  # how names of tensors begin that an export has as they came
+    # how names of tensors begin that an export has as they came; {} is the number of layers
+    side_prefix: str = ""
     rotary_share: float = 1  # of a head's numbers, those that positions turn
 
 
