@@ -24,8 +24,9 @@ from maxramp.files.place import place
 from maxramp.run.writers import JsonlWriter
 
 # Trains, and kills its process where a function is called for the nth time, or fills its memory.
+# A step waits for the snapshot before it if calls of `write_parts` are to count snapshots.
 PROGRAM = """
-import importlib, os, signal, sys
+import importlib, os, signal, sys, threading
 from maxramp import train
 from maxramp.processes.ending import end_process
 module, name, last = sys.argv[1:4]
@@ -43,6 +44,12 @@ def function(*given):
     return whole(*given)
 if whole:
     setattr(module, name, function)
+step_at_once = train.Pretrainer.step
+def step(*given):
+    [x.join() for x in threading.enumerate() if x.name == "snapshot"]
+    return step_at_once(*given)
+if name == "write_parts":
+    train.Pretrainer.step = step
 end_process(train.main(sys.argv[4:]))
 """
 NEVER = ("snapshots", "nothing", "0")
