@@ -8,7 +8,7 @@ import json
 
 from figures import RESULTS, ROOT
 
-_OF_EXPERTS = ("Mixtral", "Qwen3 30B", "Qwen3-Next")  # docs/experts.md has their figures
+_OF_EXPERTS = ("Mixtral", "Qwen3 30B", "Qwen3.5 35B", "Qwen3-Next")  # docs/experts.md has them
 BEGIN, END = "<!-- benchmarks/table.py -->", "<!-- end -->"
 
 
