@@ -28,16 +28,15 @@ DELTA = [
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", ["v5p:2x2x2", "h200:1x8"])
 def test_compilers_take_parts_of_a_gated_delta_rule(machine):
-    """What travels of its layers does not grow with the row."""
+    """Besides heads, only the last tokens of the part before travel, for a convolution over 4:
+    forward, recomputed and back."""
     skip_without(machine)
     keys = (*DELTA, f"compile_topology={machine}", "context_parallel_strategy=ulysses")
-    moved = []
-    for row in (T, 2 * T):
-        line = [BASE, *MODEL, *keys, f"max_target_length={row}"]
-        (stage,) = compile_stages(load(line))["stages"]
-        assert stage["fits"]
-        moved.append(stage["collective_gib"].get("collective-permute", 0))
-    assert 0 < moved[0] == moved[1]
+    (stage,) = compile_stages(load([BASE, *MODEL, *keys]))["stages"]
+    assert stage["fits"]
+    channels = (4 + 4 + 8) * 128 / 2  # queries, keys and values of a device
+    times = stage["collective_gib"]["collective-permute"] * 2**30 / ((4 - 1) * channels * 2)
+    assert 3 * 3 <= times < 3 * 4  # of three layers; the compiler for GPUs repeats some
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "all_gather"])
