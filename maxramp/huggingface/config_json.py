@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.huggingface import rope_json
+from maxramp.huggingface import quantized, rope_json
 from maxramp.huggingface.rope_json import cast_key
 from maxramp.keys.section import refuse
 from maxramp.model.families.family import Family, Released
@@ -34,7 +34,6 @@ _SUPPORTED = {
     "mlp_bias": False,
     "attention_dropout": 0,
     "use_sliding_window": False,
-    "quantization_config": None,
     "clip_qkv": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -97,6 +96,9 @@ def _check_supported(
         if key in written and key not in released.names.values():
             allowed = None, supported, family.fixed.get(key)
             yield written[key] not in allowed, key, written[key], f", but {supported}"
+    if not quantized.is_readable(quantization := written.get("quantization_config")):
+        why = ", but mxfp4 and fp8 with a weight_block_size; give the model before it was quantized"
+        yield True, "quantization_config", quantization, why
     # Classes that are not transformers' own of the family.
     own = released.architecture, released.architecture.replace("ForCausalLM", "Model")
     classes = values.get("architectures") or []
@@ -210,5 +212,6 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
         values["use_cache"] = True
     dtype_keys = {name for name in ("dtype", "torch_dtype") if name in original} or {"torch_dtype"}
     values = {"architectures": [released.architecture], **original, **values}
+    values.pop("quantization_config", None)  # weights are written as they are here
     values |= dict.fromkeys(dtype_keys, dtype)
     return values | rope_json.make_values(keys, released, values if is_same else {})

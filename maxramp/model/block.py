@@ -42,7 +42,7 @@ class Block(nnx.Module):
         self.mixer = MIXERS[layer.mixer](keys, mixer_key, family)
         if layer.is_sparse:
             own = dataclasses.replace(keys, **family.expert_keys)
-            self.mlp = Experts(own, mlp_key, family.gates_shared)
+            self.mlp = Experts(own, mlp_key, family)
         else:
             self.mlp = MLP(keys, mlp_key)
 

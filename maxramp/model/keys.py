@@ -47,9 +47,10 @@ MODEL_KEYS = (
 
 # The roles of weights that train: other rooms ask for these, never for a name or type. Routers'
 # biases ("balance"), which `training.balance` moves, are state.
-# "gate" is of few numbers for each head, "recurrence" of how a state decays, which no optimizer's
-# decay reaches.
-ROLES = ("matrix", "embedding", "head", "scale", "bias", "router", "adapter", "gate", "recurrence")
+# "gate" is of few numbers for each head; "recurrence" of how a state decays and "sink" of what a
+# softmax leaves out, which no optimizer's decay reaches.
+ROLES = ("matrix", "embedding", "head", "scale", "bias", "router", "adapter", "gate")
+ROLES += ("recurrence", "sink")
 # used in `dtype`, the others in float32
 ROLES_IN_PRODUCTS = ("matrix", "embedding", "head", "adapter", "gate")
 

@@ -58,6 +58,7 @@ EMBEDDING_VD = P("tensor", SHARD_AXES)
 HEAD_DV = P(SHARD_AXES, "tensor")
 HEADS_IN_DHh = P(SHARD_AXES, "tensor", None)
 HEADS_Hh = P("tensor", None)
+SPLIT_D = P("tensor")  # a number of each head, or of each of the stream's dimensions
 TAPS_1tHh = P(None, None, "tensor", None)
 HEADS_OUT_HhD = P("tensor", None, SHARD_AXES)
 MLP_IN_DF = P(SHARD_AXES, "tensor")
@@ -65,6 +66,8 @@ MLP_OUT_FD = P("tensor", SHARD_AXES)
 ROUTER_DE = P(SHARD_AXES, None)
 EXPERTS_IN_EDF = P("expert", SHARDS_OF_EXPERT, "tensor")
 EXPERTS_OUT_EFD = P("expert", "tensor", SHARDS_OF_EXPERT)
+EXPERT_BIASES_EF = P("expert", "tensor")
+BIASES_OUT_ED = P(None, SHARD_AXES)
 LAYERS_L = P("stage")  # the layers of a pipeline, each on its stage
 
 

@@ -31,6 +31,8 @@ GEMMA3 += ("base_num_decoder_layers=7", "local_rope_max_timescale=10")
 QWEN3_5 = ("decoder_block=qwen3_5", "use_qk_norm=True", "gdn_num_key_heads=2")
 QWEN3_5 += ("gdn_num_value_heads=4", "gdn_key_head_dim=8", "gdn_value_head_dim=8")
 QWEN3_5 += ("base_num_decoder_layers=4",)
+GPT_OSS = ("decoder_block=gpt_oss", "attention_bias=True", "routed_bias=True", *MIXTURE[1:])
+GPT_OSS += ("sliding_window_size=4",)
 MOST = 10  # tokens of an answer
 GREEDY = Sampling(temperature=0)
 PROMPTS = [np.arange(1, 1 + n, dtype=np.int32) * 7 % VOCAB for n in (1, 5, 9, 14, 3)]
@@ -77,6 +79,7 @@ writer = functools.cache(Writer)
         ("one device", QWEN3_5),
         pytest.param("all axes", QWEN3_5, marks=pytest.mark.slow),
         pytest.param("all axes", GEMMA3, marks=pytest.mark.slow),
+        pytest.param("all axes", GPT_OSS, marks=pytest.mark.slow),
         pytest.param("one device", MIXTURE, marks=pytest.mark.slow),
         pytest.param("experts", MIXTURE, marks=pytest.mark.slow),
     ],

@@ -75,6 +75,12 @@ CONFIGS = {
         **{**_DOTS1, "head_dim": 16, "use_qk_norm": True, "attention_bias": True},
         rope_parameters=_HALF,
     ),
+    "gpt_oss": _model(
+        "gpt_oss",
+        **{"head_dim": 16, "sliding_window": 5, "attention_bias": True},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2},
+        rope_parameters=_YARN | {"rope_theta": 100.0, "truncate": False},
+    ),
     "qwen3_next": _model("qwen3_next", **_DELTA, **_SHARED),
     "qwen3_5": _model("qwen3_5_text", **_DELTA, architectures=["Qwen3_5ForCausalLM"]),
     "qwen3_5_moe": _model(
@@ -82,7 +88,7 @@ CONFIGS = {
     ),
 }
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-EXPERTS = {"mixtral": "num_local_experts"}  # how many there are
+EXPERTS = dict.fromkeys(("mixtral", "gpt_oss"), "num_local_experts")  # how many there are
 EXPERTS |= dict.fromkeys(("dots1", "glm4_moe"), "n_routed_experts")
 EXPERTS |= dict.fromkeys(("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe"), "num_experts")
 TOKENS_BT = (np.arange(48, dtype=np.int32) * 7 % 40).reshape(2, 24) ^ np.array([[0], [3]])
@@ -113,6 +119,8 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
         heads = (("q", H), ("k", K), ("v", K))
         if kind == "qwen2" or config.get("attention_bias"):
             by_name |= {f"{attention}{n}_proj.bias": (w * h,) for n, w in heads}
+        if kind == "gpt_oss":
+            by_name |= {f"{attention}o_proj.bias": (D,), f"{attention}sinks": (H,)}
         if kind.startswith("gemma"):
             by_name |= {f"{layer}pre_feedforward_layernorm.weight": (D,)}
         if kind.startswith(("gemma", "olmo2", "olmo3")):
@@ -157,6 +165,11 @@ def _delta_shapes(prefix: str, config: dict) -> dict[str, tuple[int, ...]]:
 def _expert_shapes(layer: str, config: dict) -> dict[str, tuple[int, ...]]:
     kind, D = config["model_type"].removesuffix("_text"), config["hidden_size"]
     E, F = config[EXPERTS[kind]], config.get("moe_intermediate_size", config["intermediate_size"])
+    if kind == "gpt_oss":
+        experts = {"gate_up_proj": (E, D, 2 * F), "down_proj": (E, F, D)}
+        experts |= {f"{name}_bias": (E, shape[2]) for name, shape in experts.items()}
+        by_name = {f"{layer}mlp.experts.{name}": shape for name, shape in experts.items()}
+        return by_name | {f"{layer}mlp.router.weight": (E, D), f"{layer}mlp.router.bias": (E,)}
     mlp = f"{layer}{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}."
     names = [("w1", "w3", "w2")] if kind == "mixtral" else []
     by_name = {f"{mlp}gate.weight": (E, D)}
@@ -179,7 +192,7 @@ def fuse_experts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
             name = name.replace(f".{old}.", f".{new}.")
         layer, is_of_expert, rest = name.partition("mlp.experts.")
-        if is_of_expert:
+        if is_of_expert and "." in rest:  # gpt-oss has no others
             expert, matrix, _ = rest.split(".")
             experts_by_layer.setdefault(layer, {}).setdefault(int(expert), {})[matrix] = x
         else:
@@ -201,12 +214,15 @@ def tensors(config: dict) -> dict[str, np.ndarray]:
         mean = not is_offset or "linear_attn." in name
         x = random.standard_normal(shape)
         x = mean + 0.3 * x if "norm" in name else x * (0.5 if name.endswith("bias") else 0.2)
+        if name.endswith(("sinks", "gate_up_proj")):  # so that sinks count, and gates are cut
+            x *= 5
         by_name[name] = x.astype(np.float32)
     return by_name
 
 
 _SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_hidden_layers")
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "I8"}
+_CODES |= {"uint8": "U8", "float8_e4m3fn": "F8_E4M3"}
 
 
 def write_file(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:

@@ -38,6 +38,7 @@ CASES = [
     ("qwen3_5", {}),
     ("qwen3_next", {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "k_proj"]}),
     ("dots1", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+    ("gpt_oss", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     ("qwen2.5", {"target_modules": r".*\.layers\.[13]\..*(k_proj|down_proj)"}),
 ]
 

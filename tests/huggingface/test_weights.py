@@ -36,6 +36,7 @@ LOGITS = {
     "olmoe": [1.355005, 0.01590214, 0.4144442, 0.2993829],
     "dots1": [1.682764, 1.061812, 0.6824106, -1.028854],
     "glm4_moe": [0.6955175, 1.254584, -1.171304, 0.2292855],
+    "gpt_oss": [1.004655, -0.06210462, 1.206605, -0.01171614],
     # in float32, as transformers routes in no other
     "qwen3_next": [-1.241232, -1.040892, -0.04328566, 1.081493],
     "qwen3_5": [3.308441, 0.2121528, -2.55886, 0.6455256],
@@ -84,7 +85,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
                 *(("qwen2.5", "circular pipeline"), ("qwen3", "circular pipeline")),
                 *(("gemma2", "pipeline"), ("gemma3", "all axes"), ("olmo3", "all axes")),
                 *(("mixtral", "experts"), ("dots1", "experts"), ("olmoe", "expert pipeline")),
-                *(("qwen3_next", "experts"), ("qwen3_5", "all axes")),
+                *(("qwen3_next", "experts"), ("qwen3_5", "all axes"), ("gpt_oss", "experts")),
             )
         ),
     ],
@@ -213,10 +214,22 @@ GLM = {
     "groups": {"n_routing_groups": 1, "topk_routing_group": 1},
     "partial rotary": {"rotary_share": 1},
 }
+GPT_OSS = {
+    "sinks": ("sinks", lambda x: x - 40),
+    "biases": ("q_proj.bias", lambda x: 0 * x),
+    "bias of the result": ("o_proj.bias", lambda x: 0 * x),
+    "biases of routers": ("router.bias", lambda x: 0 * x),
+    "biases of gates": ("gate_up_proj_bias", lambda x: x * (np.arange(x.shape[1]) % 2)),
+    "biases of ups": ("gate_up_proj_bias", lambda x: x * (np.arange(x.shape[1]) % 2 == 0)),
+    "biases of experts": ("down_proj_bias", lambda x: 0 * x),
+    "cut gates": {"gate_limit": 50.0},
+    "windows": {"sliding_window_size": 50},
+}
+FEATURES = dict.fromkeys(DELTA, HYBRID) | {"glm4_moe": GLM, "gpt_oss": GPT_OSS}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*DELTA, "glm4_moe"])
+@pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_counts(tmp_path, monkeypatch, name):
     """Without it logits are others, by far more than those of transformers may differ."""
     rope = {"rope_theta": 100.0, "rope_type": "default"}
@@ -224,14 +237,14 @@ def test_every_feature_counts(tmp_path, monkeypatch, name):
     held = tensors(CONFIGS[name])
     config, family = config_of(folder), FAMILIES[name]
     expected = logits(load(folder, config), config, TOKENS_BT)
-    for what, change in (HYBRID if name in DELTA else GLM).items():
+    for what, change in FEATURES[name].items():
         changed, own, other_config = dict(held), family, config
         if isinstance(change, tuple):
             changed |= {n: change[1](x).astype("f4") for n, x in held.items() if change[0] in n}
             if not any(change[0] in n for n in held):
                 assert name == "qwen3_next" if what == "a" else what == "shared gate"
                 continue
-        elif what == "1 + w":
+        elif what in ("1 + w", "cut gates"):
             own = dataclasses.replace(family, **change)
         elif what == "partial rotary":
             own = dataclasses.replace(family, released=family.released._replace(**change))

@@ -60,6 +60,7 @@ PUBLISHED = {
     "dots1-142b": 142_774_381_696,
     # Without the draft layer; transformers' classes with these sizes.
     **{"glm4.5-air-106b": 106_852_251_264, "glm4.5-355b": 352_797_829_024},
+    **{"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672},
     # Text models, without mtp.
     **{"qwen3-next-80b-a3b": 79_674_391_296, "qwen3.5-0.8b": 752_393_024},
     **{"qwen3.5-2b": 1_881_825_088, "qwen3.5-4b": 4_205_751_296, "qwen3.5-9b": 8_953_803_264},

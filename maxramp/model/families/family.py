@@ -28,6 +28,8 @@ class Released(NamedTuple):
     # how names of tensors begin that an export has as they came; {} is the number of layers
     side_prefix: str = ""
     rotary_share: float = 1  # of a head's numbers, those that positions turn
+    # whether a layer's experts lie in one tensor with inputs as rows, gates and ups in turn
+    interleaves_experts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,4 +50,10 @@ class Family:
     expert_keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     gates_heads: bool = False  # whether each head's result is gated by as many numbers of its query
     gates_shared: bool = False  # whether its shared expert is gated by a number
+    has_sinks: bool = False  # whether each head's softmax has one more score, of no token
+    has_out_bias: bool = False  # whether attention adds a bias to its result
+    has_expert_biases: bool = False  # whether router and experts have biases that train
+    # Where experts' gates and ups are cut, so that they compute gpt-oss's (1 + up) gate
+    # sigmoid(1.702 gate); 0 = mlp_activations
+    gate_limit: float = 0.0
     scales_embedding: bool = False  # multiplies the embedding by the root of the width

@@ -21,6 +21,7 @@ from maxramp.model.pattern import Mixing
 from maxramp.parallel.collectives import map_shards
 from maxramp.parallel.sharding import (
     ROWS_B,
+    SPLIT_D,
     STREAM_BTD,
     X_BTD,
     CACHE_BKSh,
@@ -62,10 +63,10 @@ class KeysAndValues:
             kernel = "dot_product" if tokens % LANES else kernel
             return attend(q_BTHh, k_BTKh, v_BTKh, mask, kernel)
         a_BTHh, self.keys_BKSh, self.values_BKSh = map_shards(
-            functools.partial(_write_and_attend, mask=mask),
-            (*(X_BTHh,) * 3, *(CACHE_BKSh,) * 2, ROWS_B),
+            _write_and_attend,
+            (*(X_BTHh,) * 3, *(CACHE_BKSh,) * 2, ROWS_B, mask.specs),
             (X_BTHh, CACHE_BKSh, CACHE_BKSh),
-        )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, first_B)
+        )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, first_B, mask)
         return a_BTHh
 
     def resize(self, slots: int, mixing: Mixing, lengths_B: jax.Array) -> "KeysAndValues":
@@ -86,7 +87,7 @@ def _slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
     return last_B1 - (last_B1 - jnp.arange(slots)) % slots
 
 
-def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, *, mask):
+def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, mask):
     S = keys_BKSh.shape[2]
 
     def write(slots_KSh, new_TKh, position):
@@ -107,7 +108,8 @@ def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, *
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions. Keys add biases (Qwen2.5, arXiv 2412.15115) or
     norms of queries and keys, for each head (Qwen3, arXiv 2505.09388) or for all heads together
-    (OLMoE, arXiv 2409.02060). The query of a gated head has its gate behind it: 2h numbers."""
+    (OLMoE, arXiv 2409.02060). The query of a gated head has its gate behind it: 2h numbers. A
+    family may add a bias to the result, and sinks (`AttentionMask`)."""
 
     def __init__(self, keys: ModelKeys, key: jax.Array, family: Family):
         D, h, dtype = keys.base_emb_dim, keys.head_dim, keys.weight_dtype
@@ -126,6 +128,11 @@ class Attention(nnx.Module):
             self.query_bias_Hh = zeros("bias", "Hh", (H, width), HEADS_Hh, dtype)
             self.key_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
             self.value_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
+        self.has_out_bias, self.has_sinks = family.has_out_bias, family.has_sinks
+        if self.has_out_bias:
+            self.out_bias_D = zeros("bias", "D", (D,), SPLIT_D, dtype)
+        if self.has_sinks:
+            self.sinks_H = zeros("sink", "H", (H,), SPLIT_D, dtype)
         if self.has_norms:
             form = (keys.normalization_layer_epsilon, dtype)
             norm = functools.partial(RMSNorm, offset=family.norm_offset)
@@ -154,7 +161,8 @@ class Attention(nnx.Module):
         if self.has_norms:
             q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
         q_BTHh, k_BTKh = rotate(q_BTHh, angles), rotate(k_BTKh, angles)
-        mask = AttentionMask(shared.positions, mixing.window, self.scale, self.cap)
+        sinks_H = self.sinks_H[...].astype(jnp.float32) if self.has_sinks else None
+        mask = AttentionMask(shared.positions, mixing.window, self.scale, self.cap, sinks_H)
         kernel, strategy = execution.attention, execution.context_parallel_strategy
         if state is None:
             a_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, mask, kernel, strategy)
@@ -162,7 +170,8 @@ class Attention(nnx.Module):
             a_BTHh = state.attend(q_BTHh, k_BTKh, v_BTKh, shared.first_B, mask, kernel)
         if self.is_gated:
             a_BTHh = a_BTHh * jax.nn.sigmoid(gate_BTHh)
-        return dense(a_BTHh, self.out_HhD, STREAM_BTD)
+        y_BTD = dense(a_BTHh, self.out_HhD, STREAM_BTD)
+        return _add_bias(y_BTD, self.out_bias_D) if self.has_out_bias else y_BTD
 
     @staticmethod
     def empty_state(keys: ModelKeys, rows: int, slots: int) -> KeysAndValues:

@@ -36,6 +36,17 @@ class AttentionMask:
     scale: float = static(default=0.0)
     # scores are cap * tanh(score / cap); 0 = as they are (Gemma 2, arXiv 2408.00118)
     cap: float = static(default=0.0)
+    # float32, of each query head: one more score, of no token, in its softmax (gpt-oss, arXiv
+    # 2508.10925); in a pipeline [S, H]. None if there are none
+    sinks_H: jax.Array | None = None
+
+    @property
+    def specs(self) -> "AttentionMask":
+        """How its arrays lie where each device has whole rows of some heads."""
+        specs = jax.tree.map(lambda _: ROWS_BT, self)
+        if self.sinks_H is None:
+            return specs
+        return dataclasses.replace(specs, sinks_H=jax.typeof(self.sinks_H).sharding.spec)
 
     def sees(self, position_T: jax.Array, position_S: jax.Array) -> jax.Array:
         """Tells whether tokens at positions T of a text see those at positions S: [..., T, S]."""
@@ -65,7 +76,14 @@ class AttentionMask:
         if self.cap:
             scores_BKGTS = self.cap * jnp.tanh(scores_BKGTS / self.cap)
         scores_BKGTS = jnp.where(mask, scores_BKGTS, jnp.finfo(jnp.float32).min)
-        return jax.nn.softmax(scores_BKGTS, axis=-1)
+        if self.sinks_H is None:
+            return jax.nn.softmax(scores_BKGTS, axis=-1)
+        sinks_KG11 = self.sinks_H.reshape(*scores_BKGTS.shape[1:3], 1, 1)
+        top_BKGT1 = jnp.maximum(scores_BKGTS.max(-1, keepdims=True), sinks_KG11)
+        top_BKGT1 = jax.lax.stop_gradient(top_BKGT1)
+        weights_BKGTS = jnp.exp(scores_BKGTS - top_BKGT1)
+        sum_BKGT1 = weights_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks_KG11 - top_BKGT1)
+        return weights_BKGTS / sum_BKGT1
 
     def query_scale(self, head_dim: int) -> float:
         return self.scale or head_dim**-0.5
@@ -171,7 +189,7 @@ def attend(
 
     # A kernel sees the rows and heads of one device; attention needs no others.
     arrays = (q_BTHh, k_BSKh, v_BSKh, mask)
-    specs = (*(X_BTHh,) * 3, jax.tree.map(lambda _: ROWS_BT, mask))
+    specs = (*(X_BTHh,) * 3, mask.specs)
     arrays = jax.tree.map(jax.reshard, arrays, specs)
     return map_shards(local, specs, X_BTHh)(*arrays)
 
@@ -179,9 +197,13 @@ def attend(
 def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, mask, kernel):
     """Gives each device whole rows of some of the heads, and sends the results back (DeepSpeed
     Ulysses, arXiv 2309.14509): all devices have equal work, whatever tokens see."""
-    copies = key_copies(q_BtHh.shape[2], k_BtKh.shape[2], axis_size(*TOKEN_AXES))
+    devices = axis_size(*TOKEN_AXES)
+    copies = key_copies(q_BtHh.shape[2], k_BtKh.shape[2], devices)
     k_BtKh, v_BtKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BtKh, v_BtKh))
     whole = (all_to_all(x, TOKEN_AXES, split=2, join=1) for x in (q_BtHh, k_BtKh, v_BtKh))
+    if mask.sinks_H is not None:
+        sinks_PH = mask.sinks_H.reshape(devices, -1)
+        mask = dataclasses.replace(mask, sinks_H=sinks_PH[jax.lax.axis_index(TOKEN_AXES)])
     return all_to_all(KERNELS[kernel](*whole, mask), TOKEN_AXES, split=1, join=2)
 
 
@@ -230,11 +252,11 @@ def attend_plainly(q_BTHh, k, v, axes, mask, visible):
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=False):
     """Runs cuDNN's flash attention, or our own kernel for what cuDNN lacks: packed rows (which cost
-    it a dense mask), some tokens of a row, scores with a cap, and some widths of heads. A
+    it a dense mask), some tokens of a row, scores with a cap, sinks, and some widths of heads. A
     ConfigError where ours is needed and this jax has no Triton."""
     segments_BT = mask.positions.segments_BT
     packed = segments_BT is not None
-    only_ours = bool(mask.cap) or index_BT is not None
+    only_ours = bool(mask.cap) or index_BT is not None or mask.sinks_H is not None
     only_ours |= not _cudnn_supports(q_BTHh.shape[-1])
     if has_triton() and (packed or only_ours):
         from maxramp.model.parts.packed_attention import packed_attention  # only where it is
@@ -245,9 +267,13 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=Fal
         first_BT = _pick(mask.positions.first_seen(S, mask.window), index_BT)
         visible, scale = (first_BT, index_BT), mask.query_scale(q_BTHh.shape[-1])
         with jax.named_scope(f"attention_window_{mask.window}"):  # planning/gpu.py reads it
-            return packed_attention(q_BTHh, k_BSKh, v_BSKh, *visible, scale, mask.cap, interpret)
+            return packed_attention(
+                *(q_BTHh, k_BSKh, v_BSKh, *visible, scale, mask.cap, _own_sinks(mask)),
+                interpret=interpret,
+            )
     if only_ours:
         what = "cap of scores" if mask.cap else "part of a row, nor heads over 128 here"
+        what = what if mask.sinks_H is None else "sinks"
         raise ConfigError(f"attention=cudnn_flash takes no {what}: {_NO_TRITON}, or dot_product")
     return jax.nn.dot_product_attention(
         q_BTHh,
@@ -272,8 +298,13 @@ def _cudnn_supports(head_dim: int) -> bool:
 
 def _splash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=False):
     q_BTHh = q_BTHh * mask.query_scale(q_BTHh.shape[-1])
-    visible = mask.positions, mask.window, mask.cap
+    visible = mask.positions, mask.window, mask.cap, _own_sinks(mask)
     return splash_attention(q_BTHh, k_BSKh, v_BSKh, *visible, index_BT, run, interpret)
+
+
+def _own_sinks(mask: AttentionMask) -> jax.Array | None:
+    """Returns the sinks of one device's heads: [H]."""
+    return None if mask.sinks_H is None else mask.sinks_H.reshape(-1)
 
 
 # Attention on one device. The queries are all tokens of a row, or those of `index_BT` (int32),

@@ -32,11 +32,12 @@ def packed_attention(
     last_Bt: jax.Array,
     scale: float,
     cap: float = 0.0,
+    sinks_H: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns softmax(q k * scale) v over the tokens from `first` to `last` of each query, at least
     one (int32, both rise along a row): [B, t, H, h]. Scores are cap * tanh(score / cap) if there is
-    a cap.
+    a cap; the softmax has the head's sink as one more score if there are sinks, float32.
     `interpret` runs the kernels without a GPU, slowly."""
     _, t, _, h = q_BtHh.shape
 
@@ -48,27 +49,30 @@ def packed_attention(
     last = jnp.pad(last_Bt, ((0, 0), (0, -t % _BLOCK)), mode="edge")
     first = jnp.concatenate([first_Bt, last[:, t:]], 1)
     q, k, v = map(pad, (q_BtHh, k_BTKh, v_BTKh))
-    return _attention(q, k, v, first, last, scale, cap, interpret)[:, :t, :, :h]
+    return _attention(q, k, v, sinks_H, first, last, scale, cap, interpret)[:, :t, :, :h]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attention(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, *static):
-    return _forward(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, *static)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _attention(q_BtHh, k_BTKh, v_BTKh, sinks_H, first_Bt, last_Bt, *static):
+    return _forward(q_BtHh, k_BTKh, v_BTKh, sinks_H, first_Bt, last_Bt, *static)[0]
 
 
-def _forward(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, *static):
+def _forward(q_BtHh, k_BTKh, v_BTKh, sinks_H, first_Bt, last_Bt, *static):
     B, t, H, h = q_BtHh.shape
     T, K = k_BTKh.shape[1:3]
     kept, *_ = blocks = _blocks(q_BtHh, backward=False)
     specs = [_tokens(kept, h), *[_row(T, h, H // K)] * 2, *[_line(t)] * 2]
+    # Scores are to base 2; a sink that weighs nothing stands for none.
+    sinks_1H = jnp.full((1, H), 2 * _MASKED) if sinks_H is None else sinks_H[None] * _LOG2E
+    specs.append(pl.BlockSpec((None, 1), lambda i, n, b: (0, n)))
     outputs = q_BtHh, jax.ShapeDtypeStruct((B, H, t), jnp.float32)
     call = _call(_forward_kernel, specs, outputs, blocks, *static)
-    out_BtHh, lse_BHt = call(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt)
-    return out_BtHh, (q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, out_BtHh, lse_BHt)
+    out_BtHh, lse_BHt = call(q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, sinks_1H)
+    return out_BtHh, (q_BtHh, k_BTKh, v_BTKh, sinks_H, first_Bt, last_Bt, out_BtHh, lse_BHt)
 
 
 def _backward(scale, cap, interpret, residuals, dout_BtHh):
-    q_BtHh, k_BTKh, v_BTKh, first_Bt, last_Bt, out_BtHh, lse_BHt = residuals
+    q_BtHh, k_BTKh, v_BTKh, sinks_H, first_Bt, last_Bt, out_BtHh, lse_BHt = residuals
     _, t, H, h = q_BtHh.shape
     T, K = k_BTKh.shape[1:3]
     G, static = H // K, (scale, cap, interpret)
@@ -86,15 +90,20 @@ def _backward(scale, cap, interpret, residuals, dout_BtHh):
     call = _call(_dkv_kernel, specs, (k_BTKh, v_BTKh), blocks, *static)
     lines = first_Bt, last_Bt, *query_blocks(first_Bt, last_Bt, moving, kept, T)
     dk_dv = call(q_BtHh, k_BTKh, v_BTKh, *lines, dout_BtHh, lse_BHt, delta_BHt)
-    return dq_BtHh, *dk_dv, None, None
+    dsinks_H = None
+    if sinks_H is not None:
+        weights_BHt = jnp.exp2(sinks_H[:, None] * _LOG2E - lse_BHt)
+        dsinks_H = -(weights_BHt * delta_BHt).sum((0, 2))
+    return dq_BtHh, *dk_dv, dsinks_H, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
 def _forward_kernel(
-    q_ref, k_ref, v_ref, first_ref, last_ref, out_ref, lse_ref, *, scale, cap, kept, moving
-):
+    q_ref, k_ref, v_ref, first_ref, last_ref, sink_ref, out_ref, lse_ref,
+    *, scale, cap, kept, moving
+):  # fmt: skip
     """Computes outputs of a block of queries of a head, and their weights' sums as log2."""
     q_qh, (first_q, last_q, keys) = q_ref[...], _visible(first_ref, last_ref, kept, moving)
 
@@ -112,8 +121,9 @@ def _forward_kernel(
         out_qh = out_qh * shrink_q[:, None] + triton.dot(weights_qk.astype(v_kh.dtype), v_kh)
         return out_qh, new_top_q, sum_q * shrink_q + weights_qk.sum(-1)
 
+    # The sum begins with the sink, as if it were the first score.
     zeros_q = jnp.zeros(kept, jnp.float32)
-    carry = jnp.zeros(q_qh.shape, jnp.float32), zeros_q + _MASKED, zeros_q
+    carry = jnp.zeros(q_qh.shape, jnp.float32), zeros_q + sink_ref[0], zeros_q + 1
     out_qh, top_q, sum_q = jax.lax.fori_loop(*keys, add, carry)
     out_ref[...] = (out_qh / sum_q[:, None]).astype(out_ref.dtype)
     lse_ref[...] = top_q + jnp.log2(sum_q)

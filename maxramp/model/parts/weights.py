@@ -93,8 +93,10 @@ def normal(
     return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes, leading, blocks)
 
 
-def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
-    return new_weight(jnp.zeros(shape, dtype, out_sharding=spec), role, axes)
+def zeros(
+    role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str, leading: str = ""
+) -> Weight:
+    return new_weight(jnp.zeros(shape, dtype, out_sharding=spec), role, axes, leading)
 
 
 # A field that programs are compiled for, in a dataclass whose other fields are arrays.
