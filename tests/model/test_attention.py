@@ -196,6 +196,17 @@ def test_cudnn_gets_rows_and_heads_of_one_device(monkeypatch, documents):
     assert out.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("kernel", ["splash_interpreted", "packed_interpreted", "dot_product"])
+def test_sinks_have_float32_gradients_whatever_the_queries(kernel):
+    q, k, v, _ = (jnp.bfloat16(x) for x in inputs(128))
+
+    def total(sinks_H):
+        return attend(q, k, v, split_sinks(AttentionMask(), sinks_H), kernel).sum()
+
+    with jax.set_mesh(make_mesh(make_config(devices=1))):
+        assert jax.eval_shape(jax.grad(total), jnp.zeros(4)).dtype == jnp.float32
+
+
 def test_sinks_are_refused_where_cudnn_would_leave_them_out(monkeypatch):
     q, k, v, _ = inputs(24)
     monkeypatch.setattr(attention, "has_triton", lambda: False)
