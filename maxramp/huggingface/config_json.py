@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from maxramp.errors import ConfigError
-from maxramp.huggingface import rope_json
+from maxramp.huggingface import quantized, rope_json
 from maxramp.huggingface.rope_json import cast_key
 from maxramp.keys.section import refuse
 from maxramp.model.families.family import Family, Released
@@ -13,7 +13,7 @@ from maxramp.model.families.table import FAMILIES, unify_keys
 from maxramp.model.keys import ModelKeys
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
-_NULL_FOR_0 = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
+_NULL_FOR_0 = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 _SIZES = {
     "base_emb_dim": "hidden_size",
@@ -34,7 +34,6 @@ _SUPPORTED = {
     "mlp_bias": False,
     "attention_dropout": 0,
     "use_sliding_window": False,
-    "quantization_config": None,
     "clip_qkv": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -60,18 +59,18 @@ def read_keys(written: Mapping[str, Any], where: str) -> dict[str, Any]:
     cast_key("max_target_length", "max_position_embeddings", values, where)  # checks its type
     rope = rope_json.read_keys(values, released, where)
     layers = cast_key("base_num_decoder_layers", "num_hidden_layers", values, where)
-    heads = cast_key("base_num_query_heads", "num_attention_heads", values, where)
-    if values["num_key_value_heads"] is None:
-        values["num_key_value_heads"] = heads
     refuse(
         (is_other, f"{where}: {key}={value} is not supported{why}")
         for is_other, key, value, why in _check_supported(written, values, family, layers)
     )
     values |= {key: values.get(key) or 0 for key in _NULL_FOR_0}
+    heads = cast_key("base_num_query_heads", "num_attention_heads", values, where)
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = heads
     if values.get("head_dim") is None:
         values["head_dim"] = cast_key("base_emb_dim", "hidden_size", values, where) // max(heads, 1)
     activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
-    names = _names(released)
+    names = {**_SIZES, **released.names}
     return unify_keys(
         {
             "decoder_block": name,
@@ -81,11 +80,6 @@ def read_keys(written: Mapping[str, Any], where: str) -> dict[str, Any]:
             **rope,
         }
     )
-
-
-def _names(released: Released) -> dict[str, str]:
-    """Returns the names of our keys in a family's config.json, but for those that it lacks."""
-    return {ours: theirs for ours, theirs in {**_SIZES, **released.names}.items() if theirs}
 
 
 def _check_supported(
@@ -102,6 +96,9 @@ def _check_supported(
         if key in written and key not in released.names.values():
             allowed = None, supported, family.fixed.get(key)
             yield written[key] not in allowed, key, written[key], f", but {supported}"
+    if not quantized.is_readable(quantization := written.get("quantization_config")):
+        why = ", but mxfp4 and fp8 with a weight_block_size; give the model before it was quantized"
+        yield True, "quantization_config", quantization, why
     # Classes that are not transformers' own of the family.
     own = released.architecture, released.architecture.replace("ForCausalLM", "Model")
     classes = values.get("architectures") or []
@@ -148,11 +145,7 @@ def describe_unread(values: Mapping[str, Any], where: str) -> list[str]:
 
 def _family_name(values: Mapping[str, Any], where: str) -> str:
     """Returns the value of decoder_block; a ConfigError for a model_type that none here has."""
-    families = {
-        kind: name
-        for name, family in FAMILIES.items()
-        for kind in (family.released.model_type, *family.released.model_types)
-    }
+    families = {family.released.model_type: name for name, family in FAMILIES.items()}
     kind = str(values.get("model_type"))
     if kind not in families:
         raise ConfigError(
@@ -187,8 +180,6 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
             f"are {', '.join(f'[{name}, linear]' for name in _ACTIVATIONS)}"
         )
     released = FAMILIES[keys.decoder_block].released
-    if original.get("model_type") in released.model_types:
-        original = {**original, "model_type": released.model_type}
     is_same = original.get("model_type") == released.model_type  # and not a dense model
     before = read_keys(original, "config.json") if is_same else {}
     own = {**vars(keys), "mlp_activations": list(keys.mlp_activations)}
@@ -204,7 +195,7 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
         topk_routing_group=max(1, keys.topk_routing_group),
         query_pre_attn_scalar=keys.head_dim if scalar == -1 else scalar,
     )
-    names = _names(released)
+    names = {**_SIZES, **released.names}
     values = {theirs: getattr(keys, ours) for ours, theirs in names.items() if ours in changed}
     values |= {key: values[other] for key, other in released.same.items() if other in values}
     values |= {name: None for name in _NULL_FOR_0 if values.get(name) == 0}
@@ -221,5 +212,6 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
         values["use_cache"] = True
     dtype_keys = {name for name in ("dtype", "torch_dtype") if name in original} or {"torch_dtype"}
     values = {"architectures": [released.architecture], **original, **values}
+    values.pop("quantization_config", None)  # weights are written as they are here
     values |= dict.fromkeys(dtype_keys, dtype)
     return values | rope_json.make_values(keys, released, values if is_same else {})

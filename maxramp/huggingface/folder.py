@@ -11,6 +11,7 @@ from maxramp.files import storage
 from maxramp.files.place import Place
 from maxramp.huggingface import config_json
 from maxramp.huggingface.adapter import CONFIG, TENSORS, AdapterFolder
+from maxramp.huggingface.quantized import dequantize
 from maxramp.huggingface.safetensors import Tensor, find_tensors
 from maxramp.huggingface.variants import rename_as_text_model, split_experts
 from maxramp.model.families.table import FAMILIES
@@ -77,7 +78,9 @@ class ModelFolder:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by their names in a text model."""
         tensors = rename_as_text_model(self.path, find_tensors(self.path))
-        return split_experts(tensors, FAMILIES[self.keys["decoder_block"]].tensors)
+        tensors = dequantize(tensors, self.config.get("quantization_config"))
+        family = FAMILIES[self.keys["decoder_block"]]
+        return split_experts(tensors, family.tensors, family.released.interleaves_experts)
 
     @property
     def side_tensors(self) -> dict[str, Tensor]:

@@ -64,11 +64,11 @@ def _tensor_name(path: str, tensors: Mapping[str, str]) -> str:
 
 
 def _groups(weight: Weight) -> tuple[str, ...]:
-    """Returns `Form.groups`: a matrix has its outputs as rows, an embedding its tokens. Those of a
-    convolution have an axis of their own for each of its inputs."""
+    """Returns `Form.groups`: a matrix has its outputs as rows, an embedding its tokens, a table of
+    biases its experts. Those of a convolution have an axis of their own for each of its inputs."""
     inputs = weight.inputs if weight.inputs.startswith("1") else [weight.inputs]
     groups = weight.outputs, *inputs
-    return tuple(filter(None, groups[::-1] if weight.role == "embedding" else groups))
+    return tuple(filter(None, groups[::-1] if weight.role in ("embedding", "bias") else groups))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,11 @@ class NamedWeight:
     # The tensors by their index in `weight`: () if there is one, (layer,) or (layer, expert) in a
     # stack.
     names: Mapping[tuple[int, ...], str]
+
+    def turn(self) -> "NamedWeight":
+        """Returns the same for tensors with the inputs of a matrix as rows."""
+        form = dataclasses.replace(self.form, groups=self.form.groups[::-1])
+        return dataclasses.replace(self, form=form)
 
 
 def name_tensors(

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxramp.errors import ConfigError
+from maxramp.huggingface import quantized
 from maxramp.huggingface.names import Form, NamedWeight, name_tensors
 from maxramp.huggingface.safetensors import DTYPES, Tensor
 from maxramp.huggingface.variants import is_of_text_model
@@ -108,6 +109,11 @@ def _check_tensors(
                 )
 
 
+def _has_inputs_first(weight: NamedWeight, tensors: Mapping[str, Tensor]) -> bool:
+    first = next(iter(weight.names.values()), "")
+    return first in tensors and tensors[first].inputs_first
+
+
 def prepare_load(
     folder: str,
     tensors: Mapping[str, Tensor],
@@ -130,9 +136,14 @@ def prepare_load(
       dense_block: the folder's family, if its dense MLP becomes every expert; routers are then new.
     """
     weights = list(name_tensors(order_by_layer(model), decoder_block, layers, dense_block))
+    weights = [
+        weight.turn() if _has_inputs_first(weight, tensors) else weight for weight in weights
+    ]
     _check_tensors(weights, tensors, vocab_size, folder)
     used = {name for weight in weights for name in weight.names.values()}
     side_prefix = FAMILIES[decoder_block].released.side_prefix.format(len([*model.pattern]))
+    for line in quantized.describe(folder, tensors):
+        note(line)
     for line in _describe_left_out(folder, tensors, used, model.tied, side_prefix):
         note(line)
     return functools.partial(_load, tensors, model, weights)

@@ -42,6 +42,7 @@ class Tensor:
     dtype: str  # as the format calls it: a key of DTYPES where it can be a weight
     shape: tuple[int, ...]
     start: int  # the byte of the file that it begins with
+    inputs_first: bool = False  # whether a matrix has its inputs as rows
 
     @property
     def rows(self) -> int:
@@ -50,9 +51,12 @@ class Tensor:
     def read(self, first: int, stop: int) -> np.ndarray:
         """Reads rows [first, stop) of the first axis at once."""
         dtype, rest = DTYPES[self.dtype], self.shape[1:]
-        size = math.prod(rest) * dtype.itemsize
-        data = storage.read_range(self.file, self.start + first * size, self.start + stop * size)
+        data = self.read_bytes(first, stop, math.prod(rest) * dtype.itemsize)
         return data.view(dtype).reshape(stop - first, *rest)
+
+    def read_bytes(self, first: int, stop: int, size: int) -> np.ndarray:
+        """Reads rows [first, stop) of `size` bytes."""
+        return storage.read_range(self.file, self.start + first * size, self.start + stop * size)
 
 
 def find_tensors(folder: str, single_file: str = SINGLE_FILE) -> dict[str, Tensor]:

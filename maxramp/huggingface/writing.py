@@ -39,6 +39,7 @@ from maxramp.huggingface.safetensors import (
 )
 from maxramp.huggingface.variants import name_fused, name_in_larger
 from maxramp.model.decoder import Decoder
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.collectives import map_shards, own_index, psum
 from maxramp.parallel.mesh import mesh_of
@@ -70,25 +71,33 @@ class _Part(NamedTuple):
     index: tuple[int, ...]  # a key of `weight.names`
     shape: tuple[int, ...]
     dtype: str
+    interleaved: int = 0  # parts of an expert whose numbers lie in turn; 0 = behind each other
 
 
 def _list_parts(model: Decoder, form: Format) -> dict[str, list[_Part]]:
     """Returns the parts of each tensor in the order of its rows, by the tensor's name; `model` is
     as in `name_tensors`."""
     tensors: dict[str, list[_Part]] = {}
+    interleaves = FAMILIES[form.decoder_block].released.interleaves_experts
     for named in name_tensors(model, form.decoder_block, form.layers):
+        is_fused = "E" in named.weight.leading if interleaves else form.fuse_experts
+        if interleaves and is_fused:
+            named = named.turn()
         shape = named.form.tensor_shape
         if named.form.groups[0] == "V":  # rows behind the vocabulary are left out
             shape = form.vocab_size, *shape[1:]
         dtype = "float32" if named.weight.role in _EXACT else form.dtype
         for index, name in named.names.items():
-            if form.fuse_experts:
+            if is_fused:
                 name = name_fused(named.path, name)
             if form.in_larger:
                 name = name_in_larger(name)
             tensors.setdefault(name, []).append(_Part(named, index, shape, dtype))
     for parts in tensors.values():
         parts.sort(key=lambda part: part.index)  # an expert's gate stays before its up
+        if interleaves:
+            number = len(parts) // len({part.index for part in parts})
+            parts[:] = [part._replace(interleaved=number) for part in parts]
     return tensors
 
 
@@ -98,6 +107,9 @@ def _join_shapes(parts: list[_Part]) -> tuple[str, tuple[int, ...]]:
     if len(parts) == 1:
         return code, (rows, *rest)
     num_experts = len({part.index for part in parts})
+    if number := parts[0].interleaved:
+        *rows, last = parts[0].shape
+        return code, (num_experts, *rows, number * last)
     return code, (num_experts, len(parts) * rows // num_experts, *rest)
 
 
@@ -261,8 +273,8 @@ def _make_arrays(
 ) -> Iterator[np.ndarray]:
     """Makes the arrays of a file on every process, all of which exhaust it; yields them where it
     `is_own`, then raises a ConfigError if float16 could not hold one."""
-    too_large = ""
-    for weight, index, shape, dtype in parts:
+    too_large, held = "", []
+    for weight, index, shape, dtype, interleaved in parts:
         pause()
         (array,) = jax.tree.leaves(weight.weight)
         x = _gather(array, index, weight.form, shape[0], dtype)
@@ -271,7 +283,10 @@ def _make_arrays(
             written = np.asarray(x.addressable_data(0))
             if dtype == "float16" and not np.isfinite(written).all():
                 too_large = too_large or weight.names[index]
-            yield written
+            held.append(written)
+            if len(held) >= interleaved:
+                yield np.stack(held, -1) if interleaved > 1 else written
+                held = []
     if too_large:
         raise ConfigError(f"{too_large}: {OVERFLOW}")
 

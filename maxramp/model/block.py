@@ -14,7 +14,6 @@ from maxramp.model.families.family import Family
 from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.attention import Attention
 from maxramp.model.mixers.gated_delta import GatedDelta
-from maxramp.model.mixers.latent_attention import LatentAttention
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.experts import Experts
 from maxramp.model.parts.mlp import MLP
@@ -22,8 +21,7 @@ from maxramp.model.parts.norm import RMSNorm
 from maxramp.model.parts.positions import Pass
 from maxramp.model.pattern import Layer, Mixing
 
-# By `Layer.mixer`.
-MIXERS = {"attention": Attention, "gated_delta": GatedDelta, "latent_attention": LatentAttention}
+MIXERS = {"attention": Attention, "gated_delta": GatedDelta}  # by `Layer.mixer`
 
 
 class Block(nnx.Module):
@@ -44,7 +42,7 @@ class Block(nnx.Module):
         self.mixer = MIXERS[layer.mixer](keys, mixer_key, family)
         if layer.is_sparse:
             own = dataclasses.replace(keys, **family.expert_keys)
-            self.mlp = Experts(own, mlp_key, family.gates_shared)
+            self.mlp = Experts(own, mlp_key, family)
         else:
             self.mlp = MLP(keys, mlp_key)
 

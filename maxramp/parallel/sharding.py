@@ -50,8 +50,6 @@ X_BTD = P(ROW_AXES, TOKEN_AXES, None)  # the stream as a product with a weight r
 X_BTF = P(ROW_AXES, TOKEN_AXES, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(ROW_AXES, TOKEN_AXES, "tensor", None)  # queries, keys, values
 CACHE_BKSh = P(ROW_AXES, "tensor", None, None)  # keys and values by slot
-LATENTS_B1Sc = P(ROW_AXES, None, None, None)  # the same of latents, which all heads share
-OWN_KEYS_CBTHh = P(TOKEN_AXES, ROW_AXES, None, "tensor", None)  # what each device attends to
 CHOICES_BTk = P(ROW_AXES, TOKEN_AXES, None)  # numbers of each token for each of its experts
 SORTED_M = P(AXES)  # tokens of each device's experts, expert after expert
 
@@ -59,8 +57,8 @@ SORTED_M = P(AXES)  # tokens of each device's experts, expert after expert
 EMBEDDING_VD = P("tensor", SHARD_AXES)
 HEAD_DV = P(SHARD_AXES, "tensor")
 HEADS_IN_DHh = P(SHARD_AXES, "tensor", None)
-LATENT_IN_Dc = P(SHARD_AXES, None)
 HEADS_Hh = P("tensor", None)
+SPLIT_D = P("tensor")  # a number of each head, or of each of the stream's dimensions
 TAPS_1tHh = P(None, None, "tensor", None)
 HEADS_OUT_HhD = P("tensor", None, SHARD_AXES)
 MLP_IN_DF = P(SHARD_AXES, "tensor")
@@ -68,6 +66,8 @@ MLP_OUT_FD = P("tensor", SHARD_AXES)
 ROUTER_DE = P(SHARD_AXES, None)
 EXPERTS_IN_EDF = P("expert", SHARDS_OF_EXPERT, "tensor")
 EXPERTS_OUT_EFD = P("expert", "tensor", SHARDS_OF_EXPERT)
+EXPERT_BIASES_EF = P("expert", "tensor")
+BIASES_OUT_ED = P(None, SHARD_AXES)
 LAYERS_L = P("stage")  # the layers of a pipeline, each on its stage
 
 

@@ -317,7 +317,9 @@ FIRST = {  # the key that gives the first weights, where all runs are, and the n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize(
+    "first", ["weights", pytest.param("state", marks=pytest.mark.long), "state in a storage"]
+)
 def test_the_first_weights_stay_where_their_run_trains_on(tmp_path, cache_dir, storages, first):
     """Before the first checkpoint, too: what the first start began with is with the snapshots."""
     key, where, nodes = FIRST[first]

@@ -8,10 +8,9 @@ from maxramp.errors import ConfigError
 MIXTRAL = "decoder_block=mixtral num_experts=8 num_experts_per_tok=2"
 DOTS = "decoder_block=dots1 use_qk_norm=True routed_score_func=sigmoid routed_bias=True "
 DOTS += "num_experts=8 num_experts_per_tok=2"
+GPT_OSS = "decoder_block=gpt_oss attention_bias=true routed_bias=true num_experts=8 "
+GPT_OSS += "num_experts_per_tok=2 sliding_window_size=128"
 DELTA = "decoder_block=qwen3_5 use_qk_norm=true gdn_num_key_heads=2 gdn_num_value_heads=4"
-
-LATENT = "decoder_block=deepseek_v3 routed_score_func=sigmoid routed_bias=True num_experts=4 "
-LATENT += "base_num_kv_heads=8"
 
 
 # The keys, and what the line must hold, a regular expression.
@@ -43,16 +42,14 @@ DOTS first_num_dense_layers=1 ici_pipeline_parallelism=2 base_num_decoder_layers
     first_num_dense_layers=1: the 2 stages of a pipeline .* use 0, or no pipeline
 DOTS routed_bias_update_rate=0.001 lora_rank=4 lora_targets=[q_proj] | \
     routed_bias_update_rate=0.001 moves .* frozen under lora_rank=4; use 0
+GPT_OSS attention_sink=true mlp_bias=true mlp_activations_limit=7.0 rope_attention_scaling=true \
+    rope_interleave=false max_position_embeddings=131072 inhomogeneous_layer_cycle_interval=2 \
+    mlp_activations=[gelu,linear] | ^mlp_activations=.*=gpt_oss needs \\[silu, linear\\]
+GPT_OSS attention_sink=false | attention_sink=False .*: decoder_block=gpt_oss means True
 DELTA gdn_num_key_heads=3 | gdn_num_value_heads=4 is not a multiple of gdn_num_key_heads=3
 DELTA head_dim=12 | head_dim=12 is not a multiple of 8
 DELTA mlp_activations=[gelu,linear] | mlp_activations=.*=qwen3_5 needs \\[silu, linear\\]
 DELTA ici_tensor_parallelism=4 | gdn_num_key_heads=2 does not divide over the tensor axis
-LATENT base_num_kv_heads=2 | base_num_kv_heads=2: .* every query head; give base_num_kv_heads=8
-LATENT kv_lora_rank=6 | kv_lora_rank=6 does not divide over the fsdp axis
-LATENT lora_rank=2 lora_targets=[q_a_proj] | with q_lora_rank=0 there is no q_a_proj; leave it out
-LATENT lora_rank=2 | experts have no adapters; use lora_targets=\\[q_proj,kv_a_proj_with_mqa,
-LATENT qk_rope_head_dim=5 | qk_rope_head_dim=5 must be even
-kv_lora_rank=8 | kv_lora_rank=8 is read only with decoder_block=deepseek_v3
 DELTA lora_rank=2 lora_targets=[in_proj_qkvz] | in_proj_qkvz
 DOTS routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix] | \
     routed_bias_update_rate=0.001 moves .* frozen under .*mask=\\['matrix'\\]; use 0
@@ -62,6 +59,10 @@ DOTS routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix] | \
 @pytest.mark.parametrize(("keys", "error"), CASES)
 def test_one_line(keys, error):
     with pytest.raises(ConfigError, match=f"^.*{error}.*$"):  # `.` is no newline
-        for word in ("MIXTRAL", "DOTS", "DELTA", "LATENT"):
-            keys = keys.replace(word, globals()[word])
-        make_config(*keys.split())
+        make_config(
+            *keys.replace("MIXTRAL", MIXTRAL)
+            .replace("DOTS", DOTS)
+            .replace("DELTA", DELTA)
+            .replace("GPT_OSS", GPT_OSS)
+            .split()
+        )

@@ -1,5 +1,6 @@
 """Every kernel of attention computes what plain products and a softmax compute."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,10 +14,10 @@ from maxramp.errors import ConfigError
 from maxramp.model.parts import attention, splash_attention
 from maxramp.model.parts.attention import AttentionMask, attend, select, select_for
 from maxramp.model.parts.positions import Positions
-from maxramp.parallel.sharding import X_BTHh
+from maxramp.parallel.sharding import SPLIT_D, X_BTHh
 
 
-def reference(q_BTHh, k_BSKh, v_BSKh, segments_BT, window=0, scale=None, cap=0):
+def reference(q_BTHh, k_BSKh, v_BSKh, segments_BT, window=0, scale=None, cap=0, sinks_H=None):
     """Row by row, head by head, token by token, in float64."""
     B, T, H, h = q_BTHh.shape
     group = H // k_BSKh.shape[2]
@@ -26,8 +27,8 @@ def reference(q_BTHh, k_BSKh, v_BSKh, segments_BT, window=0, scale=None, cap=0):
         seen = [s for s in range(first, t + 1) if segments_BT[b, s] == segments_BT[b, t]]
         scores = k_BSKh[b, seen, n // group] @ q_BTHh[b, t, n] * (scale or h**-0.5)
         scores = cap * np.tanh(scores / cap) if cap else scores
-        weights = np.exp(scores - scores.max())
-        out[b, t, n] = weights / weights.sum() @ v_BSKh[b, seen, n // group]
+        weights, sink = np.exp(scores), 0 if sinks_H is None else np.exp(sinks_H[n])
+        out[b, t, n] = weights / (weights.sum() + sink) @ v_BSKh[b, seen, n // group]
     return out
 
 
@@ -54,15 +55,27 @@ def mask_of(segments, documents, **rule):
 
 
 BITING = {"window": 50, "scale": 0.5, "cap": 2.0}
+SINKS = {"sinks_H": np.float32([1, -2, 3, 50]), "window": 50}  # the last leaves nothing
+
+
+def split_sinks(mask: AttentionMask, sinks_H) -> AttentionMask:
+    """The mask with sinks, each on the devices of its head."""
+    if sinks_H is None:
+        return mask
+    return dataclasses.replace(mask, sinks_H=jax.reshard(jnp.asarray(sinks_H), SPLIT_D))
 
 
 @pytest.mark.parametrize(
-    "T, documents, rule", [(24, False, {}), (24, True, {}), (256, True, BITING)]
+    "T, documents, rule", [(24, False, {}), (24, True, SINKS), (256, True, BITING)]
 )
 def test_plain_products_equal_the_definition(T, documents, rule):
     q, k, v, segments = inputs(T)
     mask = mask_of(segments, documents, **rule)
-    out = on_mesh(lambda q, k, v: attend(q, k, v, mask, "dot_product"), 2, q, k, v)
+
+    def run(q, k, v):
+        return attend(q, k, v, split_sinks(mask, mask.sinks_H), "dot_product")
+
+    out = on_mesh(run, 2, q, k, v)
     seen = segments if documents else np.zeros_like(segments)
     np.testing.assert_allclose(out, reference(q, k, v, seen, **rule), atol=2e-5)
 
@@ -74,6 +87,7 @@ def test_plain_products_equal_the_definition(T, documents, rule):
         ("splash_interpreted", 128, 16, True, {}),
         ("splash_interpreted", 256, 16, False, BITING),
         ("splash_interpreted", 256, 256, True, BITING | {"scale": 0.1}),
+        *((f"{name}_interpreted", 256, 16, True, SINKS) for name in ("splash", "packed")),
         *(("packed_interpreted", 200, 16, True, {"window": window}) for window in (0, 2, 30)),
         ("packed_interpreted", 200, 16, False, BITING),
         ("packed_interpreted", 200, 256, True, BITING | {"scale": 0.1}),
@@ -101,12 +115,15 @@ def assert_equals_plain_products(kernel, tensor, q, k, v, mask):
     towards = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
     def run(kernel, *qkv):
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv, mask, kernel), *qkv)
+        def function(q, k, v, sinks_H):
+            return attend(q, k, v, split_sinks(mask, sinks_H), kernel)
+
+        out, pull = jax.vjp(function, *qkv, mask.sinks_H)
         return out, *pull(jax.reshard(towards, jax.typeof(out).sharding.spec))
 
     runs = (functools.partial(run, name) for name in (kernel, "dot_product"))
     outputs = (on_mesh(function, tensor, q, k, v) for function in runs)
-    for actual, expected in zip(*outputs, strict=True):
+    for actual, expected in zip(*map(jax.tree.leaves, outputs), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
 
 
@@ -177,6 +194,24 @@ def test_cudnn_gets_rows_and_heads_of_one_device(monkeypatch, documents):
     np.testing.assert_allclose(out, reference(q, k, v, seen), atol=2e-5)
     assert shapes == [[(1, 24, 2, 16), (1, 24, 1, 16), (1, 24, 1, 16)]]
     assert out.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kernel", ["splash_interpreted", "packed_interpreted", "dot_product"])
+def test_sinks_have_float32_gradients_whatever_the_queries(kernel):
+    q, k, v, _ = (jnp.bfloat16(x) for x in inputs(128))
+
+    def total(sinks_H):
+        return attend(q, k, v, split_sinks(AttentionMask(), sinks_H), kernel).sum()
+
+    with jax.set_mesh(make_mesh(make_config(devices=1))):
+        assert jax.eval_shape(jax.grad(total), jnp.zeros(4)).dtype == jnp.float32
+
+
+def test_sinks_are_refused_where_cudnn_would_leave_them_out(monkeypatch):
+    q, k, v, _ = inputs(24)
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    with pytest.raises(ConfigError, match="attention=cudnn_flash takes no sinks: .*dot_product"):
+        attention.KERNELS["cudnn_flash"](q, k, v, AttentionMask(sinks_H=np.zeros(4)))
 
 
 def test_packing_costs_only_without_its_kernel(monkeypatch):

@@ -1,15 +1,16 @@
 """The ramp that decides, in a run: it is replaced where a rung is taken, as at a restart there."""
 
 import json
-import random
 import shutil
 import signal
-import time
+import sys
 
 import numpy as np
 import pytest
-from conftest import BASE, TINY, complete, make_config, steps_of
-from test_faults import Job
+from conftest import BASE, TINY, complete, environment, make_config, steps_of
+from forked import Forked
+from jobs import SIGNALLED, finish, member
+from object_stores import free_port
 
 from maxramp.checkpoints.folder import Checkpoint
 from maxramp.errors import ConfigError
@@ -114,7 +115,6 @@ def test_run_restart_and_replay(tmp_path, cache_dir):
     whole = steps_of(tmp_path / "run")
     batches = [r["global_batch_size"] for r in whole]
     assert sorted(set(batches)) == [8, 16, 32] and batches == sorted(batches)
-    assert max(r["compile_seconds"] for r in whole[1:]) < 0.5
     told = {r["step"]: r["noise_lower_bound"] for r in whole if "noise_lower_bound" in r}
     rungs = [batches.index(16), batches.index(32)]
     assert all(told.get(step, batches[step]) >= batches[step] for step in rungs)
@@ -154,55 +154,31 @@ NOISY = [  # decided by what is measured
 ]
 
 
-def keys_of(line):
-    """A command line as `Job` takes it."""
-    return [key for key in line[1:] if key.partition("=")[0] not in _JOBS]
-
-
-_JOBS = "base_output_directory", "run_name", "jax_cache_dir"
-
-
-def kill_until_done(tmp_path, cache_dir):
-    """Starts two processes until the run is done, and kills one after some steps; how often."""
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    draw = random.Random(0)
-    keys = keys_of(arguments(tmp_path, cache_dir, "run", *NOISY, "steps=-1"))
-    for kills in range(30):
-        with Job(folder, cache_dir, *keys, processes=2) as job:
-            path = job.run / "metrics.jsonl"
-            before = len(steps_of(job.run)) if path.exists() else 0
-            until = before - 7 + draw.randrange(5, 60)
-            running = job.processes
-            while all(process.poll() is None for process in running):
-                restarted = job.printed().count("\nstep ")
-                if kills < 12 and restarted and len(steps_of(job.run)) > until:
-                    draw.choice(running).send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM]))
-                    break
-                time.sleep(0.02)
-            statuses = job.statuses()
-            assert set(statuses) <= {0, 76, 77, -signal.SIGKILL}, job.printed("stderr")
-        if statuses == [0, 0]:
-            return job.run, kills
-    raise AssertionError("the run does not end")
+def train_two(line, *keys, step=-1, number=0):
+    """Trains by two processes, of which the second gets a signal before a step; how they ended."""
+    port, job = free_port(), []
+    for index in range(2):
+        at = str(step if index else -1)
+        words = [sys.executable, "-c", SIGNALLED, at, str(int(number)), *line, *keys]
+        job.append(Forked(words, environment() | member(port, 2, index)))
+    return [status for *_, status in finish(job)]
 
 
 @pytest.mark.slow
 def test_two_processes_decide_alike(tmp_path, cache_dir):
-    """Left alone, and killed on the way at any moment: rungs, rows and losses to the last bit."""
-    line = arguments(tmp_path, cache_dir, "run", *NOISY, "steps=-1")
-    with Job(tmp_path, cache_dir, *keys_of(line), processes=2) as job:
-        assert job.statuses() == [0, 0], job.printed("stderr")
-    assert {row[-1] for row in exact(job.run)} == {8, 16, 32}
-    assert any("noise_lower_bound" in r for r in steps_of(job.run))
-    killed, kills = kill_until_done(tmp_path, cache_dir)
-    assert kills > 1
-    (tmp_path / "parts").mkdir()
-    for status in (75, 75, 0):  # every rung begins with a job of its own
-        keys = keys_of([*line, "stop_at_stage_end=True"])
-        with Job(tmp_path / "parts", cache_dir, *keys, processes=2) as part:
-            assert part.statuses() == [status] * 2, part.printed("stderr")
-    for run in (killed, part.run):
-        assert exact(run) == exact(job.run)
-        plans = [json.loads((path / "plan.json").read_text()) for path in (run, job.run)]
-        assert plans[0]["stages"] == plans[1]["stages"]
+    """Left alone, and killed, stopped and ended before rungs and where they begin: rungs, rows and
+    losses to the last bit."""
+    calm, disturbed = (arguments(tmp_path, cache_dir, x, *NOISY, "steps=-1") for x in "ab")
+    assert train_two(calm) == [0, 0]
+    steps = steps_of(tmp_path / "a")
+    batches = [r["global_batch_size"] for r in steps]
+    first, second = batches.index(16), batches.index(32)
+    assert any("noise_lower_bound" in r for r in steps)
+    assert -signal.SIGKILL in train_two(disturbed, step=first // 2, number=signal.SIGKILL)
+    assert train_two(disturbed, "stop_at_stage_end=True") == [75, 75]
+    assert -signal.SIGKILL in train_two(disturbed, step=second - 2, number=signal.SIGKILL)
+    assert train_two(disturbed, step=second, number=signal.SIGTERM) == [76, 76]
+    assert train_two(disturbed, "stop_at_stage_end=True") == [0, 0]
+    assert exact(tmp_path / "b") == exact(tmp_path / "a")
+    plans = [json.loads((tmp_path / run / "plan.json").read_text()) for run in "ab"]
+    assert plans[0]["stages"] == plans[1]["stages"]

@@ -100,7 +100,11 @@ end_process(train.main(sys.argv[3:], Preemption()))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number, statuses", [(signal.SIGTERM, [76, 76]), (signal.SIGKILL, [77]), (signal.SIGSTOP, [77])]
+    "number, statuses",
+    [
+        *((signal.SIGTERM, [76, 76]), (signal.SIGKILL, [77])),
+        pytest.param(signal.SIGSTOP, [77], marks=pytest.mark.long),
+    ],
 )
 def test_an_export_ends_as_a_step_does(tmp_path, cache_dir, number, statuses):
     """By a signal, a killed peer or one that hangs; the next start exports."""

@@ -11,7 +11,7 @@ from one_step import assert_same_update, packed_batch, take_step
 
 from maxramp.model.parts.attention import AttentionMask, attend
 from maxramp.model.parts.positions import Positions, balanced_order, run_length
-from maxramp.parallel.sharding import ROWS_BT, TOKENS_BT, X_BTHh
+from maxramp.parallel.sharding import ROWS_BT, SPLIT_D, TOKENS_BT, X_BTHh
 
 ROWS = 16
 
@@ -98,25 +98,28 @@ def test_documents_leak_nothing(kernel, strategy):
         in_order = Positions(*(np.asarray(x, np.int32)[:, order_T] for x in moved))
     rng = np.random.default_rng(0)
     qkv = [rng.normal(size=(1, T, n, 8)).astype(np.float32)[:, order_T] for n in (4, 2, 2)]
+    sinks_H = np.float32([1, -1, 2, 3])
     is_third_T = in_order.segments_BT[0] == 2
 
-    @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
-    def weigh_third(q, k, v, positions, kernel, strategy):
-        mask = AttentionMask(positions, window=130)
+    @functools.partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
+    def weigh_third(q, k, v, sinks_H, positions, kernel, strategy):
+        mask = AttentionMask(positions, window=130, sinks_H=jax.reshard(sinks_H, SPLIT_D))
         out_BTHh = attend(q, k, v, mask, kernel, strategy)
         is_third_BT = jax.reshard(jnp.asarray(is_third_T[None]), TOKENS_BT)
         return jnp.where(is_third_BT[..., None, None], out_BTHh, 0).sum(), out_BTHh
 
     config = make_config(*parallel("context=4 fsdp=1"), f"max_target_length={T}", devices=4)
     with jax.set_mesh(make_mesh(config)):
-        arrays = *(jax.device_put(x, X_BTHh) for x in qkv), jax.device_put(in_order, ROWS_BT)
+        arrays = *(jax.device_put(x, X_BTHh) for x in qkv), sinks_H
+        arrays = *arrays, jax.device_put(in_order, ROWS_BT)
         way = "all_gather" if strategy == "balanced" else strategy
-        gradients, out = jax.jit(weigh_third, static_argnums=(4, 5))(*arrays, kernel, way)
+        gradients, out = jax.jit(weigh_third, static_argnums=(5, 6))(*arrays, kernel, way)
     with jax.set_mesh(make_mesh(make_config(f"max_target_length={T}", devices=1))):
-        arrays = *map(jnp.asarray, qkv), jax.tree.map(jnp.asarray, in_order)
+        arrays = *map(jnp.asarray, qkv), sinks_H, jax.tree.map(jnp.asarray, in_order)
         expected, out_1 = weigh_third(*arrays, "dot_product", "")
     np.testing.assert_allclose(out, out_1, atol=2e-6)
-    for actual, other in zip(gradients, expected, strict=True):
+    np.testing.assert_allclose(gradients[3], expected[3], rtol=1e-4)
+    for actual, other in zip(gradients[:3], expected[:3], strict=True):
         np.testing.assert_allclose(actual, other, atol=2e-5)
         assert (np.asarray(actual)[0, ~is_third_T] == 0).all()
 

@@ -28,8 +28,8 @@ class Released(NamedTuple):
     # how names of tensors begin that an export has as they came; {} is the number of layers
     side_prefix: str = ""
     rotary_share: float = 1  # of a head's numbers, those that positions turn
-    model_types: tuple[str, ...] = ()  # names of other models that are this family's too
-    scales_scores: bool = False  # whether yarn's mscale_all_dim scales attention's scores
+    # whether a layer's experts lie in one tensor with inputs as rows, gates and ups in turn
+    interleaves_experts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,16 +50,10 @@ class Family:
     expert_keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     gates_heads: bool = False  # whether each head's result is gated by as many numbers of its query
     gates_shared: bool = False  # whether its shared expert is gated by a number
+    has_sinks: bool = False  # whether each head's softmax has one more score, of no token
+    has_out_bias: bool = False  # whether attention adds a bias to its result
+    has_expert_biases: bool = False  # whether router and experts have biases that train
+    # Where experts' gates and ups are cut, so that they compute gpt-oss's (1 + up) gate
+    # sigmoid(1.702 gate); 0 = mlp_activations
+    gate_limit: float = 0.0
     scales_embedding: bool = False  # multiplies the embedding by the root of the width
-    latent: bool = False  # whether keys and values are made of latents (`mixers.latent_attention`)
-
-    def head_widths(self, keys: ModelKeys) -> tuple[int, int]:
-        """Returns the numbers of a head's query or key, and of its value."""
-        if self.latent:
-            return keys.qk_nope_head_dim + keys.qk_rope_head_dim, keys.v_head_dim
-        return keys.head_dim, keys.head_dim
-
-    def rotary_dim(self, keys: ModelKeys) -> int:
-        """Returns how many numbers of a head's query positions turn."""
-        share = self.released.rotary_share
-        return keys.qk_rope_head_dim if self.latent else int(keys.head_dim * share)

@@ -11,7 +11,7 @@ def attend_window(keys: RopeKeys) -> Mixing:
     return Mixing(Rope.from_keys(keys), keys.sliding_window_size)  # 0: no window
 
 
-def _attend_all(keys: RopeKeys) -> Mixing:
+def attend_all(keys: RopeKeys) -> Mixing:
     return Mixing(Rope.from_keys(keys))
 
 
@@ -23,7 +23,7 @@ def windows_pattern(period: int, local_rope: bool, keys: ModelKeys) -> Pattern:
     """Makes the last of every `period` layers see all tokens before it, and the others a window.
     Those have the rope of `local_rope_max_timescale` if `local_rope`."""
     near = Layer("dense", _attend_locally if local_rope else attend_window)
-    layers = (*(near,) * (period - 1), Layer("dense", _attend_all))
+    layers = (*(near,) * (period - 1), Layer("dense", attend_all))
     return Pattern.repeat(layers, keys.base_num_decoder_layers)
 
 

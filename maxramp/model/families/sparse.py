@@ -30,10 +30,7 @@ def pattern(keys: ModelKeys) -> Pattern:
     )
 
 
-def check(
-    keys: ModelKeys, others: Iterable[str] = ("q_proj", "k_proj", "v_proj", "o_proj")
-) -> Relations:
-    """Yields the relations of these families; `others` are the matrices beside experts."""
+def check(keys: ModelKeys) -> Relations:
     experts, chosen = keys.num_experts, keys.num_experts_per_tok
     groups, open_groups = keys.n_routing_groups, keys.topk_routing_group
     yield (
@@ -64,7 +61,7 @@ def check(
     yield (
         keys.lora_rank and adapted,
         f"lora_targets={list(keys.lora_targets)}: experts have no adapters; use "
-        f"lora_targets=[{','.join(others)}]",
+        "lora_targets=[q_proj,k_proj,v_proj,o_proj]",
     )
 
 

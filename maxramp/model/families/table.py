@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxramp.keys.section import Relations
-from maxramp.model.families.deepseek_v3 import DEEPSEEK_V3
 from maxramp.model.families.dots1 import DOTS1
 from maxramp.model.families.family import Family
 from maxramp.model.families.gemma2 import GEMMA2
 from maxramp.model.families.gemma3 import GEMMA3
 from maxramp.model.families.glm4_moe import GLM4_MOE
+from maxramp.model.families.gpt_oss import GPT_OSS
 from maxramp.model.families.llama import LLAMA
 from maxramp.model.families.mistral import MISTRAL
 from maxramp.model.families.mixtral import MIXTRAL
@@ -38,7 +38,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": OLMOE,
     "dots1": DOTS1,
     "glm4_moe": GLM4_MOE,
-    "deepseek_v3": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,

@@ -21,13 +21,13 @@ from maxramp.model.pattern import Mixing
 from maxramp.parallel.collectives import map_shards
 from maxramp.parallel.sharding import (
     ROWS_B,
+    SPLIT_D,
     STREAM_BTD,
     X_BTD,
     CACHE_BKSh,
     HEADS_Hh,
     HEADS_IN_DHh,
     HEADS_OUT_HhD,
-    Spec,
     X_BTHh,
 )
 
@@ -63,66 +63,53 @@ class KeysAndValues:
             kernel = "dot_product" if tokens % LANES else kernel
             return attend(q_BTHh, k_BTKh, v_BTKh, mask, kernel)
         a_BTHh, self.keys_BKSh, self.values_BKSh = map_shards(
-            functools.partial(_write_and_attend, mask=mask),
-            (*(X_BTHh,) * 3, *(CACHE_BKSh,) * 2, ROWS_B),
+            _write_and_attend,
+            (*(X_BTHh,) * 3, *(CACHE_BKSh,) * 2, ROWS_B, mask.specs),
             (X_BTHh, CACHE_BKSh, CACHE_BKSh),
-        )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, first_B)
+        )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, first_B, mask)
         return a_BTHh
 
     def resize(self, slots: int, mixing: Mixing, lengths_B: jax.Array) -> "KeysAndValues":
         slots = min(mixing.window or slots, slots)
-        both = self.keys_BKSh, self.values_BKSh
-        return KeysAndValues(*(move_slots(x, slots, lengths_B, CACHE_BKSh) for x in both))
+
+        def move(x_BKSh: jax.Array, lengths_B: jax.Array) -> jax.Array:
+            position_BS = _slot_positions(lengths_B, slots)
+            get = jax.vmap(lambda x_KSh, index_S: x_KSh.at[:, index_S].get(mode="clip"))
+            return get(x_BKSh, position_BS)
+
+        move = map_shards(move, (CACHE_BKSh, ROWS_B), CACHE_BKSh)
+        return KeysAndValues(move(self.keys_BKSh, lengths_B), move(self.values_BKSh, lengths_B))
 
 
-def move_slots(x_BKSh: jax.Array, slots: int, lengths_B: jax.Array, spec: Spec) -> jax.Array:
-    """Returns the tokens of every row, the first `lengths_B` of which are no padding, in so many
-    slots as a cache has them."""
-
-    def move(x_BKSh: jax.Array, lengths_B: jax.Array) -> jax.Array:
-        position_BS = slot_positions(lengths_B, slots)
-        get = jax.vmap(lambda x_KSh, index_S: x_KSh.at[:, index_S].get(mode="clip"))
-        return get(x_BKSh, position_BS)
-
-    return map_shards(move, (spec, ROWS_B), spec)(x_BKSh, lengths_B)
-
-
-def slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
+def _slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
     """Returns the positions of the tokens in slots [B, S], below 0 for empty slots."""
     last_B1 = lengths_B[:, None] - 1
     return last_B1 - (last_B1 - jnp.arange(slots)) % slots
 
 
-def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, *, mask):
-    keys_BKSh = write_slots(keys_BKSh, k_BTKh, first_B)
-    values_BKSh = write_slots(values_BKSh, v_BTKh, first_B)
-    visible = visible_slots(mask, first_B, q_BTHh.shape[1], keys_BKSh.shape[2])
-    out_BTHh = attend_plainly(q_BTHh, keys_BKSh, values_BKSh, "BKSh", mask, visible)
-    return out_BTHh, keys_BKSh, values_BKSh
-
-
-def write_slots(slots_BKSh: jax.Array, new_BTKh: jax.Array, first_B: jax.Array) -> jax.Array:
-    """Returns slots with T more tokens of every row from position `first_B` on, on one device."""
+def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, mask):
+    S = keys_BKSh.shape[2]
 
     def write(slots_KSh, new_TKh, position):
-        start = 0, position % slots_KSh.shape[1], 0
+        start = 0, position % S, 0
         return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), start)
 
-    return jax.vmap(write)(slots_BKSh, new_BTKh, first_B)
-
-
-def visible_slots(mask: AttentionMask, first_B: jax.Array, tokens: int, slots: int) -> jax.Array:
-    """Returns which slots the tokens from position `first_B` on see: [B, 1, 1, T, S]."""
-    position_BS = slot_positions(first_B + tokens, slots)
-    sees_BTS = mask.sees(first_B[:, None] + jnp.arange(tokens), position_BS)
+    keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, first_B)
+    values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, first_B)
+    T = q_BTHh.shape[1]
+    position_BS = _slot_positions(first_B + T, S)
+    sees_BTS = mask.sees(first_B[:, None] + jnp.arange(T), position_BS)
     sees_BTS &= (position_BS >= 0)[:, None]
-    return sees_BTS[:, None, None]
+    visible = sees_BTS[:, None, None]
+    out_BTHh = attend_plainly(q_BTHh, keys_BKSh, values_BKSh, "BKSh", mask, visible)
+    return out_BTHh, keys_BKSh, values_BKSh
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions. Keys add biases (Qwen2.5, arXiv 2412.15115) or
     norms of queries and keys, for each head (Qwen3, arXiv 2505.09388) or for all heads together
-    (OLMoE, arXiv 2409.02060). The query of a gated head has its gate behind it: 2h numbers."""
+    (OLMoE, arXiv 2409.02060). The query of a gated head has its gate behind it: 2h numbers. A
+    family may add a bias to the result, and sinks (`AttentionMask`)."""
 
     def __init__(self, keys: ModelKeys, key: jax.Array, family: Family):
         D, h, dtype = keys.base_emb_dim, keys.head_dim, keys.weight_dtype
@@ -141,6 +128,11 @@ class Attention(nnx.Module):
             self.query_bias_Hh = zeros("bias", "Hh", (H, width), HEADS_Hh, dtype)
             self.key_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
             self.value_bias_Kh = zeros("bias", "Kh", (K, h), HEADS_Hh, dtype)
+        self.has_out_bias, self.has_sinks = family.has_out_bias, family.has_sinks
+        if self.has_out_bias:
+            self.out_bias_D = zeros("bias", "D", (D,), SPLIT_D, dtype)
+        if self.has_sinks:
+            self.sinks_H = zeros("sink", "H", (H,), SPLIT_D, dtype)
         if self.has_norms:
             form = (keys.normalization_layer_epsilon, dtype)
             norm = functools.partial(RMSNorm, offset=family.norm_offset)
@@ -169,7 +161,8 @@ class Attention(nnx.Module):
         if self.has_norms:
             q_BTHh, k_BTKh = self.query_norm(q_BTHh), self.key_norm(k_BTKh)
         q_BTHh, k_BTKh = rotate(q_BTHh, angles), rotate(k_BTKh, angles)
-        mask = AttentionMask(shared.positions, mixing.window, self.scale, self.cap)
+        sinks_H = self.sinks_H[...].astype(jnp.float32) if self.has_sinks else None
+        mask = AttentionMask(shared.positions, mixing.window, self.scale, self.cap, sinks_H)
         kernel, strategy = execution.attention, execution.context_parallel_strategy
         if state is None:
             a_BTHh = attend(q_BTHh, k_BTKh, v_BTKh, mask, kernel, strategy)
@@ -177,7 +170,8 @@ class Attention(nnx.Module):
             a_BTHh = state.attend(q_BTHh, k_BTKh, v_BTKh, shared.first_B, mask, kernel)
         if self.is_gated:
             a_BTHh = a_BTHh * jax.nn.sigmoid(gate_BTHh)
-        return dense(a_BTHh, self.out_HhD, STREAM_BTD)
+        y_BTD = dense(a_BTHh, self.out_HhD, STREAM_BTD)
+        return _add_bias(y_BTD, self.out_bias_D) if self.has_out_bias else y_BTD
 
     @staticmethod
     def empty_state(keys: ModelKeys, rows: int, slots: int) -> KeysAndValues:

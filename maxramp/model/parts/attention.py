@@ -1,7 +1,7 @@
 """Causal grouped-query attention, by the best implementation for the hardware.
 
 Shapes: B rows, T tokens, S tokens attended to (= T), H query heads, K key/value heads, G
-query heads per key/value head (H = K * G), h head width; that of values may be another.
+query heads per key/value head (H = K * G), h head width.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
-from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys, key_copies, select_strategy
 from maxramp.model.parts.positions import Positions, run_length
 from maxramp.model.parts.splash_attention import LANES, splash_attention
@@ -20,7 +19,7 @@ from maxramp.model.parts.weights import static
 from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, map_shards
 from maxramp.parallel.mesh import axis_size, platform
-from maxramp.parallel.sharding import ROWS_BT, OWN_KEYS_CBTHh, X_BTHh
+from maxramp.parallel.sharding import ROWS_BT, X_BTHh
 
 _NO_TRITON = "this version of jax has no Pallas for Triton; use jax 0.10.2 to 0.12"
 
@@ -37,6 +36,17 @@ class AttentionMask:
     scale: float = static(default=0.0)
     # scores are cap * tanh(score / cap); 0 = as they are (Gemma 2, arXiv 2408.00118)
     cap: float = static(default=0.0)
+    # float32, of each query head: one more score, of no token, in its softmax (gpt-oss, arXiv
+    # 2508.10925); in a pipeline [S, H]. None if there are none
+    sinks_H: jax.Array | None = None
+
+    @property
+    def specs(self) -> "AttentionMask":
+        """How its arrays lie where each device has whole rows of some heads."""
+        specs = jax.tree.map(lambda _: ROWS_BT, self)
+        if self.sinks_H is None:
+            return specs
+        return dataclasses.replace(specs, sinks_H=jax.typeof(self.sinks_H).sharding.spec)
 
     def sees(self, position_T: jax.Array, position_S: jax.Array) -> jax.Array:
         """Tells whether tokens at positions T of a text see those at positions S: [..., T, S]."""
@@ -66,7 +76,14 @@ class AttentionMask:
         if self.cap:
             scores_BKGTS = self.cap * jnp.tanh(scores_BKGTS / self.cap)
         scores_BKGTS = jnp.where(mask, scores_BKGTS, jnp.finfo(jnp.float32).min)
-        return jax.nn.softmax(scores_BKGTS, axis=-1)
+        if self.sinks_H is None:
+            return jax.nn.softmax(scores_BKGTS, axis=-1)
+        sinks_KG11 = self.sinks_H.reshape(*scores_BKGTS.shape[1:3], 1, 1)
+        top_BKGT1 = jnp.maximum(scores_BKGTS.max(-1, keepdims=True), sinks_KG11)
+        top_BKGT1 = jax.lax.stop_gradient(top_BKGT1)
+        weights_BKGTS = jnp.exp(scores_BKGTS - top_BKGT1)
+        sum_BKGT1 = weights_BKGTS.sum(-1, keepdims=True) + jnp.exp(sinks_KG11 - top_BKGT1)
+        return weights_BKGTS / sum_BKGT1
 
     def query_scale(self, head_dim: int) -> float:
         return self.scale or head_dim**-0.5
@@ -122,8 +139,7 @@ def choose(key: str, requested: str, obstacles: dict[str, dict[str, object]]) ->
 
 
 def select_for(keys: ModelKeys, platform: str | None) -> str:
-    width, _ = FAMILIES[keys.decoder_block].head_widths(keys)
-    return select(keys.attention, platform, keys.dtype, width, keys.max_target_length)
+    return select(keys.attention, platform, keys.dtype, keys.head_dim, keys.max_target_length)
 
 
 def cost_of_packing(implementation: str) -> str | None:
@@ -148,70 +164,55 @@ def attend(
     strategy: str = "autoselected",
 ) -> jax.Array:
     """Returns softmax(q k * scale) v over the tokens that each token sees: [B, T, H, h], as X_BTHh.
-    Keys and values lie as queries, or as OWN_KEYS_CBTHh, each device's by its strategy.
 
     Args:
       kernel: as in `select`, or a name of KERNELS that ends in "_interpreted" and needs no
         accelerator. Scores and softmax are float32 in all.
       strategy: the key `context_parallel_strategy`.
     """
-    devices = axis_size(*TOKEN_AXES)
-    strategy = strategy_for(strategy, q_BTHh.shape[2], k_BSKh.shape[-2])
+    devices, tensor = axis_size(*TOKEN_AXES), axis_size("tensor")
+    heads = q_BTHh.shape[2] // tensor, k_BSKh.shape[2] // tensor
+    strategy = select_strategy(strategy, *heads, devices)
     _, T, _, h = q_BTHh.shape
-    are_whole = k_BSKh.ndim == 5
-    keys_spec = OWN_KEYS_CBTHh if are_whole else X_BTHh
     own_tokens = T // devices if strategy == "all_gather" else T
     has_order = mask.positions.has_order
     kernel = select(kernel, platform(), q_BTHh.dtype.name, h, own_tokens, has_order)
 
     def local(q_BTHh, k_BSKh, v_BSKh, mask: AttentionMask) -> jax.Array:
-        if are_whole:
-            k_BSKh, v_BSKh = k_BSKh[0], v_BSKh[0]
         if devices == 1:
             return KERNELS[kernel](q_BTHh, k_BSKh, v_BSKh, mask)
         if strategy == "ulysses":
-            return _attend_by_heads(q_BTHh, k_BSKh, v_BSKh, mask, kernel, are_whole)
+            return _attend_by_heads(q_BTHh, k_BSKh, v_BSKh, mask, kernel)
         order = "in_order" if mask.positions.index_BT is None else "balanced"
         with jax.named_scope(f"attention_of_{devices}_devices_{order}"):  # planning/hlo.py reads it
-            return _attend_to_gathered(q_BTHh, k_BSKh, v_BSKh, mask, kernel, are_whole)
+            return _attend_to_gathered(q_BTHh, k_BSKh, v_BSKh, mask, kernel)
 
     # A kernel sees the rows and heads of one device; attention needs no others.
     arrays = (q_BTHh, k_BSKh, v_BSKh, mask)
-    specs = (X_BTHh, keys_spec, keys_spec, jax.tree.map(lambda _: ROWS_BT, mask))
+    specs = (*(X_BTHh,) * 3, mask.specs)
     arrays = jax.tree.map(jax.reshard, arrays, specs)
     return map_shards(local, specs, X_BTHh)(*arrays)
 
 
-def strategy_for(requested: str, query_heads: int, key_heads: int) -> str:
-    """Returns how devices along `context` exchange what they attend to; "" if there is one."""
-    devices, tensor = axis_size(*TOKEN_AXES), axis_size("tensor")
-    heads = query_heads // tensor, key_heads // tensor
-    return select_strategy(requested, *heads, devices) if devices > 1 else ""
-
-
-def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, mask, kernel, are_whole):
+def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, mask, kernel):
     """Gives each device whole rows of some of the heads, and sends the results back (DeepSpeed
-    Ulysses, arXiv 2309.14509): all devices have equal work, whatever tokens see. `are_whole`:
-    keys and values lie so already."""
-    copies = key_copies(q_BtHh.shape[2], k_BtKh.shape[2], axis_size(*TOKEN_AXES))
-
-    def share_out(x: jax.Array) -> jax.Array:
-        return all_to_all(x, TOKEN_AXES, split=2, join=1)
-
-    if not are_whole:
-        k_BtKh, v_BtKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BtKh, v_BtKh))
-        k_BtKh, v_BtKh = map(share_out, (k_BtKh, v_BtKh))
-    out_BTHh = KERNELS[kernel](share_out(q_BtHh), k_BtKh, v_BtKh, mask)
-    return all_to_all(out_BTHh, TOKEN_AXES, split=1, join=2)
+    Ulysses, arXiv 2309.14509): all devices have equal work, whatever tokens see."""
+    devices = axis_size(*TOKEN_AXES)
+    copies = key_copies(q_BtHh.shape[2], k_BtKh.shape[2], devices)
+    k_BtKh, v_BtKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BtKh, v_BtKh))
+    whole = (all_to_all(x, TOKEN_AXES, split=2, join=1) for x in (q_BtHh, k_BtKh, v_BtKh))
+    if mask.sinks_H is not None:
+        sinks_PH = mask.sinks_H.reshape(devices, -1)
+        mask = dataclasses.replace(mask, sinks_H=sinks_PH[jax.lax.axis_index(TOKEN_AXES)])
+    return all_to_all(KERNELS[kernel](*whole, mask), TOKEN_AXES, split=1, join=2)
 
 
-def _attend_to_gathered(q_BtHh, k_BTKh, v_BTKh, mask, kernel, are_whole):
-    """Gathers all keys and values on each device, unless they `are_whole`; its own t tokens of a
-    row attend to them. `mask` is of whole rows. Called inside `map_shards`."""
+def _attend_to_gathered(q_BtHh, k_BtKh, v_BtKh, mask, kernel):
+    """Gathers all keys and values on each device, whose own t tokens of a row attend to them;
+    `mask` is of whole rows. Called inside `map_shards`."""
     (B, t), index_BT = q_BtHh.shape[:2], mask.positions.index_BT
     first = jax.lax.axis_index(TOKEN_AXES) * t
-    if not are_whole:
-        k_BTKh, v_BTKh = (all_gather(x, TOKEN_AXES, dimension=1) for x in (k_BTKh, v_BTKh))
+    k_BTKh, v_BTKh = (all_gather(x, TOKEN_AXES, dimension=1) for x in (k_BtKh, v_BtKh))
     if index_BT is None:
         index_Bt = jnp.broadcast_to(first + jnp.arange(t, dtype=jnp.int32), (B, t))
         return KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, mask, index_Bt, t)
@@ -246,18 +247,17 @@ def attend_plainly(q_BTHh, k, v, axes, mask, visible):
     scores_BKGTS = jnp.einsum(f"BTKGh,{axes}->BKGTS", q, k, preferred_element_type=jnp.float32)
     weights_BKGTS = mask.softmax(scores_BKGTS, visible).astype(v.dtype)
     out_BTKGh = jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
-    return out_BTKGh.reshape(B, T, H, -1)
+    return out_BTKGh.reshape(B, T, H, h)
 
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=False):
     """Runs cuDNN's flash attention, or our own kernel for what cuDNN lacks: packed rows (which cost
-    it a dense mask), some tokens of a row, scores with a cap, and some widths of heads. A
+    it a dense mask), some tokens of a row, scores with a cap, sinks, and some widths of heads. A
     ConfigError where ours is needed and this jax has no Triton."""
     segments_BT = mask.positions.segments_BT
     packed = segments_BT is not None
-    only_ours = bool(mask.cap) or index_BT is not None
-    width = q_BTHh.shape[-1]
-    only_ours |= not _cudnn_supports(width) or width != v_BSKh.shape[-1]
+    only_ours = bool(mask.cap) or index_BT is not None or mask.sinks_H is not None
+    only_ours |= not _cudnn_supports(q_BTHh.shape[-1])
     if has_triton() and (packed or only_ours):
         from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 
@@ -267,9 +267,13 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=Fal
         first_BT = _pick(mask.positions.first_seen(S, mask.window), index_BT)
         visible, scale = (first_BT, index_BT), mask.query_scale(q_BTHh.shape[-1])
         with jax.named_scope(f"attention_window_{mask.window}"):  # planning/gpu.py reads it
-            return packed_attention(q_BTHh, k_BSKh, v_BSKh, *visible, scale, mask.cap, interpret)
+            return packed_attention(
+                *(q_BTHh, k_BSKh, v_BSKh, *visible, scale, mask.cap, _own_sinks(mask)),
+                interpret=interpret,
+            )
     if only_ours:
         what = "cap of scores" if mask.cap else "part of a row, nor heads over 128 here"
+        what = what if mask.sinks_H is None else "sinks"
         raise ConfigError(f"attention=cudnn_flash takes no {what}: {_NO_TRITON}, or dot_product")
     return jax.nn.dot_product_attention(
         q_BTHh,
@@ -294,8 +298,13 @@ def _cudnn_supports(head_dim: int) -> bool:
 
 def _splash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=False):
     q_BTHh = q_BTHh * mask.query_scale(q_BTHh.shape[-1])
-    visible = mask.positions, mask.window, mask.cap
+    visible = mask.positions, mask.window, mask.cap, _own_sinks(mask)
     return splash_attention(q_BTHh, k_BSKh, v_BSKh, *visible, index_BT, run, interpret)
+
+
+def _own_sinks(mask: AttentionMask) -> jax.Array | None:
+    """Returns the sinks of one device's heads: [H]."""
+    return None if mask.sinks_H is None else mask.sinks_H.reshape(-1)
 
 
 # Attention on one device. The queries are all tokens of a row, or those of `index_BT` (int32),

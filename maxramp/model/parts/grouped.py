@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ModelKeys
@@ -83,6 +84,49 @@ def _backward(kernel, residuals, dy_MN):
 
 
 _product.defvjp(lambda *arguments: (_product(*arguments), arguments[:3]), _backward)
+
+
+def add_biases(y_MN: jax.Array, bias: Weight, sizes_E: jax.Array) -> jax.Array:
+    """Adds to every row the bias of its expert, [E, N], which is sharded as the outputs are."""
+    return _add_biases(y_MN, bias[...], sizes_E)
+
+
+@jax.custom_vjp
+def _add_biases(y_MN: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    spec = jax.typeof(b).sharding.spec
+
+    def local(y_MN: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        own_ME = _experts_of_rows(y_MN, sizes_E)
+        b_EN = b.reshape(b.shape[-2:]).astype(y_MN.dtype)
+        return y_MN + jnp.matmul(own_ME, b_EN, precision="highest")
+
+    return map_shards(local, (SORTED_M, spec, SORTED_M), SORTED_M)(y_MN, b, sizes_E)
+
+
+def _experts_of_rows(y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Returns 1 for the expert of each row, else 0: a product with it is faster than a lookup."""
+    row_M1, end_E = jnp.arange(len(y_MN))[:, None], jnp.cumsum(sizes_E)
+    return ((row_M1 >= end_E - sizes_E) & (row_M1 < end_E)).astype(y_MN.dtype)
+
+
+def _biases_backward(residuals, dy_MN):
+    b, sizes_E = residuals
+    spec = jax.typeof(b).sharding.spec
+    copies = [axis for axis in BATCH_AXES if axis not in jax.tree.leaves((*spec.partitions,))]
+
+    def local(sizes_E: jax.Array, dy_MN: jax.Array) -> jax.Array:
+        own_ME = _experts_of_rows(dy_MN, sizes_E)
+        dy_MN = jnp.where(own_ME.any(1, keepdims=True), dy_MN, 0)  # undefined after all groups
+        options = {"precision": "highest", "preferred_element_type": jnp.float32}
+        db_EN = psum(jnp.einsum("ME,MN->EN", own_ME, dy_MN, **options), copies)
+        return db_EN.astype(b.dtype).reshape([1] * (b.ndim - 2) + [*db_EN.shape])
+
+    return dy_MN, map_shards(local, (SORTED_M, SORTED_M), spec)(sizes_E, dy_MN), None
+
+
+_add_biases.defvjp(
+    lambda y_MN, b, sizes_E: (_add_biases(y_MN, b, sizes_E), (b, sizes_E)), _biases_backward
+)
 
 
 def describe(kernel: str, rows: int, most_rows: int, experts: int) -> str:

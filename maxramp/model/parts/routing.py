@@ -22,18 +22,20 @@ Choice = tuple[jax.Array, jax.Array]
 
 class Router(nnx.Module):
     """Scores experts in float32: softmax, or DeepSeek-V3's sigmoid with groups and a bias that
-    balances the load (arXiv 2412.19437, section 2.1.2)."""
+    balances the load (arXiv 2412.19437, section 2.1.2). `trains_bias`: its biases are instead those
+    of the product, and train."""
 
-    def __init__(self, keys: ModelKeys, key: jax.Array):
+    def __init__(self, keys: ModelKeys, key: jax.Array, trains_bias: bool = False):
         D, E = keys.base_emb_dim, keys.num_experts
         self.matrix_DE = normal("router", "D E", key, (D, E), ROUTER_DE, D**-0.5, keys.weight_dtype)
         self.experts = E
         self.per_token, self.is_normalized = keys.num_experts_per_tok, keys.norm_topk_prob
         self.score, self.factor = keys.routed_score_func, keys.routed_scaling_factor
         self.groups = max(1, keys.n_routing_groups), keys.topk_routing_group
-        self.has_bias = keys.routed_bias
+        self.has_bias, self.trains_bias = keys.routed_bias, trains_bias
         if self.has_bias:
-            self.bias_E = zeros("balance", "E", (E,), REPLICATED, "float32")
+            role, dtype = ("bias", keys.weight_dtype) if trains_bias else ("balance", "float32")
+            self.bias_E = zeros(role, "E", (E,), REPLICATED, dtype)
         layers = self.layers = keys.base_num_decoder_layers - keys.first_num_dense_layers
         self.scope = keys.load_balance_loss_scope
         self.balance_weight = keys.load_balance_loss_weight / layers
@@ -46,12 +48,14 @@ class Router(nnx.Module):
         is summed, and no token is dropped."""
         x_BTD = x_BTD.astype(jnp.float32)
         logits_BTE = dense(x_BTD, self.matrix_DE, CHOICES_BTk, precision="highest")
+        if self.trains_bias:
+            logits_BTE = apply_elementwise(jnp.add, logits_BTE, self.bias_E)
         if self.score == "sigmoid":
             scores_BTE = jax.nn.sigmoid(logits_BTE)
         else:
             scores_BTE = jax.nn.softmax(logits_BTE)
         biased_BTE = jax.lax.stop_gradient(scores_BTE)
-        if self.has_bias:
+        if self.has_bias and not self.trains_bias:
             biased_BTE = apply_elementwise(jnp.add, biased_BTE, self.bias_E)
         experts_BTk = checkpoint_name(self._choose(biased_BTE), CHOICES)
         is_chosen_BTkE = experts_BTk[..., None] == jnp.arange(scores_BTE.shape[-1])

@@ -23,14 +23,15 @@ def splash_attention(
     positions: Positions,
     window: int = 0,
     cap: float = 0.0,
+    sinks_H: jax.Array | None = None,
     index_Bt: jax.Array | None = None,
     run: int = 0,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns softmax(q k) v for all tokens of rows in order, or for those at `index_Bt`: [B, t, H,
     h]; queries are scaled before. Indices rise along a row in runs of `run` consecutive tokens,
-    from multiples of it on; T and `run` are multiples of LANES. `window` and `cap` are as in
-    `AttentionMask`."""
+    from multiples of it on; T and `run` are multiples of LANES. `window`, `cap` and `sinks_H` are
+    as in `AttentionMask`."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only where it is used
 
     (t, H), T = q_BtHh.shape[1:3], k_BTKh.shape[1]
@@ -58,7 +59,8 @@ def splash_attention(
             if segments_T is not None:
                 segments = splash.SegmentIds(segments_T[index_p], segments_T)
             kernel = _kernel(*masks, window, options)
-            return kernel(q_pHh.swapaxes(0, 1), k_KTh, v_KTh, segment_ids=segments).swapaxes(0, 1)
+            sinks = None if sinks_H is None else _cast_gradient(sinks_H)
+            return kernel(q_pHh.swapaxes(0, 1), k_KTh, v_KTh, segments, sinks).swapaxes(0, 1)
 
         p = _most_queries(t, T, window, queries, keys)
         if p == t:
@@ -69,6 +71,15 @@ def splash_attention(
     rows = q_BtHh, k_BTKh, v_BTKh, first, index_Bt, segments_BT
     axes = (0, 0, 0, *(None if x is None or x.ndim == 1 else 0 for x in rows[3:]))
     return jax.vmap(attend_row, axes)(*rows)
+
+
+@jax.custom_vjp
+def _cast_gradient(x: jax.Array) -> jax.Array:
+    """Returns float32 x, whose gradient jax 0.10's kernel computes in the dtype of the queries."""
+    return x
+
+
+_cast_gradient.defvjp(lambda x: (x, None), lambda _, dx: (dx.astype(jnp.float32),))
 
 
 def _most_steps(own: int, others: int, number: int, window: int) -> int:

@@ -93,8 +93,10 @@ def normal(
     return new_weight((x * (std / 0.87962566)).astype(dtype), role, axes, leading, blocks)
 
 
-def zeros(role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str) -> Weight:
-    return new_weight(jnp.zeros(shape, dtype, out_sharding=spec), role, axes)
+def zeros(
+    role: str, axes: str, shape: tuple[int, ...], spec: Spec, dtype: str, leading: str = ""
+) -> Weight:
+    return new_weight(jnp.zeros(shape, dtype, out_sharding=spec), role, axes, leading)
 
 
 # A field that programs are compiled for, in a dataclass whose other fields are arrays.
@@ -112,16 +114,6 @@ class Adapted:
     scale: float = static()
     dropout: float = static()  # the share of inputs that `down` does not see, if there are seeds
     seeds_B: jax.Array | None = None  # uint32, one a row (`model.adapters.add_dropout`)
-
-
-def merge_adapter(adapted: Adapted) -> jax.Array:
-    """Returns W + scale * down @ up, float32, with the sharding of W."""
-    weight = adapted.weight[...]
-    axes = f"{adapted.down.axes},{adapted.up.axes}->{adapted.weight.axes}"
-    down, up = (factor[...].astype(jnp.float32) for factor in (adapted.down, adapted.up))
-    spec = jax.typeof(weight).sharding.spec
-    change = jnp.einsum(axes, down, up, precision="highest", out_sharding=spec)
-    return weight.astype(jnp.float32) + adapted.scale * change
 
 
 def is_weight(x: Any) -> bool:
