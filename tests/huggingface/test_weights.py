@@ -401,6 +401,8 @@ def test_end_tokens_that_are_no_ids_are_refused(tmp_path, ids):
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "one for all layers"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "not supported, but mxfp4 and fp8 with"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "not supported, but mxfp4 and fp8 with"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type=\['yarn'\] is not supported"),
