@@ -1,5 +1,6 @@
 """The JobSets of a run, on a cluster of processes of this machine, whose nodes go and come back."""
 
+import collections
 import concurrent.futures
 import json
 import os
@@ -16,6 +17,7 @@ from test_elastic import same_training, undisturbed  # noqa: F401
 from test_gke import TPU, dropped, jobsets, manifests, pod_of, words_of
 from test_launch import Launched, arguments, gone, steps_of
 
+from maxramp.checkpoints.pieces import list_files
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
 from maxramp.launch import gke, gke_cluster
@@ -212,6 +214,7 @@ def test_real_pods_train_as_one_process(undisturbed, tmp_path, cache_dir, monkey
     keys += [f"gke_mount_path={tmp_path}", "gke_volume_claim=disk", "container_image=here"]
     launched = Launched(arguments(tmp_path, cache_dir, *keys), tmp_path / "x", "gke")
     victims = launched.wait_for(8, trainers=4)
+    wait_until(lambda: has_whole_snapshot(cluster / "memory", processes=4))
     os.kill(victims[2], signal.SIGKILL)
     wait_until(lambda: len(starts_of(tmp_path / "x")) == 2, 200)
     launched.wait_for(starts_of(tmp_path / "x")[1]["first_step"] + 1, trainers=4)
@@ -225,6 +228,12 @@ def test_real_pods_train_as_one_process(undisturbed, tmp_path, cache_dir, monkey
     assert starts[3][0] == 4, starts
     assert {record["devices"] for record in steps_of(tmp_path / "x")} >= {3, 4}
     assert gone(launched)
+
+
+def has_whole_snapshot(memory: pathlib.Path, processes: int) -> bool:
+    names = {name for path in memory.glob("*/*") for name in list_files(path)}
+    parts = {(name.step, name.process) for name in names}
+    return processes in collections.Counter(step for step, _ in parts).values()
 
 
 def starts_of(folder: pathlib.Path) -> list[dict]:
