@@ -150,9 +150,9 @@ class World:
             writer.add([np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in documents])
             writer.finish()
         released = {"released": "llama2", "released_experts": "mixtral"}
-        hybrid = {"num_hidden_layers": 8, "rms_norm_eps": 0.1}
-        for name, family in (released | {"released_hybrid": "qwen3_5"}).items():
-            more = hybrid if family == "qwen3_5" else {}
+        hybrids = {"released_hybrid": "qwen3_5", "released_next": "qwen3_next"}
+        for name, family in (released | hybrids).items():
+            more = {"num_hidden_layers": 8, "rms_norm_eps": 0.1} if name in hybrids else {}
             write_folder(folder / name, family, vocab_size=272, max_position_embeddings=128, **more)
             assert write_tokenizer(folder / name) <= 272
         records = pairs(240)
