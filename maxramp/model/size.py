@@ -102,14 +102,17 @@ def loss_blocks(tokens: int, block_tokens: int, width: int, itemsize: int) -> tu
     return count // blocks, blocks, size
 
 
-def pass_bytes(keys: ModelKeys, spec: StageSpec, loss_block_tokens: int) -> float:
-    """Estimates the bytes that a device keeps of a pass for its backward pass, and for logits;
-    `keys` are resolved, without -1."""
+def pass_bytes(
+    keys: ModelKeys, spec: StageSpec, loss_block_tokens: int, platform: str | None = None
+) -> float:
+    """Estimates the bytes that a device of a platform (None: of any) keeps of a pass for its
+    backward pass, and for logits; `keys` are resolved, without -1."""
     tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
     D, stages = keys.base_emb_dim, spec.mesh.pipeline_stages
     itemsize, family = BYTES[keys.dtype], FAMILIES[keys.decoder_block]
     counts = Counter(family.pattern(keys))
-    kept = {layer: _kept_bytes(LayerSizes.from_keys(keys, layer), keys, spec) for layer in counts}
+    layer_sizes = {layer: LayerSizes.from_keys(keys, layer) for layer in counts}
+    kept = {layer: _kept_bytes(one, keys, spec, platform) for layer, one in layer_sizes.items()}
     passing = 0.0
     for layer in (layer for layer in counts if layer.is_sparse):
         more, passing = _expert_bytes(keys, spec)
@@ -149,11 +152,13 @@ def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], f
     return more, stream + (4 * matrix if sizes["fsdp"] * sizes["context"] > 1 else 0)
 
 
-def _kept_bytes(sizes: LayerSizes, keys: ModelKeys, spec: StageSpec) -> dict[str, float]:
+def _kept_bytes(
+    sizes: LayerSizes, keys: ModelKeys, spec: StageSpec, platform: str | None
+) -> dict[str, float]:
     tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
     itemsize = BYTES[keys.dtype]
     stream = tokens * keys.base_emb_dim * itemsize
-    context, mixed = sizes.mixer.kept_bytes(keys, spec)
+    context, mixed = sizes.mixer.kept_bytes(keys, spec, platform)
     products = tokens * sum(sizes.reads.values()) / tensor * itemsize
     activations = tokens * sizes.activations / tensor * itemsize
     norms = 2 * tokens * keys.base_emb_dim * 4

@@ -143,6 +143,14 @@ def usable_memory(keys: PlanKeys) -> tuple[float, str]:
     return gib, f"compile_topology={cluster}"
 
 
+def planned_platform(keys: PlanKeys, hardware: str) -> str:
+    """Returns the platform of compile_topology, without it that of `hardware`, and if that is
+    "auto" the one of this machine's JAX, which starts."""
+    if keys.compile_topology:
+        return "gpu" if isinstance(_parse(keys), gpu.Cluster) else "tpu"
+    return jax.default_backend() if hardware == "auto" else hardware
+
+
 def count_nodes(keys: PlanKeys) -> tuple[int, int]:
     """Returns nodes and the GPUs of each, or slices and the chips of each."""
     cluster = _parse(keys)

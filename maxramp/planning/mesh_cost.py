@@ -239,4 +239,4 @@ class CostModel:
             / math.prod(sizes[axis] for axis in shard.axes)
             for shard, count in self._elements.items()
         )
-        return (state + pass_bytes(model, spec, self._block)) / GIB
+        return (state + pass_bytes(model, spec, self._block, self._platform)) / GIB

@@ -32,7 +32,7 @@ from maxramp.model.adapters import without_adapters
 from maxramp.model.decoder import num_active_parameters, num_parameters
 from maxramp.model.size import describe_weights, pass_bytes, pipeline_bubble
 from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
-from maxramp.planning.machine import usable_memory
+from maxramp.planning.machine import planned_platform, usable_memory
 from maxramp.planning.stages import PlannedRun, price, with_nodes
 from maxramp.rampup import ladder
 from maxramp.rampup.schedule import RampupBatchManager, ResumePoint, Stage
@@ -144,6 +144,7 @@ def _memory_warning(stages: Sequence[dict[str, Any]], gib: float, source: str) -
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
     keys, cost, time = run.config.batch, run.cost, run.time(stage)
+    platform = planned_platform(run.config.planning, run.config.backend.hardware)
     steps = run.ramp.steps_in_run(stage)
     samples = steps * stage.global_batch_size
     time_of_all = steps * cost.step_time(stage.global_batch_size / keys.num_devices)
@@ -159,7 +160,7 @@ def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
         "node_hours_against_all_nodes": time * stage.nodes / (time_of_all * keys.nodes),
         "rows_per_rank": stage.spec.rows * stage.spec.rows_of_sample / stage.spec.mesh.ranks,
         "remat_policy": stage.spec.remat_policy,
-        "memory_gib": estimate(run.config.recipe, stage.spec),
+        "memory_gib": estimate(run.config.recipe, stage.spec, platform),
         "pipeline_bubble": pipeline_bubble(run.config.model, stage.spec),
     }
 
@@ -179,8 +180,8 @@ def _bytes_as(dtype: Any, tree: Any) -> int:
     )
 
 
-def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
-    """Estimates the GiB per device in a stage, with resolved keys.
+def estimate(recipe: Recipe, spec: StageSpec, platform: str | None = None) -> dict[str, float]:
+    """Estimates the GiB per device of a platform (None: of any) in a stage, with resolved keys.
 
     Returns `weights` and `optimizer`, exactly; `gradients`, float32 sums and copies of weights in
     the arithmetic's dtype; `activations`, what a pass keeps for its backward pass, roughly, plus a
@@ -194,7 +195,7 @@ def estimate(recipe: Recipe, spec: StageSpec) -> dict[str, float]:
         "weights": weights,
         "optimizer": bytes_per_device(state.opt_state),
         "gradients": _bytes_as(jnp.float32, state.trained) + _bytes_as(model.dtype, others),
-        "activations": pass_bytes(model, spec, recipe.loss.loss_block_tokens),
+        "activations": pass_bytes(model, spec, recipe.loss.loss_block_tokens, platform),
     }
     parts["total"] = sum(parts.values())
     return {name: size / GIB for name, size in parts.items()}

@@ -37,7 +37,9 @@ class AttentionFacts:
         W = min(mixing.window or tokens, tokens)
         return self.width * W * (2 * tokens - W)
 
-    def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
+    def kept_bytes(
+        self, keys: ModelKeys, spec: StageSpec, platform: str | None
+    ) -> tuple[float, float]:
         tokens, itemsize = spec.device_tokens / spec.mesh.sizes["tensor"], BYTES[keys.dtype]
         result = tokens * self.width * itemsize
         # A kernel stores no scores; plain products store all, whatever the window. "autoselected"

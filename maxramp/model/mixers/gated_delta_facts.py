@@ -7,12 +7,12 @@ from typing import ClassVar, Self
 from maxramp.keys.section import Relations
 from maxramp.model.families.family import Family
 from maxramp.model.keys import BYTES, ModelKeys
+from maxramp.model.parts.delta_sizes import chunk_length, has_kernel
 from maxramp.model.pattern import Mixing
 from maxramp.parallel.keys import MeshKeys
 from maxramp.stage import StageSpec
 
 TAPS = 4  # tokens that the convolution sees: a token and those before it
-_CHUNK = 128  # tokens, for the estimate of memory
 _SQUARES = 6  # float32 numbers of each pair of a chunk's tokens that a backward pass holds
 _CONVOLVED = 3  # float32 numbers of each result of the convolution
 
@@ -49,13 +49,18 @@ class GatedDeltaFacts:
         tokens take more, by how they are computed."""
         return 3.0 * tokens * self.heads * self.state
 
-    def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
+    def kept_bytes(
+        self, keys: ModelKeys, spec: StageSpec, platform: str | None
+    ) -> tuple[float, float]:
         k, v, itemsize = keys.gdn_key_head_dim, keys.gdn_value_head_dim, BYTES[keys.dtype]
+        context, R = spec.mesh.sizes["context"], self.heads // keys.gdn_num_key_heads
         # Of a token and a value head, near what the TPU's compiler reports.
-        chunk = min(_CHUNK, spec.row_length)
-        numbers = 3 * k * itemsize + 2 * v * 4 + 4 * self.state / chunk
-        numbers += chunk * (itemsize + 4 * _SQUARES)
-        numbers += 4 * _CONVOLVED * (2 * k * keys.gdn_num_key_heads / self.heads + v)
+        C = chunk_length(platform, spec.row_length // context)
+        numbers = 2 * v * 4 + 4 * self.state / C + 4 * _CONVOLVED * (2 * k / R + v)
+        if context == 1 and has_kernel(platform, C, k, v, R):
+            numbers += (2 * k / R + v) * itemsize
+        else:
+            numbers += 3 * k * itemsize + C * (itemsize + 4 * _SQUARES)
         return 0, spec.device_tokens * self.heads / spec.mesh.sizes["tensor"] * numbers
 
     @staticmethod

@@ -27,9 +27,11 @@ class MixerFacts(Protocol):
     def row_products(self, tokens: int, mixing: Mixing) -> float:
         """Counts the multiplications of a row that no weight takes part in."""
 
-    def kept_bytes(self, keys: ModelKeys, spec: StageSpec) -> tuple[float, float]:
-        """Returns bytes of a pass on a device beside its products with weights: those that
-        remat_policy=minimal_with_context keeps, and all."""
+    def kept_bytes(
+        self, keys: ModelKeys, spec: StageSpec, platform: str | None
+    ) -> tuple[float, float]:
+        """Returns bytes of a pass on a platform's device beside its products with weights: those
+        that remat_policy=minimal_with_context keeps, and all."""
 
     @staticmethod
     def context_bytes(keys: ModelKeys, spec: StageSpec, again: float) -> float:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from maxramp.model.parts import gated_delta_kernel
 from maxramp.model.parts.delta_chunk import LEAST, Chunk, Gates, overlap, prepare
+from maxramp.model.parts.delta_sizes import chunk_length, has_kernel
 from maxramp.parallel.collectives import all_gather, permute
 from maxramp.parallel.mesh import platform
 
@@ -124,11 +125,6 @@ def _scan_chunks(
     return _map_leading(Chunk.read, 4)(chunks, *read), S_kv
 
 
-def chunk_length() -> int:
-    """Returns the tokens of a chunk, by what compilers make of them."""
-    return {"tpu": 128, "cpu": 32}.get(platform(), 64)
-
-
 def gated_delta(
     q_BTKk: jax.Array,
     k_BTKk: jax.Array,
@@ -150,7 +146,7 @@ def gated_delta(
       axis: in a `shard_map` the axis along which the tokens of rows lie; `state_BHkv` is then None.
     """
     (B, T, K, k), (H, v) = q_BTKk.shape, v_BTHv.shape[2:]
-    C = min(chunk_length(), T)
+    C = chunk_length(platform(), T)
     N = -(-T // C)
 
     def split(x: jax.Array, *heads: int) -> jax.Array:
@@ -170,7 +166,7 @@ def gated_delta(
     arrays = q, key, values, Gates.from_decays(g, beta), S
     o, S = (
         gated_delta_kernel.scan_chunks(*arrays)
-        if axis is None and platform() == "tpu" and gated_delta_kernel.fits(C, k, v, H // K)
+        if axis is None and has_kernel(platform(), C, k, v, H // K)
         else _scan_chunks(*arrays, axis)
     )
     o = jnp.moveaxis(o, (0, 4), (1, 2))  # [B, N, C, K, R, v]

@@ -12,14 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from maxramp.model.parts.delta_chunk import Gates, overlap, prepare, square
-
-_WIDTH = 128
-_HEADS = 4  # value heads of a program, whose products the chip does side by side; 16 do not fit
-
-
-def fits(C: int, k: int, v: int, R: int) -> bool:
-    """Returns whether the kernels run chunks of C tokens with such heads."""
-    return C == k == v == _WIDTH and R <= _HEADS
+from maxramp.model.parts.delta_sizes import MOST_HEADS
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -123,7 +116,7 @@ def _call(kernel, arrays, outputs, interpret):
     first. Of its arrays and of its results the last is by rows, the others are by chunks."""
     is_backward = kernel is _backward_kernel
     N, B, K = arrays[0].shape[:3]
-    G = 2 if K % 2 == 0 and 2 * arrays[-1].shape[2] <= _HEADS else 1  # key heads of a program
+    G = 2 if K % 2 == 0 and 2 * arrays[-1].shape[2] <= MOST_HEADS else 1  # key heads of a program
 
     def specs(arrays):
         def chunk(x):
