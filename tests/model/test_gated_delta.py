@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import make_config, make_mesh
 
+from maxramp.model.mixers.gated_delta import _prepare
 from maxramp.model.parts import gated_delta as rule
 from maxramp.model.parts import gated_delta_kernel
 from maxramp.parallel.collectives import map_shards
@@ -79,24 +80,39 @@ def test_chunks_are_the_loop_over_tokens(scale):
     assert_close(results(rule.gated_delta, arrays, weights, SEGMENTS), expected)
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels, without a TPU."""
+    kernels = functools.partial(gated_delta_kernel.scan_chunks, interpret=True)
+    monkeypatch.setattr(gated_delta_kernel, "scan_chunks", kernels)
+    monkeypatch.setattr(rule, "platform", lambda: "tpu")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 1e-2)])
-def test_kernels_are_the_loop_over_tokens(dtype, tolerance, monkeypatch):
+def test_kernels_are_the_loop_over_tokens(dtype, tolerance, interpreted):
     (q, key, values, *gates), weights = inputs(k=128, v=128)
     arrays = (q, key, values.astype(dtype), *gates)
-    interpreted = functools.partial(gated_delta_kernel.scan_chunks, interpret=True)
-    monkeypatch.setattr(gated_delta_kernel, "scan_chunks", interpreted)
-    monkeypatch.setattr(rule, "platform", lambda: "tpu")
     actual = results(rule.gated_delta, arrays, weights, SEGMENTS)
     assert_close(actual, exact_results(arrays, weights, SEGMENTS), tolerance)
 
 
+@pytest.mark.slow
+def test_kernels_on_parts_of_rows_are_whole_rows(interpreted):
+    assert_parts_are_whole(devices=2, tokens=300, k=128, v=128)
+
+
 def test_parts_of_rows_are_whole_rows():
     """A document goes on through several parts, and parts are no whole chunks."""
-    arrays, weights = inputs(tokens=152)
-    segments = np.pad(SEGMENTS, ((0, 0), (0, 2)), mode="edge")
+    assert_parts_are_whole(devices=4, tokens=152)
+
+
+def assert_parts_are_whole(devices, tokens, **widths):
+    arrays, weights = inputs(tokens=tokens, **widths)
+    segments = np.pad(SEGMENTS, ((0, 0), (0, tokens - T)), mode="edge")
     expected = exact_results(arrays, weights, segments)
-    mesh = make_mesh(make_config("ici_context_parallelism=4", devices=4))
+    keys = f"ici_context_parallelism={devices}"
+    mesh = make_mesh(make_config(keys, devices=devices))
 
     def parts(*arrays):
         specs = (*(X_BTHh,) * 3, *(X_BTF,) * 2, TOKENS_BT)
@@ -134,6 +150,28 @@ def test_convolutions_stop_at_documents():
         if t >= back and SEGMENTS[row, t] == SEGMENTS[row, t - back]:
             expected[row, t] += x[row, t - back] * taps[3 - back]
     np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_a_backward_pass_keeps_no_more_than_a_convolution_reads():
+    width = 2 * k + H // K * v
+    shapes = (B, T, K, width), (B, T, K, H // K), (B, T, K, H // K), (1, 4, K, width), (H,), (H,)
+    qkv, b, a, *weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    before = jax.ShapeDtypeStruct((B, 3, K, width), jnp.float32)
+
+    def pull_back(qkv, b, a, before, *weights):
+        def run(qkv, b, a, *weights):
+            segments = SEGMENTS, np.zeros((B, 3), int)
+            arrays = qkv, b, a, segments[0], before, segments[1]
+            return _prepare(*arrays, *weights, (k, k, H // K * v))
+
+        return jax.vjp(run, qkv, b, a, *weights)[1]
+
+    def size(tree):
+        return sum(x.size for x in jax.tree.leaves(tree))
+
+    arguments = qkv, b, a, before, *weights
+    kept = size(jax.eval_shape(pull_back, *arguments))
+    assert kept <= size(arguments) + 2 * SEGMENTS.size
 
 
 def test_tokens_one_by_one_are_the_chunks():

@@ -147,6 +147,8 @@ class GatedDelta(nnx.Module):
         )
 
 
+# Computed again for the backward pass: it keeps many times the bytes of its arrays.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=9)
 def _prepare(qkv, b, a, segments, before, segments_before, taps, log_rate, step_bias, blocks):
     """Returns queries, keys, values, g and beta for `gated_delta`, on one device. Weights may have
     the axis of a stage, of 1."""

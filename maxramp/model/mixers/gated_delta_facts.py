@@ -57,8 +57,10 @@ class GatedDeltaFacts:
         # Of a token and a value head, near what the TPU's compiler reports.
         C = chunk_length(platform, spec.row_length // context)
         numbers = 2 * v * 4 + 4 * self.state / C + 4 * _CONVOLVED * (2 * k / R + v)
-        if context == 1 and has_kernel(platform, C, k, v, R):
+        if has_kernel(platform, C, k, v, R):
             numbers += (2 * k / R + v) * itemsize
+            if context > 1:  # the kernels that find the state before a part
+                numbers += (k + v) * (itemsize + 4 + 4 * k / C)
         else:
             numbers += 3 * k * itemsize + C * (itemsize + 4 * _SQUARES)
         return 0, spec.device_tokens * self.heads / spec.mesh.sizes["tensor"] * numbers

@@ -89,24 +89,17 @@ def _step(S_kv: jax.Array, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, ja
     return after_kv, (S_kv, writes)
 
 
-def _find_state(chunks: Chunk, S_kv: jax.Array, axis: str) -> jax.Array:
+def _find_state(advance: Callable, S_kv: jax.Array, axis: str) -> jax.Array:
     """Returns the state before this device's part of rows, whose parts lie along the axis, from
     that before the first part.
 
     A part maps the state S to M S + U, with M = 0 if a document begins in it: these travel, and
-    they are as large for a long part as for a short one.
+    they are as large for a long part as for a short one. `advance` takes the states [I, 0], for
+    values [0, v], to [M, U].
     """
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def step(M_U: jax.Array, chunk: Chunk) -> tuple[jax.Array, None]:
-        zeros = jnp.zeros(chunk.keys_Ck.shape, jnp.float32)
-        chunk = chunk._replace(values_Cv=jnp.concatenate([zeros, chunk.values_Cv], -1))
-        return _map_leading(Chunk.advance, 3)(chunk, M_U)[0], None
-
     k = S_kv.shape[-2]
     identity = jnp.broadcast_to(jnp.eye(k), (*S_kv.shape[:-1], k))
-    M_U = jnp.concatenate([identity, jnp.zeros_like(S_kv)], -1)
-    M_U, _ = jax.lax.scan(step, M_U, chunks)
+    M_U = advance(jnp.concatenate([identity, jnp.zeros_like(S_kv)], -1))
     own, before_kv = jax.lax.axis_index(axis), S_kv
     for device, part in enumerate(all_gather(M_U[None], axis)[:-1], 1):
         S_kv = jnp.matmul(part[..., :k], S_kv, precision="highest") + part[..., k:]
@@ -114,13 +107,35 @@ def _find_state(chunks: Chunk, S_kv: jax.Array, axis: str) -> jax.Array:
     return before_kv
 
 
+def _put_behind_zeros(v_Cv: jax.Array, k: int) -> jax.Array:
+    return jnp.concatenate([jnp.zeros((*v_Cv.shape[:-1], k), v_Cv.dtype), v_Cv], -1)
+
+
+def _run_kernels(
+    q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, S_kv: jax.Array, axis: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Does what `gated_delta_kernel.scan_chunks` does, for rows whose parts lie along an axis."""
+    scan = gated_delta_kernel.scan_chunks
+    if axis is not None:
+        wide = _put_behind_zeros(v, k.shape[-1])
+        S_kv = _find_state(lambda M_U: scan(q, k, wide, gates, M_U)[1], S_kv, axis)
+    return scan(q, k, v, gates, S_kv)
+
+
 def _scan_chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, S_kv: jax.Array, axis: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `gated_delta_kernel.scan_chunks` does, on all platforms."""
+    """Does what `_run_kernels` does, on all platforms."""
     chunks = _map_leading(_prepare_heads, 3)(q, k, v, gates)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def advance(M_U: jax.Array, chunk: Chunk) -> tuple[jax.Array, None]:
+        wide = _put_behind_zeros(chunk.values_Cv, M_U.shape[-2])
+        chunk = chunk._replace(values_Cv=wide)
+        return _map_leading(Chunk.advance, 3)(chunk, M_U)[0], None
+
     if axis is not None:
-        S_kv = _find_state(chunks, S_kv, axis)
+        S_kv = _find_state(lambda M_U: jax.lax.scan(advance, M_U, chunks)[0], S_kv, axis)
     S_kv, read = jax.lax.scan(_step, S_kv, chunks)
     return _map_leading(Chunk.read, 4)(chunks, *read), S_kv
 
@@ -163,12 +178,8 @@ def gated_delta(
         S = jnp.zeros((B, K, H // K, k, v), jnp.float32)
     else:
         S = state_BHkv.reshape(B, K, H // K, k, v)
-    arrays = q, key, values, Gates.from_decays(g, beta), S
-    o, S = (
-        gated_delta_kernel.scan_chunks(*arrays)
-        if axis is None and has_kernel(platform(), C, k, v, H // K)
-        else _scan_chunks(*arrays, axis)
-    )
+    scan = _run_kernels if has_kernel(platform(), C, k, v, H // K) else _scan_chunks
+    o, S = scan(q, key, values, Gates.from_decays(g, beta), S, axis)
     o = jnp.moveaxis(o, (0, 4), (1, 2))  # [B, N, C, K, R, v]
     return o.reshape(B, N * C, H, v)[:, :T], S.reshape(B, H, k, v)
 
