@@ -1,14 +1,16 @@
 """What a step does with a weight follows from its role, and from whether it is trained."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_mesh
 from test_step import ROWS, make_config, random_rows, train
 
 from maxramp.model.keys import ROLES
-from maxramp.model.parts.weights import weights_of
+from maxramp.model.parts.weights import new_weight, weights_of
 from maxramp.training.keys import OPTIMIZERS, optimizer_names
+from maxramp.training.optimizers.half_lives import STEADY, decay_weights
 from maxramp.training.optimizers.table import make_optimizer
 from maxramp.training.state import abstract_state
 
@@ -35,6 +37,13 @@ def test_an_optimizer_is_a_record_and_a_module():
         assert set(record.roles) <= set(ROLES) == optimizer_names(name).keys()
         kind = "optax.lion" if name == "optax" else name
         make_optimizer(make_config(f"opt_type={kind}").optimizer).init({})
+
+
+def test_sinks_and_recurrences_never_decay():
+    weights = {role: new_weight(jnp.ones((2, 2)), role, "D F") for role in ROLES}
+    decay = decay_weights(make_config("adamw_mask=[]").optimizer, "adam_weight_decay", STEADY)
+    updates, _ = decay.update(jax.tree.map(jnp.zeros_like, weights), decay.init(weights), weights)
+    assert {x for x in ROLES if not updates[x][...].any()} == {"sink", "recurrence"}
 
 
 def test_every_weight_has_a_role_and_letters_of_its_axes():
