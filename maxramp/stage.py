@@ -43,6 +43,7 @@ class RopeKeys(Keys):
     beta_slow: float = above_zero()
     rope_truncate: bool
     rope_attention_factor: float = above_zero_or_open()
+    mscale: float = minimum(0)
     rope_linear_scaling_factor: float = minimum(1)
     local_rope_max_timescale: float = above_zero_or_open()
     sliding_window_size: int = minimum(0)

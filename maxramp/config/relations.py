@@ -61,8 +61,8 @@ def _check_model(keys: ModelKeys) -> Relations:
         f"rope_low_freq_factor={keys.rope_low_freq_factor}: between them scaling sets in",
     )
     yield (
-        keys.rope_type == "yarn" and keys.beta_fast <= keys.beta_slow,
-        f"beta_fast={keys.beta_fast} must be above beta_slow={keys.beta_slow}: between them "
+        keys.rope_type == "yarn" and keys.beta_fast < keys.beta_slow,
+        f"beta_fast={keys.beta_fast} must not be below beta_slow={keys.beta_slow}: between them "
         "scaling sets in",
     )
     yield (

@@ -13,7 +13,7 @@ from maxramp.model.families.table import FAMILIES, unify_keys
 from maxramp.model.keys import ModelKeys
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"}
-_NULL_FOR_0 = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_NULL_FOR_0 = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank")
 
 _SIZES = {
     "base_emb_dim": "hidden_size",
@@ -59,18 +59,18 @@ def read_keys(written: Mapping[str, Any], where: str) -> dict[str, Any]:
     cast_key("max_target_length", "max_position_embeddings", values, where)  # checks its type
     rope = rope_json.read_keys(values, released, where)
     layers = cast_key("base_num_decoder_layers", "num_hidden_layers", values, where)
+    heads = cast_key("base_num_query_heads", "num_attention_heads", values, where)
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = heads
     refuse(
         (is_other, f"{where}: {key}={value} is not supported{why}")
         for is_other, key, value, why in _check_supported(written, values, family, layers)
     )
     values |= {key: values.get(key) or 0 for key in _NULL_FOR_0}
-    heads = cast_key("base_num_query_heads", "num_attention_heads", values, where)
-    if values["num_key_value_heads"] is None:
-        values["num_key_value_heads"] = heads
     if values.get("head_dim") is None:
         values["head_dim"] = cast_key("base_emb_dim", "hidden_size", values, where) // max(heads, 1)
     activations = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
-    names = {**_SIZES, **released.names}
+    names = _names(released)
     return unify_keys(
         {
             "decoder_block": name,
@@ -80,6 +80,11 @@ def read_keys(written: Mapping[str, Any], where: str) -> dict[str, Any]:
             **rope,
         }
     )
+
+
+def _names(released: Released) -> dict[str, str]:
+    """Returns the names of our keys in a family's config.json, but for those that it lacks."""
+    return {ours: theirs for ours, theirs in {**_SIZES, **released.names}.items() if theirs}
 
 
 def _check_supported(
@@ -145,7 +150,11 @@ def describe_unread(values: Mapping[str, Any], where: str) -> list[str]:
 
 def _family_name(values: Mapping[str, Any], where: str) -> str:
     """Returns the value of decoder_block; a ConfigError for a model_type that none here has."""
-    families = {family.released.model_type: name for name, family in FAMILIES.items()}
+    families = {
+        kind: name
+        for name, family in FAMILIES.items()
+        for kind in (family.released.model_type, *family.released.model_types)
+    }
     kind = str(values.get("model_type"))
     if kind not in families:
         raise ConfigError(
@@ -180,6 +189,8 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
             f"are {', '.join(f'[{name}, linear]' for name in _ACTIVATIONS)}"
         )
     released = FAMILIES[keys.decoder_block].released
+    if original.get("model_type") in released.model_types:
+        original = {**original, "model_type": released.model_type}
     is_same = original.get("model_type") == released.model_type  # and not a dense model
     before = read_keys(original, "config.json") if is_same else {}
     own = {**vars(keys), "mlp_activations": list(keys.mlp_activations)}
@@ -195,7 +206,7 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
         topk_routing_group=max(1, keys.topk_routing_group),
         query_pre_attn_scalar=keys.head_dim if scalar == -1 else scalar,
     )
-    names = {**_SIZES, **released.names}
+    names = _names(released)
     values = {theirs: getattr(keys, ours) for ours, theirs in names.items() if ours in changed}
     values |= {key: values[other] for key, other in released.same.items() if other in values}
     values |= {name: None for name in _NULL_FOR_0 if values.get(name) == 0}

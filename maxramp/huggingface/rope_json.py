@@ -57,7 +57,15 @@ def read_keys(values: Mapping[str, Any], released: Released, where: str) -> dict
     part, share = rope.get("partial_rotary_factor"), released.rotary_share
     if part not in (None, share):
         raise ConfigError(f"{where}: partial_rotary_factor={part} is not supported, but {share}")
-    return keys | _scaling(rope, values, bool(local), where)
+    keys |= _scaling(rope, values, bool(local), where)
+    if not released.scales_scores or _kind(rope) == "default":
+        return keys
+    scores = rope.get("mscale_all_dim") or 0.0
+    if _kind(rope) != "yarn" and scores:
+        raise ConfigError(
+            f"{where}: mscale_all_dim={scores} with rope_type={_kind(rope)} is not supported"
+        )
+    return keys | {"mscale": base.cast_value(f"{where}: mscale_all_dim={scores}", scores, "mscale")}
 
 
 def unread_keys(values: Mapping[str, Any], released: Released) -> list[str]:
@@ -186,6 +194,10 @@ def make_values(keys: ModelKeys, released: Released, original: Mapping[str, Any]
     for kind, (ours, names) in _SCALINGS.items():
         if keys.rope_type == ours and (kind != "linear" or keys.rope_linear_scaling_factor != 1):
             rope |= {"rope_type": kind} | {theirs: getattr(keys, n) for n, theirs in names.items()}
+    if released.scales_scores and keys.rope_type == "yarn":
+        rope["mscale_all_dim"] = keys.mscale
+        if keys.rope_attention_factor == 1:  # which other readers find by these two
+            rope["mscale"] = keys.mscale
     for name, usual in (("attention_factor", -1), ("truncate", True)):
         if rope.get(name) == usual:
             del rope[name]

@@ -125,7 +125,8 @@ def check_family(block: str, foreign: Mapping[str, tuple[str, Any]]) -> None:
         text, value = foreign[name]
         values = (v for blocks, v in FAMILY_KEYS[name].items() if _matches(block, blocks))
         only = next(values, None)
-        if only is not None and value not in (*_NOT_GIVEN, only):
+        allowed = only if isinstance(only, list) else [only]
+        if only is not None and value not in (*_NOT_GIVEN, *allowed):
             raise ConfigError(
                 f"{text} (MaxText's): decoder_block={block} means {only}; use that, or leave it out"
             )

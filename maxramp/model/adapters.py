@@ -17,6 +17,7 @@ from maxramp.model.parts.weights import (
     Weight,
     hash_bits,
     is_weight,
+    merge_adapter,
     new_weight,
     part_of,
     weights_of,
@@ -104,14 +105,7 @@ def merge_adapters(model: Any, dtype: str) -> Any:
     weights without adapters stay as they are."""
 
     def merge(x: Any) -> Any:
-        if not _is_adapted(x):
-            return x
-        weight = x.weight[...]
-        axes, spec = f"{x.down.axes},{x.up.axes}->{x.weight.axes}", jax.typeof(weight).sharding.spec
-        down, up = (factor[...].astype(jnp.float32) for factor in (x.down, x.up))
-        change = jnp.einsum(axes, down, up, precision="highest", out_sharding=spec)
-        changed = weight.astype(jnp.float32) + x.scale * change
-        return x.weight.replace(changed.astype(dtype))
+        return x.weight.replace(merge_adapter(x).astype(dtype)) if _is_adapted(x) else x
 
     return jax.tree.map(merge, model, is_leaf=_is_adapted)
 

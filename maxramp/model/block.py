@@ -14,6 +14,7 @@ from maxramp.model.families.family import Family
 from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.attention import Attention
 from maxramp.model.mixers.gated_delta import GatedDelta
+from maxramp.model.mixers.latent_attention import LatentAttention
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.experts import Experts
 from maxramp.model.parts.mlp import MLP
@@ -21,7 +22,8 @@ from maxramp.model.parts.norm import RMSNorm
 from maxramp.model.parts.positions import Pass
 from maxramp.model.pattern import Layer, Mixing
 
-MIXERS = {"attention": Attention, "gated_delta": GatedDelta}  # by `Layer.mixer`
+# By `Layer.mixer`.
+MIXERS = {"attention": Attention, "gated_delta": GatedDelta, "latent_attention": LatentAttention}
 
 
 class Block(nnx.Module):

@@ -35,7 +35,7 @@ class Decoder(nnx.Module):
         family, dtype = FAMILIES[keys.decoder_block], keys.weight_dtype
         # Static fields are compared at every call of a compiled step: keep them few and small.
         self.pattern = family.pattern(keys)
-        self.rotary_dim = int(keys.head_dim * family.released.rotary_share)
+        self.rotary_dim = family.rotary_dim(keys)
         self.tied = keys.logits_via_embedding
         self.logits_cap = keys.final_logits_soft_cap
         self.embedding_scale = D**0.5 if family.scales_embedding else 1.0

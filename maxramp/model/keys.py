@@ -26,7 +26,8 @@ SHAPE_KEYS = (
     *("base_mlp_dim", "base_num_decoder_layers", "vocab_size", "logits_via_embedding"),
     *("attention_bias", "use_qk_norm", "num_experts", "base_moe_mlp_dim", "shared_experts"),
     *("first_num_dense_layers", "routed_bias", "gdn_num_key_heads", "gdn_num_value_heads"),
-    *("gdn_key_head_dim", "gdn_value_head_dim"),
+    *("gdn_key_head_dim", "gdn_value_head_dim", "q_lora_rank", "kv_lora_rank"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 
 # Keys that decide which experts a token goes to, and with which weights.
@@ -58,6 +59,7 @@ ROLES_IN_PRODUCTS = ("matrix", "embedding", "head", "adapter", "gate")
 LORA_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj_qkvz"),
     *("in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
 )
 
 
@@ -83,6 +85,13 @@ def select_strategy(requested: str, query_heads: int, key_heads: int, devices: i
     if requested != "autoselected":
         return requested
     return "ulysses" if key_copies(query_heads, key_heads, devices) else "all_gather"
+
+
+def limit_to_pairs() -> Any:
+    return limit(
+        lambda value: value > 0 and value % 2 == 0,
+        "must be even and above 0: rotary positions turn pairs",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +126,7 @@ class ModelKeys(Execution):
     base_emb_dim: int = minimum(1)
     base_num_query_heads: int = minimum(1)
     base_num_kv_heads: int = minimum(1)
-    head_dim: int = limit(
-        lambda value: value > 0 and value % 2 == 0,
-        "must be even and above 0: rotary positions turn pairs",
-    )
+    head_dim: int = limit_to_pairs()
     base_mlp_dim: int = minimum(1)
     base_num_decoder_layers: int = minimum(1)
     vocab_size: int = minimum(1)
@@ -143,6 +149,11 @@ class ModelKeys(Execution):
     gdn_num_value_heads: int = minimum(1)
     gdn_key_head_dim: int = minimum(1)
     gdn_value_head_dim: int = minimum(1)
+    q_lora_rank: int = minimum(0)
+    kv_lora_rank: int = minimum(1)
+    qk_nope_head_dim: int = minimum(1)
+    qk_rope_head_dim: int = limit_to_pairs()
+    v_head_dim: int = minimum(1)
     first_num_dense_layers: int = minimum(0)
     norm_topk_prob: bool
     routed_score_func: str = one_of("softmax", "sigmoid")

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from maxramp.stage import RopeKeys
 
 
-def yarn_amplitude(factor: float) -> float:
-    """Returns YaRN's factor for queries and keys (arXiv 2309.00071, section 3.4)."""
-    return 0.1 * math.log(factor) + 1
+def yarn_amplitude(factor: float, share: float = 1.0) -> float:
+    """Returns YaRN's factor for queries and keys (arXiv 2309.00071, section 3.4); a model may have
+    a share of its logarithm."""
+    return 0.1 * share * math.log(factor) + 1
 
 
 @dataclasses.dataclass(frozen=True, order=True)  # a key of trees
@@ -58,6 +59,7 @@ class Mixing(NamedTuple):
 
     rope: Rope | None = None  # None: without positions
     window: int = 0  # tokens that each token sees, itself included; 0 = all before it
+    score_factor: float = 1.0  # of latent attention's scores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ class LayerSizes(NamedTuple):
     mixer: MixerFacts
     reads: Mapping[str, int]  # as in `MixerFacts`, of all weights
     writes: Mapping[str, int]
+    inside: Mapping[str, tuple[int, int]]
     activations: int  # numbers between the products of the MLP
 
     @classmethod
@@ -29,20 +30,27 @@ class LayerSizes(NamedTuple):
             width = keys.moe_mlp_dim * (keys.num_experts_per_tok + keys.shared_experts)
             router = {"router": keys.num_experts + family.gates_shared}
         reads = {**mixer.reads, "gate_proj": width, "up_proj": width, **router}
-        return cls(mixer, reads, {**mixer.writes, "down_proj": width}, 2 * width)
+        writes = {**mixer.writes, "down_proj": width}
+        return cls(mixer, reads, writes, mixer.inside, 2 * width)
+
+    @property
+    def results(self) -> int:
+        """Numbers of a token that products make, but for those of the residual stream."""
+        return sum(self.reads.values()) + sum(outputs for _, outputs in self.inside.values())
 
 
 def sharded_widths(keys: ModelKeys) -> dict[tuple[str, ...], dict[str, int]]:
     """Returns the widths that are split over mesh axes, by these axes and then by key; the product
     of the axes' sizes must divide each."""
     pattern = FAMILIES[keys.decoder_block].pattern(keys)
-    tensor = {name: 0 for layer in pattern for name in MIXER_FACTS[layer.mixer].tensor_keys}
-    tensor = (*tensor, "base_emb_dim", "vocab_size")
+    mixers = [MIXER_FACTS[layer.mixer] for layer in pattern]
+    tensor = *(name for facts in mixers for name in facts.tensor_keys), "base_emb_dim", "vocab_size"
+    shards = "base_emb_dim", *(name for facts in mixers for name in facts.shard_keys)
     if keys.base_moe_mlp_dim != -1:
         tensor += ("base_moe_mlp_dim",)
     if keys.base_moe_mlp_dim == -1 or keys.first_num_dense_layers:
         tensor += ("base_mlp_dim",)
-    axes = {("expert",): ("num_experts",), SHARD_AXES: ("base_emb_dim",), ("tensor",): tensor}
+    axes = {("expert",): ("num_experts",), SHARD_AXES: shards, ("tensor",): tensor}
     return {axis: {name: getattr(keys, name) for name in names} for axis, names in axes.items()}
 
 
@@ -63,9 +71,10 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     products, adapters, mixed = D * keys.vocab_size, 0, 0
     for layer, count in Counter(family.pattern(keys)).items():
         sizes = LayerSizes.from_keys(keys, layer)
-        matrices = {**sizes.reads, **sizes.writes}
-        products += count * D * sum(matrices.values())
-        adapted = (D + matrices[name] for name in keys.lora_modules if name in matrices)
+        widths = {**sizes.reads, **sizes.writes}
+        matrices = {name: (D, width) for name, width in widths.items()} | sizes.inside
+        products += count * sum(map(math.prod, matrices.values()))
+        adapted = (sum(matrices[name]) for name in keys.lora_modules if name in matrices)
         adapters += count * keys.lora_rank * sum(adapted)
         mixed += count * sizes.mixer.row_products(tokens, layer.mixing(keys))
     if keys.lora_rank:  # 4 for each frozen weight: it has no gradient
@@ -159,7 +168,7 @@ def _kept_bytes(
     itemsize = BYTES[keys.dtype]
     stream = tokens * keys.base_emb_dim * itemsize
     context, mixed = sizes.mixer.kept_bytes(keys, spec, platform)
-    products = tokens * sum(sizes.reads.values()) / tensor * itemsize
+    products = tokens * sizes.results / tensor * itemsize
     activations = tokens * sizes.activations / tensor * itemsize
     norms = 2 * tokens * keys.base_emb_dim * 4
     everything = 4 * stream + norms + products + mixed + activations

@@ -50,6 +50,8 @@ X_BTD = P(ROW_AXES, TOKEN_AXES, None)  # the stream as a product with a weight r
 X_BTF = P(ROW_AXES, TOKEN_AXES, "tensor")  # the MLP's inside, and logits
 X_BTHh = P(ROW_AXES, TOKEN_AXES, "tensor", None)  # queries, keys, values
 CACHE_BKSh = P(ROW_AXES, "tensor", None, None)  # keys and values by slot
+LATENTS_B1Sc = P(ROW_AXES, None, None, None)  # the same of latents, which all heads share
+OWN_KEYS_CBTHh = P(TOKEN_AXES, ROW_AXES, None, "tensor", None)  # what each device attends to
 CHOICES_BTk = P(ROW_AXES, TOKEN_AXES, None)  # numbers of each token for each of its experts
 SORTED_M = P(AXES)  # tokens of each device's experts, expert after expert
 
@@ -57,6 +59,7 @@ SORTED_M = P(AXES)  # tokens of each device's experts, expert after expert
 EMBEDDING_VD = P("tensor", SHARD_AXES)
 HEAD_DV = P(SHARD_AXES, "tensor")
 HEADS_IN_DHh = P(SHARD_AXES, "tensor", None)
+LATENT_IN_Dc = P(SHARD_AXES, None)
 HEADS_Hh = P("tensor", None)
 SPLIT_D = P("tensor")  # a number of each head, or of each of the stream's dimensions
 TAPS_1tHh = P(None, None, "tensor", None)

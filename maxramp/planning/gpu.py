@@ -135,7 +135,8 @@ _SLICES = ("dynamic-slice", "slice", "gather")
 # result; scores again, dP, dV, dK, dQ.
 _ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 # Those of our own kernels: scores and result; scores, dP, dQ; scores, dP, dV, dK.
-_OURS = {"forward": 2, "dq": 3, "dkv": 4}
+# How many of these are as wide as a query, and how many as a value.
+_OURS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
 
 
 def count(
@@ -208,12 +209,13 @@ def _flops(i: hlo.Instruction) -> float:
         seen = W * (2 * T - W) / 2 if causal else T * S  # of a row's pairs half is never made
         return _ATTENTION[target] * 2.0 * B * H * h * seen
     if scope := re.search(r"attention_window_(\d+)\b.*?(forward|dq|dkv)_kernel", i.rest):
-        (B, T, H, h), (_, S, _, _) = (operand.shape for operand in i.operands[:2])
+        (B, T, H, h), (_, S, _, _), (*_, v) = (operand.shape for operand in i.operands[:3])
         # What documents leave out is not known.
         length = run_length(T)
         pairs_n = np.minimum(np.arange(S) + 0.5, int(scope[1]) or S).reshape(-1, length).sum(1)
         seen = hlo.share_of_row(i.rest, pairs_n, T / S)
-        return _OURS[scope[2]] * 2.0 * B * H * h * seen
+        queries, values = _OURS[scope[2]]
+        return 2.0 * B * H * (queries * h + values * v) * seen
     if scope := re.search(r"grouped_rows_(\d+)_.*/grouped_", i.rest):  # buffers have room for more
         return 2.0 * int(scope[1]) * i.operands[-2].shape[1] * i.shape[-1]
     return 0.0

@@ -285,8 +285,9 @@ def _convolution_flops(i: Instruction) -> float:
 
 
 # Products of an attention kernel, each of [T, h] with [h, T] or [T, T] with [T, h]: scores and
-# result; scores, dP, dV, dK; scores, dP, dQ.
-_KERNELS = {"fwd": 2, "dkv": 4, "dq": 3}
+# result; scores, dP, dV, dK; scores, dP, dQ. How many of these are as wide as a query, and how many
+# as a value.
+_KERNELS = {"fwd": (1, 1), "dkv": (2, 2), "dq": (2, 1)}
 
 
 def _kernel_flops(i: Instruction) -> float:
@@ -301,7 +302,9 @@ def _kernel_flops(i: Instruction) -> float:
     if not (kernel := re.search(r"tpu_custom_call.*splash_mha_(fwd|dkv|dq)", i.rest)):
         return 0.0
     shapes = _SHAPE.findall(i.rest.partition("constraints=")[2])
-    (*heads, t, width), (*_, T, _) = [numbers(dims) for kind, dims in shapes if "f" in kind][:2]
+    floats = [numbers(dims) for kind, dims in shapes if "f" in kind]
+    (*heads, t, h), (*_, T, _), (*_, v) = floats[:3]
+    query_products, value_products = _KERNELS[kernel[1]]
     queries, keys = (int(re.search(rf"block_{x}\w*\W+(\d+)", i.rest)[1]) for x in ("q", "kv"))
     *_, first, second = numbers(shapes[0][1])
     if kernel[1] == "dkv":
@@ -310,7 +313,8 @@ def _kernel_flops(i: Instruction) -> float:
         near, is_windowed = second, second * keys < T
     seen_n = np.arange(queries - 1, T, queries) // keys + 1
     seen = share_of_row(i.rest, np.minimum(seen_n, near) if is_windowed else seen_n, t / T)
-    return _KERNELS[kernel[1]] * 2.0 * math.prod(heads) * seen * queries * keys * width
+    widths = query_products * h + value_products * v
+    return 2.0 * math.prod(heads) * seen * queries * keys * widths
 
 
 _DELTA_SPEED = 0.68  # of the peak, in the schedule that libtpu 0.0.42 makes of both kernels for v5p

@@ -167,7 +167,7 @@ class CostModel:
         numbers, own = 0.0, model.num_experts // sizes["expert"]
         for layer, count in Counter(family.pattern(model)).items():
             widths = LayerSizes.from_keys(model, layer)
-            results = sum(widths.reads.values()) + D * len(widths.writes)
+            results = widths.results + D * len(widths.writes)
             numbers += count * (_STREAM * D + _RESULT * results / sizes["tensor"])
             if layer.is_sparse:
                 k = model.num_experts_per_tok

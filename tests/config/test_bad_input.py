@@ -131,7 +131,7 @@ use_random_routing=True ici_sequence_parallelism=2 dcn_sequence_parallelism=4 | 
     use_random_routing=True (MaxText's): not supported | ici_sequence_parallelism=2, \
     dcn_sequence_parallelism=4 (MaxText's)
 mlp_activations=[silu
-rope_type=yarn beta_fast=0.5 | beta_fast=0.5 | above beta_slow=1.0
+rope_type=yarn beta_fast=0.5 | beta_fast=0.5 | below beta_slow=1.0
 rope_type=yarn rope_max_timescale=1 | rope_max_timescale=1 | more than 1
 init_weights_seed=1e20 | init_weights_seed=100000000000000000000
 num_epoch=1e12 | num_epoch=1000000000000

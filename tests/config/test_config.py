@@ -286,8 +286,12 @@ def test_model_file(name):
         *("attn_logits_soft_cap", "final_logits_soft_cap", "local_rope_max_timescale"),
         *("rope_linear_scaling_factor", "beta_fast", "beta_slow", "rope_attention_scaling"),
         *("original_max_position_embeddings", "gdn_num_key_heads", "gdn_num_value_heads"),
-        *("gdn_key_head_dim", "gdn_value_head_dim"),
+        *("gdn_key_head_dim", "gdn_value_head_dim", "q_lora_rank", "kv_lora_rank", "mscale"),
+        *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_attention_factor"),
+        "rope_truncate",
     }
+    if "kv_lora_rank" in values:  # which has widths of its own
+        required.remove("head_dim")
     others = {key for key in values if not key.startswith("base_")}
     assert others - open_to_families == required
 

@@ -12,6 +12,9 @@ GPT_OSS = "decoder_block=gpt_oss attention_bias=true routed_bias=true num_expert
 GPT_OSS += "num_experts_per_tok=2 sliding_window_size=128"
 DELTA = "decoder_block=qwen3_5 use_qk_norm=true gdn_num_key_heads=2 gdn_num_value_heads=4"
 
+LATENT = "decoder_block=deepseek_v3 routed_score_func=sigmoid routed_bias=True num_experts=4 "
+LATENT += "base_num_kv_heads=8"
+
 
 # The keys, and what the line must hold, a regular expression.
 CASES = table("""
@@ -50,6 +53,12 @@ DELTA gdn_num_key_heads=3 | gdn_num_value_heads=4 is not a multiple of gdn_num_k
 DELTA head_dim=12 | head_dim=12 is not a multiple of 8
 DELTA mlp_activations=[gelu,linear] | mlp_activations=.*=qwen3_5 needs \\[silu, linear\\]
 DELTA ici_tensor_parallelism=4 | gdn_num_key_heads=2 does not divide over the tensor axis
+LATENT base_num_kv_heads=2 | base_num_kv_heads=2: .* every query head; give base_num_kv_heads=8
+LATENT kv_lora_rank=6 | kv_lora_rank=6 does not divide over the fsdp axis
+LATENT lora_rank=2 lora_targets=[q_a_proj] | with q_lora_rank=0 there is no q_a_proj; leave it out
+LATENT lora_rank=2 | experts have no adapters; use lora_targets=\\[q_proj,kv_a_proj_with_mqa,
+LATENT qk_rope_head_dim=5 | qk_rope_head_dim=5 must be even
+kv_lora_rank=8 | kv_lora_rank=8 is read only with decoder_block=deepseek_v3
 DELTA lora_rank=2 lora_targets=[in_proj_qkvz] | in_proj_qkvz
 DOTS routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix] | \
     routed_bias_update_rate=0.001 moves .* frozen under .*mask=\\['matrix'\\]; use 0
@@ -59,10 +68,6 @@ DOTS routed_bias_update_rate=0.001 trainable_parameters_mask=[matrix] | \
 @pytest.mark.parametrize(("keys", "error"), CASES)
 def test_one_line(keys, error):
     with pytest.raises(ConfigError, match=f"^.*{error}.*$"):  # `.` is no newline
-        make_config(
-            *keys.replace("MIXTRAL", MIXTRAL)
-            .replace("DOTS", DOTS)
-            .replace("DELTA", DELTA)
-            .replace("GPT_OSS", GPT_OSS)
-            .split()
-        )
+        for word in ("MIXTRAL", "DOTS", "DELTA", "LATENT", "GPT_OSS"):
+            keys = keys.replace(word, globals()[word])
+        make_config(*keys.split())

@@ -33,6 +33,10 @@ QWEN3_5 += ("gdn_num_value_heads=4", "gdn_key_head_dim=8", "gdn_value_head_dim=8
 QWEN3_5 += ("base_num_decoder_layers=4",)
 GPT_OSS = ("decoder_block=gpt_oss", "attention_bias=True", "routed_bias=True", *MIXTURE[1:])
 GPT_OSS += ("sliding_window_size=4",)
+LATENT = ("decoder_block=deepseek_v3", "base_num_kv_heads=8", "kv_lora_rank=16")
+LATENT += ("qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=5", "num_experts=4")
+LATENT += ("routed_score_func=sigmoid", "routed_bias=True", "base_num_decoder_layers=2")
+LATENT += ("rope_type=yarn", "first_num_dense_layers=1", "q_lora_rank=24")
 MOST = 10  # tokens of an answer
 GREEDY = Sampling(temperature=0)
 PROMPTS = [np.arange(1, 1 + n, dtype=np.int32) * 7 % VOCAB for n in (1, 5, 9, 14, 3)]
@@ -77,7 +81,14 @@ writer = functools.cache(Writer)
         ("one device", ("decoder_block=qwen3", "use_qk_norm=True")),
         ("one device", GEMMA2),
         ("one device", QWEN3_5),
+        ("one device", LATENT),
         pytest.param("all axes", QWEN3_5, marks=pytest.mark.slow),
+        pytest.param("two layers on all axes", LATENT, marks=pytest.mark.slow),
+        pytest.param(
+            "one device",
+            (*LATENT, "lora_rank=2", "lora_targets=[kv_b_proj]"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("all axes", GEMMA3, marks=pytest.mark.slow),
         pytest.param("all axes", GPT_OSS, marks=pytest.mark.slow),
         pytest.param("one device", MIXTURE, marks=pytest.mark.slow),
@@ -102,6 +113,13 @@ def test_greedy_is_the_argmax_of_the_forward_pass(mesh, keys):
     if mesh == "experts":
         alone = writer("one device", *keys)(PROMPTS, MOST, GREEDY)
         assert [a.tokens.tolist() for a in answers] == [a.tokens.tolist() for a in alone]
+
+
+def test_the_state_of_latent_attention_is_a_latent_and_a_key():
+    written = writer("one device", *LATENT)
+    traced = written.generator.trace_programs(written.model, len(PROMPTS), 16)
+    caches = jax.tree.leaves(traced["reading prompts"]().out_info)
+    assert [cache.shape[1:] for cache in caches] == [(1, 32, 16 + 4)] * 2
 
 
 def test_the_state_of_a_window_has_no_more_slots():

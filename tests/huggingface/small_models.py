@@ -37,6 +37,8 @@ _LINEAR = {"rope_type": "linear", "factor": 4.0}
 _ROUTED = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 _DOTS1 = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
 _DOTS1 |= {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5} | _ROUTED
+_LATENT = {**_DOTS1, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 10}
+_LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 6}
 # A norm of a head's first tokens multiplies rounding by the root of 1 / epsilon.
 _DELTA = {"head_dim": 16, "rms_norm_eps": 1e-3, "linear_num_key_heads": 2}
 _DELTA |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
@@ -81,6 +83,14 @@ CONFIGS = {
         **{"num_local_experts": 4, "num_experts_per_tok": 2},
         rope_parameters=_YARN | {"rope_theta": 100.0, "truncate": False},
     ),
+    "deepseek_v3": _model(
+        "deepseek_v3",
+        **{**_LATENT, "q_lora_rank": 16},
+        rope_scaling=_YARN | {"mscale": 2.0, "mscale_all_dim": 0.7},
+    ),
+    "moonlight": _model(
+        "deepseek_v3", **{**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1}
+    ),
     "qwen3_next": _model("qwen3_next", **_DELTA, **_SHARED),
     "qwen3_5": _model("qwen3_5_text", **_DELTA, architectures=["Qwen3_5ForCausalLM"]),
     "qwen3_5_moe": _model(
@@ -89,7 +99,7 @@ CONFIGS = {
 }
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 EXPERTS = dict.fromkeys(("mixtral", "gpt_oss"), "num_local_experts")  # how many there are
-EXPERTS |= dict.fromkeys(("dots1", "glm4_moe"), "n_routed_experts")
+EXPERTS |= dict.fromkeys(("dots1", "glm4_moe", "deepseek_v3"), "n_routed_experts")
 EXPERTS |= dict.fromkeys(("qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe"), "num_experts")
 TOKENS_BT = (np.arange(48, dtype=np.int32) * 7 % 40).reshape(2, 24) ^ np.array([[0], [3]])
 
@@ -131,6 +141,9 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             by_name |= {f"{layer}self_attn.{n}_norm.weight": (h,) for n in "qk"}
         if kind.startswith("olmo"):
             by_name |= {f"{attention}{n}_norm.weight": (w * h,) for n, w in heads[:2]}
+        if kind == "deepseek_v3":
+            by_name = {n: x for n, x in by_name.items() if not n.startswith(attention)}
+            by_name |= _latent_shapes(attention, config)
         if kind in DELTA:
             by_name[f"{attention}q_proj.weight"] = (2 * H * h, D)
         if kind in DELTA and (i + 1) % 4:
@@ -162,6 +175,17 @@ def _delta_shapes(prefix: str, config: dict) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}{n}": x for n, x in (by_name | {"A_log": (H,), "dt_bias": (H,)}).items()}
 
 
+def _latent_shapes(prefix: str, config: dict) -> dict[str, tuple[int, ...]]:
+    D, H, v = (config[name] for name in ("hidden_size", "num_attention_heads", "v_head_dim"))
+    n, r, c = (config[x] for x in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+    by_name = {"q_proj": (H * (n + r), D)}
+    if q := config["q_lora_rank"]:
+        by_name = {"q_a_proj": (q, D), "q_a_layernorm": (q,), "q_b_proj": (H * (n + r), q)}
+    by_name |= {"kv_a_proj_with_mqa": (c + r, D), "kv_a_layernorm": (c,)}
+    by_name |= {"kv_b_proj": (H * (n + v), c), "o_proj": (D, H * v)}
+    return {f"{prefix}{name}.weight": shape for name, shape in by_name.items()}
+
+
 def _expert_shapes(layer: str, config: dict) -> dict[str, tuple[int, ...]]:
     kind, D = config["model_type"].removesuffix("_text"), config["hidden_size"]
     E, F = config[EXPERTS[kind]], config.get("moe_intermediate_size", config["intermediate_size"])
@@ -175,7 +199,7 @@ def _expert_shapes(layer: str, config: dict) -> dict[str, tuple[int, ...]]:
     by_name = {f"{mlp}gate.weight": (E, D)}
     for e in range(E):
         by_name |= _mlp_shapes(f"{mlp}experts.{e}.", F, D, *names)
-    if kind in ("dots1", "glm4_moe"):
+    if kind in ("dots1", "glm4_moe", "deepseek_v3"):
         by_name[f"{mlp}gate.e_score_correction_bias"] = (E,)
         by_name |= _mlp_shapes(f"{mlp}shared_experts.", config["n_shared_experts"] * F, D)
     if kind in DELTA:

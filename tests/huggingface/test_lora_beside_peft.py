@@ -37,6 +37,10 @@ CASES = [
     ("llama2", TWO_LAYERS | {"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3}),
     ("qwen3_5", {}),
     ("qwen3_next", {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "k_proj"]}),
+    (
+        "deepseek_v3",
+        {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},
+    ),
     ("dots1", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     ("gpt_oss", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     ("qwen2.5", {"target_modules": r".*\.layers\.[13]\..*(k_proj|down_proj)"}),

@@ -37,6 +37,8 @@ LOGITS = {
     "dots1": [1.682764, 1.061812, 0.6824106, -1.028854],
     "glm4_moe": [0.6955175, 1.254584, -1.171304, 0.2292855],
     "gpt_oss": [1.004655, -0.06210462, 1.206605, -0.01171614],
+    "deepseek_v3": [-3.242073, -0.5585298, -0.8004727, 1.707481],
+    "moonlight": [-1.067545, -1.299355, -0.3868647, 0.8973283],
     # in float32, as transformers routes in no other
     "qwen3_next": [-1.241232, -1.040892, -0.04328566, 1.081493],
     "qwen3_5": [3.308441, 0.2121528, -2.55886, 0.6455256],
@@ -86,6 +88,7 @@ def test_logits_are_those_of_transformers(tmp_path, name):
                 *(("gemma2", "pipeline"), ("gemma3", "all axes"), ("olmo3", "all axes")),
                 *(("mixtral", "experts"), ("dots1", "experts"), ("olmoe", "expert pipeline")),
                 *(("qwen3_next", "experts"), ("qwen3_5", "all axes"), ("gpt_oss", "experts")),
+                *(("deepseek_v3", "all axes"), ("moonlight", "experts")),
             )
         ),
     ],
@@ -153,6 +156,13 @@ def test_config_json_says_the_same_again_and_what_was_changed(tmp_path, name):
         assert rope_keys.items() <= config_json.read_keys(other, "").items()
 
 
+def test_kimi_k2_is_a_deepseek_v3(tmp_path):
+    kimi = CONFIGS["moonlight"] | {"model_type": "kimi_k2"}
+    keys = config_of(write_folder(tmp_path, "moonlight", model_type="kimi_k2")).model
+    assert keys == config_of(write_folder(tmp_path, "moonlight")).model
+    assert config_json.make_config(keys, kimi, "float32") == CONFIGS["moonlight"]
+
+
 @pytest.mark.parametrize("mesh", ["one", "all axes"])
 def test_new_rows_of_a_larger_vocabulary_are_the_mean_of_the_others(tmp_path, mesh):
     _, model = on_mesh(write_folder(tmp_path, "llama2"), mesh, "vocab_size=48")
@@ -178,7 +188,10 @@ def test_what_belongs_to_no_text_model_is_left_out_and_named(tmp_path):
     assert "inv_freq" in text and "the head, which is the embedding: lm_head.weight" in text
 
 
-@pytest.mark.parametrize(("name", "layer"), [("qwen3_5", "mtp"), ("glm4_moe", "model.layers.4")])
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [("qwen3_5", "mtp"), ("glm4_moe", "model.layers.4"), ("moonlight", "model.layers.4")],
+)
 def test_tensors_that_do_not_train_are_exported_as_they_came(tmp_path, name, layer):
     folder = write_folder(tmp_path / "in", name)
     more = {f"{layer}.fc.weight": np.full((4, 8), 0.3, ml_dtypes.bfloat16)}
@@ -225,15 +238,28 @@ GPT_OSS = {
     "cut gates": {"gate_limit": 50.0},
     "windows": {"sliding_window_size": 50},
 }
+LATENT = {
+    "query latent": ("q_a_layernorm", lambda x: np.ones_like(x)),
+    "latent": ("kv_a_layernorm", lambda x: np.ones_like(x)),
+    "shared key": ("kv_a_proj", lambda x: x * (np.arange(len(x))[:, None] < 16)),
+    "biases of choice": GLM["biases of choice"],
+    "shared experts": GLM["shared experts"],
+    "scaling": GLM["scaling"],
+    "groups": GLM["groups"],
+    "mscale_all_dim": {"mscale": 0.0},
+    "mscale": {"rope_attention_factor": 1.0},
+    "yarn": {"rope_type": "default"},
+}
 FEATURES = dict.fromkeys(DELTA, HYBRID) | {"glm4_moe": GLM, "gpt_oss": GPT_OSS}
+FEATURES["deepseek_v3"] = LATENT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_counts(tmp_path, monkeypatch, name):
     """Without it logits are others, by far more than those of transformers may differ."""
-    rope = {"rope_theta": 100.0, "rope_type": "default"}
-    folder = write_folder(tmp_path, name, rope_parameters=rope)
+    rope = {"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}
+    folder = write_folder(tmp_path, name, **{} if name == "deepseek_v3" else rope)
     held = tensors(CONFIGS[name])
     config, family = config_of(folder), FAMILIES[name]
     expected = logits(load(folder, config), config, TOKENS_BT)
@@ -395,6 +421,9 @@ def test_end_tokens_that_are_no_ids_are_refused(tmp_path, ids):
         ({"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* not supported"),
         (CONFIGS["dots1"] | {"max_window_layers": 3}, "max_window_layers=3 of 4 is not supported"),
+        (CONFIGS["moonlight"] | {"rope_interleave": False}, "rope_interleave=False is not"),
+        (CONFIGS["moonlight"] | {"scoring_func": "softmax"}, "scoring_func=softmax is not"),
+        (CONFIGS["moonlight"] | {"num_key_value_heads": 2}, "but num_attention_heads=4"),
         (CONFIGS["dots1"] | {"max_window_layers": "x"}, "max_window_layers=x of 4 is not"),
         (CONFIGS["dots1"] | {"n_routed_experts": None}, "n_routed_experts=None must be an integer"),
         ({"rope_scaling": "linear"}, "rope_scaling=linear is not supported"),

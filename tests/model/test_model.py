@@ -61,6 +61,8 @@ PUBLISHED = {
     # Without the draft layer; transformers' classes with these sizes.
     **{"glm4.5-air-106b": 106_852_251_264, "glm4.5-355b": 352_797_829_024},
     **{"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672},
+    **{"deepseek-v3-671b": 671_026_419_200, "kimi-k2-1t": 1_026_408_232_448},
+    "moonlight-16b": 15_960_110_208,
     # Text models, without mtp.
     **{"qwen3-next-80b-a3b": 79_674_391_296, "qwen3.5-0.8b": 752_393_024},
     **{"qwen3.5-2b": 1_881_825_088, "qwen3.5-4b": 4_205_751_296, "qwen3.5-9b": 8_953_803_264},
@@ -79,6 +81,8 @@ EXPERTS = (
     *("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=20", "shared_experts=1"),
     "first_num_dense_layers=1",
 )
+LATENT = ("decoder_block=deepseek_v3", "base_num_kv_heads=6", "q_lora_rank=20", "kv_lora_rank=12")
+LATENT += ("qk_nope_head_dim=4", "qk_rope_head_dim=4", "v_head_dim=6", *EXPERTS[2:])
 DELTA = ("decoder_block=qwen3_5", "use_qk_norm=true", "head_dim=8", "gdn_num_key_heads=2")
 DELTA += ("gdn_num_value_heads=4", "gdn_key_head_dim=4", "gdn_value_head_dim=6")
 
@@ -99,7 +103,7 @@ def abstract_model(config):
 
 def test_shape_keys_are_those_that_change_a_weight():
     """Each key of the model, changed alone; a family is a name for some of them."""
-    changing = [_keys_of_shapes(load(*SMALL, *own)) for own in ((), EXPERTS, DELTA)]
+    changing = [_keys_of_shapes(load(*SMALL, *own)) for own in ((), EXPERTS, DELTA, LATENT)]
     assert set.union(*changing) == {*SHAPE_KEYS, "lora_rank"}
 
 
@@ -120,6 +124,7 @@ def _keys_of_shapes(config):
     other |= {"grouped_matmul": "blocks", "expert_dispatch": "gather"}
     other |= {"first_num_dense_layers": 2, "shared_experts": 2}
     other |= {"load_balance_loss_scope": "step", "capacity_factor": 2.0, "base_moe_mlp_dim": 30}
+    other |= {"q_lora_rank": 8}
     other |= {"n_routing_groups": 2, "topk_routing_group": 1, "routed_bias_update_rate": 0.1}
     other |= {"load_balance_loss_weight": 0.1, "router_z_loss_weight": 0.1}
     before, keys = shapes(), {"decoder_block"}

@@ -24,29 +24,43 @@ def plain(q_BTHh, k_BTKh, v_BTKh, first_BT, at_BT, scale, cap):
     return jnp.einsum("BHTS,BSHh->BTHh", jax.nn.softmax(scores_BHTS), v)
 
 
-def inputs(T, h, H, K, dtype, document):
+def inputs(T, h, v, H, K, dtype, document):
     """Two rows: documents of about so many tokens, and one that fills the row."""
     random = np.random.default_rng(0)
-    arrays = (jnp.asarray(random.normal(size=(2, T, n, h)), dtype) for n in (H, K, K, H))
+    sizes = ((H, h), (K, h), (K, v), (H, v))
+    arrays = (jnp.asarray(random.normal(size=(2, T, *size)), dtype) for size in sizes)
     segments = np.cumsum(random.random((2, T)) < 1 / document, axis=1, dtype=np.int32)
     segments[0] = 7
     return *arrays, starts(segments), jnp.broadcast_to(jnp.arange(T), (2, T))
 
 
 @pytest.mark.parametrize(
-    "T, h, H, K, dtype, document, cap, all_queries, error",
+    "T, h, v, H, K, dtype, document, cap, all_queries, error",
     [
-        (256, 64, 4, 2, "float32", 40, 0, True, 2e-6),  # several blocks, and documents inside one
-        (256, 16, 2, 2, "float32", 150, 1.0, False, 2e-6),
-        (100, 24, 3, 1, "float32", 1, 0, True, 2e-6),  # sizes no powers of two; a token each
-        (256, 128, 4, 1, "bfloat16", 60, 0, True, 2e-2),
-        (512, 256, 2, 1, "bfloat16", 60, 1.0, False, 2e-2),
+        (
+            256,
+            64,
+            64,
+            4,
+            2,
+            "float32",
+            40,
+            0,
+            True,
+            2e-6,
+        ),  # several blocks, and documents inside one
+        (256, 16, 16, 2, 2, "float32", 150, 1.0, False, 2e-6),
+        (100, 24, 24, 3, 1, "float32", 1, 0, True, 2e-6),  # sizes no powers of two; a token each
+        (256, 192, 128, 2, 2, "bfloat16", 60, 0, True, 2e-2),  # latent attention
+        (256, 48, 24, 2, 1, "float32", 60, 0, False, 2e-6),
+        (256, 128, 128, 4, 1, "bfloat16", 60, 0, True, 2e-2),
+        (512, 256, 256, 2, 1, "bfloat16", 60, 1.0, False, 2e-2),
     ],
 )
 def test_output_and_gradients_equal_plain_products(
-    T, h, H, K, dtype, document, cap, all_queries, error
+    T, h, v, H, K, dtype, document, cap, all_queries, error
 ):
-    q, k, v, towards, *seen = inputs(T, h, H, K, dtype, document)
+    q, k, v, towards, *seen = inputs(T, h, v, H, K, dtype, document)
     if not all_queries:  # those that a device may have, of each row others
         mine = jnp.stack([jnp.r_[: T // 4, T // 2 : T * 3 // 4], jnp.r_[T // 4 : T * 3 // 4]])
         q, towards, *seen = (jax.vmap(lambda x, i: x[i])(x, mine) for x in (q, towards, *seen))

@@ -53,3 +53,21 @@ def test_compilers_take_parts_of_rows(machine, strategy):
         assert moved == 0
     scores = B * H * T / C * T * 4  # of one layer on a device, in float32
     assert stage["memory_gib"]["temporaries"] * 2**30 < scores
+
+
+LATENT = [
+    *("decoder_block=deepseek_v3", f"base_num_kv_heads={H}", "kv_lora_rank=256", "q_lora_rank=256"),
+    *("routed_score_func=sigmoid", "routed_bias=True", "num_experts=4", "num_experts_per_tok=2"),
+    *("base_moe_mlp_dim=128", "base_num_decoder_layers=2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["v5p:2x2x2", "h200:1x8"])
+def test_compilers_take_parts_of_latent_attention(machine):
+    """Of heads only queries, of 192, and results, of 128, travel, as above; no keys and values."""
+    skip_without(machine)
+    keys = (f"compile_topology={machine}", "context_parallel_strategy=ulysses")
+    (stage,) = compile_stages(load([BASE, *MODEL, *LATENT, *keys]))["stages"]
+    moved = stage["collective_gib"]["all-to-all"] * 2**30
+    assert moved == pytest.approx(3 * 2 * H * (192 + 128) * B * T / C * 2 * (C - 1) / C)

@@ -30,6 +30,8 @@ class Released(NamedTuple):
     rotary_share: float = 1  # of a head's numbers, those that positions turn
     # whether a layer's experts lie in one tensor with inputs as rows, gates and ups in turn
     interleaves_experts: bool = False
+    model_types: tuple[str, ...] = ()  # names of other models that are this family's too
+    scales_scores: bool = False  # whether yarn's mscale_all_dim scales attention's scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +59,15 @@ class Family:
     # sigmoid(1.702 gate); 0 = mlp_activations
     gate_limit: float = 0.0
     scales_embedding: bool = False  # multiplies the embedding by the root of the width
+    latent: bool = False  # whether keys and values are made of latents (`mixers.latent_attention`)
+
+    def head_widths(self, keys: ModelKeys) -> tuple[int, int]:
+        """Returns the numbers of a head's query or key, and of its value."""
+        if self.latent:
+            return keys.qk_nope_head_dim + keys.qk_rope_head_dim, keys.v_head_dim
+        return keys.head_dim, keys.head_dim
+
+    def rotary_dim(self, keys: ModelKeys) -> int:
+        """Returns how many numbers of a head's query positions turn."""
+        share = self.released.rotary_share
+        return keys.qk_rope_head_dim if self.latent else int(keys.head_dim * share)

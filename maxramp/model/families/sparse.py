@@ -30,7 +30,10 @@ def pattern(keys: ModelKeys) -> Pattern:
     )
 
 
-def check(keys: ModelKeys) -> Relations:
+def check(
+    keys: ModelKeys, others: Iterable[str] = ("q_proj", "k_proj", "v_proj", "o_proj")
+) -> Relations:
+    """Yields the relations of these families; `others` are the matrices beside experts."""
     experts, chosen = keys.num_experts, keys.num_experts_per_tok
     groups, open_groups = keys.n_routing_groups, keys.topk_routing_group
     yield (
@@ -61,7 +64,7 @@ def check(keys: ModelKeys) -> Relations:
     yield (
         keys.lora_rank and adapted,
         f"lora_targets={list(keys.lora_targets)}: experts have no adapters; use "
-        "lora_targets=[q_proj,k_proj,v_proj,o_proj]",
+        f"lora_targets=[{','.join(others)}]",
     )
 
 

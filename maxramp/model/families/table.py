@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxramp.keys.section import Relations
+from maxramp.model.families.deepseek_v3 import DEEPSEEK_V3
 from maxramp.model.families.dots1 import DOTS1
 from maxramp.model.families.family import Family
 from maxramp.model.families.gemma2 import GEMMA2
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
     "dots1": DOTS1,
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
+    "deepseek_v3": DEEPSEEK_V3,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,

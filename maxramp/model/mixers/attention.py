@@ -28,6 +28,7 @@ from maxramp.parallel.sharding import (
     HEADS_Hh,
     HEADS_IN_DHh,
     HEADS_OUT_HhD,
+    Spec,
     X_BTHh,
 )
 
@@ -71,38 +72,52 @@ class KeysAndValues:
 
     def resize(self, slots: int, mixing: Mixing, lengths_B: jax.Array) -> "KeysAndValues":
         slots = min(mixing.window or slots, slots)
-
-        def move(x_BKSh: jax.Array, lengths_B: jax.Array) -> jax.Array:
-            position_BS = _slot_positions(lengths_B, slots)
-            get = jax.vmap(lambda x_KSh, index_S: x_KSh.at[:, index_S].get(mode="clip"))
-            return get(x_BKSh, position_BS)
-
-        move = map_shards(move, (CACHE_BKSh, ROWS_B), CACHE_BKSh)
-        return KeysAndValues(move(self.keys_BKSh, lengths_B), move(self.values_BKSh, lengths_B))
+        both = self.keys_BKSh, self.values_BKSh
+        return KeysAndValues(*(move_slots(x, slots, lengths_B, CACHE_BKSh) for x in both))
 
 
-def _slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
+def move_slots(x_BKSh: jax.Array, slots: int, lengths_B: jax.Array, spec: Spec) -> jax.Array:
+    """Returns the tokens of every row, the first `lengths_B` of which are no padding, in so many
+    slots as a cache has them."""
+
+    def move(x_BKSh: jax.Array, lengths_B: jax.Array) -> jax.Array:
+        position_BS = slot_positions(lengths_B, slots)
+        get = jax.vmap(lambda x_KSh, index_S: x_KSh.at[:, index_S].get(mode="clip"))
+        return get(x_BKSh, position_BS)
+
+    return map_shards(move, (spec, ROWS_B), spec)(x_BKSh, lengths_B)
+
+
+def slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
     """Returns the positions of the tokens in slots [B, S], below 0 for empty slots."""
     last_B1 = lengths_B[:, None] - 1
     return last_B1 - (last_B1 - jnp.arange(slots)) % slots
 
 
 def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, mask):
-    S = keys_BKSh.shape[2]
-
-    def write(slots_KSh, new_TKh, position):
-        start = 0, position % S, 0
-        return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), start)
-
-    keys_BKSh = jax.vmap(write)(keys_BKSh, k_BTKh, first_B)
-    values_BKSh = jax.vmap(write)(values_BKSh, v_BTKh, first_B)
-    T = q_BTHh.shape[1]
-    position_BS = _slot_positions(first_B + T, S)
-    sees_BTS = mask.sees(first_B[:, None] + jnp.arange(T), position_BS)
-    sees_BTS &= (position_BS >= 0)[:, None]
-    visible = sees_BTS[:, None, None]
+    keys_BKSh = write_slots(keys_BKSh, k_BTKh, first_B)
+    values_BKSh = write_slots(values_BKSh, v_BTKh, first_B)
+    visible = visible_slots(mask, first_B, q_BTHh.shape[1], keys_BKSh.shape[2])
     out_BTHh = attend_plainly(q_BTHh, keys_BKSh, values_BKSh, "BKSh", mask, visible)
     return out_BTHh, keys_BKSh, values_BKSh
+
+
+def write_slots(slots_BKSh: jax.Array, new_BTKh: jax.Array, first_B: jax.Array) -> jax.Array:
+    """Returns slots with T more tokens of every row from position `first_B` on, on one device."""
+
+    def write(slots_KSh, new_TKh, position):
+        start = 0, position % slots_KSh.shape[1], 0
+        return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), start)
+
+    return jax.vmap(write)(slots_BKSh, new_BTKh, first_B)
+
+
+def visible_slots(mask: AttentionMask, first_B: jax.Array, tokens: int, slots: int) -> jax.Array:
+    """Returns which slots the tokens from position `first_B` on see: [B, 1, 1, T, S]."""
+    position_BS = slot_positions(first_B + tokens, slots)
+    sees_BTS = mask.sees(first_B[:, None] + jnp.arange(tokens), position_BS)
+    sees_BTS &= (position_BS >= 0)[:, None]
+    return sees_BTS[:, None, None]
 
 
 class Attention(nnx.Module):

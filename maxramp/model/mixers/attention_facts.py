@@ -17,11 +17,13 @@ class AttentionFacts:
     """Facts of `mixers.attention`."""
 
     tensor_keys: ClassVar[tuple[str, ...]] = ("base_num_query_heads", "base_num_kv_heads")
+    shard_keys: ClassVar[tuple[str, ...]] = ()
     needs_order: ClassVar[bool] = False
     reads: Mapping[str, int]
     writes: Mapping[str, int]
     heads: int  # of queries
     width: int  # of all heads
+    inside: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_keys(cls, keys: ModelKeys, family: Family) -> Self:

@@ -21,7 +21,9 @@ _CONVOLVED = 3  # float32 numbers of each result of the convolution
 class GatedDeltaFacts:
     """Facts of `mixers.gated_delta`."""
 
+    inside: ClassVar[Mapping[str, tuple[int, int]]] = {}
     tensor_keys: ClassVar[tuple[str, ...]] = ("gdn_num_key_heads",)
+    shard_keys: ClassVar[tuple[str, ...]] = ()
     needs_order: ClassVar[bool] = True
     reads: Mapping[str, int]
     writes: Mapping[str, int]

@@ -8,6 +8,7 @@ from maxramp.model.families.family import Family
 from maxramp.model.keys import ModelKeys
 from maxramp.model.mixers.attention_facts import AttentionFacts
 from maxramp.model.mixers.gated_delta_facts import GatedDeltaFacts
+from maxramp.model.mixers.latent_attention_facts import LatentAttentionFacts
 from maxramp.model.pattern import Mixing, Pattern
 from maxramp.parallel.keys import MeshKeys
 from maxramp.stage import StageSpec
@@ -18,7 +19,9 @@ class MixerFacts(Protocol):
 
     reads: Mapping[str, int]  # weights that read the residual stream: their output widths
     writes: Mapping[str, int]  # weights that write to it: their input widths
+    inside: Mapping[str, tuple[int, int]]  # other weights: their input and output widths
     tensor_keys: ClassVar[tuple[str, ...]]  # whose values `tensor` must divide
+    shard_keys: ClassVar[tuple[str, ...]]  # whose values the axes that shard weights must divide
     needs_order: ClassVar[bool]  # whether devices along `context` must have tokens in order
 
     @classmethod
@@ -46,6 +49,7 @@ class MixerFacts(Protocol):
 MIXER_FACTS: dict[str, type[MixerFacts]] = {
     "attention": AttentionFacts,
     "gated_delta": GatedDeltaFacts,
+    "latent_attention": LatentAttentionFacts,
 }
 
 

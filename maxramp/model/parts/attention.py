@@ -1,7 +1,7 @@
 """Causal grouped-query attention, by the best implementation for the hardware.
 
 Shapes: B rows, T tokens, S tokens attended to (= T), H query heads, K key/value heads, G
-query heads per key/value head (H = K * G), h head width.
+query heads per key/value head (H = K * G), h head width; that of values may be another.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxramp.errors import ConfigError
+from maxramp.model.families.table import FAMILIES
 from maxramp.model.keys import ModelKeys, key_copies, select_strategy
 from maxramp.model.parts.positions import Positions, run_length
 from maxramp.model.parts.splash_attention import LANES, splash_attention
@@ -19,7 +20,7 @@ from maxramp.model.parts.weights import static
 from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import all_gather, all_to_all, map_shards
 from maxramp.parallel.mesh import axis_size, platform
-from maxramp.parallel.sharding import ROWS_BT, X_BTHh
+from maxramp.parallel.sharding import ROWS_BT, OWN_KEYS_CBTHh, X_BTHh
 
 _NO_TRITON = "this version of jax has no Pallas for Triton; use jax 0.10.2 to 0.12"
 
@@ -139,7 +140,8 @@ def choose(key: str, requested: str, obstacles: dict[str, dict[str, object]]) ->
 
 
 def select_for(keys: ModelKeys, platform: str | None) -> str:
-    return select(keys.attention, platform, keys.dtype, keys.head_dim, keys.max_target_length)
+    width, _ = FAMILIES[keys.decoder_block].head_widths(keys)
+    return select(keys.attention, platform, keys.dtype, width, keys.max_target_length)
 
 
 def cost_of_packing(implementation: str) -> str | None:
@@ -164,55 +166,74 @@ def attend(
     strategy: str = "autoselected",
 ) -> jax.Array:
     """Returns softmax(q k * scale) v over the tokens that each token sees: [B, T, H, h], as X_BTHh.
+    Keys and values lie as queries, or as OWN_KEYS_CBTHh, each device's by its strategy.
 
     Args:
       kernel: as in `select`, or a name of KERNELS that ends in "_interpreted" and needs no
         accelerator. Scores and softmax are float32 in all.
       strategy: the key `context_parallel_strategy`.
     """
-    devices, tensor = axis_size(*TOKEN_AXES), axis_size("tensor")
-    heads = q_BTHh.shape[2] // tensor, k_BSKh.shape[2] // tensor
-    strategy = select_strategy(strategy, *heads, devices)
+    devices = axis_size(*TOKEN_AXES)
+    strategy = strategy_for(strategy, q_BTHh.shape[2], k_BSKh.shape[-2])
     _, T, _, h = q_BTHh.shape
+    are_whole = k_BSKh.ndim == 5
+    keys_spec = OWN_KEYS_CBTHh if are_whole else X_BTHh
     own_tokens = T // devices if strategy == "all_gather" else T
     has_order = mask.positions.has_order
     kernel = select(kernel, platform(), q_BTHh.dtype.name, h, own_tokens, has_order)
 
     def local(q_BTHh, k_BSKh, v_BSKh, mask: AttentionMask) -> jax.Array:
+        if are_whole:
+            k_BSKh, v_BSKh = k_BSKh[0], v_BSKh[0]
         if devices == 1:
             return KERNELS[kernel](q_BTHh, k_BSKh, v_BSKh, mask)
         if strategy == "ulysses":
-            return _attend_by_heads(q_BTHh, k_BSKh, v_BSKh, mask, kernel)
+            return _attend_by_heads(q_BTHh, k_BSKh, v_BSKh, mask, kernel, are_whole)
         order = "in_order" if mask.positions.index_BT is None else "balanced"
         with jax.named_scope(f"attention_of_{devices}_devices_{order}"):  # planning/hlo.py reads it
-            return _attend_to_gathered(q_BTHh, k_BSKh, v_BSKh, mask, kernel)
+            return _attend_to_gathered(q_BTHh, k_BSKh, v_BSKh, mask, kernel, are_whole)
 
     # A kernel sees the rows and heads of one device; attention needs no others.
     arrays = (q_BTHh, k_BSKh, v_BSKh, mask)
-    specs = (*(X_BTHh,) * 3, mask.specs)
+    specs = (X_BTHh, keys_spec, keys_spec, mask.specs)
     arrays = jax.tree.map(jax.reshard, arrays, specs)
     return map_shards(local, specs, X_BTHh)(*arrays)
 
 
-def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, mask, kernel):
+def strategy_for(requested: str, query_heads: int, key_heads: int) -> str:
+    """Returns how devices along `context` exchange what they attend to; "" if there is one."""
+    devices, tensor = axis_size(*TOKEN_AXES), axis_size("tensor")
+    heads = query_heads // tensor, key_heads // tensor
+    return select_strategy(requested, *heads, devices) if devices > 1 else ""
+
+
+def _attend_by_heads(q_BtHh, k_BtKh, v_BtKh, mask, kernel, are_whole):
     """Gives each device whole rows of some of the heads, and sends the results back (DeepSpeed
-    Ulysses, arXiv 2309.14509): all devices have equal work, whatever tokens see."""
+    Ulysses, arXiv 2309.14509): all devices have equal work, whatever tokens see. `are_whole`:
+    keys and values lie so already."""
     devices = axis_size(*TOKEN_AXES)
     copies = key_copies(q_BtHh.shape[2], k_BtKh.shape[2], devices)
-    k_BtKh, v_BtKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BtKh, v_BtKh))
-    whole = (all_to_all(x, TOKEN_AXES, split=2, join=1) for x in (q_BtHh, k_BtKh, v_BtKh))
+
+    def share_out(x: jax.Array) -> jax.Array:
+        return all_to_all(x, TOKEN_AXES, split=2, join=1)
+
+    if not are_whole:
+        k_BtKh, v_BtKh = (jnp.repeat(x, copies, 2) if copies > 1 else x for x in (k_BtKh, v_BtKh))
+        k_BtKh, v_BtKh = map(share_out, (k_BtKh, v_BtKh))
     if mask.sinks_H is not None:
         sinks_PH = mask.sinks_H.reshape(devices, -1)
         mask = dataclasses.replace(mask, sinks_H=sinks_PH[jax.lax.axis_index(TOKEN_AXES)])
-    return all_to_all(KERNELS[kernel](*whole, mask), TOKEN_AXES, split=1, join=2)
+    out_BTHh = KERNELS[kernel](share_out(q_BtHh), k_BtKh, v_BtKh, mask)
+    return all_to_all(out_BTHh, TOKEN_AXES, split=1, join=2)
 
 
-def _attend_to_gathered(q_BtHh, k_BtKh, v_BtKh, mask, kernel):
-    """Gathers all keys and values on each device, whose own t tokens of a row attend to them;
-    `mask` is of whole rows. Called inside `map_shards`."""
+def _attend_to_gathered(q_BtHh, k_BTKh, v_BTKh, mask, kernel, are_whole):
+    """Gathers all keys and values on each device, unless they `are_whole`; its own t tokens of a
+    row attend to them. `mask` is of whole rows. Called inside `map_shards`."""
     (B, t), index_BT = q_BtHh.shape[:2], mask.positions.index_BT
     first = jax.lax.axis_index(TOKEN_AXES) * t
-    k_BTKh, v_BTKh = (all_gather(x, TOKEN_AXES, dimension=1) for x in (k_BtKh, v_BtKh))
+    if not are_whole:
+        k_BTKh, v_BTKh = (all_gather(x, TOKEN_AXES, dimension=1) for x in (k_BTKh, v_BTKh))
     if index_BT is None:
         index_Bt = jnp.broadcast_to(first + jnp.arange(t, dtype=jnp.int32), (B, t))
         return KERNELS[kernel](q_BtHh, k_BTKh, v_BTKh, mask, index_Bt, t)
@@ -247,7 +268,7 @@ def attend_plainly(q_BTHh, k, v, axes, mask, visible):
     scores_BKGTS = jnp.einsum(f"BTKGh,{axes}->BKGTS", q, k, preferred_element_type=jnp.float32)
     weights_BKGTS = mask.softmax(scores_BKGTS, visible).astype(v.dtype)
     out_BTKGh = jnp.einsum(f"BKGTS,{axes}->BTKGh", weights_BKGTS, v)
-    return out_BTKGh.reshape(B, T, H, h)
+    return out_BTKGh.reshape(B, T, H, -1)
 
 
 def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=False):
@@ -257,7 +278,8 @@ def _gpu_flash(q_BTHh, k_BSKh, v_BSKh, mask, index_BT=None, run=0, interpret=Fal
     segments_BT = mask.positions.segments_BT
     packed = segments_BT is not None
     only_ours = bool(mask.cap) or index_BT is not None or mask.sinks_H is not None
-    only_ours |= not _cudnn_supports(q_BTHh.shape[-1])
+    width = q_BTHh.shape[-1]
+    only_ours |= not _cudnn_supports(width) or width != v_BSKh.shape[-1]
     if has_triton() and (packed or only_ours):
         from maxramp.model.parts.packed_attention import packed_attention  # only where it is
 

@@ -149,6 +149,16 @@ def rotate(x_BTHh: jax.Array, angles: Angles) -> jax.Array:
     return jnp.concatenate([rotated, x_BTHh[..., width:]], axis=-1)
 
 
+def rotate_neighbours(x_BTHh: jax.Array, angles: Angles) -> jax.Array:
+    """Rotates the pairs (x_2i, x_{2i + 1}) of every head, as wide as the angles are for."""
+    cos_T1h, sin_T1h = (part[..., None, :] for part in angles)
+    pairs = x_BTHh.astype(jnp.float32).reshape(*x_BTHh.shape[:-1], -1, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    rotated = (first * cos_T1h - second * sin_T1h, second * cos_T1h + first * sin_T1h)
+    # Queries and keys alike end with the second ones of all pairs behind the first.
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTHh.dtype)
+
+
 # An order of a row's tokens that gives devices along `context` equal work in attention.
 #
 # Where tokens attend to keys gathered from all devices, a token costs as much as it sees. A row is

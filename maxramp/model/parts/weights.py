@@ -116,6 +116,16 @@ class Adapted:
     seeds_B: jax.Array | None = None  # uint32, one a row (`model.adapters.add_dropout`)
 
 
+def merge_adapter(adapted: Adapted) -> jax.Array:
+    """Returns W + scale * down @ up, float32, with the sharding of W."""
+    weight = adapted.weight[...]
+    axes = f"{adapted.down.axes},{adapted.up.axes}->{adapted.weight.axes}"
+    down, up = (factor[...].astype(jnp.float32) for factor in (adapted.down, adapted.up))
+    spec = jax.typeof(weight).sharding.spec
+    change = jnp.einsum(axes, down, up, precision="highest", out_sharding=spec)
+    return weight.astype(jnp.float32) + adapted.scale * change
+
+
 def is_weight(x: Any) -> bool:
     return isinstance(x, Weight)
 
