@@ -284,7 +284,7 @@ def test_model_file(name):
         *("first_num_dense_layers", "routed_bias", "routed_score_func", "routed_scaling_factor"),
         *("n_routing_groups", "topk_routing_group", "mlp_activations", "query_pre_attn_scalar"),
         *("attn_logits_soft_cap", "final_logits_soft_cap", "local_rope_max_timescale"),
-        *("rope_linear_scaling_factor", "beta_fast", "beta_slow", "rope_attention_scaling"),
+        *("rope_linear_scaling_factor", "beta_fast", "beta_slow", "rope_truncate"),
         *("original_max_position_embeddings", "gdn_num_key_heads", "gdn_num_value_heads"),
         *("gdn_key_head_dim", "gdn_value_head_dim", "q_lora_rank", "kv_lora_rank", "mscale"),
         *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_attention_factor"),
