@@ -38,6 +38,8 @@ class Batch:
     # int32, of each token in its document, where the tokens of a row lie in another order than that
     positions: _Array | None = None
     index: _Array | None = None  # and its index in the row, by which kernels attend
+    # for each draft the tokens that it reads and its targets (`training.drafts`); () = none runs
+    ahead: tuple[tuple[_Array, _Array], ...] = ()
 
     @property
     def token_positions(self) -> Positions:

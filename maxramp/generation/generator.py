@@ -259,7 +259,7 @@ class Generator:
         _, states = model.read(rows.tokens_BS[:, :length], first_B, empty, keys, valid_BT)
         return tuple(
             state.resize(slots, layer.mixing(keys), rows.lengths_B)
-            for state, layer in zip(states, model.pattern, strict=True)
+            for state, layer in zip(states, model.pattern.main, strict=True)
         )
 
     def _write(

@@ -121,6 +121,8 @@ def export(
         name = "generation_config.json"
         values = storage.parse_json(name, side_files.get(name, b"{}"))
         side_files[name] = _json(values | special_ids)
+    if keys.mtp_num_layers:
+        _note("the export has no drafts (mtp_num_layers), for which folders have no tensors")
     form = writing.Format(keys.decoder_block, dtype, vocab_size, fuse_experts=fuse_experts)
     side_tensors = _find_side_tensors(source)
     writing.write(

@@ -93,6 +93,11 @@ class ReleasedWeights:
                 "to less than 1, so the loss does not begin at that of the dense model; "
                 "norm_topk_prob=true begins there"
             )
+        if count := values["mtp_num_layers"]:
+            raise ConfigError(
+                f"mtp_num_layers={count}: the weights of {folder.path} have no drafts that train; "
+                "use 0, and an export has its draft layers as they are"
+            )
         for line in config_json.describe_unread(folder.config, f"{folder.path}/config.json"):
             note(line)
         rows = keys["vocab_size"]

@@ -12,6 +12,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.families.sparse import dense_tensors
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.parts.weights import Weight, is_weight
+from maxramp.model.pattern import DRAFT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,8 @@ def name_tensors(
     for keys, weight in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         try:
-            name = _tensor_name(path, tensors)
+            is_draft = path.startswith(f"layers.{DRAFT}.")  # which no folder has
+            name = "" if is_draft else _tensor_name(path, tensors)
         except KeyError:
             raise ConfigError(
                 f"decoder_block={decoder_block}: its {path} is in no model of "

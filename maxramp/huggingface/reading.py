@@ -141,7 +141,7 @@ def prepare_load(
     ]
     _check_tensors(weights, tensors, vocab_size, folder)
     used = {name for weight in weights for name in weight.names.values()}
-    side_prefix = FAMILIES[decoder_block].released.side_prefix.format(len([*model.pattern]))
+    side_prefix = FAMILIES[decoder_block].released.side_prefix.format(len([*model.pattern.main]))
     for line in quantized.describe(folder, tensors):
         note(line)
     for line in _describe_left_out(folder, tensors, used, model.tied, side_prefix):

@@ -13,13 +13,15 @@ from flax import nnx
 
 from maxramp.model import adapters, layers, pipeline
 from maxramp.model.block import Block
-from maxramp.model.families.table import FAMILIES
+from maxramp.model.draft import Draft
+from maxramp.model.families.table import FAMILIES, layer_pattern
 from maxramp.model.keys import Execution, ModelKeys
 from maxramp.model.parts.aux import Aux, await_sums, sum_rows
-from maxramp.model.parts.embedding import look_up
+from maxramp.model.parts.embedding import look_up_several
 from maxramp.model.parts.norm import RMSNorm
 from maxramp.model.parts.positions import Pass, Positions
 from maxramp.model.parts.weights import map_products, normal, relabel, weights_of
+from maxramp.model.pattern import DRAFT, Pattern
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import EMBEDDING_VD, HEAD_DV, LAYERS_L, X_BTD, X_BTF, weight_spec
 
@@ -34,7 +36,7 @@ class Decoder(nnx.Module):
         embedding, head, layers_key = jax.random.split(key, 3)
         family, dtype = FAMILIES[keys.decoder_block], keys.weight_dtype
         # Static fields are compared at every call of a compiled step: keep them few and small.
-        self.pattern = family.pattern(keys)
+        self.pattern = layer_pattern(keys)
         self.rotary_dim = family.rotary_dim(keys)
         self.tied = keys.logits_via_embedding
         self.logits_cap = keys.final_logits_soft_cap
@@ -42,14 +44,19 @@ class Decoder(nnx.Module):
         self.embedding_VD = normal(
             "embedding", "V D", embedding, (V, D), EMBEDDING_VD, D**-0.5, dtype
         )
-        keys_L, stacks, ordered = jax.random.split(layers_key, L), {}, [*self.pattern]
-        for kind in self.pattern.kinds:
+        main, drafts = self.pattern.main, self.pattern.drafts
+        keys_L, stacks, ordered = jax.random.split(layers_key, L), {}, [*main]
+        for kind in main.kinds:
             own = [i for i, layer in enumerate(ordered) if layer.kind == kind]
             make_block = functools.partial(Block, family, ordered[own[0]], keys)
             if keys.lora_rank:
                 make_block = adapters.add_adapters(make_block, kind, keys)
             keys_l = keys_L if len(own) == L else keys_L[jnp.array(own)]
             stacks[kind] = _stack(make_block, keys_l, keys.num_pipeline_repeats)
+        if drafts:
+            keys_N = jax.random.split(jax.random.fold_in(layers_key, L), len(drafts))
+            make_draft = functools.partial(Draft, family, drafts[0], keys)
+            stacks[DRAFT] = relabel(jax.vmap(make_draft)(keys_N), "", "N")
         self.layers = nnx.data(stacks)  # by kind of layer: a stack of weights, in order
         form = keys.normalization_layer_epsilon, dtype
         self.norm = RMSNorm((D,), *form, offset=family.norm_offset)
@@ -78,17 +85,44 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Aux]:
         """Returns vectors [B, T, D] for `logits`, and the layers' sums. Padding (below 0) counts as
         token 0; other tokens are below V."""
-        x_BTD = self._embed(tokens_BT, execution.dtype)
+        return self.run(*self.embed(execution.dtype, tokens_BT), execution, positions)
+
+    def run(
+        self, x_BTD: jax.Array, execution: Execution, positions: Positions
+    ) -> tuple[jax.Array, Aux]:
+        """As `hidden`, of the tokens' embeddings."""
         with jax.named_scope("layers"):
             run = functools.partial(layers.run, rotary_dim=self.rotary_dim, execution=execution)
             if axis_size("stage") > 1:
                 layers_per_stage = execution.num_layers_per_pipeline_stage
                 run = functools.partial(run, self.pattern.stage_pattern(layers_per_stage))
-                x_BTD, aux = pipeline.run(execution, run, self.layers, x_BTD, positions)
+                stacks = {kind: self.layers[kind] for kind in self.pattern.main.kinds}
+                x_BTD, aux = pipeline.run(execution, run, stacks, x_BTD, positions)
             else:
-                x_BTD, aux = run(self.pattern, self.layers, x_BTD, positions)
+                x_BTD, aux = run(self.pattern.main, self.layers, x_BTD, positions)
                 aux = sum_rows(aux)
         return jax.reshard(self.norm(await_sums(x_BTD, aux)), X_BTD), aux
+
+    def draft(
+        self,
+        number: int,
+        x_BTD: jax.Array,
+        ahead_BTD: jax.Array,
+        execution: Execution,
+        positions: Positions,
+    ) -> tuple[jax.Array, Aux]:
+        """Returns the vectors [B, T, D] of a draft for `logits`, and its sums. `x_BTD` are the
+        vectors of the draft before, or of `hidden`, `ahead_BTD` the embeddings of the tokens
+        number + 1 further on."""
+        with jax.named_scope("draft"):
+            stack = jax.tree.map(lambda w_N: w_N[number : number + 1], self.layers[DRAFT])
+            draft = relabel(jax.tree.map(lambda w_N: w_N[0], stack), "N", "")
+            pattern, blocks = Pattern(self.pattern.drafts[:1], 1), relabel(stack.block, "N", "L")
+            how = {"execution": execution, "rotary_dim": self.rotary_dim}
+            x_BTD = draft.join(x_BTD, ahead_BTD)
+            x_BTD, aux = layers.run(pattern, {DRAFT: blocks}, x_BTD, positions, **how)
+            aux = sum_rows(aux)
+            return jax.reshard(draft.norm(await_sums(x_BTD, aux)), X_BTD), aux
 
     def read(
         self,
@@ -105,9 +139,9 @@ class Decoder(nnx.Module):
         angles = layers.find_angles(self.pattern, execution, positions_BT, self.rotary_dim)
         shared = Pass(execution, _IN_ORDER, angles, first_B=first_B, valid_BT=valid_BT)
         states = jax.tree.map(lambda x: x, tuple(states))  # a copy, which this pass changes
-        x_BTD = self._embed(tokens_BT, execution.dtype)
+        (x_BTD,) = self.embed(execution.dtype, tokens_BT)
         blocks = self.one_by_one().layers
-        for layer, block, state in zip(self.pattern, blocks, states, strict=True):
+        for layer, block, state in zip(self.pattern.main, blocks, states, strict=True):
             x_BTD, _ = block(x_BTD, layer.mixing(execution), shared, state)
         return jax.reshard(self.norm(x_BTD), X_BTD), states
 
@@ -136,11 +170,13 @@ class Decoder(nnx.Module):
 
         return map_products(cast, self)
 
-    def _embed(self, tokens_BT: jax.Array, dtype: str) -> jax.Array:
+    def embed(self, dtype: str, *tokens: jax.Array) -> tuple[jax.Array, ...]:
+        """Looks up the vectors [B, T, D] of each array of `tokens` [B, T], all at once: the table
+        has one gradient. Padding (below 0) counts as token 0."""
         with jax.named_scope("embedding"):
             table_VD = self.embedding_VD[...].astype(dtype)
-            x_BTD = look_up(table_VD, jnp.maximum(tokens_BT, 0))
-            return x_BTD * jnp.asarray(self.embedding_scale, dtype)
+            parts = look_up_several(table_VD, [jnp.maximum(x_BT, 0) for x_BT in tokens])
+            return tuple(x_BTD * jnp.asarray(self.embedding_scale, dtype) for x_BTD in parts)
 
 
 def _stack(make_block, keys_L: jax.Array, repeats: int):

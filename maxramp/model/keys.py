@@ -27,7 +27,7 @@ SHAPE_KEYS = (
     *("attention_bias", "use_qk_norm", "num_experts", "base_moe_mlp_dim", "shared_experts"),
     *("first_num_dense_layers", "routed_bias", "gdn_num_key_heads", "gdn_num_value_heads"),
     *("gdn_key_head_dim", "gdn_value_head_dim", "q_lora_rank", "kv_lora_rank"),
-    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mtp_num_layers"),
 )
 
 # Keys that decide which experts a token goes to, and with which weights.
@@ -155,6 +155,7 @@ class ModelKeys(Execution):
     qk_rope_head_dim: int = limit_to_pairs()
     v_head_dim: int = minimum(1)
     first_num_dense_layers: int = minimum(0)
+    mtp_num_layers: int = minimum(0)
     norm_topk_prob: bool
     routed_score_func: str = one_of("softmax", "sigmoid")
     routed_scaling_factor: float = above_zero()

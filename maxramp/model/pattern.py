@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from maxramp.stage import RopeKeys
 
+DRAFT = "draft"  # the kind of layers that predict tokens further ahead
+DRAFT_LOSS = "mtp_loss"  # the sum that they add
+
 
 def yarn_amplitude(factor: float, share: float = 1.0) -> float:
     """Returns YaRN's factor for queries and keys (arXiv 2309.00071, section 3.4); a model may have
@@ -87,6 +90,7 @@ class Pattern:
     repeats: int  # how often
     prefix: tuple[Layer, ...] = ()  # layers before the loop
     remainder: tuple[Layer, ...] = ()  # layers after it
+    drafts: tuple[Layer, ...] = ()  # behind the output norm (`model.draft`), the last in order
 
     @classmethod
     def repeat(cls, layers: tuple[Layer, ...], count: int) -> "Pattern":
@@ -95,8 +99,19 @@ class Pattern:
             return cls(layers[:count], 1)
         return cls(layers, count // len(layers), remainder=layers[: count % len(layers)])
 
+    def add_drafts(self, count: int) -> "Pattern":
+        """Returns the pattern with `count` drafts, layers as the last of the period."""
+        last = self.period[-1]
+        draft = dataclasses.replace(last, kind=DRAFT, sums=(*last.sums, DRAFT_LOSS))
+        return dataclasses.replace(self, drafts=(draft,) * count)
+
+    @property
+    def main(self) -> "Pattern":
+        """The pattern without drafts."""
+        return dataclasses.replace(self, drafts=())
+
     def __iter__(self) -> Iterator[Layer]:
-        yield from (*self.prefix, *self.period * self.repeats, *self.remainder)
+        yield from (*self.prefix, *self.period * self.repeats, *self.remainder, *self.drafts)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -121,8 +136,8 @@ class Pattern:
         return Pattern(self.period, layers // len(self.period))
 
     def stack_indices(self) -> Iterator[tuple[Layer, int]]:
-        """Yields the layers in order, each with its index in the stack of its kind."""
+        """Yields the layers but drafts in order, each with its index in the stack of its kind."""
         counts = dict.fromkeys(self.kinds, 0)
-        for layer in self:
+        for layer in self.main:
             yield layer, counts[layer.kind]
             counts[layer.kind] += 1

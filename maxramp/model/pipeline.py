@@ -106,7 +106,7 @@ def _order_by_layer(tree: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
 def _order_by_stage(tree: Any, repeats: int) -> Any:
     def order(weight: Weight) -> Weight:
-        if not weight.layers:
+        if not weight.layers or weight.leading.startswith("N"):
             return weight
         return relabel(jax.tree.map(lambda x_L: split_repeats(x_L, repeats), weight), "", "R")
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Self
 
-from maxramp.model.families.table import FAMILIES
+from maxramp.model.families.table import FAMILIES, layer_pattern
 from maxramp.model.keys import BYTES, ModelKeys
 from maxramp.model.mixers.table import MIXER_FACTS, MixerFacts
 from maxramp.model.pattern import Layer
@@ -42,8 +42,7 @@ class LayerSizes(NamedTuple):
 def sharded_widths(keys: ModelKeys) -> dict[tuple[str, ...], dict[str, int]]:
     """Returns the widths that are split over mesh axes, by these axes and then by key; the product
     of the axes' sizes must divide each."""
-    pattern = FAMILIES[keys.decoder_block].pattern(keys)
-    mixers = [MIXER_FACTS[layer.mixer] for layer in pattern]
+    mixers = [MIXER_FACTS[layer.mixer] for layer in layer_pattern(keys)]
     tensor = *(name for facts in mixers for name in facts.tensor_keys), "base_emb_dim", "vocab_size"
     shards = "base_emb_dim", *(name for facts in mixers for name in facts.shard_keys)
     if keys.base_moe_mlp_dim != -1:
@@ -67,9 +66,9 @@ def training_flops_per_token(keys: ModelKeys, tokens: int) -> float:
     of mixers without weights (PaLM, arXiv 2204.02311, appendix B; MaxText). The embedding's lookup
     is not one.
     """
-    D, family = keys.base_emb_dim, FAMILIES[keys.decoder_block]
-    products, adapters, mixed = D * keys.vocab_size, 0, 0
-    for layer, count in Counter(family.pattern(keys)).items():
+    D, drafts, adapters, mixed = keys.base_emb_dim, keys.mtp_num_layers, 0, 0
+    products = (1 + drafts) * D * keys.vocab_size + drafts * 2 * D * D
+    for layer, count in Counter(layer_pattern(keys)).items():
         sizes = LayerSizes.from_keys(keys, layer)
         widths = {**sizes.reads, **sizes.writes}
         matrices = {name: (D, width) for name, width in widths.items()} | sizes.inside
@@ -118,8 +117,7 @@ def pass_bytes(
     backward pass, and for logits; `keys` are resolved, without -1."""
     tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
     D, stages = keys.base_emb_dim, spec.mesh.pipeline_stages
-    itemsize, family = BYTES[keys.dtype], FAMILIES[keys.decoder_block]
-    counts = Counter(family.pattern(keys))
+    itemsize, counts = BYTES[keys.dtype], Counter(layer_pattern(keys))
     layer_sizes = {layer: LayerSizes.from_keys(keys, layer) for layer in counts}
     kept = {layer: _kept_bytes(one, keys, spec, platform) for layer, one in layer_sizes.items()}
     passing = 0.0

@@ -26,6 +26,7 @@ class Objective:
     value: Any = True  # of that key
     chats: int = 0  # in a sample; two are a pair, whose last answers are compared
     needs_weights: str = ""  # why a run begins with the weights of a model; "" = with any
+    trains_drafts: bool = False  # of tokens further ahead (mtp_num_layers); else they stay
     has_reference: bool = False  # whether samples have log-probabilities under these weights
     in_evaluations: tuple[str, ...] = ()  # keys that the numbers of evaluations depend on
     example: str = "configs/base.yml"  # a config that trains for it

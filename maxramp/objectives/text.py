@@ -13,6 +13,7 @@ class NextTokenKeys(Keys):
 
     z_loss_multiplier: float = minimum(0)
     log_token_statistics: bool
+    mtp_loss_scaling_factor: float = minimum(0)
 
 
 def sum_names(keys: NextTokenKeys) -> tuple[str, ...]:
@@ -21,4 +22,4 @@ def sum_names(keys: NextTokenKeys) -> tuple[str, ...]:
     return (*names, "token_accuracy", "entropy") if keys.log_token_statistics else names
 
 
-TEXT = Objective("rows", text_fields, NextTokenKeys, sum_names)
+TEXT = Objective("rows", text_fields, NextTokenKeys, sum_names, trains_drafts=True)

@@ -43,6 +43,7 @@ ROWS_mBT = P(None, AROUND_STAGES + WITHIN_STAGES, None)  # of micro batches, on 
 # Activations: rows and tokens as in the batch; heads, MLP, vocabulary and the residual stream over
 # tensor
 STREAM_BTD = P(ROW_AXES, TOKEN_AXES, "tensor")  # the residual stream
+STREAM_BTND = P(ROW_AXES, TOKEN_AXES, None, "tensor")  # N of them side by side
 STREAM_BD = P(ROW_AXES, "tensor")  # a vector of that width for each row
 HEAD_Bh = P(ROW_AXES, None)  # a vector of one head's width for each row
 HEADS_BHh = P(ROW_AXES, "tensor", None)  # one of all heads' for each row

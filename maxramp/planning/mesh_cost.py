@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import jax
 
-from maxramp.model.families.table import FAMILIES
+from maxramp.model.families.table import layer_pattern
 from maxramp.model.keys import BYTES, ModelKeys
 from maxramp.model.mixers.table import MIXER_FACTS
 from maxramp.model.parts.attention import select_for
@@ -163,9 +163,9 @@ class CostModel:
 
     def _activation_bytes(self, model: ModelKeys, spec: StageSpec) -> float:
         """Counts the bytes of activations that a step moves in a device's memory."""
-        sizes, family, D = spec.mesh.sizes, FAMILIES[model.decoder_block], model.base_emb_dim
+        sizes, D = spec.mesh.sizes, model.base_emb_dim
         numbers, own = 0.0, model.num_experts // sizes["expert"]
-        for layer, count in Counter(family.pattern(model)).items():
+        for layer, count in Counter(layer_pattern(model)).items():
             widths = LayerSizes.from_keys(model, layer)
             results = widths.results + D * len(widths.writes)
             numbers += count * (_STREAM * D + _RESULT * results / sizes["tensor"])
@@ -213,7 +213,7 @@ class CostModel:
     ) -> Iterator[tuple[str, float]]:
         """Yields the waits of a pass for activations, by name, in seconds."""
         mesh, itemsize = spec.mesh, BYTES[model.dtype]
-        sizes, layers = mesh.sizes, [*FAMILIES[model.decoder_block].pattern(model)]
+        sizes, layers = mesh.sizes, [*layer_pattern(model)]
         stream = spec.device_tokens * model.base_emb_dim * itemsize
         yield "tensor", len(layers) * (9 + 4 * again) * self._wait(stream, mesh, "tensor")
         experts, k = sizes["expert"], model.num_experts_per_tok

@@ -28,7 +28,7 @@ WARMUP = "warmup_steps_fraction"
 KEYS = (
     *("global_batch_size", "global_batch_tokens", "per_device_batch_size", "micro_batch_size"),
     *("gradient_accumulation_steps", "row_length", "remat_policy", "learning_rate", WARMUP),
-    *(*MESH_KEYS, *ROPE_KEYS, MIXTURE),
+    *(*MESH_KEYS, *ROPE_KEYS, MIXTURE, "mtp_loss_scaling_factor"),
 )
 # Why it cannot change others that ask for it.
 _REFUSED = {

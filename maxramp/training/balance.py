@@ -45,6 +45,8 @@ def with_last_step(model: Decoder, counts: Counts) -> Decoder:
             return x
         router, matrix = jax.tree.map(lambda leaf: leaf, x), x.matrix_DE
         loads_LE = _own_loads(model, counts, path)
+        if loads_LE is None:
+            return x
         is_first_L1 = loads_LE.sum(1, keepdims=True) == 0
         shares_LE = jnp.where(is_first_L1, 1 / x.experts, load_shares(loads_LE))
         leading = jax.typeof(matrix[...]).sharding.spec.partitions[: len(matrix.layers)]
@@ -58,10 +60,13 @@ def with_last_step(model: Decoder, counts: Counts) -> Decoder:
     return jax.tree_util.tree_map_with_path(attach, model, is_leaf=lambda x: isinstance(x, Router))
 
 
-def _own_loads(model: Decoder, counts: Counts, path: Any) -> jax.Array:
-    """Returns the loads [L, E] of the layers of experts whose stack is at this path."""
+def _own_loads(model: Decoder, counts: Counts, path: Any) -> jax.Array | None:
+    """Returns the loads [L, E] of the layers of experts whose stack is at this path; None for
+    drafts that do not run."""
     kinds = [layer.kind for layer in model.pattern if layer.is_sparse]
     own = [i for i, kind in enumerate(kinds) if kind == kind_at(path)]
+    if own[-1] >= len(counts[LOAD]):
+        return None
     return counts[LOAD] if len(own) == len(kinds) else counts[LOAD][np.array(own)]
 
 
@@ -75,6 +80,8 @@ def move_biases(frozen: Decoder, counts: Counts, keys: OptimizerKeys) -> Decoder
 
     def move(path: Any, weight: Weight) -> Weight:
         loads_LE = _own_loads(frozen, counts, path)
+        if loads_LE is None:
+            return weight
         number = loads_LE.shape[1]
         mean_L1 = loads_LE.sum(1, keepdims=True).astype(jnp.float32) / number
         difference = jnp.sign(mean_L1 - loads_LE.astype(jnp.float32))

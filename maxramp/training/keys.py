@@ -132,7 +132,8 @@ CHOICES: Choices = {
     "skip_step_on_spikes=True": ("skip_step_interval", "skip_step_scaling_factor"),
     PAIRS.asked_by: PAIRS.keys.names(),
     "dpo_loss_type=sigmoid|robust": ("dpo_label_smoothing",),
-    f"without {PAIRS.key}": TEXT.keys.names(),
+    f"without {PAIRS.key}": tuple(n for n in TEXT.keys.names() if n != "mtp_loss_scaling_factor"),
+    "mtp_num_layers": ("mtp_loss_scaling_factor",),
     "lr_schedule_type=wsd": ("wsd_decay_steps_fraction", "wsd_decay_style"),
 }
 

@@ -82,6 +82,16 @@ class LearningRate:
         risen = jnp.clip((samples - starts[i]) / jnp.maximum(intervals, 1.0), 0.0, 1.0)
         return peaks[i], jnp.where(intervals > 0, risen, 1.0)
 
+    def phase_value(self, name: str, value: float, samples: Any) -> Any:
+        """Returns the value of a key that phases may change, of the phase that `samples` lie in;
+        `value` is the first phase's."""
+        phases = self.ramp.keys.phase_list
+        if not self.ramp.keys.changing(name):
+            return value
+        starts = jnp.asarray([phase.first_sample for phase in phases], jnp.float32)
+        values = jnp.asarray([phase.values.get(name, value) for phase in phases], jnp.float32)
+        return values[jnp.searchsorted(starts, samples, side="right") - 1]
+
     def pace(self, global_batch_size: Any) -> Pace:
         power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.keys.batch_size_lr_scaling]
         batch = global_batch_size / self.reference

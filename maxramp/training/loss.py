@@ -4,8 +4,9 @@ Logits exist for one block of tokens at a time, and the gradient is taken with t
 pass. Shapes: B rows, T tokens of a row, N tokens of a block, D model width, V vocabulary.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from maxramp.data.batch import Batch
 from maxramp.data.rows import PADDING
 from maxramp.model.decoder import Decoder, soft_cap, soft_cap_backward
 from maxramp.model.keys import Execution
-from maxramp.model.parts.aux import Aux
+from maxramp.model.parts.aux import Aux, join_layers
+from maxramp.model.pattern import DRAFT_LOSS
 from maxramp.model.size import loss_blocks
 from maxramp.objectives.text import TEXT
 from maxramp.parallel.axes import BATCH_AXES, SHARD_AXES
-from maxramp.parallel.collectives import all_gather, map_shards, pmax, psum, psum_scatter
+from maxramp.parallel.collectives import all_gather, delay, map_shards, pmax, psum, psum_scatter
 from maxramp.parallel.sharding import (
     REPLICATED,
     TOKENS_BT,
@@ -179,27 +181,62 @@ def _sum_blocks(
 
 
 # (model, micro batch) -> (the objective, sums to show and counts), each a float32 sum over tokens,
-# so the sums of any split of the rows add up to the same; first those of `sum_names`, in order
+# so the sums of any split of the rows add up to the same; first those of `sum_names`, in order. The
+# drafts' terms are not in the objective, but in `Aux.minimized` (`drafts.add_drafts`).
 Loss = Callable[[Decoder, Batch], tuple[jax.Array, Aux]]
 
 
 def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
-    """Makes the loss of next tokens: cross-entropy with the z-loss, shown without it. A batch must
-    not have `weights`."""
+    """Makes the loss of next tokens: cross-entropy with the z-loss, shown without it; and of tokens
+    further ahead where the batch has what drafts read. It must not have `weights`."""
     how = keys.z_loss_multiplier, keys.loss_block_tokens, keys.log_token_statistics
     shown = TEXT.shown(keys)
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
         positions = summing_positions(model, batch, (batch.targets >= 0).sum(1))
-        x_BTD, aux = model.hidden(batch.tokens, execution, positions)
+        tokens = batch.tokens, *(ahead_BT for ahead_BT, _ in batch.ahead)
+        x_BTD, *ahead = model.embed(execution.dtype, *tokens)
+        x_BTD, aux = model.run(x_BTD, execution, positions)
         with jax.named_scope("loss"):
             head_DV = model.head(execution.dtype)
             arrays = x_BTD, head_DV, batch.targets
             minimized, *values = cross_entropy_sums(*arrays, *how, model.logits_cap)
-        return with_layers(minimized, dict(zip(shown, values, strict=True)), aux)
+        total, aux = with_layers(minimized, dict(zip(shown, values, strict=True)), aux)
+        if not ahead:
+            return total, aux
+        vectors = x_BTD, *ahead
+        terms = _predict_ahead(model, vectors, batch, execution, minimized, keys.loss_block_tokens)
+        return total, join_layers([aux, *terms])
 
     return sums
+
+
+def _predict_ahead(
+    model: Decoder,
+    vectors: Sequence[jax.Array],
+    batch: Batch,
+    execution: Execution,
+    loss: jax.Array,
+    block_tokens: int,
+) -> list[Aux]:
+    """Returns the terms of each draft: cross-entropy and the losses of its experts, sums over its
+    own targets; and its experts' loads. `vectors` are those of `Decoder.run` and the embeddings of
+    what drafts read, `loss` is that of the next tokens."""
+    x_BTD, *ahead = vectors
+    terms = []
+    for number, (tokens_BT, targets_BT) in enumerate(batch.ahead):
+        # After the sums before, or they could run beside the draft's layer.
+        x_BTD, ahead_BTD = delay(x_BTD, loss), delay(ahead[number], loss)
+        own = dataclasses.replace(batch, tokens=tokens_BT)
+        positions = summing_positions(model, own, (targets_BT >= 0).sum(1))
+        x_BTD, aux = model.draft(number, x_BTD, ahead_BTD, execution, positions)
+        with jax.named_scope("loss"):
+            arrays = x_BTD, model.head(execution.dtype), targets_BT
+            loss, *_ = cross_entropy_sums(*arrays, 0.0, block_tokens, False, model.logits_cap)
+        counts = jax.tree.map(lambda x: x.astype(jnp.uint32), aux.counts)
+        terms.append(Aux({DRAFT_LOSS: loss, **aux.minimized}, {}, counts))
+    return terms
 
 
 def with_layers(

@@ -16,6 +16,7 @@ from maxramp.model.adapters import attach_adapters, has_adapters
 from maxramp.model.decoder import Decoder
 from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import Weight, is_weight, join_parts, weights_of
+from maxramp.model.pattern import DRAFT, Pattern
 from maxramp.parallel.mesh import attach_mesh, platform
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.optimizers.table import make_optimizer
@@ -42,6 +43,12 @@ class TrainState:
     recent: dict[str, jax.Array]
 
     @property
+    def samples(self) -> jax.Array:
+        """The clock, float32."""
+        low, high = (word.astype(jnp.float32) for word in self.consumed_samples)
+        return high * 2.0**32 + low
+
+    @property
     def model(self) -> Decoder:
         return join_parts(self.frozen, self.trained)
 
@@ -64,18 +71,19 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     if model is None or (recipe.model.lora_rank and not has_adapters(model)):
         own = Decoder(recipe.model, jax.random.key(recipe.optimizer.init_weights_seed))
         model = own if model is None else attach_adapters(own, model)
-    trained, frozen = _parts(model, recipe.optimizer)
+    trained, frozen = _parts(model, recipe.optimizer, recipe.objective.trains_drafts)
     opt_state = make_optimizer(recipe.optimizer).init(trained)
     clock = jnp.zeros((2,), jnp.uint32)
     numbers = ("loss", "grad_norm", "targets") if recipe.optimizer.skip_step_on_spikes else ()
     recent = {x: jnp.zeros(recipe.optimizer.skip_step_interval + 1) for x in numbers}
-    return TrainState(clock, trained, frozen, no_counts(model), opt_state, jnp.uint32(0), recent)
+    return TrainState(clock, trained, frozen, no_counts(trained), opt_state, jnp.uint32(0), recent)
 
 
-def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
+def _parts(model: Decoder, keys: OptimizerKeys, trains_drafts: bool) -> tuple[Decoder, Decoder]:
     """Splits the weights into those that train (trainable_parameters_mask, else adapters, else all)
     and the others. With trainable_layers those of all layers train, and no others; `mask_layers`
-    then keeps the other layers as they are. A ConfigError if none trains."""
+    then keeps the other layers as they are; but drafts train only if one of them is chosen. A
+    ConfigError if none trains."""
     layers = len(list(model.pattern))
     for number in keys.trainable_layers:
         if number >= layers:
@@ -96,7 +104,10 @@ def _parts(model: Decoder, keys: OptimizerKeys) -> tuple[Decoder, Decoder]:
 
     def part(is_trained: bool) -> Decoder:
         def pick(path: Any, weight: Weight) -> Weight | None:
-            trains = weight.role in roles and (within is model or kind_at(path) is not None)
+            kind = kind_at(path)
+            trains = weight.role in roles and (within is model or kind is not None)
+            if kind == DRAFT:
+                trains &= trains_drafts and (within is model or DRAFT in kinds)
             return weight if trains == is_trained else None
 
         return jax.tree_util.tree_map_with_path(pick, model, is_leaf=is_weight)
@@ -143,8 +154,14 @@ def kind_at(path: Any) -> str | None:
     return names[1] if names[0] == "layers" else None
 
 
-def no_counts(model: Decoder) -> dict[str, jax.Array]:
-    counts = model.pattern.counts.items()
+def active_pattern(trained: Decoder) -> Pattern:
+    """Returns the layers that a step runs: drafts only if they train."""
+    drafts = weights_of(trained.layers.get(DRAFT))
+    return trained.pattern if drafts else trained.pattern.main
+
+
+def no_counts(trained: Decoder) -> dict[str, jax.Array]:
+    counts = active_pattern(trained).counts.items()
     return {name: jnp.zeros(shape, jnp.uint32) for name, shape in counts}
 
 

@@ -32,6 +32,7 @@ from maxramp.parallel.collectives import add_up, delay, map_shards, square_sums
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT, gradient_spec
 from maxramp.training import balance, noise_scale
+from maxramp.training.drafts import add_drafts, prepare_drafts
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.loss import Loss, next_token_prediction
@@ -40,7 +41,7 @@ from maxramp.training.optimizers.table import make_optimizer
 from maxramp.training.policy import policy_gradient
 from maxramp.training.preferences import preference
 from maxramp.training.skipping import skip_bad_step
-from maxramp.training.state import Metrics, TrainState, mask_layers, no_counts
+from maxramp.training.state import Metrics, TrainState, active_pattern, mask_layers, no_counts
 
 # What makes the loss of each objective, from its keys and those of the model's execution.
 _LOSSES = {
@@ -130,17 +131,17 @@ def train_step(
     trained = state.trained.cast(recipe.model.dtype, [*apart])
     frozen = state.frozen.cast(recipe.model.dtype)
     zeros = zero_sums(trained, recipe.sum_names)
-    drops = dropout_of(trained) > 0
-    ids_AB3 = row_ids(state.consumed_samples, batch) if drops else None
+    rows, weights = prepare_drafts(state, batch, recipe, learning_rate)
+    ids_AB3 = row_ids(state.consumed_samples, batch) if dropout_of(trained) > 0 else None
 
     def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
         micro_batch, row_ids_B3 = micro_batch
         micro_batch = share_out(micro_batch, trained.pattern, recipe.model)
 
         def minimize(candidate: Decoder) -> tuple[jax.Array, Aux]:
-            model = join_parts(frozen, candidate)
-            model = balance.with_last_step(model, state.buffers)
-            return loss(add_dropout(model, row_ids_B3) if drops else model, micro_batch)
+            model = balance.with_last_step(join_parts(frozen, candidate), state.buffers)
+            model = model if row_ids_B3 is None else add_dropout(model, row_ids_B3)
+            return add_drafts(*loss(model, micro_batch), *weights)
 
         gradient, squares_by_kind = jax.grad(minimize, has_aux=True), None
         if optimizer.log_gradient_noise_scale:
@@ -151,7 +152,7 @@ def train_step(
             new = gradient(trained)
         return jax.tree.map(jnp.add, sums, new), squares_by_kind
 
-    (gradients, aux), squares_by_kind = jax.lax.scan(add_micro_batch, zeros, (batch, ids_AB3))
+    (gradients, aux), squares_by_kind = jax.lax.scan(add_micro_batch, zeros, (rows, ids_AB3))
     shown, targets = aux.shown, aux.shown["tokens"]
     # In aux, which update() divides by; without targets all sums are 0.
     shown[recipe.objective.divisor] = jnp.maximum(shown[recipe.objective.divisor], 1)
@@ -208,7 +209,7 @@ def zero_sums(trained: Decoder, shown: Iterable[str]) -> tuple[Decoder, Aux]:
         spec = gradient_spec(jax.typeof(w).sharding.spec)
         return jax.reshard(jnp.zeros_like(w, jnp.float32), spec)
 
-    names = (*shown, *trained.pattern.sums)
+    names = (*shown, *active_pattern(trained).sums)
     aux = Aux({}, {name: jnp.float32(0) for name in names}, no_counts(trained))
     return jax.tree.map(zeros, trained), aux
 

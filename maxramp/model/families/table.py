@@ -24,6 +24,7 @@ from maxramp.model.families.qwen3_5_moe import QWEN3_5_MOE
 from maxramp.model.families.qwen3_moe import QWEN3_MOE
 from maxramp.model.families.qwen3_next import QWEN3_NEXT
 from maxramp.model.keys import ModelKeys
+from maxramp.model.pattern import Pattern
 
 FAMILIES: dict[str, Family] = {
     "llama2": LLAMA,
@@ -45,6 +46,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,
 }
+
+
+def layer_pattern(keys: ModelKeys) -> Pattern:
+    """Returns the layers of a model, its drafts last."""
+    return FAMILIES[keys.decoder_block].pattern(keys).add_drafts(keys.mtp_num_layers)
 
 
 def unify_keys(values: Mapping[str, Any]) -> dict[str, Any]:

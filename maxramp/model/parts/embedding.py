@@ -1,4 +1,8 @@
-"""The embedding's lookup. Shapes: B rows, T tokens, D model width, V vocabulary."""
+"""The embedding's lookup. Shapes: B rows, T tokens, D model width, V vocabulary, N arrays of
+tokens.
+"""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +12,27 @@ from maxramp.parallel.collectives import all_gather, all_to_all, map_shards, psu
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import (
     STREAM_BTD,
+    STREAM_BTND,
     TOKENS_BT,
     X_BTD,
     gradient_spec,
     summed_at_once,
     without_axis,
 )
+
+
+def look_up_several(table_VD: jax.Array, tokens: Sequence[jax.Array]) -> list[jax.Array]:
+    """Looks up the vectors [B, T, D] of each array [B, T], as `look_up` does, in one go."""
+    if len(tokens) == 1:
+        return [look_up(table_VD, *tokens)]
+    (B, T), N = tokens[0].shape, len(tokens)
+    # Those of a place side by side, so that none moves to another device.
+    tokens_BTN = jnp.stack([jax.reshard(x_BT, TOKENS_BT) for x_BT in tokens], axis=2)
+    tokens_BT = jax.lax.reshape(tokens_BTN, (B, T * N), out_sharding=TOKENS_BT)
+    x_BTD = look_up(table_VD, tokens_BT)
+    shape = B, T, N, x_BTD.shape[-1]
+    x_BTND = jax.lax.reshape(x_BTD, shape, out_sharding=STREAM_BTND)
+    return [x_BTND[:, :, n] for n in range(N)]
 
 
 @jax.custom_vjp

@@ -33,7 +33,7 @@ class Weight(nnx.Param):
 
     role: str  # one of `keys.ROLES`; decides on decay, cast, optimizer and noise scale
     # A letter for each axis: those of a stack, which a product uses one by one ("L", "RL"; "S" a
-    # layer of each stage) or all at once ("E": `grouped`), ...
+    # layer of each stage; "N" drafts) or all at once ("E": `grouped`), ...
     leading: str
     inputs: str  # ... those that a product sums over ("D"), ...
     outputs: str  # ... and those of its result ("Hh")
@@ -52,13 +52,13 @@ class Weight(nnx.Param):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The sizes of the axes of layers: [L], [R, L / R], or none. An optimizer's array for a
-        weight may have other axes, and then none of these."""
+        """The sizes of the axes of layers: [L], [R, L / R], [N], or none. An optimizer's array for
+        a weight may have other axes, and then none of these."""
         shapes = [x.shape for x in jax.tree.leaves(self)]
         if [len(shape) for shape in shapes] != [len(self.axes)]:
             return ()
         sizes = zip(self.leading, *shapes, strict=False)
-        return tuple(size for axis, size in sizes if axis in "RL")
+        return tuple(size for axis, size in sizes if axis in "RLN")
 
     @property
     def is_in_products(self) -> bool:
