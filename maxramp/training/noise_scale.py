@@ -53,7 +53,7 @@ def _probe_rows(model: Decoder, rows: int) -> Decoder:
             return weight
         layers = len(weight.leading)
         shape = *weight.shape[:layers], rows, *weight.shape[layers:]
-        row_spec = {"D": STREAM_BD, "h": HEAD_Bh}.get(weight.own, HEADS_BHh)
+        row_spec = {"D": STREAM_BD, "h": HEAD_Bh, "c": HEAD_Bh}.get(weight.own, HEADS_BHh)
         spec = stack_spec(row_spec, layers)
         return RowScale(weight, jnp.zeros(shape, jnp.float32, out_sharding=spec))
 

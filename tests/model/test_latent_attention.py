@@ -25,6 +25,7 @@ ADAPTERS += ("lora_targets=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_pro
 # Keys of the mesh, those that one device has as well, and accumulation.
 CASES = {
     "fsdp, tensor": ("tensor=2", ("remat_policy=minimal",), ("q_lora_rank=0",), 2),
+    "the noise scale": ("tensor=2 context=2", ("log_gradient_noise_scale=True",), (), 2),
     "ulysses": (
         *("context=4", ("context_parallel_strategy=ulysses", "ici_data_parallelism=2")),
         *((), 2),
