@@ -121,7 +121,8 @@ def export(
         name = "generation_config.json"
         values = storage.parse_json(name, side_files.get(name, b"{}"))
         side_files[name] = _json(values | special_ids)
-    if keys.mtp_num_layers:
+    drafts = FAMILIES[keys.decoder_block].released.drafts
+    if keys.mtp_num_layers and not drafts:
         _note("the export has no drafts (mtp_num_layers), for which folders have no tensors")
     form = writing.Format(keys.decoder_block, dtype, vocab_size, fuse_experts=fuse_experts)
     side_tensors = _find_side_tensors(source)
@@ -136,7 +137,7 @@ def _find_side_tensors(source: ModelSource) -> Mapping[str, Tensor]:
     keys = source.config.model
     begin = FAMILIES[keys.decoder_block].released.side_prefix
     begin = begin.format(keys.base_num_decoder_layers)
-    if not begin or not source.origin:
+    if not begin or not source.origin or keys.mtp_num_layers:
         return {}
     try:
         return source.weights.side_tensors

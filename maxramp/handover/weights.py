@@ -93,10 +93,12 @@ class ReleasedWeights:
                 "to less than 1, so the loss does not begin at that of the dense model; "
                 "norm_topk_prob=true begins there"
             )
-        if count := values["mtp_num_layers"]:
+        count, drafts = values["mtp_num_layers"], folder.num_drafts
+        if count not in (0, drafts):
+            other = f"{drafts} to train them, or 0" if drafts else "0"
             raise ConfigError(
-                f"mtp_num_layers={count}: the weights of {folder.path} have no drafts that train; "
-                "use 0, and an export has its draft layers as they are"
+                f"mtp_num_layers={count}: {folder.path} has {drafts} draft layers that can train; "
+                f"use {other}"
             )
         for line in config_json.describe_unread(folder.config, f"{folder.path}/config.json"):
             note(line)

@@ -219,6 +219,8 @@ def make_config(keys: ModelKeys, original: Mapping[str, Any], dtype: str) -> dic
         values["max_position_embeddings"] = max(longest, keys.max_target_length)
     if not is_same:
         values |= {"architectures": [released.architecture], "model_type": released.model_type}
+    if released.drafts and (keys.mtp_num_layers or not is_same):
+        values[released.drafts.key] = keys.mtp_num_layers
     if not original:
         values["use_cache"] = True
     dtype_keys = {name for name in ("dtype", "torch_dtype") if name in original} or {"torch_dtype"}

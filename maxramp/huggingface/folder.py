@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 from typing import Any
 
@@ -75,12 +76,15 @@ class ModelFolder:
         return f"{self.path}/config.json"
 
     @functools.cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors by their names in a text model."""
+    def _whole_tensors(self) -> dict[str, Tensor]:
         tensors = rename_as_text_model(self.path, find_tensors(self.path))
-        tensors = dequantize(tensors, self.config.get("quantization_config"))
-        family = FAMILIES[self.keys["decoder_block"]]
-        return split_experts(tensors, family.tensors, family.released.interleaves_experts)
+        return dequantize(tensors, self.config.get("quantization_config"))
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by their names in a text model, one for each expert."""
+        family, whole = FAMILIES[self.keys["decoder_block"]], self._whole_tensors
+        return split_experts(whole, family.tensors, family.released.interleaves_experts)
 
     @property
     def side_tensors(self) -> dict[str, Tensor]:
@@ -88,7 +92,19 @@ class ModelFolder:
         keys = self.keys
         begin = FAMILIES[keys["decoder_block"]].released.side_prefix
         begin = begin.format(keys["base_num_decoder_layers"])
-        return {n: x for n, x in self.tensors.items() if begin and n.startswith(begin)}
+        return {n: x for n, x in self._whole_tensors.items() if begin and n.startswith(begin)}
+
+    @property
+    def num_drafts(self) -> int:
+        """The number of draft layers that may train."""
+        keys, own = self.keys, self.tensors
+        drafts = FAMILIES[keys["decoder_block"]].released.drafts
+        if not drafts:
+            return 0
+        first = drafts.tensors["join_CD"]
+        numbers = itertools.count(keys["base_num_decoder_layers"])
+        whole = itertools.takewhile(lambda number: first.format(number) in own, numbers)
+        return len([*whole]) if "{}" in first else int(first in own)
 
     @property
     def ends(self) -> list[int]:

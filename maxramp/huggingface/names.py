@@ -9,6 +9,7 @@ import numpy as np
 
 from maxramp.errors import ConfigError
 from maxramp.model.decoder import Decoder
+from maxramp.model.families.llama import LAYER
 from maxramp.model.families.sparse import dense_tensors
 from maxramp.model.families.table import FAMILIES
 from maxramp.model.parts.weights import Weight, is_weight
@@ -64,6 +65,28 @@ def _tensor_name(path: str, tensors: Mapping[str, str]) -> str:
     return _PEFT_NAMES[part].replace("{}", tensors[adapted].removesuffix(".weight"))
 
 
+def _draft_tensors(block: str, kind: str) -> dict[str, str]:
+    """Returns the tensors of a family's drafts as `Family.tensors` has those of other weights; {}
+    if folders have none. Their layers are as those of a `kind`."""
+    family, begin = FAMILIES[block], f"layers.{kind}."
+    if not (drafts := family.released.drafts):
+        return {}
+    layer = {
+        f"layers.{DRAFT}.block.{path.removeprefix(begin)}": name.replace(LAYER, drafts.layer)
+        for path, name in family.tensors.items()
+        if path.startswith(begin)
+    }
+    return layer | {f"layers.{DRAFT}.{path}": name for path, name in drafts.tensors.items()}
+
+
+def name_copies(model: Decoder, decoder_block: str) -> dict[str, list[str]]:
+    """Returns, by the path of a weight, the tensors of draft layers that hold it too."""
+    drafts, layers = FAMILIES[decoder_block].released.drafts, len([*model.pattern.main])
+    count = len(model.pattern.drafts)
+    copies = drafts.copies.items() if drafts else ()
+    return {path: [x.format(layers + i) for i in range(count)] for path, x in copies}
+
+
 def _groups(weight: Weight) -> tuple[str, ...]:
     """Returns `Form.groups`: a matrix has its outputs as rows, an embedding its tokens, a table of
     biases its experts. Those of a convolution have an axis of their own for each of its inputs."""
@@ -104,14 +127,18 @@ def name_tensors(
     if dense_block:
         routers = [path for path in tensors if path.endswith("router.matrix_DE")]
         tensors = dense_tensors(FAMILIES[dense_block].tensors) | dict.fromkeys(routers, "")
+    tensors = {**tensors, **_draft_tensors(decoder_block, model.pattern.period[-1].kind)}
     numbers = {kind: [] for kind in model.pattern.kinds}
     for number, layer in enumerate(model.pattern):
         numbers[layer.kind].append(number)
+    drafts = FAMILIES[decoder_block].released.drafts
+    if drafts and drafts.layer != LAYER:  # whose numbers begin anew
+        numbers[DRAFT] = [*range(len(model.pattern.drafts))]
     for keys, weight in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_weight):
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         try:
-            is_draft = path.startswith(f"layers.{DRAFT}.")  # which no folder has
-            name = "" if is_draft else _tensor_name(path, tensors)
+            is_draft = path.startswith(f"layers.{DRAFT}.")
+            name = tensors.get(path, "") if is_draft else _tensor_name(path, tensors)
         except KeyError:
             raise ConfigError(
                 f"decoder_block={decoder_block}: its {path} is in no model of "
@@ -120,7 +147,7 @@ def name_tensors(
         shape = tuple(weight.shape[len(weight.leading) :])
         form = Form(weight.own, shape, _groups(weight), weight.blocks)
         names = {(): name} if name else {}
-        if "{}" in name:
+        if "{}" in name or (is_draft and name):
             experts = [*np.ndindex(weight.shape[1 : len(weight.leading)])]  # [()] if it has none
             names = {
                 (position, *expert): name.format(number, *expert)

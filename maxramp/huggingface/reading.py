@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxramp.errors import ConfigError
 from maxramp.huggingface import quantized
-from maxramp.huggingface.names import Form, NamedWeight, name_tensors
+from maxramp.huggingface.names import Form, NamedWeight, name_copies, name_tensors
 from maxramp.huggingface.safetensors import DTYPES, Tensor
 from maxramp.huggingface.variants import is_of_text_model
 from maxramp.model.decoder import Decoder
@@ -144,6 +144,8 @@ def prepare_load(
     side_prefix = FAMILIES[decoder_block].released.side_prefix.format(len([*model.pattern.main]))
     for line in quantized.describe(folder, tensors):
         note(line)
+    copies = {*itertools.chain(*name_copies(model, decoder_block).values())}
+    tensors = {name: x for name, x in tensors.items() if name not in copies}
     for line in _describe_left_out(folder, tensors, used, model.tied, side_prefix):
         note(line)
     return functools.partial(_load, tensors, model, weights)

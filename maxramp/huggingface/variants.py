@@ -15,7 +15,7 @@ from maxramp.huggingface.safetensors import DTYPES, Tensor
 
 _OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "audio_tower.", "multi_modal_")
 _PEFT_PREFIX = "base_model.model."
-_FUSED_NAME = re.compile(r"model\.layers\.(\d+)\.mlp\.(experts\.\w+|gate\.weight)")
+_FUSED_NAME = re.compile(r"(model|mtp)\.layers\.(\d+)\.mlp\.(experts\.\w+|gate\.weight)")
 # The weights of ours in a fused tensor, those of one expert behind each other.
 _FUSED_WEIGHTS = {
     "experts.gate_up_proj": ("gate_EDF", "up_EDF"),
@@ -97,10 +97,10 @@ def split_experts(
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = _FUSED_NAME.fullmatch(name)
-        weights = _FUSED_WEIGHTS.get(match[2], ()) if match else ()
+        weights = _FUSED_WEIGHTS.get(match[3], ()) if match else ()
         parts = [names.get(f"layers.sparse.mlp.{weight}") for weight in weights]
         if interleaved and any(parts) and parts[0].count("{}") > 1 and len(tensor.shape) > 1:
-            split |= _split_interleaved(tensor, parts, match[1])
+            split |= _split_interleaved(tensor, parts, match[2])
             continue
         if not any(parts) or len(tensor.shape) <= parts[0].count("{}"):  # of a dense model, or torn
             split[name] = tensor
@@ -111,7 +111,7 @@ def split_experts(
         start = tensor.start
         for expert in np.ndindex(*experts):
             for part in parts:
-                part = part.format(match[1], *expert)
+                part = part.format(match[2], *expert).replace("model", match[1], 1)
                 split[part] = dataclasses.replace(tensor, shape=shape, start=start)
                 start += size
     return split
@@ -121,5 +121,5 @@ def name_fused(path: str, name: str) -> str:
     """Returns the fused tensor that holds the tensor `name` of a weight, or `name` if none does."""
     for fused, weights in _FUSED_WEIGHTS.items():
         if path.partition(".mlp.")[2] in weights:
-            return f"model.layers.{name.split('.')[2]}.mlp.{fused}"
+            return ".".join([*name.split(".")[:3], "mlp", fused])
     return name

@@ -27,7 +27,7 @@ import numpy as np
 from maxramp.errors import ConfigError, TrainingError, reason_of
 from maxramp.files.place import ObjectPath, Place, is_near, is_unfinished, lock, sizes, write_whole
 from maxramp.huggingface.folder import SENTINELS, is_whole
-from maxramp.huggingface.names import Form, NamedWeight, name_tensors
+from maxramp.huggingface.names import Form, NamedWeight, name_copies, name_tensors
 from maxramp.huggingface.safetensors import (
     CODES,
     DTYPES,
@@ -78,6 +78,7 @@ def _list_parts(model: Decoder, form: Format) -> dict[str, list[_Part]]:
     """Returns the parts of each tensor in the order of its rows, by the tensor's name; `model` is
     as in `name_tensors`."""
     tensors: dict[str, list[_Part]] = {}
+    copies = name_copies(model, form.decoder_block)
     interleaves = FAMILIES[form.decoder_block].released.interleaves_experts
     for named in name_tensors(model, form.decoder_block, form.layers):
         is_fused = "E" in named.weight.leading if interleaves else form.fuse_experts
@@ -93,6 +94,7 @@ def _list_parts(model: Decoder, form: Format) -> dict[str, list[_Part]]:
             if form.in_larger:
                 name = name_in_larger(name)
             tensors.setdefault(name, []).append(_Part(named, index, shape, dtype))
+            tensors |= dict.fromkeys(copies.get(named.path, ()), tensors[name])
     for parts in tensors.values():
         parts.sort(key=lambda part: part.index)  # an expert's gate stays before its up
         if interleaves:

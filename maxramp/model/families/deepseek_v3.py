@@ -7,6 +7,7 @@ from maxramp.keys.section import Relations
 from maxramp.model.families import sparse
 from maxramp.model.families.dots1 import DOTS1, NAMES
 from maxramp.model.families.family import Released
+from maxramp.model.families.glm4_moe import APPENDED
 from maxramp.model.families.llama import LAYER
 from maxramp.model.keys import ModelKeys
 from maxramp.model.pattern import Layer, Mixing, Pattern, Rope, yarn_amplitude
@@ -87,6 +88,7 @@ DEEPSEEK_V3 = dataclasses.replace(
         | {"moe_layer_freq": 1},
         same={"num_key_value_heads": "num_attention_heads"},
         side_prefix=f"{LAYER}.",  # behind its last layer
+        drafts=APPENDED,
         model_types=("kimi_k2",),
         scales_scores=True,
     ),

@@ -9,6 +9,18 @@ from maxramp.model.keys import ModelKeys
 from maxramp.model.pattern import Pattern
 
 
+class ReleasedDrafts(NamedTuple):
+    """How a folder names the draft layers of a family (`model.draft`)."""
+
+    layer: str  # how tensors of a layer begin
+    # path of a weight beside those of the layer -> tensor; {} is the layer's number
+    tensors: Mapping[str, str]
+    key: str  # in config.json: how many there are
+    copies: Mapping[
+        str, str
+    ] = {}  # path of a weight of the model -> tensor that each layer has too
+
+
 class Released(NamedTuple):
     """A family's config.json, as far as it differs from the others' (`huggingface.config_json`)."""
 
@@ -27,6 +39,7 @@ class Released(NamedTuple):
     same: Mapping[str, str] = {}  # a key of theirs -> the one whose value it must have
     # how names of tensors begin that an export has as they came; {} is the number of layers
     side_prefix: str = ""
+    drafts: ReleasedDrafts | None = None  # what `side_prefix` begins, where they train
     rotary_share: float = 1  # of a head's numbers, those that positions turn
     # whether a layer's experts lie in one tensor with inputs as rows, gates and ups in turn
     interleaves_experts: bool = False

@@ -4,10 +4,22 @@ rotates half of a head, has biases, and perhaps norms of queries and keys (arXiv
 import dataclasses
 
 from maxramp.model.families.dots1 import DOTS1, NAMES
-from maxramp.model.families.family import Released
+from maxramp.model.families.family import Released, ReleasedDrafts
 from maxramp.model.families.llama import LAYER
 from maxramp.model.families.qwen2 import QWEN2
 
+# DeepSeek-V3's draft layers.
+APPENDED = ReleasedDrafts(
+    LAYER,
+    {
+        "embedding_norm.scale_D": f"{LAYER}.enorm.weight",
+        "hidden_norm.scale_D": f"{LAYER}.hnorm.weight",
+        "join_CD": f"{LAYER}.eh_proj.weight",
+        "norm.scale_D": f"{LAYER}.shared_head.norm.weight",
+    },
+    "num_nextn_predict_layers",
+    {"embedding_VD": f"{LAYER}.embed_tokens.weight", "head_DV": f"{LAYER}.shared_head.head.weight"},
+)
 _NAMES = {**NAMES, **{name: name for name in ("use_qk_norm", "attention_bias")}}
 _BIASES = {path: name for path, name in QWEN2.tensors.items() if "_bias_" in path}
 
@@ -30,6 +42,7 @@ GLM4_MOE = dataclasses.replace(
         DOTS1.released.other_names,
         rotary_share=0.5,
         side_prefix=f"{LAYER}.",  # behind its last layer
+        drafts=APPENDED,
     ),
     keys=(*DOTS1.keys, "use_qk_norm", "attention_bias"),
     fixed={name: x for name, x in DOTS1.fixed.items() if name != "use_qk_norm"},

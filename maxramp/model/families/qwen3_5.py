@@ -38,6 +38,7 @@ QWEN3_5 = dataclasses.replace(
         others="linear_attention",
         rotary_share=0.25,
         side_prefix="mtp.",
+        drafts=qwen3_next.DRAFTS,
     ),
     keys=tuple(qwen3_next.GDN_NAMES),
 )

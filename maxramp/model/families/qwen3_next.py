@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from maxramp.keys.section import Relations
 from maxramp.model.families import sparse
-from maxramp.model.families.family import Released
+from maxramp.model.families.family import Released, ReleasedDrafts
 from maxramp.model.families.llama import LAYER
 from maxramp.model.families.qwen3 import QWEN3
 from maxramp.model.families.qwen3_moe import QWEN3_MOE
@@ -29,6 +29,16 @@ GDN_DEFAULTS = {
     "head_dim": 256,
     "max_position_embeddings": 32_768,
 }
+DRAFTS = ReleasedDrafts(
+    "mtp.layers.{}",
+    {
+        "embedding_norm.scale_D": "mtp.pre_fc_norm_embedding.weight",
+        "hidden_norm.scale_D": "mtp.pre_fc_norm_hidden.weight",
+        "join_CD": "mtp.fc.weight",
+        "norm.scale_D": "mtp.norm.weight",
+    },
+    "mtp_num_hidden_layers",
+)
 ONLY = {"linear_conv_kernel_dim": 4, "full_attention_interval": PERIOD, "hidden_act": "silu"}
 
 
@@ -129,6 +139,7 @@ QWEN3_NEXT = dataclasses.replace(
         rotary_share=0.25,
         same={"shared_expert_intermediate_size": "moe_intermediate_size"},
         side_prefix="mtp.",
+        drafts=DRAFTS,
     ),
     keys=(*QWEN3_MOE.keys, *GDN_NAMES),
     fixed={"use_qk_norm": True, "shared_experts": 1},
