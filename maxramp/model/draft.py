@@ -35,6 +35,7 @@ class Draft(nnx.Module):
         """Returns the stream [B, T, D] for `block`, whose result `norm` makes a vector for logits
         and for the next draft."""
         x_BTD, ahead_BTD = _take_turns(x_BTD, ahead_BTD)
+        x_BTD = jax.reshard(x_BTD, STREAM_BTD)  # as norms have it, whose gradients are by row
         parts = self.embedding_norm(ahead_BTD), self.hidden_norm(x_BTD)
         x_BTC = jnp.concatenate([jax.reshard(part, X_BTD) for part in parts], axis=-1)
         return dense(x_BTC, self.join_CD, STREAM_BTD)

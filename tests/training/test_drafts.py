@@ -220,3 +220,16 @@ def test_drafts_stay_where_no_next_token_is_predicted():
         assert not weights_of(state.trained.layers[DRAFT])
         assert len(weights_of(state.frozen.layers[DRAFT])) == 20
         assert state.buffers["expert_load"].shape == (2, 8)
+
+
+@pytest.mark.slow
+def test_the_noise_scale_is_measured_with_drafts():
+    """In both tensor halves, as on one device."""
+    keys = (*KEYS, "mtp_num_layers=1", "log_gradient_noise_scale=True", "max_target_length=32")
+    names = ("norms_noise_signal", "norms_noise_variance", "mtp_loss")
+    mesh = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")
+    config = make_config(*keys, *mesh, f"per_device_batch_size={ROWS / DEVICES}")
+    _, (_, metrics) = take_steps(config, packed_batch(config, ROWS))
+    _, (_, metrics_1) = one_device(*keys)
+    for name in names:
+        np.testing.assert_allclose(metrics[name], metrics_1[name], rtol=1e-4)
