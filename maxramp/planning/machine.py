@@ -34,7 +34,7 @@ class Rates(NamedTuple):
     node: int = 0  # devices of a node, neighbours in the mesh; 0 where dcn sizes tell the slices
     hidden: float = 0.0  # share of the gathers of weights that runs beside products
     hidden_experts: float = 0.0  # and of those of experts' weights
-    room: int = 38  # bytes moved for each byte of a row of experts that nothing fills
+    room: int = 14  # bytes moved for each byte of a row of experts that nothing fills
 
 
 @dataclasses.dataclass(frozen=True)

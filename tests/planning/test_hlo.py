@@ -256,6 +256,11 @@ LOOPS = {
     ),
     "thousands of turns": (2000, ("constant(5)", "constant(2000)")),
     "a limit that the compiler alone knows": (9, SAYS_9, ("constant(5)", "custom-call()")),
+    "rows that experts have, if loads are equal": (
+        16,
+        ("body=%body", 'body=%body, metadata={op_name="mlp/row_blocks_16/while"}'),
+        ("constant(5)", "custom-call()"),
+    ),
 }
 
 

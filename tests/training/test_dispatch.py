@@ -63,21 +63,27 @@ def plain_mixture(x_BTD, weights_BTk, in_EDF, out_EFD, chosen_BTk):
 def test_every_way_to_the_experts_is_that_of_a_plain_product(mesh, monkeypatch):
     """Forward and backward, also where one device's experts take all tokens, or none."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulate_ragged_all_to_all)
+    monkeypatch.setattr(dispatch, "_BLOCK", 20)  # rows: a device has up to 4 of such blocks
     random = np.random.default_rng(3)
     shapes = (16, 8, 32), (16, 8, PER_TOKEN), (EXPERTS, 32, 16), (EXPERTS, 16, 32)
     arrays = [random.normal(size=shape).astype(np.float32) for shape in shapes]
     specs = X_BTD, CHOICES_BTk, EXPERTS_IN_EDF, EXPERTS_OUT_EFD
     weigh_BTD = random.normal(size=shapes[0]).astype(np.float32)
 
+    def weigh(y_MF, weights_M):
+        return y_MF * weights_M[:, None]
+
     @functools.partial(jax.jit, static_argnames="way")
     def mix(x_BTD, weights_BTk, in_EDF, out_EFD, chosen_BTk, way):
         def total(x_BTD, weights_BTk, in_EDF, out_EFD):
             plan = dispatch.plan(chosen_BTk, EXPERTS, way)
-            y, weights_M = dispatch.spread(x_BTD, weights_BTk, plan)
-            for w, axes in ((in_EDF, "D F"), (out_EFD, "F D")):
-                y = grouped.product(y, new_weight(w, "matrix", axes, "E"), plan.sizes_E, "blocks")
-                y = y * weights_M[:, None] if w is in_EDF else y
-            y_BTD = dispatch.collect(y, plan)
+            x_MD, weights_M = dispatch.spread(x_BTD, weights_BTk, plan)
+            into = new_weight(in_EDF, "matrix", "D F", "E")
+            out = new_weight(out_EFD, "matrix", "F D", "E")
+            y_MF = grouped.product(x_MD, (into,), plan.sizes_E, "blocks")
+            y_MF = dispatch.map_rows(weigh, plan, y_MF, weights_M)
+            y_MD = grouped.product(y_MF, (out,), plan.sizes_E, "blocks")
+            y_BTD = dispatch.collect(y_MD, plan)
             return (y_BTD * jax.reshard(weigh_BTD, STREAM_BTD)).sum(), y_BTD
 
         arrays = x_BTD, weights_BTk, in_EDF, out_EFD

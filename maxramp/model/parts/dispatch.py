@@ -8,6 +8,9 @@ rows for its experts and sends R rows.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,8 @@ from maxramp.model.parts.weights import static
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
+
+_BLOCK = 4096  # rows
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +37,11 @@ class Plan:
     rows: int = static()  # M
     equal_rows: int = static()  # rows of a device if all experts had the same load
     way: str = static()  # "ragged" or "gather"
+
+    @property
+    def is_full(self) -> bool:
+        """Tells whether every device has exactly M rows."""
+        return self.rows == self.equal_rows
 
 
 def select(requested: str, platform: str | None, per_token: int) -> str:
@@ -129,6 +139,60 @@ def _collect_backward(plan, dy_BTD):
 collect.defvjp(lambda y_MD, plan: (collect(y_MD, plan), plan), _collect_backward)
 
 
+def map_rows(function: Callable, plan: Plan, *arrays: jax.Array) -> jax.Array:
+    """Applies a function, which makes each row from the same rows of arrays, to the rows of each
+    device's experts [M, ...]; those after them are undefined."""
+    return function(*arrays) if plan.is_full else _map_rows(function, plan, *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _map_rows(function: Callable, plan: Plan, *arrays: jax.Array) -> Any:
+    local = functools.partial(_map_blocks, function)
+    return map_shards(local, SORTED_M, SORTED_M)(plan, *arrays)
+
+
+def _map_rows_backward(function, residuals, gradient):
+    def differentiate(gradient: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(function, *arrays)[1](gradient)
+
+    plan, *arrays = residuals
+    return None, *_map_rows(differentiate, plan, gradient, *arrays)
+
+
+_map_rows.defvjp(lambda function, *args: (_map_rows(function, *args), args), _map_rows_backward)
+
+
+def _map_blocks(function: Callable, plan: Plan, *arrays: jax.Array) -> Any:
+    """Is `map_rows` of one device. Buffers have room in case its experts get all tokens; so blocks
+    of rows are computed until those that it has are done."""
+    rows = len(arrays[0])
+    block = min(rows, _BLOCK)
+
+    def cut(first: jax.Array | int) -> list[jax.Array]:
+        return [jax.lax.dynamic_slice_in_dim(x, first, block) for x in arrays]
+
+    def compute(i: jax.Array, results: Any) -> Any:
+        first = i * block  # the last block may begin earlier, and compute some rows again
+        update = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=first, axis=0)
+        return jax.tree.map(update, results, function(*cut(first)))
+
+    shapes = jax.eval_shape(lambda: function(*cut(0)))
+    results = jax.tree.map(lambda x: _empty((rows, *x.shape[1:]), x.dtype, plan), shapes)
+    blocks = -(-plan.sizes_E.sum() // block)
+    with jax.named_scope(f"row_blocks_{-(-plan.equal_rows // block)}"):  # `planning.hlo` reads this
+        return jax.lax.fori_loop(0, blocks, compute, results)
+
+
+def _empty(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, plan: Plan) -> jax.Array:
+    """Returns an undefined array. One that depends on nothing JAX would take out of the loop over
+    layers, and XLA copy in each of them."""
+
+    def make() -> jax.Array:
+        return jax.lax.empty(shape, dtype)
+
+    return jax.lax.cond(plan.sizes_E[0] >= 0, make, make)
+
+
 def _to_experts(x_BTD: jax.Array, plan: Plan) -> jax.Array:
     """Sends every token to each of its experts: [M, D]."""
     return _send(_tokens(x_BTD, plan)[plan.order_R // plan.slots_BTk.shape[2]], plan)
@@ -137,10 +201,12 @@ def _to_experts(x_BTD: jax.Array, plan: Plan) -> jax.Array:
 def _from_experts(y_MD: jax.Array, plan: Plan) -> jax.Array:
     """Adds up each token's outputs, in float32, in the order of its choices: [B, T, D]."""
     y_RD = _send(y_MD, plan, back=True)
-    y_BTD = jnp.zeros((*plan.slots_BTk.shape[:2], y_RD.shape[1]), jnp.float32)
-    for slots_BT in jnp.unstack(plan.slots_BTk, axis=2):
-        y_BTD += y_RD.at[slots_BT].get(mode="fill", fill_value=0).astype(jnp.float32)
-    return _own_rows(y_BTD.astype(y_MD.dtype), plan)
+    B, T, k = plan.slots_BTk.shape
+    y_ND = jnp.zeros((B * T, y_RD.shape[1]), jnp.float32)
+    for slots_N in plan.slots_BTk.reshape(-1, k).T:
+        y_ND += y_RD.at[slots_N].get(mode="fill", fill_value=0).astype(jnp.float32)
+    # As rows of tokens up to here: with T on its own, XLA for TPUs may lay it into the lanes.
+    return _own_rows(y_ND.astype(y_MD.dtype), plan).reshape(-1, T, y_ND.shape[1])
 
 
 def _tokens(x_BTD: jax.Array, plan: Plan) -> jax.Array:
@@ -149,9 +215,9 @@ def _tokens(x_BTD: jax.Array, plan: Plan) -> jax.Array:
     return x_BTD.reshape(-1, x_BTD.shape[-1])
 
 
-def _own_rows(x_BTD: jax.Array, plan: Plan) -> jax.Array:
-    """Sums over devices along `expert`, and returns a device's own rows."""
-    return psum_scatter(x_BTD, "expert", dimension=0) if plan.way == "gather" else x_BTD
+def _own_rows(x: jax.Array, plan: Plan) -> jax.Array:
+    """Sums over devices along `expert`, and returns a device's own rows [B, ...], or tokens."""
+    return psum_scatter(x, "expert", dimension=0) if plan.way == "gather" else x
 
 
 def _send(x: jax.Array, plan: Plan, back: bool = False) -> jax.Array:
@@ -161,9 +227,19 @@ def _send(x: jax.Array, plan: Plan, back: bool = False) -> jax.Array:
         return x
     to_experts, from_experts = _offsets(plan.counts_PE)
     sent, received = (from_experts, to_experts) if back else (to_experts, from_experts)
-    rows = len(plan.order_R) if back else plan.rows
-    out = jax.lax.empty((rows, *x.shape[1:]), x.dtype)
-    return jax.lax.ragged_all_to_all(x, out, *sent, received[1], axis_name="expert")
+    # A row of 32-bit words of its own lies in one piece on TPUs, where XLA would else bring all of
+    # the buffer into that form.
+    words = x.ndim > 1 and 4 // x.dtype.itemsize
+    pieces = functools.partial(_reshape_rows, shape=(words, -1) if words else ())
+    whole = functools.partial(_reshape_rows, shape=x.shape[1:])
+    x = _map_blocks(pieces, plan, x) if back else pieces(x)
+    out = _empty((len(plan.order_R) if back else plan.rows, *x.shape[1:]), x.dtype, plan)
+    out = jax.lax.ragged_all_to_all(x, out, *sent, received[1], axis_name="expert")
+    return whole(out) if back else _map_blocks(whole, plan, out)
+
+
+def _reshape_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x.reshape(len(x), *shape)
 
 
 def _offsets(counts_PE: jax.Array) -> tuple:

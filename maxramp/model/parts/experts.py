@@ -10,13 +10,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.families.family import Family
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts import dispatch, grouped
 from maxramp.model.parts.aux import Aux
 from maxramp.model.parts.mlp import ACTIVATIONS, MLP
-from maxramp.model.parts.routing import Router
+from maxramp.model.parts.routing import CHOICES, Router
 from maxramp.model.parts.weights import dense, normal, zeros
 from maxramp.parallel.mesh import axis_size, platform
 from maxramp.parallel.sharding import (
@@ -67,6 +68,8 @@ class Experts(nnx.Module):
         (experts_BTk, weights_BTk), aux = self.router(x_BTD, token_weight_BT)
         way = dispatch.select(self.dispatch, platform(), experts_BTk.shape[2])
         plan = dispatch.plan(experts_BTk, self.num_experts, way)
+        # Saved by every remat_policy, as are the choices: rows are sorted once.
+        plan = jax.tree.map(lambda x: checkpoint_name(x, CHOICES), plan)
         y_MD = self._compute(*dispatch.spread(x_BTD, weights_BTk, plan), plan)
         y_BTD = dispatch.collect(y_MD, plan)
         if self.has_biases:
@@ -84,19 +87,24 @@ class Experts(nnx.Module):
         f, g = (ACTIVATIONS[name] for name in self.activations)
         kernel = grouped.select(self.kernel, platform())
         own = self.num_experts // axis_size("expert")
-        # The compiler does not know how long a kernel takes: `planning.hlo` reads this.
-        with jax.named_scope(grouped.describe(kernel, plan.equal_rows, plan.rows, own)):
-            gate_MF = grouped.product(x_MD, self.gate_EDF, plan.sizes_E, kernel)
-            up_MF = grouped.product(x_MD, self.up_EDF, plan.sizes_E, kernel)
-            if self.has_biases:
-                gate_MF = grouped.add_biases(gate_MF, self.gate_bias_EF, plan.sizes_E)
-                up_MF = grouped.add_biases(up_MF, self.up_bias_EF, plan.sizes_E)
+
+        # Weighted before the last product, whose result no gradient then needs.
+        def weigh(both_MF: jax.Array, weights_M: jax.Array) -> jax.Array:
+            gate_MF, up_MF = jnp.split(both_MF, 2, axis=1)
             if limit := self.gate_limit:
                 gate_MF = jnp.minimum(gate_MF, limit)
                 gate_MF *= jax.nn.sigmoid(GATE_SLOPE * gate_MF)
                 up_MF = 1 + jnp.clip(up_MF, -limit, limit)
             else:
                 gate_MF, up_MF = f(gate_MF), g(up_MF)
-            # Weighted before the last product, whose result no gradient then needs.
-            hidden_MF = (gate_MF * up_MF * weights_M[:, None]).astype(x_MD.dtype)
-            return grouped.product(hidden_MF, self.out_EFD, plan.sizes_E, kernel)
+            return (gate_MF * up_MF * weights_M[:, None]).astype(both_MF.dtype)
+
+        # The compiler does not know how long a kernel takes: `planning.hlo` reads this.
+        with jax.named_scope(grouped.describe(kernel, plan.equal_rows, plan.rows, own)):
+            inputs = self.gate_EDF, self.up_EDF
+            both_MF = grouped.product(x_MD, inputs, plan.sizes_E, kernel)
+            if self.has_biases:
+                biases = self.gate_bias_EF, self.up_bias_EF
+                both_MF = grouped.add_biases(both_MF, biases, plan.sizes_E)
+            hidden_MF = dispatch.map_rows(weigh, plan, both_MF, weights_M)
+            return grouped.product(hidden_MF, (self.out_EFD,), plan.sizes_E, kernel)

@@ -8,7 +8,7 @@ Shapes: M rows of a device, E experts of a device, K inputs, N outputs.
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,25 +25,28 @@ from maxramp.parallel.sharding import SORTED_M, Spec, gradient_spec
 _INTERPRETED = "_interpreted"
 
 
-def product(x_MK: jax.Array, weight: Weight, sizes_E: jax.Array, kernel: str) -> jax.Array:
-    """Multiplies every row by the matrix of its expert: [M, N]; rows after all groups are
-    undefined. Each device has its own rows and groups (`SORTED_M`), and its shard of K or N over
-    tensor."""
-    return checkpoint_name(
-        _product(x_MK, weight[...].astype(x_MK.dtype), sizes_E, kernel), STAGE_PRODUCTS
-    )
+def product(
+    x_MK: jax.Array, weights: Sequence[Weight], sizes_E: jax.Array, kernel: str
+) -> jax.Array:
+    """Multiplies every row by the matrices of its expert, of equal shapes and specs: [M, N], device
+    by device the results of one after those of the other; rows after all groups are undefined. Each
+    device has its own rows and groups (`SORTED_M`), and its shards of K or N over tensor."""
+    arrays = tuple(weight[...].astype(x_MK.dtype) for weight in weights)
+    return checkpoint_name(_product(x_MK, arrays, sizes_E, kernel), STAGE_PRODUCTS)
 
 
+# One kernel for several matrices reads the rows once, and adds up their gradients by itself.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, kernel: str) -> jax.Array:
-    spec = jax.typeof(w).sharding.spec
+def _product(
+    x_MK: jax.Array, weights: tuple[jax.Array, ...], sizes_E: jax.Array, kernel: str
+) -> jax.Array:
+    spec = jax.typeof(weights[0]).sharding.spec
 
-    def local(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array) -> jax.Array:
-        w_EAB = _gather(w, spec)
+    def local(x_MK: jax.Array, weights: tuple[jax.Array, ...], sizes_E: jax.Array) -> jax.Array:
         multiply, _ = load_kernel(kernel)
-        return multiply(x_MK, w_EAB, sizes_E, is_transposed=_is_transposed(spec))
+        return multiply(x_MK, _gather(weights, spec), sizes_E, is_transposed=_is_transposed(spec))
 
-    return map_shards(local, (SORTED_M, spec, SORTED_M), SORTED_M)(x_MK, w, sizes_E)
+    return map_shards(local, (SORTED_M, spec, SORTED_M), SORTED_M)(x_MK, weights, sizes_E)
 
 
 def _is_transposed(spec: Spec) -> bool:
@@ -53,9 +56,10 @@ def _is_transposed(spec: Spec) -> bool:
     return spec.partitions[-1] == SHARDS_OF_EXPERT
 
 
-def _gather(w: jax.Array, spec: Spec) -> jax.Array:
-    """Gathers a layer's weights of a device's experts: [E, K, N], or transposed [E, N, K]."""
-    w_EKN = w.reshape(w.shape[-3:])
+def _gather(weights: tuple[jax.Array, ...], spec: Spec) -> jax.Array:
+    """Joins and gathers a layer's weights of a device's experts: [E, K, N], or transposed
+    [E, N, K]."""
+    w_EKN = jnp.concatenate([w.reshape(w.shape[-3:]) for w in weights], axis=2)
     if SHARDS_OF_EXPERT not in spec.partitions:  # gathered before
         return w_EKN
     w_EKN = w_EKN.swapaxes(1, 2) if _is_transposed(spec) else w_EKN
@@ -63,20 +67,21 @@ def _gather(w: jax.Array, spec: Spec) -> jax.Array:
 
 
 def _backward(kernel, residuals, dy_MN):
-    spec = jax.typeof(residuals[1]).sharding.spec
+    spec = jax.typeof(residuals[1][0]).sharding.spec
     divided = {*jax.tree.leaves((*spec.partitions, *spec.reduced))}
     copies = [axis for axis in BATCH_AXES if axis not in divided]
 
-    def local(x_MK, w, sizes_E, dy_MN):
+    def local(x_MK, weights, sizes_E, dy_MN):
         (multiply, find_gradient), is_transposed = load_kernel(kernel), _is_transposed(spec)
-        dx_MK = multiply(dy_MN, _gather(w, spec), sizes_E, is_transposed=not is_transposed)
+        dx_MK = multiply(dy_MN, _gather(weights, spec), sizes_E, is_transposed=not is_transposed)
         # Each device holds the sum of its own shard alone, never that of all.
         sides = (dy_MN, x_MK) if is_transposed else (x_MK, dy_MN)
-        dw = find_gradient(*sides, sizes_E).astype(w.dtype)
+        dw = find_gradient(*sides, sizes_E).astype(weights[0].dtype)
         if SHARDS_OF_EXPERT in spec.partitions:
             dw = psum_scatter(dw, SHARDS_OF_EXPERT, dimension=1)
         dw_EKN = dw.swapaxes(1, 2) if is_transposed else dw
-        return dx_MK, psum(dw_EKN, copies).reshape(w.shape)
+        parts = jnp.split(psum(dw_EKN, copies), len(weights), axis=2)
+        return dx_MK, tuple(part.reshape(weights[0].shape) for part in parts)
 
     specs = SORTED_M, spec, SORTED_M, SORTED_M
     local = map_shards(local, specs, (SORTED_M, gradient_spec(spec)))
@@ -86,21 +91,22 @@ def _backward(kernel, residuals, dy_MN):
 _product.defvjp(lambda *arguments: (_product(*arguments), arguments[:3]), _backward)
 
 
-def add_biases(y_MN: jax.Array, bias: Weight, sizes_E: jax.Array) -> jax.Array:
-    """Adds to every row the bias of its expert, [E, N], which is sharded as the outputs are."""
-    return _add_biases(y_MN, bias[...], sizes_E)
+def add_biases(y_MN: jax.Array, biases: Sequence[Weight], sizes_E: jax.Array) -> jax.Array:
+    """Adds to every row of a `product` the biases of its expert, [E, N], which are sharded as the
+    outputs of its weights are."""
+    return _add_biases(y_MN, tuple(bias[...] for bias in biases), sizes_E)
 
 
 @jax.custom_vjp
-def _add_biases(y_MN: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    spec = jax.typeof(b).sharding.spec
+def _add_biases(y_MN: jax.Array, biases: tuple[jax.Array, ...], sizes_E: jax.Array) -> jax.Array:
+    spec = jax.typeof(biases[0]).sharding.spec
 
-    def local(y_MN: jax.Array, b: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    def local(y_MN: jax.Array, biases: tuple[jax.Array, ...], sizes_E: jax.Array) -> jax.Array:
         own_ME = _experts_of_rows(y_MN, sizes_E)
-        b_EN = b.reshape(b.shape[-2:]).astype(y_MN.dtype)
-        return y_MN + jnp.matmul(own_ME, b_EN, precision="highest")
+        b_EN = jnp.concatenate([b.reshape(b.shape[-2:]) for b in biases], axis=1)
+        return y_MN + jnp.matmul(own_ME, b_EN.astype(y_MN.dtype), precision="highest")
 
-    return map_shards(local, (SORTED_M, spec, SORTED_M), SORTED_M)(y_MN, b, sizes_E)
+    return map_shards(local, (SORTED_M, spec, SORTED_M), SORTED_M)(y_MN, biases, sizes_E)
 
 
 def _experts_of_rows(y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -110,8 +116,8 @@ def _experts_of_rows(y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
 
 
 def _biases_backward(residuals, dy_MN):
-    b, sizes_E = residuals
-    spec = jax.typeof(b).sharding.spec
+    biases, sizes_E = residuals
+    spec = jax.typeof(biases[0]).sharding.spec
     copies = [axis for axis in BATCH_AXES if axis not in jax.tree.leaves((*spec.partitions,))]
 
     def local(sizes_E: jax.Array, dy_MN: jax.Array) -> jax.Array:
@@ -119,13 +125,17 @@ def _biases_backward(residuals, dy_MN):
         dy_MN = jnp.where(own_ME.any(1, keepdims=True), dy_MN, 0)  # undefined after all groups
         options = {"precision": "highest", "preferred_element_type": jnp.float32}
         db_EN = psum(jnp.einsum("ME,MN->EN", own_ME, dy_MN, **options), copies)
-        return db_EN.astype(b.dtype).reshape([1] * (b.ndim - 2) + [*db_EN.shape])
+        parts = zip(jnp.split(db_EN, len(biases), axis=1), biases, strict=True)
+        return tuple(
+            db.astype(b.dtype).reshape([1] * (b.ndim - 2) + [*db.shape]) for db, b in parts
+        )
 
     return dy_MN, map_shards(local, (SORTED_M, SORTED_M), spec)(sizes_E, dy_MN), None
 
 
 _add_biases.defvjp(
-    lambda y_MN, b, sizes_E: (_add_biases(y_MN, b, sizes_E), (b, sizes_E)), _biases_backward
+    lambda y_MN, biases, sizes_E: (_add_biases(y_MN, biases, sizes_E), (biases, sizes_E)),
+    _biases_backward,
 )
 
 

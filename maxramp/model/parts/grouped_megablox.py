@@ -17,8 +17,8 @@ def product(
     (M, K), N = x_MK.shape, w.shape[1 if is_transposed else 2]
     tile = row_tile(M, len(sizes_E))
     # All inputs where they fit: then the tiles of a group read its weights once.
-    inputs = K if K <= 2 * _SIDE_TILE else _SIDE_TILE
-    tiling, x_MK = (tile, inputs, min(_SIDE_TILE, N)), _pad_rows(x_MK, tile)
+    tiling = tile, _side_tile(K, 2 * _SIDE_TILE), _side_tile(N)
+    x_MK = _pad_rows(x_MK, tile)
     y_MN = gmm(
         x_MK, w, sizes_E, x_MK.dtype, tiling, transpose_rhs=is_transposed, interpret=interpret
     )
@@ -29,7 +29,7 @@ def gradient(
     x_MK: jax.Array, dy_MN: jax.Array, sizes_E: jax.Array, interpret: bool = False
 ) -> jax.Array:
     tile = row_tile(len(x_MK), len(sizes_E))
-    tiling = tile, *(min(_SIDE_TILE, x.shape[1]) for x in (x_MK, dy_MN))
+    tiling = tile, *(_side_tile(x.shape[1]) for x in (x_MK, dy_MN))
     x_KM, dy_MN = _pad_rows(x_MK, tile).T, _pad_rows(dy_MN, tile)
     return tgmm(x_KM, dy_MN, sizes_E, x_MK.dtype, tiling, interpret=interpret)
 
@@ -38,6 +38,12 @@ def row_tile(rows: int, experts: int) -> int:
     """Returns an eighth of a group, as two groups visit the tile in which one ends."""
     share = max(1, rows // experts // 8)
     return min(_ROW_TILE, max(128, 1 << (share.bit_length() - 1)))
+
+
+def _side_tile(size: int, most: int = _SIDE_TILE) -> int:
+    """Returns the size of the fewest equal tiles of a side: 768 of 1,536 for at most 1,024."""
+    tiles = -(-size // most)
+    return -(-size // tiles // 128) * 128 if tiles > 1 else size
 
 
 def _pad_rows(x: jax.Array, tile: int) -> jax.Array:

@@ -13,7 +13,7 @@ from maxramp.model.parts.aux import Aux, sum_by_stage
 from maxramp.model.parts.weights import Weight, apply_elementwise, dense, normal, zeros
 from maxramp.parallel.sharding import REPLICATED, ROUTER_DE, ROWS_BT, CHOICES_BTk
 
-CHOICES = "experts of tokens"  # saved by every remat_policy
+CHOICES = "experts of tokens"  # and what follows from them alone, saved by every remat_policy
 LOAD = "expert_load"  # counts of tokens by expert
 
 # experts, int32 [B, T, k], in which E means dropped for lack of capacity; their float32 weights
@@ -108,6 +108,7 @@ class Router(nnx.Module):
         counts_BE = ((token_weight_BT > 0)[..., None, None] & is_chosen_BTkE).sum(
             (1, 2), dtype=jnp.int32
         )
+        counts_BE = checkpoint_name(counts_BE, CHOICES)
         if self.balance_weight:
             if self.score == "sigmoid":
                 scores_BTE = scores_BTE / scores_BTE.sum(-1, keepdims=True)
