@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from maxramp.errors import ConfigError
 from maxramp.model.parts.weights import static
 from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
-from maxramp.parallel.mesh import axis_size
+from maxramp.parallel.mesh import axis_size, platform
 from maxramp.parallel.sharding import SORTED_M, STREAM_BTD, X_BTD, CHOICES_BTk
 
 _BLOCK = 4096  # rows
@@ -164,7 +164,10 @@ _map_rows.defvjp(lambda function, *args: (_map_rows(function, *args), args), _ma
 
 def _map_blocks(function: Callable, plan: Plan, *arrays: jax.Array) -> Any:
     """Is `map_rows` of one device. Buffers have room in case its experts get all tokens; so blocks
-    of rows are computed until those that it has are done."""
+    of rows are computed until those that it has are done. A GPU computes all rows: its host would
+    wait to learn how often the loop runs."""
+    if platform() in ("gpu", "cuda"):
+        return function(*arrays)
     rows = len(arrays[0])
     block = min(rows, _BLOCK)
 
@@ -185,11 +188,13 @@ def _map_blocks(function: Callable, plan: Plan, *arrays: jax.Array) -> Any:
 
 def _empty(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, plan: Plan) -> jax.Array:
     """Returns an undefined array. One that depends on nothing JAX would take out of the loop over
-    layers, and XLA copy in each of them."""
+    layers, and XLA copy in each of them. On GPUs a host would wait for the branch."""
 
     def make() -> jax.Array:
         return jax.lax.empty(shape, dtype)
 
+    if platform() in ("gpu", "cuda"):
+        return make()
     return jax.lax.cond(plan.sizes_E[0] >= 0, make, make)
 
 
