@@ -49,7 +49,13 @@ CHOICES: Choices = {
     **family_choices(),
     "rope_type=llama3.1|yarn|dynamic": ("rope_factor", "original_max_position_embeddings"),
     "rope_type=llama3.1": ("rope_low_freq_factor", "rope_high_freq_factor"),
-    "rope_type=yarn": ("beta_fast", "beta_slow", "rope_truncate", "rope_attention_factor"),
+    "rope_type=yarn": (
+        "beta_fast",
+        "beta_slow",
+        "rope_truncate",
+        "rope_attention_factor",
+        "mscale",
+    ),
     "rope_type=default": ("rope_linear_scaling_factor",),
     "lora_rank": ("lora_alpha", "use_rslora", "lora_dropout", "lora_targets"),
     # other commands

@@ -97,9 +97,10 @@ def export(
     pause: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes a model as a Hugging Face folder, on every process; adapters alone, in PEFT's form,
-    unless `merge`. `dtype` "" is that in which the tensors came, or weight_dtype. `pause` is called
-    between two tensors; `fuse_experts` is as in `writing.Format`. A `model` that is merged may lose
-    its memory. Raises as `writing.write`, and a ConfigError for adapters that PEFT could not open.
+    unless `merge`. `dtype` "" is that in which the tensors came, bfloat16 for quantized ones, or
+    weight_dtype. `pause` is called between two tensors; `fuse_experts` is as in `writing.Format`. A
+    `model` that is merged may lose its memory. Raises as `writing.write`, and a ConfigError for
+    adapters that PEFT could not open.
     """
     if has_adapters(model) and not merge:
         _export_adapters(source, model, to, dtype, pause)
@@ -107,7 +108,8 @@ def export(
     keys, original = source.config.model, source.origin.config if source.origin else {}
     if not dtype:
         dtype = original.get("dtype") or original.get("torch_dtype")
-        dtype = dtype if dtype in _DTYPES else keys.weight_dtype
+        plain = "bfloat16" if "quantization_config" in original else keys.weight_dtype
+        dtype = dtype if dtype in _DTYPES else plain
     if has_adapters(model):
         model = _merge_adapters(model, dtype)
     side_files, special_ids, num_tokens = _make_side_files(source)

@@ -30,6 +30,7 @@ SIDE_FILES = (
 SENTINELS = ("config.json", CONFIG)
 # Keys that the config.json of a larger model has outside that of its text model.
 _SHARED_KEYS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+_SHARED_KEYS += ("quantization_config",)
 RUN_COPY = "huggingface"  # a run's folder for the side files of its first weights
 
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from maxramp.errors import ConfigError
-from maxramp.huggingface.safetensors import Tensor
+from maxramp.huggingface.safetensors import DTYPES, Tensor
 
 _BLOCKS, _SCALES, _FACTORS = "_blocks", "_scales", "_scale_inv"
 _MXFP4_BYTES = 16  # of a block
@@ -86,7 +86,8 @@ def dequantize(
         elif scales and tensor.dtype == "F8_E4M3" and len(tensor.shape) == 2:
             block = tuple((quantization or {}).get("weight_block_size") or (128, 128))
             counts = tuple(-(-n // size) for n, size in zip(tensor.shape, block, strict=True))
-            _refuse_unless(scales.shape == counts, tensor, scales)
+            fits = scales.shape == counts and scales.dtype in DTYPES
+            _refuse_unless(fits, tensor, scales)
             del result[f"{name}{_FACTORS}"]
             own = {"weights": tensor, "factors": scales, "block": block}
             result[name] = Fp8Blocks(name, tensor.file, "BF16", tensor.shape, tensor.start, **own)
@@ -95,7 +96,7 @@ def dequantize(
 
 def _refuse_unless(fits: bool, tensor: Tensor, scales: Tensor | None) -> None:
     if not fits:
-        shape = f"{scales.name} of {list(scales.shape)}" if scales else "none"
+        shape = f"{scales.name}, {scales.dtype} of {list(scales.shape)}" if scales else "none"
         raise ConfigError(
             f"{tensor.file}: {tensor.name} of {list(tensor.shape)} has scales of another form "
             f"({shape}); fetch it again"

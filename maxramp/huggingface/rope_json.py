@@ -61,10 +61,10 @@ def read_keys(values: Mapping[str, Any], released: Released, where: str) -> dict
     if not released.scales_scores or _kind(rope) == "default":
         return keys
     scores = rope.get("mscale_all_dim") or 0.0
-    if _kind(rope) != "yarn" and scores:
-        raise ConfigError(
-            f"{where}: mscale_all_dim={scores} with rope_type={_kind(rope)} is not supported"
-        )
+    if _kind(rope) != "yarn":
+        why = f"{where}: mscale_all_dim={scores} with rope_type={_kind(rope)} is not supported"
+        refuse([(scores, why)])
+        return keys
     return keys | {"mscale": base.cast_value(f"{where}: mscale_all_dim={scores}", scores, "mscale")}
 
 

@@ -67,6 +67,11 @@ class Part(Tensor):
         return rows if self.columns == 1 else rows[:, self.column :: self.columns]
 
 
+def _divide(size: int, count: int) -> int:
+    """Returns the size of one of `count` parts; of a torn tensor all, which no weight has."""
+    return size if size % count else size // count
+
+
 def _split_interleaved(tensor: Tensor, names: list[str], layer: str) -> dict[str, Tensor]:
     """Returns each expert's parts, by name, of a tensor that holds one or two weights."""
     E, rows, *rest = tensor.shape
@@ -74,7 +79,7 @@ def _split_interleaved(tensor: Tensor, names: list[str], layer: str) -> dict[str
     *_, last = tensor.shape
     flat = (E * rows, last) if rest else (E * rows,)
     base, parts = dataclasses.replace(tensor, shape=flat), {}
-    shape = (rows, last // count) if inputs_first else (rows // count, *rest)
+    shape = (rows, _divide(last, count)) if inputs_first else (_divide(rows, count), *rest)
     for expert in range(E):
         for number, name in enumerate(names):
             own = {"begin": expert * rows + number, "step": count}
@@ -106,7 +111,7 @@ def split_experts(
             split[name] = tensor
             continue
         *experts, rows, columns = tensor.shape
-        shape = rows // len(parts), columns
+        shape = _divide(rows, len(parts)), columns
         size = math.prod(shape) * (DTYPES[tensor.dtype].itemsize if tensor.dtype in DTYPES else 1)
         start = tensor.start
         for expert in np.ndindex(*experts):

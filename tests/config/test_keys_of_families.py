@@ -57,6 +57,8 @@ LATENT base_num_kv_heads=2 | base_num_kv_heads=2: .* every query head; give base
 LATENT kv_lora_rank=6 | kv_lora_rank=6 does not divide over the fsdp axis
 LATENT lora_rank=2 lora_targets=[q_a_proj] | with q_lora_rank=0 there is no q_a_proj; leave it out
 LATENT lora_rank=2 | experts have no adapters; use lora_targets=\\[q_proj,kv_a_proj_with_mqa,
+LATENT mscale=0.7 | mscale=0.7 is read only with rope_type=yarn
+LATENT decoder_block=glm4_moe base_num_kv_heads=2 head_dim=6 | head_dim=6 is not a multiple of 4
 LATENT qk_rope_head_dim=5 | qk_rope_head_dim=5 must be even
 kv_lora_rank=8 | kv_lora_rank=8 is read only with decoder_block=deepseek_v3
 DELTA lora_rank=2 lora_targets=[in_proj_qkvz] | in_proj_qkvz

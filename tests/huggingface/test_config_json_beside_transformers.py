@@ -37,6 +37,8 @@ def test_what_config_json_leaves_open_is_what_the_class_has(name):
         if key in ("rope_theta", "sliding_window_pattern"):
             continue
         value = config.num_attention_heads if value is None else value
+        if key == "rope_parameters":
+            value = value | {"rope_theta": family.defaults["rope_theta"]}
         assert getattr(config, key) == value, key
     rope = config.rope_parameters
     if family.local_rope:

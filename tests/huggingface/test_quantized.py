@@ -60,7 +60,7 @@ def test_few_bits_are_read_and_written_as_bfloat16(tmp_path, name):
     folder = write_folder(tmp_path / "in", name, quantization_config=config, **SIZES[name])
     write_file(folder / "model.safetensors", kept)
     source, notes = open_model(str(folder), ["hardware=cpu"]), []
-    export(source, source.load(notes.append), tmp_path / "out", "bfloat16")
+    export(source, source.load(notes.append), tmp_path / "out")
     assert_same_tensors(tmp_path / "out", whole)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     assert any(LINES[name] in line for line in notes) and jax.device_count() == 8

@@ -3,10 +3,13 @@ rotates half of a head, has biases, and perhaps norms of queries and keys (arXiv
 
 import dataclasses
 
+from maxramp.keys.section import Relations
+from maxramp.model.families import sparse
 from maxramp.model.families.dots1 import DOTS1, NAMES
 from maxramp.model.families.family import Released, ReleasedDrafts
 from maxramp.model.families.llama import LAYER
 from maxramp.model.families.qwen2 import QWEN2
+from maxramp.model.keys import ModelKeys
 
 # DeepSeek-V3's draft layers.
 APPENDED = ReleasedDrafts(
@@ -23,8 +26,18 @@ APPENDED = ReleasedDrafts(
 _NAMES = {**NAMES, **{name: name for name in ("use_qk_norm", "attention_bias")}}
 _BIASES = {path: name for path, name in QWEN2.tensors.items() if "_bias_" in path}
 
+
+def _check(keys: ModelKeys) -> Relations:
+    yield (
+        keys.head_dim % 4,
+        f"head_dim={keys.head_dim} is not a multiple of 4: positions turn the pairs of half of it",
+    )
+    yield from sparse.check(keys)
+
+
 GLM4_MOE = dataclasses.replace(
     DOTS1,
+    check=_check,
     tensors={
         **DOTS1.tensors,
         **_BIASES,

@@ -15,7 +15,7 @@ _SHARED = dict(QWEN2.tensors)
 _SHARED["layers.dense.mixer.out_bias_D"] = f"{LAYER}.self_attn.o_proj.bias"
 _SHARED["layers.dense.mixer.sinks_H"] = f"{LAYER}.self_attn.sinks"
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
-_YARN |= {"truncate": False, "original_max_position_embeddings": 4096, "rope_theta": 150_000.0}
+_YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
 
 
 def _pattern(keys: ModelKeys) -> Pattern:
