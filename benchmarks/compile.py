@@ -29,6 +29,9 @@ _MIXTRAL = ("model_name=mixtral-8x7b", "load_balance_loss_weight=0.01")
 _QWEN3_MOE = ("model_name=qwen3-30b-a3b", "load_balance_loss_weight=0.01")
 _QWEN35_MOE = ("model_name=qwen3.5-35b-a3b", "load_balance_loss_weight=0.01")
 _NEXT = ("model_name=qwen3-next-80b-a3b", "load_balance_loss_weight=0.01")
+_GPT_OSS = ("model_name=gpt-oss-20b", "load_balance_loss_weight=0.01")
+_DEEPSEEK = ("model_name=deepseek-v3-671b", "override_model_config=true")
+_DEEPSEEK += ("base_num_decoder_layers=16",)
 _EXPERT = "ici_expert_parallelism=4"
 _LONG = ("max_target_length=131072", "per_device_batch_size=0.25")
 # MaxText with its defaults otherwise, compiled by jax 0.12 and libtpu 0.0.50.1: seconds of a step
@@ -59,6 +62,8 @@ CONFIGURATIONS = {
     "Qwen3.5 9B, fsdp 64, full": (("model_name=qwen3.5-9b",), (2.909, 66.1, 17.7, 107)),
     "Qwen3.5 35B-A3B, fsdp 64, full": (_QWEN35_MOE, (2.854, 252.2, 28.9, 210)),
     "Qwen3-Next 80B-A3B, fsdp 64, full": (_NEXT, (4.349, 584.5, 31.7, 349)),
+    "gpt-oss 20B, fsdp 64, full": (_GPT_OSS, (1.260, 149.3, 14.4, 643)),
+    "DeepSeek-V3, 16 of 61 layers, fsdp 64, full": (_DEEPSEEK, (4.878, 1119.8, 70.3, 784)),
     "Gemma 3 12B, fsdp 64, full, loss_block_tokens 1,024": (
         ("model_name=gemma3-12b", "loss_block_tokens=1024"),
         (2.973, 101.5, 12.8, 125),
@@ -68,7 +73,7 @@ CONFIGURATIONS = {
         (6.143, 105.0, 26.5, 98),
     ),
 }
-_HYBRIDS = ("Qwen3.5", "Qwen3-Next")
+_WITH_ATTENTION = ("Qwen3.5", "Qwen3-Next", "gpt-oss", "DeepSeek")
 COMMON = (
     *("compile_topology=v5p:4x4x4", "max_target_length=4096", "steps=100"),
     *("enable_rampup_batch_size=false", "per_device_batch_size=2", "remat_policy=full"),
@@ -86,7 +91,7 @@ def main() -> None:
         compile_target.compiled_bytes = bytes_by_parts if is_qwen3 else compiled_bytes
         stage = compile_stages(load([base, *COMMON, *keys, *arguments.keys]))["stages"][0]
         kernels = stage["experts_seconds"]
-        if not name.startswith(_HYBRIDS):  # MaxText has no kernel for a gated delta rule
+        if not name.startswith(_WITH_ATTENTION):
             kernels += stage["attention_seconds"]
         ours = (
             stage["step_seconds"] - (0 if is_qwen3 else kernels),

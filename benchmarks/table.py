@@ -8,7 +8,8 @@ import json
 
 from figures import RESULTS, ROOT
 
-_OF_EXPERTS = ("Mixtral", "Qwen3 30B", "Qwen3.5 35B", "Qwen3-Next")  # docs/experts.md has them
+# docs/experts.md has them.
+_OF_EXPERTS = ("Mixtral", "Qwen3 30B", "Qwen3.5 35B", "Qwen3-Next", "gpt-oss", "DeepSeek")
 BEGIN, END = "<!-- benchmarks/table.py -->", "<!-- end -->"
 
 
