@@ -73,7 +73,7 @@ OTHER = {
     **{"mlp_only_layers": [0], "n_group": 2, "topk_group": 3, "routed_scaling_factor": 1.5},
     **{"max_position_embeddings": 32, "attention_dropout": 0.5, "router_jitter_noise": 0.5},
     **{"linear_conv_kernel_dim": 2, "full_attention_interval": 2, "rope_interleave": False},
-    "shared_expert_intermediate_size": 12,
+    **{"shared_expert_intermediate_size": 12, "swiglu_limit": 3.0, "swiglu_alpha": 1.0},
 }
 # Of training and generation by transformers, and of what it returns: tried all at once.
 NEUTRAL = {
