@@ -6,10 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import batch_of, make_mesh
+from conftest import batch_of, make_config, make_mesh
 from jax.sharding import NamedSharding
 
 from maxramp.data.relay import Expansion
+from maxramp.model.decoder import Decoder
 from maxramp.model.pipeline import order_by_layer
 from maxramp.parallel.sharding import BATCH_ABT
 from maxramp.rampup.schedule import RampupBatchManager
@@ -89,3 +90,27 @@ def by_name(tree):
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): np.asarray(x)
         for path, x in jax.tree.leaves_with_path(tree)
     }
+
+
+def assert_documents_apart(*keys):
+    """Asserts that other tokens before a document change no bit of its logits on parts of rows, and
+    that alone it has the same."""
+    keys = (*keys, "max_target_length=64", "ici_context_parallelism=4")
+    config = make_config(*keys, "per_device_batch_size=0.25", devices=4)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 264, (3, 65), dtype=np.int32)
+    tokens[1, 27:] = tokens[0, 27:]  # behind another document
+    tokens[2, :38] = tokens[0, 27:]  # alone
+    begins = np.zeros(tokens.shape, bool)
+    begins[:, 0] = begins[:2, 27] = begins[2, 38] = True
+    batch = batch_of(tokens, begins)
+
+    def forward(model):
+        return model(batch.tokens, config.model, batch.token_positions)
+
+    with jax.set_mesh(make_mesh(config)):
+        model = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
+        logits = np.asarray(jax.jit(forward)(model))
+    np.testing.assert_array_equal(logits[0, 27:], logits[1, 27:])
+    assert np.abs(logits[0, :27] - logits[1, :27]).max() > 0.1
+    np.testing.assert_allclose(logits[2, :37], logits[0, 27:], atol=1e-5 * np.ptp(logits))

@@ -119,7 +119,7 @@ def _check_supported(
     )
     # Windows of other layers than the family's: in a list, by a period, or from a layer on.
     kinds, period = values.get("layer_types"), released.period
-    layer = "all layers" if period == 1 else f"every {period}th layer"
+    layer = "all layers" if period == 1 else f"the last of every {period} layers"
     is_other = bool(kinds) and kinds != _layer_types(layers, released)
     yield is_other, "layer_types", kinds, f", but full_attention in {layer}"
     if "sliding_window_pattern" in released.defaults:

@@ -83,5 +83,5 @@ def test_mxfp4_is_what_transformers_makes_of_it():
     torch, mxfp4 = Later("torch"), Later("transformers.integrations.mxfp4")
     name = "model.layers.1.mlp.experts.gate_up_proj"
     parts = (torch.tensor(kept[f"{name}_{part}"]) for part in ("blocks", "scales"))
-    theirs = mxfp4.convert_moe_packed_tensors(*parts).float().numpy()
-    np.testing.assert_array_equal(theirs, whole[name].astype(np.float32))
+    expected = mxfp4.convert_moe_packed_tensors(*parts).float().numpy()
+    np.testing.assert_array_equal(expected, whole[name].astype(np.float32))

@@ -446,7 +446,10 @@ def test_end_tokens_that_are_no_ids_are_refused(tmp_path, ids):
         ({"is_causal": False}, "is_causal=False is not supported, but True"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
         ({"architectures": ["LlamaBidirectionalModel"]}, "architectures=LlamaBidirectionalModel"),
-        (CONFIGS["gemma3"] | {"layer_types": ["full_attention"] * 8}, "full_attention in every 6"),
+        (
+            CONFIGS["gemma3"] | {"layer_types": ["full_attention"] * 8},
+            "full_attention in the last of every 6",
+        ),
         (CONFIGS["gemma3"] | {"sliding_window_pattern": 4}, "sliding_window_pattern=4 is not"),
         (CONFIGS["gemma3"] | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type=llama3 has no factor; write it"),

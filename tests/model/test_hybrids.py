@@ -2,13 +2,9 @@
 
 import functools
 
-import jax
-import numpy as np
 import pytest
-from conftest import batch_of, make_config, make_mesh
-from one_step import assert_same_update, packed_batch, take_step
-
-from maxramp.model.decoder import Decoder
+from conftest import make_config
+from one_step import assert_documents_apart, assert_same_update, packed_batch, take_step
 
 ROWS = 16
 KEYS = (
@@ -67,23 +63,4 @@ def test_one_update_on_any_mesh(name):
 
 
 def test_a_document_does_not_see_the_one_before_it():
-    """Other tokens there change no bit of its logits on parts of rows; alone it has the same."""
-    keys = (*KEYS, "decoder_block=qwen3_5", "max_target_length=64", "ici_context_parallelism=4")
-    config = make_config(*keys, "per_device_batch_size=0.25", devices=4)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 264, (3, 65), dtype=np.int32)
-    tokens[1, 27:] = tokens[0, 27:]  # behind another document
-    tokens[2, :38] = tokens[0, 27:]  # alone
-    begins = np.zeros(tokens.shape, bool)
-    begins[:, 0] = begins[:2, 27] = begins[2, 38] = True
-    batch = batch_of(tokens, begins)
-
-    def forward(model):
-        return model(batch.tokens, config.model, batch.token_positions)
-
-    with jax.set_mesh(make_mesh(config)):
-        model = jax.jit(lambda: Decoder(config.model, jax.random.key(0)))()
-        logits = np.asarray(jax.jit(forward)(model))
-    np.testing.assert_array_equal(logits[0, 27:], logits[1, 27:])
-    assert np.abs(logits[0, :27] - logits[1, :27]).max() > 0.1
-    np.testing.assert_allclose(logits[2, :37], logits[0, 27:], atol=1e-5 * np.ptp(logits))
+    assert_documents_apart(*KEYS, "decoder_block=qwen3_5")

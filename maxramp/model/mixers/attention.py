@@ -77,8 +77,8 @@ class KeysAndValues:
 
 
 def move_slots(x_BKSh: jax.Array, slots: int, lengths_B: jax.Array, spec: Spec) -> jax.Array:
-    """Returns the tokens of every row, the first `lengths_B` of which are no padding, in so many
-    slots as a cache has them."""
+    """Returns each row's tokens in the slots of a cache, [B, K, slots, h]; behind a row's first
+    `lengths_B` tokens is padding."""
 
     def move(x_BKSh: jax.Array, lengths_B: jax.Array) -> jax.Array:
         position_BS = slot_positions(lengths_B, slots)
