@@ -38,6 +38,8 @@ class ObjectPath(pathlib.PurePosixPath):
     __fspath__ = __str__
 
     def ask(self, operation: str, *arguments: Any, **options: Any) -> Any:
+        """Calls a method of the storage's fsspec client on this address; its errors come as
+        OSErrors."""
         return self._call(operation, str(self), *arguments, **options)
 
     def upload(self, file: pathlib.Path) -> None:
@@ -51,7 +53,8 @@ class ObjectPath(pathlib.PurePosixPath):
             raise failure(error, self) from None
 
     def spec(self) -> dict[str, Any]:
-        """Returns TensorStore's spec of this folder; it finds credentials where fsspec does."""
+        """Returns TensorStore's spec of this folder, of gs:// or s3://; it finds credentials where
+        fsspec does."""
         spec: dict[str, Any] = {"bucket": self.parts[1], "path": "/".join((*self.parts[2:], ""))}
         if self.parts[0] == "gs:":
             return {"driver": os.environ.get("TENSORSTORE_GCS_BACKEND", "gcs")} | spec
@@ -96,7 +99,8 @@ class ObjectPath(pathlib.PurePosixPath):
                 yield path
 
     def glob(self, pattern: str) -> Iterator[Self]:
-        """Yields what a pattern for each part matches, such as */branch.json, but without **."""
+        """Yields what a pattern for each part matches, such as */branch.json, but without **;
+        nothing if the folder is missing."""
         first, _, rest = pattern.partition("/")
         with contextlib.suppress(FileNotFoundError):
             for path in self.iterdir():
@@ -122,6 +126,7 @@ _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES}
 
 
 def failure(error: Exception, path: ObjectPath) -> OSError:
+    """Returns a client's exception as an OSError with its errno, else EIO."""
     if number := _NUMBERS.get(type(error)):
         return OSError(number, os.strerror(number), str(path))
     return OSError(errno.EIO, getattr(error, "strerror", None) or one_line(error), str(path))
@@ -131,6 +136,8 @@ Place = pathlib.Path | ObjectPath
 
 
 def place(text: str | os.PathLike) -> Place:
+    """Makes a Place of a path, whose ~ it expands, or of an address; a ConfigError for the ~ of an
+    unknown user."""
     text = os.fspath(text)
     try:
         return ObjectPath(text) if is_object_storage(text) else pathlib.Path(text).expanduser()
@@ -145,7 +152,8 @@ def is_near(path: Place) -> bool:
 
 def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
     """Measures the files in a folder, however deep: bytes by their names below the folder. On a
-    disk, those `names` alone if there are any, also behind links; what is missing is left out."""
+    disk, those `names` alone if there are any, also behind links; what is missing is left out. Of a
+    missing folder {}; an OSError if a storage does not answer."""
     if isinstance(folder, ObjectPath):
         start = len("/".join((*folder.parts[1:], "")))
         objects = {name[start:]: e["size"] for name, e in folder.ask("find", detail=True).items()}
@@ -159,10 +167,9 @@ def sizes(folder: Place, names: Collection[str] = ()) -> dict[str, int]:
 
 
 def write_whole(path: Place, data: bytes) -> None:
-    """Writes a file at once: after a kill it is the old one or the new one, never a part. If
-    several processes write it, the last one wins. An OSError names the file, as a failed write does
-    not.
-    """
+    """Writes a file at once: after a kill it is the old one or the new one, never a part. On a disk
+    its folder must exist. If several processes write it, the last one wins. An OSError names the
+    file, as a failed write does not."""
     if isinstance(path, ObjectPath):
         path.write_bytes(data)
         return
@@ -181,7 +188,8 @@ def write_whole(path: Place, data: bytes) -> None:
 
 
 def keep_id(path: Place) -> str:
-    """Reads the id in a file; if the file is missing, writes a random id."""
+    """Reads the id in a file; if the file is missing, writes a random id. For one process: two that
+    begin at once may return different ids."""
     if not path.exists():
         write_whole(path, f"{secrets.token_hex(8)}\n".encode())
     return path.read_text().strip()
@@ -217,7 +225,8 @@ def remove_tree(folder: Place) -> None:
 
 
 def move_tree(folder: Place, to: Place) -> None:
-    """Renames a folder to a name that is free: at once on a disk, object by object in a storage."""
+    """Renames a folder to a name that is free: at once on a disk, object by object in a storage,
+    where a kill leaves parts under both names."""
     if not isinstance(folder, ObjectPath):
         folder.rename(to)
         return
@@ -227,7 +236,8 @@ def move_tree(folder: Place, to: Place) -> None:
 
 
 def set_aside(folder: Place, suffix: str) -> Place:
-    """Gives a folder its name with a suffix, or the next that is free; returns it."""
+    """Gives a folder its name with a suffix, or the next that is free; returns it. Only for a
+    folder that no other process moves or writes; raises as `move_tree`, an OSError."""
     again = (folder.with_name(f"{folder.name}-{n}{suffix}") for n in itertools.count(2))
     names = itertools.chain([folder.with_name(f"{folder.name}{suffix}")], again)
     aside = next(aside for aside in names if not aside.exists())

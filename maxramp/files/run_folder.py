@@ -67,6 +67,9 @@ class Claim:
         threading.Thread(target=self._keep, name="claim", daemon=True).start()
 
     def renew(self) -> None:
+        """Writes the claim again if its last write is `_BEAT` seconds old; a TrainingError if
+        another run has taken the folder, an OSError if the storage gives no answer. Any thread may
+        call it."""
         with self._writing:
             self.check()
             if time.monotonic() - self._renewed < _BEAT or self._write(self._generation):
@@ -87,6 +90,7 @@ class Claim:
             )
 
     def release(self) -> None:
+        """Removes the claim, unless it is lost; an OSError if the storage gives no answer."""
         self._ending.set()
         with self._writing:
             if not self._lost:
@@ -117,6 +121,7 @@ class Claim:
         return bool(stamp.generation)
 
     def _answer(self, future: Any) -> Any:
+        """Waits `_TIMEOUT` seconds for TensorStore's result; its errors come as OSErrors."""
         try:
             return future.result(timeout=_TIMEOUT)
         except Exception as error:
@@ -138,6 +143,8 @@ class Appending:
                 self.append(b"\n")
 
     def append(self, record: bytes) -> None:
+        """Appends a record, a line with its line feed. What a full disk does not take waits; only
+        `flush` and `close` raise."""
         self._unwritten.append(record)
         with contextlib.suppress(OSError):  # `flush` says so
             self.flush()
@@ -174,20 +181,23 @@ class RunFiles:
         self.record_files: list[Appending] = []  # the files that records go to
 
     def check(self) -> None:
-        """Raises a TrainingError if another run has taken over the folder; a lock holds."""
+        """Raises a TrainingError if another run has taken over the folder, which the lock of a disk
+        rules out."""
 
     def close(self) -> None:
-        """Sends what is not in the run's folder yet: nothing."""
+        """Sends the rest, where the folder is in a storage; raises nothing. The lock stays until
+        the process ends."""
 
     def publish(self) -> None:
-        """Waits until the records outlive this machine, as checkpoints and snapshots do."""
+        """Waits until the records outlive this machine, as checkpoints and snapshots do; an OSError
+        if they do not."""
         for file in self.record_files:
             file.sync()
 
     def flush(self) -> Callable[[], None]:
-        """Hands all records to the file system: a checkpoint stands for steps that are recorded.
-        Returns what waits, in another thread than the loop's, until they are in the run's folder.
-        """
+        """Hands all records to the file system, or raises an OSError: a checkpoint stands for steps
+        that are recorded. Returns what waits, in another thread than the loop's, until they are in
+        the run's folder."""
         for file in self.record_files:
             file.flush()
         return self.publish
@@ -241,6 +251,8 @@ class MirroredFiles(RunFiles):
                 self._claim.release()
 
     def _fetch(self) -> None:
+        """Fetches the small files of earlier starts, not the checkpoints; an OSError if the storage
+        fails."""
         for part in ("", "tensorboard", "tensorboard/over_samples"):
             with contextlib.suppress(FileNotFoundError):
                 for path in (self._folder / part).iterdir():
@@ -252,6 +264,8 @@ class MirroredFiles(RunFiles):
                         self._sent[name] = _state(file)
 
     def _work(self) -> None:
+        """Sends what has changed, in the thread `mirror`, until `close`; warns once for each
+        outage."""
         pause, failure = _PERIOD, None
         while not self._ended.wait(pause):
             began, failed_before = time.monotonic(), failure is not None

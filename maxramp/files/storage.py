@@ -25,7 +25,8 @@ _SPANS, _SPAN = 4, 1 << 14  # parts of a file that stand for its contents, and t
 
 
 def optional(module: str, package: str, purpose: str, extra: str = "data") -> ModuleType:
-    """Imports a module that only some data needs, from a package of our `extra`."""
+    """Imports a module that only some data needs, from a package of our `extra`; a ConfigError says
+    how to install it for that `purpose`."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -47,6 +48,8 @@ def is_remote(path: str) -> bool:
 
 @functools.cache
 def store_of(protocol: str) -> Any:
+    """Returns fsspec's client of a protocol, such as "gs" or "https", which lists nothing from a
+    cache."""
     fsspec = optional("fsspec", "fsspec", f"{protocol}://")
     # The errors that it raises say enough; on stderr it would print pages.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
@@ -63,6 +66,8 @@ def store_of(protocol: str) -> Any:
 
 
 def _ask(path: str, near: Callable[[], Any], far: Callable[[Any], Any]) -> Any:
+    """Returns near() for a path of the disk, far(client) for a URL; any error becomes a
+    ConfigError."""
     try:
         return far(store_of(path.partition("://")[0])) if is_remote(path) else near()
     except ConfigError:
@@ -148,7 +153,8 @@ def read_bytes(path: str) -> bytes:
 
 
 def map_in_threads(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Calls a function on each item: a storage is slow, and has thousands of files."""
+    """Calls a function on each item, and returns the results in their order, or raises its first
+    error. It runs in 16 threads: a storage is slow, and has thousands of files."""
     results = [function(item) for item in items[:1]]  # here, where Ctrl-C can end a download
     with ThreadPool(16) as pool:
         return results + pool.map(function, items[1:])
@@ -169,7 +175,8 @@ def parse_json(path: str, data: bytes) -> dict[str, Any]:
 
 
 def map_bytes(path: str) -> Any:
-    """Opens the bytes of a file, uint8; its slices are read on access, from memory or by ranges."""
+    """Opens the bytes of a file, uint8, which must not change. Of the result use `len` and slices
+    without a step alone: they are read on access, from memory or by ranges."""
     if not (size := size_of(path)):
         return np.empty(0, np.uint8)
     # As a plain array: slices of a memmap take microseconds.

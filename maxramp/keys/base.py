@@ -63,7 +63,8 @@ def other_names() -> dict[str, str]:
 
 
 def unset(name: str) -> Any:
-    """Returns the value of an unset key, by its type: None for lists, mappings and null."""
+    """Returns the value of an unset key of base.yml by its type: -1, "" or False; None for lists,
+    mappings and null."""
     return {bool: False, str: "", int: -1, float: -1.0}.get(type(base()[name]))
 
 
@@ -72,8 +73,9 @@ def may_be_unset(name: str) -> bool:
 
 
 def cast_value(text: str, value: Any, name: str) -> Any:
-    """Casts a value to the type of the default of base.yml's key `name`; a ConfigError if something
-    would be lost. `text` is the key and value as written, for errors."""
+    """Casts a value to the type of the default of base.yml's key `name`, which exists; a
+    ConfigError if something would be lost. In a path it replaces the environment's variables that
+    are set. `text` is the key and value as written, for errors."""
     default = base()[name]
     if name in _OPTIONAL:
         if value in (None, "none", "None"):
@@ -122,7 +124,8 @@ def expand_path(name: str, value: Any) -> Any:
 
 def unknown_keys(keys: list[tuple[str, str]], list_of_keys: str = "--help-keys") -> str:
     """Returns the text of the error for unknown keys, at least one: each as written, and its name.
-    `list_of_keys` names what lists every key."""
+    `list_of_keys` names what lists every key. It suggests a key of base.yml for each that is near
+    one."""
     nearest = [nearest_key(name) for _, name in keys]
     if len(keys) == 1:
         hint = f"did you mean {nearest[0]}? " if nearest[0] else ""

@@ -35,7 +35,8 @@ def refuse_unread(choices: Choices, names: Collection[str], phases: Sequence[Val
 
 
 def find_unmade(choices: Choices, changed: Collection[str], values: Values) -> dict[str, Any]:
-    """Returns the defaults of keys that nothing reads any more since the keys `changed` changed."""
+    """Returns the defaults of keys that nothing reads any more since the keys `changed` changed;
+    `values` are those of all keys after the change."""
     return {
         name: base()[name]
         for condition, names in choices.items()
@@ -45,6 +46,7 @@ def find_unmade(choices: Choices, changed: Collection[str], values: Values) -> d
 
 
 def is_made(condition: str, values: Values) -> bool:
+    """Tells whether a condition holds for the values; a KeyError if they lack one of its keys."""
     holds = any(_holds(key, wanted, values[key]) for key, wanted in _parts(condition))
     return holds != condition.startswith(_WITHOUT)
 

@@ -8,7 +8,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_count(text: str) -> int | None:
-    """Parses 8.2M as 8200000, exactly; None if it is not a whole number."""
+    """Parses 8.2M as 8200000, exactly; None if it is not a whole number, or has a sign."""
     factor = _SUFFIXES.get(text[-1:].upper(), 1)
     digits = text[:-1] if factor > 1 else text
     if not digits.isascii() or not digits.replace(".", "", 1).isdigit():
@@ -18,7 +18,8 @@ def parse_count(text: str) -> int | None:
 
 
 def exact(value: float | int | Fraction) -> Fraction:
-    """Returns the number as written: 0.1 is 1/10, not the nearest binary fraction."""
+    """Returns the number as written: 0.1 is 1/10, not the nearest binary fraction. A ValueError for
+    one that is not finite."""
     return value if isinstance(value, Fraction) else Fraction(str(value))
 
 
@@ -28,7 +29,8 @@ def plain_number(value: Fraction) -> int | float:
 
 
 def nearest_multiples(value: int | Fraction, *units: int | Fraction) -> str:
-    """Names the multiples of a unit, or of several, around a value: "8 or 12", or "4" near 0."""
+    """Names the multiples of a unit above 0, or of several, around a value: "8 or 12", or "4" near
+    0."""
     below = max(value // unit * unit for unit in units)
     above = min(-(-value // unit) * unit for unit in units)
     return f"{show(below)} or {show(above)}" if 0 < below < above else show(above)

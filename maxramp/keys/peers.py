@@ -143,6 +143,8 @@ def implied_by_block(values: Mapping[str, Any], names: Collection[str]) -> dict[
 
 
 def _refused_together(layers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yields what the last values of the layers, the base first, may not have together: keys as
+    written, and the text that follows them in an error."""
     last: dict[str, Any] = {}
     heads = "model.num_attention_heads"
     since_heads: set[str] = set()  # keys in the layer that last sets the heads, or after it

@@ -18,7 +18,9 @@ from maxramp.errors import ConfigError
 def limit(
     holds: Callable[[Any], bool], text: str, refused: Mapping[str, str] = types.MappingProxyType({})
 ) -> Any:
-    """Makes a field with a bound; an error is "KEY=VALUE" and `text`, in which KEY is the key."""
+    """Makes a field with a bound; an error is "KEY=VALUE" and `text`, in which KEY is the key.
+    `holds` gets values of the key's type; `refused` has other texts for some values, by str(value).
+    """
     return dataclasses.field(metadata={"holds": holds, "text": text, "refused": refused})
 
 
@@ -136,7 +138,8 @@ class Keys:
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
         """Makes the section of the values of all keys, which have their types (`cast_value`);
-        refuses those out of bounds."""
+        refuses those out of bounds. Keys of other sections may be there too; a KeyError if one of
+        its own is missing."""
         for name, bound in cls._bounds():
             if bound and not bound["holds"](values[name]):
                 text = bound["refused"].get(str(values[name]), bound["text"])

@@ -34,12 +34,15 @@ for _tag, _pattern, _first in (
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | float:
+    """Makes an integer of 1e6, too; a float from 1e31 on, so that a short text makes no huge
+    integer."""
     text = loader.construct_scalar(node)
     mantissa, _, exponent = text.lower().partition("e")
     return int(mantissa) * 10 ** int(exponent or 0) if int(exponent or 0) <= 30 else float(text)
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
+    """Makes a mapping of names; a number is one where it is the threshold of a phase."""
     mapping = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
