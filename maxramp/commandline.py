@@ -154,7 +154,8 @@ def show_keys(keys: Mapping[str, Any]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Formats a number of things: "1 process", "4 processes", "1 node"."""
+    """Formats a number of things, whose plural ends with s: "1 process", "4 processes", "1
+    node"."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
@@ -195,8 +196,8 @@ def run_time(hours: float) -> str:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], expendable: Sequence[str] = ()
 ) -> list[str]:
-    """Prints a table. On a narrow terminal leaves out `expendable` ones of the `columns`, the first
-    ones first, until it has room; returns these."""
+    """Prints a table; each row has a text for each column. On a narrow terminal leaves out
+    `expendable` ones of the `columns`, the first ones first, until it has room; returns these."""
     from rich import box
     from rich.console import Console
     from rich.measure import Measurement

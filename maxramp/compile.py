@@ -109,7 +109,8 @@ def _print_comparison(result: dict[str, Any], as_json: bool) -> None:
 
 
 def _save(folder: Place, content: bytes) -> Place:
-    """Writes the result into a folder, or into the current one if that cannot be written."""
+    """Writes the result into a folder, or into the current one if that cannot be written; returns
+    the file, an OSError if both fail."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / _FILE, content)

@@ -92,6 +92,9 @@ def without_adapters(model: Any) -> Any:
 
 
 def attach_adapters(adapters: Any, base: Any) -> Any:
+    """Returns the model of `adapters`, a model or its `stored_part`, on the weights of `base`, one
+    without adapters."""
+
     def attach(x: Any, weight: Weight) -> Any:
         return dataclasses.replace(x, weight=weight) if _is_adapted(x) else weight
 
@@ -102,7 +105,7 @@ def attach_adapters(adapters: Any, base: Any) -> Any:
 
 def merge_adapters(model: Any, dtype: str) -> Any:
     """Returns the model with weights W + scale * down @ up, in float32, rounded once to `dtype`;
-    weights without adapters stay as they are."""
+    weights without adapters stay as they are. Dropout has no part in it."""
 
     def merge(x: Any) -> Any:
         return x.weight.replace(merge_adapter(x).astype(dtype)) if _is_adapted(x) else x
@@ -111,6 +114,7 @@ def merge_adapters(model: Any, dtype: str) -> Any:
 
 
 def dropout_of(model: Any) -> float:
+    """Returns the rate of dropout of a model's adapters, 0.0 without any."""
     leaves = jax.tree.leaves(model, is_leaf=_is_adapted)
     return next((x.dropout for x in leaves if _is_adapted(x)), 0.0)
 

@@ -81,7 +81,8 @@ def key_copies(query_heads: int, key_heads: int, devices: int) -> int:
 
 
 def select_strategy(requested: str, query_heads: int, key_heads: int, devices: int) -> str:
-    """Returns the requested strategy; for "autoselected" "ulysses" if heads can be shared out."""
+    """Returns the requested strategy; for "autoselected" "ulysses" if heads can be shared out.
+    Heads are those of a device along `tensor`, `devices` those along `context`."""
     if requested != "autoselected":
         return requested
     return "ulysses" if key_copies(query_heads, key_heads, devices) else "all_gather"
@@ -195,5 +196,7 @@ class ModelKeys(Execution):
         return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
 
     def context_strategy(self, tensor: int, devices: int) -> str:
+        """Returns the strategy on so many devices along `context`; `tensor` divides both numbers of
+        heads."""
         heads = self.base_num_query_heads // tensor, self.base_num_kv_heads // tensor
         return select_strategy(self.context_parallel_strategy, *heads, devices)

@@ -61,6 +61,7 @@ def split_repeats(x_L: jax.Array, repeats: int) -> jax.Array:
 
 
 def merge_repeats(x_RL: jax.Array) -> jax.Array:
+    """Inverts `split_repeats`, for arrays with an axis of repeats: [R, L / R, ...] -> [L, ...]."""
     spec = without_axis(jax.typeof(x_RL).sharding.spec, "stage")
     x_L = jax.reshard(x_RL, spec).reshape(-1, *x_RL.shape[2:])
     return jax.reshard(x_L, staged_layers_spec(unstack_spec(spec, 2)))

@@ -17,6 +17,8 @@ _UNUSED_BITS = 0x7FABCDEF  # a signaling NaN with a payload, which no arithmetic
 
 
 def map_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """Runs a function on each device's shards, over all axes of the mesh that is set. Nothing
+    checks that results are equal along the axes that `out_specs` leave out; they must be."""
     return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -32,6 +34,8 @@ def pmax(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
 
 
 def psum_scatter(x: jax.Array, axes: str | Sequence[str], dimension: int) -> jax.Array:
+    """Sums over the devices along `axes`, of which each keeps its part of a dimension that they
+    divide."""
     axes = _axes_of_several(axes)
     if not axes:
         return x
@@ -69,6 +73,8 @@ def all_gather(
 
 
 def all_to_all(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
+    """Sends each device along `axes` its part of the dimension `split`, which they divide; joins
+    what comes at `join`."""
     axes = _axes_of_several(axes)
     return jax.lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
 

@@ -30,7 +30,8 @@ class MeshKeys(_Sizes):
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, int], slices: Mapping[str, int] | None = None) -> Self:
-        """Makes the mesh of all axes' sizes, and of their parts between slices (else 1)."""
+        """Makes the mesh of all axes' sizes, and of their parts between slices (else 1), which
+        divide them."""
         dcn = [(slices or {}).get(axis, 1) for axis in AXES]
         ici = [sizes[axis] // part for axis, part in zip(AXES, dcn, strict=True)]
         return cls(*ici, *dcn)
@@ -65,6 +66,7 @@ class MeshKeys(_Sizes):
         return self.sizes["stage"]
 
     def command_line(self, axis: str) -> str:
+        """Formats the two keys of an axis, with their values, for errors."""
         names = (f"{group}_{NAME_IN_KEYS[axis]}_parallelism" for group in ("ici", "dcn"))
         return " x ".join(f"{name}={getattr(self, name)}" for name in names)
 

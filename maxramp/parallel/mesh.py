@@ -29,8 +29,9 @@ def num_slices() -> int:
 
 
 def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes the mesh of these sizes over `devices` (None: all of the job), or returns it from the
-    cache. An axis is its dcn part (outer, between slices) times its ici part (inner)."""
+    """Makes the mesh of these sizes, none of them -1, over as many `devices` (None: all of the
+    job), or returns it from the cache. An axis is its dcn part (outer, between slices) times its
+    ici part (inner)."""
     ici, dcn = (tuple(keys.group(group).values()) for group in ("ici", "dcn"))
     return _make_mesh(ici, dcn, tuple(jax.devices() if devices is None else devices))
 
@@ -54,8 +55,8 @@ def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.De
 
 
 def reshape_mesh(mesh: Mesh, keys: MeshKeys) -> Mesh:
-    """Returns the mesh with other sizes inside its slices and the devices in the same order, so an
-    ordinary program moves arrays between the two."""
+    """Returns the mesh with other sizes of the same product and the devices in the same order, so
+    an ordinary program moves arrays between the two. Slices must have the same sizes."""
     return _reshape_mesh(mesh, tuple(keys.sizes.values()))
 
 
@@ -103,6 +104,7 @@ def attach_mesh(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def bytes_per_device(tree: Any) -> int:
+    """Counts the bytes of a tree on one device; its arrays, or their shapes, have a sharding."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )

@@ -100,6 +100,7 @@ def weight_spec(spec: P, apart: Iterable[str]) -> P:
 
 
 def gradient_spec(spec: P) -> P:
+    """Returns the spec of the gradient of a weight with this spec."""
     return P(*spec.partitions, unreduced=spec.reduced)
 
 

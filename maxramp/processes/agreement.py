@@ -75,6 +75,8 @@ def broadcast_json(value: Any, beat: Callable[[], None]) -> Any:
 
 
 def _wait_for_key(key: str, beat: Callable[[], None]) -> None:
+    """Waits until a process has set the key, however long, and calls `beat` every 5 seconds; a
+    JaxRuntimeError if process 0 is gone."""
     while True:
         try:
             distributed.global_state.client.blocking_key_value_get(key, 5_000)
@@ -99,21 +101,24 @@ def meet(name: str, failure: str = "") -> list[str]:
 
 
 def decide_on_first(function: Callable[[], Any]) -> Any:
-    """Returns on all processes the JSON value of a function on the first, or raises its error."""
+    """Returns on all processes, which call it together, the JSON value of a function on the first,
+    or raises its ConfigError or TrainingError."""
     value = raise_everywhere(lambda: function() if jax.process_index() == 0 else None)
     return all_gather_json(value)[0]
 
 
 def run_on_first(function: Callable[[], _T], beat: Callable[[], None]) -> _T | None:
-    """Calls a function on the first process; others wait, return None, or raise its error."""
+    """Calls a function on the first process, as `run_on`: others wait, return None, or raise its
+    error."""
     return run_on((0,), function, beat)
 
 
 def run_on(
     process_ids: Sequence[int], function: Callable[[], _T], beat: Callable[[], None]
 ) -> _T | None:
-    """Calls a function on some processes, for as long as that takes; others, which call this too
-    with the same `process_ids`, wait (and call `beat`), return None, or raise its errors."""
+    """Calls a function on some processes, for as long as that takes. Others, which call this too
+    with the same `process_ids`, wait (and call `beat`), return None, or raise its errors as
+    `raise_everywhere`."""
     key, outcome = f"maxramp/ran/{next(_KEYS)}", (None, None)
     if jax.process_index() in process_ids:
         outcome = _try(function)
@@ -143,7 +148,8 @@ def report_lost_peers() -> Iterator[None]:
 
 
 def count_nodes() -> int | None:
-    """Returns what process 0 reads, on all; None if the launcher counts no nodes."""
+    """Returns what process 0 reads, on all, which call it together; None if the launcher counts no
+    nodes. A ConfigError if its file holds no number."""
     return decide_on_first(_read_nodes) if VARIABLE in os.environ else None
 
 

@@ -41,6 +41,8 @@ def take_hardware(hardware: str) -> None:
 
 
 def start_devices(hardware: str) -> None:
+    """Starts JAX's backend after `take_hardware`; a ConfigError if the machine lacks that
+    hardware."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the second where no plugin is installed
@@ -52,6 +54,8 @@ def start_devices(hardware: str) -> None:
 
 
 def _shorten_plugin_error(record: logging.LogRecord) -> bool:
+    """Filters JAX's log: a plugin's error becomes one line; CUDA's is left out where there is no
+    GPU."""
     if record.exc_info:
         if "xla_cuda" in record.getMessage() and not hardware_utils.has_visible_nvidia_gpu():
             return False

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 
 def bind(command: Iterable[str]) -> list[str]:
+    """Returns a command that runs `command`, and is killed when the thread that starts it ends."""
     return [sys.executable, "-P", __file__, str(os.getpid()), *command]
 
 

@@ -115,6 +115,8 @@ class Preemption:
         threading.Thread(target=self._listen, args=(read_end,), name="signals", daemon=True).start()
 
     def begin(self, is_distributed: bool) -> None:
+        """Learns, once the processes are joined, whether there are several: then a signal before
+        the first step, too, ends all after the same one."""
         self._is_distributed = is_distributed
 
     def ask(self) -> None:

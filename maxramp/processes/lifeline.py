@@ -96,6 +96,8 @@ class _Peers:
                 self._receive(key.fileobj)
 
     def _receive(self, link: socket.socket) -> None:
+        """Reads the end of a process from its link, in the thread `lifeline`; a link that closes
+        without a status is that of a killed one. The first failure ends this process, too."""
         data = b""
         with contextlib.suppress(OSError):
             data = link.recv(_MESSAGE.size, socket.MSG_WAITALL)

@@ -123,6 +123,8 @@ class ShapeKeys(MeshKeys, RopeKeys):
         return RopeKeys.from_values(vars(self))
 
     def spec(self, passes: int, rows: int, mesh: MeshKeys | None, fields: Fields) -> StageSpec:
+        """Makes the shape of steps of `passes` with `rows` samples each; raises as
+        `rows_of_sample`."""
         tokens, held = self.max_target_length, (self.remat_policy, self.num_pipeline_microbatches)
         shape = passes, rows, tokens, fields(tokens)
         return StageSpec(*shape, mesh, *held, self.rope_keys, self.rows_of_sample)
@@ -234,6 +236,7 @@ class BatchKeys(CurveKeys, ShapeKeys):
         return self.phase_list[max(0, bisect.bisect_right(self.phase_list, sample, key=first) - 1)]
 
     def keys_at(self, sample: int) -> Self:
+        """Returns the keys of the phase that trains on row `sample`."""
         return self.phase_at(sample).keys
 
     def changing(self, name: str) -> list[phases.Phase]:

@@ -34,6 +34,8 @@ class Curve:
 
     @classmethod
     def from_keys(cls, keys: CurveKeys, total: int, quantum: int) -> Self:
+        """Makes the curve of a run over `total` samples or steps; `quantum` is one batch, in the
+        same unit."""
         curve = cls(float(total), quantum, 0.0, 0.0, "cosine", keys.learning_rate_final_fraction)
         warmup = curve.part(keys.warmup_steps_fraction)
         decay, style = curve.total - warmup, curve.style
@@ -42,6 +44,7 @@ class Curve:
         return dataclasses.replace(curve, warmup=warmup, decay=decay, style=style)
 
     def part(self, fraction: float) -> float:
+        """Returns a fraction of the total, rounded down to whole batches."""
         return float(math.floor(self.total / self.quantum * fraction) * self.quantum)
 
     def falls_to(self, height: float) -> float:

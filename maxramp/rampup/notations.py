@@ -58,6 +58,8 @@ def check(keys: BatchKeys) -> None:
 
 
 def _read_notation(keys: BatchKeys) -> list[Threshold]:
+    """Returns the thresholds of one phase's keys, as if it were the run; a ConfigError if they are
+    wrong."""
     if keys.rampup_batch_size is not None:
         refuse(_check_nemo(keys))
         return _nemo(keys)
@@ -227,6 +229,8 @@ def _nemo(keys: BatchKeys) -> list[Threshold]:
 
 
 def _parse_schedule(keys: BatchKeys) -> list[tuple[int, int]]:
+    """Returns (first sample, global batch size) of step_batch_size_schedule, whose thresholds are
+    rounded down to samples; a ConfigError if they do not rise from 0."""
     key = "step_batch_size_schedule"
     pairs: list[tuple[int, int]] = []
     tokens = keys.step_batch_size_unit == "tokens"

@@ -87,6 +87,8 @@ _LONG = 10**6  # steps of the last stretch, to plan a run without a length
 
 
 def _steps_of_run(keys: BatchKeys, stretch: Stretch) -> int:
+    """Counts the steps of a stretch that lie in the run, 0 behind its end; `_LONG` if nothing ends
+    them."""
     left = _LONG if stretch.steps is None else stretch.steps
     if keys.steps != -1:
         left = keys.steps - stretch.first_step
@@ -247,9 +249,8 @@ class RampupBatchManager:
         return _last_begun(self.stages, "sample", sample, operator.attrgetter("first_sample"))
 
     def samples_before(self, step: int) -> int:
-        """Counts the samples before a step, which trains on rows
-        [samples_before(step), samples_before(step + 1)).
-        """
+        """Counts the samples before a step, which trains on rows [samples_before(step),
+        samples_before(step + 1)). It knows the run's trained steps, too."""
         first, sample, size = _last_begun(self.batches, "step", step, operator.itemgetter(0))
         return sample + (step - first) * size
 
@@ -259,6 +260,7 @@ class RampupBatchManager:
         return first + (sample - begins) // size
 
     def stages_between(self, first_step: int, last_step: int) -> list[Stage]:
+        """Returns the stages of the steps [first_step, last_step); raises as `stage_at_step`."""
         first = self.stage_at_step(first_step).index - self.stages[0].index
         return [stage for stage in self.stages[first:] if stage.first_step < last_step]
 
@@ -271,6 +273,7 @@ class RampupBatchManager:
 
     @property
     def total_steps(self) -> int:
+        """The steps of the whole run, from 0 on; a ConfigError if no key gives its length."""
         if self.keys.steps != -1:
             return self.keys.steps
         samples = self.keys.samples_of_run
@@ -304,6 +307,7 @@ class RampupBatchManager:
 
     @property
     def warnings(self) -> list[str]:
+        """Lines on a ramp or curve that the run cuts off; raises as `total_steps`."""
         end, final, keys = self.total_steps, self.stages[-1], self.keys
         length, lines = self.shown_length, []
         if self.stages[0].first_step < end <= final.first_step:
@@ -347,6 +351,8 @@ class RampupBatchManager:
 
 
 def _last_begun(items: Sequence[Any], name: str, value: int, first: Callable[[Any], int]) -> Any:
+    """Returns the last item, of rising `first`, that begins at `value` or before; a ValueError if
+    none."""
     begun = bisect.bisect_right(items, value, key=first)
     if not begun:
         raise ValueError(f"{name} {value} lies before {first(items[0])}, where the schedule starts")

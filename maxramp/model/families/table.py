@@ -49,7 +49,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def layer_pattern(keys: ModelKeys) -> Pattern:
-    """Returns the layers of a model, its drafts last."""
+    """Returns the layers of a model, its drafts last; `check_family` must let the keys pass."""
     return FAMILIES[keys.decoder_block].pattern(keys).add_drafts(keys.mtp_num_layers)
 
 

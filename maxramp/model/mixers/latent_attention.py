@@ -45,7 +45,7 @@ class Latents:
     latents_B1Sx: jax.Array
 
     def write(self, latents_BT1x: jax.Array) -> None:
-        """Writes the tokens of all slots, from position 0 on."""
+        """Writes the tokens of all slots, as many as there are, from position 0 on."""
         self.latents_B1Sx = jax.reshard(latents_BT1x.swapaxes(1, 2), LATENTS_B1Sc)
 
     def attend(

@@ -54,5 +54,6 @@ def await_sums(x: jax.Array, aux: Aux) -> jax.Array:
 
 
 def sum_rows(aux: Aux) -> Aux:
+    """Adds up each sum [B, ...] over the rows; counts [L, B, ...] over theirs."""
     each = jax.tree.map(lambda x_B: x_B.sum(0), (aux.minimized, aux.shown))
     return Aux(*each, jax.tree.map(lambda x_LB: x_LB.sum(1), aux.counts))

@@ -80,6 +80,8 @@ class Gates(NamedTuple):
 
     @classmethod
     def from_decays(cls, g_C: jax.Array, beta_C: jax.Array) -> Self:
+        """Makes the factors of a chunk's tokens from the logarithms of their decays, `LEAST` where
+        a document begins: nothing before it counts."""
         whole_C = jax.lax.stop_gradient(jnp.round(g_C))
         rest_C = _sum_since(g_C <= LEAST, g_C - whole_C)
         return cls(jnp.cumsum(whole_C, -1), rest_C, beta_C)
@@ -138,7 +140,8 @@ def prepare(
     columns: Gates,
     multiply: Product = multiply_high,
 ) -> Chunk:
-    """Computes all that does not depend on the state, for one head and chunk."""
+    """Computes all that does not depend on the state, for one head and chunk. Products are those of
+    `overlap`; `rows` [1, C] and `columns` [C, 1] are the same gates."""
     C, dtype = len(v_Cv), v_Cv.dtype
     i, j = square(C)
     whole_11, rest_11, _ = (jnp.where(j[:1] == C - 1, x, 0).sum(1, keepdims=True) for x in rows)

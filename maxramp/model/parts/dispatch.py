@@ -141,7 +141,8 @@ collect.defvjp(lambda y_MD, plan: (collect(y_MD, plan), plan), _collect_backward
 
 def map_rows(function: Callable, plan: Plan, *arrays: jax.Array) -> jax.Array:
     """Applies a function, which makes each row from the same rows of arrays, to the rows of each
-    device's experts [M, ...]; those after them are undefined."""
+    device's experts [M, ...]; those after them are undefined. It must not close over traced arrays.
+    """
     return function(*arrays) if plan.is_full else _map_rows(function, plan, *arrays)
 
 

@@ -22,7 +22,8 @@ from maxramp.parallel.sharding import (
 
 
 def look_up_several(table_VD: jax.Array, tokens: Sequence[jax.Array]) -> list[jax.Array]:
-    """Looks up the vectors [B, T, D] of each array [B, T], as `look_up` does, in one go."""
+    """Looks up the vectors [B, T, D] of each array [B, T], one or more of the same shape, as
+    `look_up` does, in one go."""
     if len(tokens) == 1:
         return [look_up(table_VD, *tokens)]
     (B, T), N = tokens[0].shape, len(tokens)

@@ -64,6 +64,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, token_weight_BT: jax.Array | None = None
     ) -> tuple[jax.Array, Aux]:
+        """Returns [B, T, D], and the router's sums; without weights of tokens there are none."""
         x_BTD = jax.reshard(x_BTD, X_BTD)
         (experts_BTk, weights_BTk), aux = self.router(x_BTD, token_weight_BT)
         way = dispatch.select(self.dispatch, platform(), experts_BTk.shape[2])

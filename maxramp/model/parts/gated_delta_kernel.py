@@ -25,7 +25,8 @@ def scan_chunks(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what tokens read [N, B, K, R, C, v], and the state [B, K, R, k, v] after the last
-    from that before the first; both float32. Queries and keys are [N, B, K, C, k]."""
+    from that before the first; both float32. Queries and keys are [N, B, K, C, k], of sizes for
+    which `has_kernel` is true."""
     return _forward(q, k, v, gates, state, interpret)[0]
 
 

@@ -61,7 +61,8 @@ class RowScale:
 def _give_row_gradients(
     y_BTD: jax.Array, x_BTD: jax.Array, rows_BD: jax.Array, axes: int
 ) -> jax.Array:
-    """Returns y = x * scale; `rows_BD` gets the gradients of a scale, of `axes` axes, per row."""
+    """Returns y = x * scale, as it is; `rows_BD` gets the gradients of a scale, of `axes` axes, per
+    row."""
     return y_BTD
 
 

@@ -59,7 +59,8 @@ class Positions:
         return jnp.maximum(first, index - window + 1) if window else first
 
     def count_blocks(self, tokens: int, run: int, window: int) -> jax.Array:
-        """Counts the runs that each run of tokens sees, for rows in order: int32 [n] or [B, n]."""
+        """Counts the runs that each run of tokens sees, for rows in order: int32 [n] or [B, n];
+        `run` divides `tokens`."""
         first = self.first_seen(tokens, window)[..., ::run] // run
         return jnp.arange(tokens // run, dtype=jnp.int32) - first + 1
 

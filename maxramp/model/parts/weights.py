@@ -140,10 +140,14 @@ def map_weights(change: Callable, tree: Any, *beside: Any) -> Any:
 
 
 def map_products(change: Callable, tree: Any) -> Any:
+    """Maps `change` over the arrays of weights that products use; others stay as they are."""
     return map_weights(lambda w: jax.tree.map(change, w) if w.is_in_products else w, tree)
 
 
 def relabel(tree: Any, old: str, new: str) -> Any:
+    """Returns the tree whose weights begin with the axes `new` in place of `old`, with which they
+    all must begin; arrays stay as they are."""
+
     def change(weight: Weight) -> Weight:
         assert weight.leading.startswith(old), f"{weight.axes} does not begin with {old}"
         return weight.copy(leading=new + weight.leading.removeprefix(old))
@@ -156,10 +160,12 @@ def weights_of(tree: Any) -> list[Weight]:
 
 
 def part_of(tree: Any, is_in: Callable[[Weight], bool]) -> Any:
+    """Returns the tree with None in place of weights that are not in the part."""
     return map_weights(lambda weight: weight if is_in(weight) else None, tree)
 
 
 def join_parts(*parts: Any) -> Any:
+    """Joins parts of one tree (`part_of`); where several have a weight, the first one's counts."""
     if not jax.tree.leaves(parts[:-1]):
         return parts[-1]
 
