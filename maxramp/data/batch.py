@@ -49,7 +49,8 @@ class Batch:
 def abstract_batch(
     fields: Sequence[Field], leading: tuple[int, ...], sharding: NamedSharding
 ) -> Batch:
-    """Returns the shapes of a batch whose arrays begin with `leading` axes."""
+    """Returns the shapes of a batch whose arrays begin with `leading` axes; others than `fields`
+    are None."""
     make = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     return Batch(**{name: make((*leading, *suffix), dtype) for name, dtype, suffix in fields})
 
@@ -89,7 +90,7 @@ def stack(
 
 
 def count_targets(rows: Iterable[Row], enough: int) -> int:
-    """Counts the tokens that rows predict, and stops once they are more than `enough`."""
+    """Counts the tokens that rows predict, up to the row at which they are more than `enough`."""
     count = 0
     for row in rows:
         count += int((stack([row], ()).targets != PADDING).sum())
@@ -99,8 +100,8 @@ def count_targets(rows: Iterable[Row], enough: int) -> int:
 
 
 def hash_rows(tokens_NS: np.ndarray, numbers: tuple[int, ...]) -> np.ndarray:
-    """Returns each row's part of the step's fingerprint: uint32 [N, 2], high and low word.
-    Tokens are int32; `numbers` are those of the rows in the step.
+    """Returns each row's part of the step's fingerprint: uint32 [N, 2], high and low word. Tokens
+    are int32; `numbers`, N of them, are those of the rows in the step.
 
     The fingerprint is an order-sensitive 64-bit hash. Token t at position i of the step's rows,
     read in order, adds mix(mix(i + c) ^ t) to each word, modulo 2^32; mix is the finalizer of

@@ -23,7 +23,7 @@ class Part:
 
 
 def hash_of(value: Any) -> str:
-    """Returns a hash of what `repr` shows of a value."""
+    """Returns a hash of what `repr` shows of a value; not of sets, whose order varies."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
@@ -79,6 +79,7 @@ class Corpus:
         return hash_of([[part.name, part.rows_id] for part in self.held_out])
 
     def identity(self, evaluations: Mapping[str, str]) -> DataIdentity:
+        """Returns what identifies the data; `evaluations` are as in `DataIdentity`."""
         train = [[part.name, part.weight, part.hash] for part in self.train]
         parts = [part for part in train if part[1]]
         parts += [[f"held out {x.name}".strip(), x.weight, x.hash] for x in self.held_out]

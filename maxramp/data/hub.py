@@ -15,7 +15,8 @@ _FILE = re.compile(r".*\.(json|model|tiktoken)", re.IGNORECASE)
 
 
 def is_name(path: str) -> bool:
-    """Returns whether a path is not on this machine and has the form organization/model."""
+    """Returns whether a path is not on this machine and has the form organization/model, but not
+    that of a tokenizer's file."""
     return bool(_NAME.fullmatch(path)) and not (_FILE.fullmatch(path) or os.path.lexists(path))
 
 

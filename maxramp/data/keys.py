@@ -157,7 +157,8 @@ class EvalKeys(Keys):
         return bool(self.evaluate_tasks) and (reached or is_last)
 
     def due(self, step: int, before: int, consumed: int, total_steps: int) -> list[str]:
-        """Returns what to evaluate after `step` steps, the last over samples [before, consumed)."""
+        """Returns what to evaluate after `step` steps, the last over samples [before, consumed):
+        HELD_OUT and TASKS, or some of them."""
         interval, is_last = self.eval_interval, step == total_steps
         is_first = interval == 0 and step == 1
         interval = interval or -(-total_steps // 4)

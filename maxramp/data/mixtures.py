@@ -124,6 +124,8 @@ class _Finder:
         return ChatEncoder(self._tokenizer, self._keys) if self._keys.reads_chats else None
 
     def find(self, key: str, value: str) -> list[Entry]:
+        """Returns the entries of a mixture, opened or planned: with the hub the only one of the
+        split `value`."""
         keys = self._keys
         if keys.dataset_type == "hf":
             return [self._plan_set("", "hf", [value])]

@@ -74,6 +74,7 @@ def _open(data: DataKeys, mixtures: Mixtures) -> Corpus:
 
 
 def _describe(sources: Corpus) -> str:
+    """Describes parts and their shares, before documents are laid out."""
     names = [part.name for part in sources.train]
     shares = _describe_shares(names, [part.weight for part in sources.train])
     for row, weights in sources.later:
@@ -262,6 +263,8 @@ def _check_counts(keys: DataKeys, train: Sequence[Part], held_out: Sequence[Part
 
 
 def _lay_out(data: DataKeys, sources: Corpus) -> Corpus:
+    """Lays the documents of all parts into rows; a ConfigError if one that is trained on or
+    evaluated predicts nothing."""
     length = data.max_target_length
     separate = data.objective.chats > 1 or (data.packing and data.separate_documents)
     name = data.packing and data.grain_packing_type

@@ -74,8 +74,8 @@ class Interleaving:
         ]
 
     def length(self, available: Sequence[int]) -> tuple[int, int]:
-        """Returns the items until a part is used up, and which part that is. `available` is what
-        each part has left."""
+        """Returns the items until a part is used up, and which part that is. `available`, at least
+        0, is what each part has left."""
         ends = []
         for part, (count, share) in enumerate(zip(available, self._shares, strict=True)):
             periods, rest = divmod(count, share)
@@ -84,6 +84,8 @@ class Interleaving:
 
 
 def _whole_shares(weights: Sequence[float]) -> list[int]:
+    """Returns weights above 0 as integers without a common divisor, whose sum is 100,000 or hardly
+    more."""
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     denominators = ((weight / total).denominator for weight in exact)
@@ -209,6 +211,7 @@ class Share:
 
 
 def read_step(rows: Sequence[Row], ramp: RampupBatchManager, share: Share, step: int) -> Batch:
-    """Reads this process's part of a step's batch."""
+    """Reads this process's part of a step's batch, from the first step of `ramp` on; for a process
+    that reads."""
     spec, first = ramp.stage_at_step(step).spec, ramp.samples_before(step)
     return share.read(lambda number: rows[first + number], spec)

@@ -21,7 +21,8 @@ class Documents(Chain):
     """The documents of prepared sets, as rows take them."""
 
     def __init__(self, shards: Sequence[Any], length: int = 0, cut: bool = False):
-        """Chats longer than rows of `length` are left out or, with `cut`, keep their beginning."""
+        """Chats longer than rows of `length` are left out or, with `cut`, keep their beginning;
+        texts stay whole."""
         super().__init__(shards)
         self._length, self._cut = length, cut
 
@@ -69,6 +70,8 @@ class PackedRows:
     def __init__(
         self, documents: Sequence[Document], layout: RowLayout, length: int, separate: bool
     ):
+        """Takes a layout of these documents in rows of `length`; `separate` rows say where
+        documents begin."""
         self._documents, self._layout, self._length = documents, layout, length
         self._separate = separate
         self.num_tokens = int(layout.size.sum())

@@ -146,6 +146,8 @@ def _refuse(bad: str, allowed: int) -> None:
 
 
 def _finish(work: Preparation, repeated: int) -> dict[str, Any]:
+    """Writes the manifest, once all shards are made, and returns it; a ConfigError if they hold no
+    tokens."""
     done = work.finished_shards()
     bad = [one for shard in work.shards for one in done[shard.name].pop("bad")]
     shards = [{"name": shard.name, **done[shard.name]} for shard in work.shards]
@@ -304,6 +306,8 @@ class _Maker:
     def _batches(
         self, shard: Shard, left_out: np.ndarray, bad: list[dict]
     ) -> Iterator[list[Record]]:
+        """Yields documents of about `_BATCH_SIZE` in all; adds bad records to `bad`, a ConfigError
+        if there are more than allowed."""
         encoder, allowed = self._work.encoder, self._work.allowed
         skipped, number = set(left_out.tolist()), -1
         batch, held = [], 0
@@ -330,6 +334,7 @@ class _Maker:
             yield batch
 
     def _encode_ahead(self, batches: Iterator[list[Any]]) -> Iterator[tuple]:
+        """Yields what `_encode` returns of each batch, in order, from threads that work ahead."""
         waiting: collections.deque[concurrent.futures.Future] = collections.deque()
         with concurrent.futures.ThreadPoolExecutor(self._threads) as pool:
             for batch in batches:
@@ -340,6 +345,8 @@ class _Maker:
                 yield waiting.popleft().result()
 
     def _encode(self, batch: list[Any]) -> tuple[list[Any], list[np.ndarray], int]:
+        """Returns the batch, the ids of its documents, and the hash of these (with the targets of
+        chats)."""
         if self._work.encoder:
             documents = [chat.tokens for chat in batch]
             both = [np.concatenate([chat.tokens, prepared.targets_of(chat)]) for chat in batch]

@@ -99,7 +99,8 @@ class Expansion:
         return ReadAhead(what, read, numbers, reading, size)
 
     def place(self, local: Batch | None, batch: Batch) -> Batch:
-        """Puts a batch on the devices; `local` is None where this process does not read."""
+        """Puts a batch on the devices, on all processes together; `local` is None where this one
+        does not read, `batch` has the shapes (`abstract_batch`)."""
         if local is None:
             return jax.tree.map(self._zeros, batch)
         make = jax.make_array_from_process_local_data

@@ -152,7 +152,8 @@ class Preparation:
         return self.work / f"{shard.source}.hashes"
 
     def finished_shards(self) -> dict[str, dict[str, Any]]:
-        """Returns the records of the shards that are made, by their names."""
+        """Returns the records of the shards that are made, by their names; not those of other
+        inputs, or read in another way."""
         done = {}
         for shard in self.shards:
             with contextlib.suppress(FileNotFoundError):

@@ -102,6 +102,7 @@ def _marks_file(file: str) -> str:
 
 
 def _read_config(file: str) -> dict[str, Any]:
+    """Returns the tokenizer_config.json beside a file, {} without one."""
     beside = _marks_file(file)
     return json.loads(storage.read_bytes(beside)) if storage.exists(beside) else {}
 
@@ -155,12 +156,14 @@ class Tokenizer:
     split_special_tokens: bool
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, int32, with its marks."""
+        """Returns the ids of each text, int32, with its marks; threads may call it at once. A
+        ConfigError for a mark that the model lacks."""
         (begin, end), encoded = self._marks, self.model.encode(list(texts))
         return [np.concatenate([begin, np.asarray(ids, np.int32), end]) for ids in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids [n] of a text that names its marks, and the characters [n, 2] of each."""
+        """Returns the ids [n] of a text that names its marks, and the characters [n, 2] of each;
+        with huggingface alone."""
         ids, offsets = self.model.encode_with_offsets(text)
         return np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2)
 

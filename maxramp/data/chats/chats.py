@@ -72,6 +72,8 @@ class ChatEncoder:
         return ids, _overlap(offsets, spans)
 
     def _render_targets(self, chat: Chat) -> tuple[str, list[Span]]:
+        """Returns a chat's text and the spans of its targets, none if no answer may be trained on;
+        a BadRecord if they are unclear."""
         keys = self._keys
         if not (self._is_pair or keys.sft_train_on_completion_only):
             text = self._template.render(chat)

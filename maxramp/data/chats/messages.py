@@ -100,6 +100,8 @@ def read_pair(record: Mapping[str, Any]) -> tuple[Chat, Chat]:
 
 
 def _read_answer(record: Mapping[str, Any], name: str) -> Chat:
+    """Reads the chat whose last message is the answer `name` of a pair; a BadRecord if it is
+    none."""
     messages = record[name]
     if isinstance(messages, str):
         messages = [{"role": ANSWERS, "content": messages}]
@@ -117,6 +119,8 @@ def _read_answer(record: Mapping[str, Any], name: str) -> Chat:
 
 
 def _messages(record: Mapping[str, Any]) -> list[Any]:
+    """Returns the messages of a record, not checked yet; a BadRecord if it has none of the
+    forms."""
     if "messages" in record:
         return _check_list("messages", record["messages"])
     if "conversations" in record:
@@ -169,6 +173,7 @@ def _is_trained(name: str, value: Any) -> bool:
 
 
 def _from_sharegpt(message: Any) -> Any:
+    """Returns a message of ShareGPT's form with role and content; another one as it is."""
     if not isinstance(message, dict) or "from" not in message:
         return message
     role = _ROLES.get(str(message["from"]))

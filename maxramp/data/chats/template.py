@@ -69,8 +69,7 @@ class ChatTemplate:
 
     def render(self, chat: Chat, count: int | None = None, ask: bool = False) -> str:
         """Returns the text of the first `count` messages, or of all; `ask` adds what asks for an
-        answer.
-        """
+        answer. A BadRecord if the template refuses them."""
         return self._render(chat, count, ask).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, chat: Chat) -> tuple[str, list[Span]]:

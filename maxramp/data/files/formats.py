@@ -43,6 +43,8 @@ class ArrayRecordFile(RecordFile):
         return self._validate(data if value is None else value)
 
     def _feature(self, data: bytes) -> Any:
+        """Returns the column's value in a tf.train.Example; None for data of another kind, a
+        BadRecord if it lacks the column."""
         if not data.startswith(b"\n"):
             return None
         example = _example_message()()
@@ -127,7 +129,7 @@ SUFFIXES = {
 
 
 def detect(path: str) -> str:
-    """Returns the format that a file's name tells."""
+    """Returns the format that a file's name tells; a ConfigError if none."""
     for name, suffixes in SUFFIXES.items():
         if path.lower().endswith(suffixes):
             return name
@@ -175,6 +177,7 @@ class JsonLines(RecordFile):
         return not self.num_bytes
 
     def where(self, position: int) -> str:
+        """Returns file and line; reads the file up to the position."""
         count = 1
         with self._reading() as file:
             while position > 0:

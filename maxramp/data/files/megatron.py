@@ -65,7 +65,8 @@ class MegatronFile(RecordFile):
         return tokens.astype(np.int32)
 
     def raw_tokens(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Returns the same or, without a `stop`, all from `start` on, in the file's dtype."""
+        """Returns tokens [start, stop), all without a `stop`, in the file's dtype and not
+        checked."""
         size, stop = self.dtype.itemsize, self.num_tokens if stop is None else stop
         return self._data[start * size : stop * size].view(self.dtype)
 
@@ -211,6 +212,8 @@ class TokenStream:
             start, index = end, index + 1
 
     def __getitem__(self, part: slice) -> np.ndarray:
+        """Returns the tokens of a slice, int32, which must not be empty; raises as
+        `tokens_between`."""
         start, stop, _ = part.indices(len(self))
         parts = self._parts(start, stop)
         return np.concatenate([file.tokens_between(a, b) for file, a, b, _ in parts])

@@ -85,7 +85,7 @@ def _sum_parts(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def targets_of(document: Document) -> np.ndarray:
-    """Returns what is kept of a chat beside its tokens: int32 [tokens]."""
+    """Returns what is kept of a chat, with targets, beside its tokens: int32 [tokens]."""
     if document.left_out:
         return np.empty(0, np.int32)
     what = document.is_target.astype(np.int32) * _TARGET
@@ -94,7 +94,7 @@ def targets_of(document: Document) -> np.ndarray:
 
 
 def is_prepared(folder: str) -> bool:
-    """Returns whether a folder is a prepared set."""
+    """Returns whether a folder is a prepared set: its manifest, the last file of one, is there."""
     return storage.exists(posixpath.join(folder, NAME))
 
 

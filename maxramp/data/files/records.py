@@ -57,7 +57,7 @@ class RecordFile:
         return not len(self)
 
     def split(self, size: int) -> list[Piece]:
-        """Returns pieces of about `size` bytes."""
+        """Returns pieces of about `size` bytes, the same at every start; [] for an empty file."""
         count, total = len(self), self.num_bytes
         step = max(1, count * size // max(1, total))
         ranges = [(first, min(first + step, count)) for first in range(0, count, step)]
@@ -81,6 +81,7 @@ class RecordFile:
         return type(self), (self.path, self.column, self.tokens)
 
     def _validate(self, value: Any) -> Record:
+        """Returns a value as a record (module docstring); a BadRecord if it is none."""
         if self.column == WHOLE:
             if not isinstance(value, dict):
                 raise BadRecord(f"is not a record of several columns but {describe(value)}")
