@@ -172,7 +172,7 @@ class Pretrainer:
         # Flat between steps: modules cost a millisecond a step.
         with show_wait(say, "wait     the first state: still loading or drawing weights"):
             self._arrays, self._structure = jax.tree.flatten(job.first_state(abstract, read))
-        count = len(self._recipe.sum_names)  # of the sums of an evaluation, on the devices
+        count = len(self._recipe.eval_sums)  # of the sums of an evaluation, on the devices
         self._no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * count)()
 
     @property
@@ -182,7 +182,7 @@ class Pretrainer:
     @property
     def evaluation_names(self) -> list[str]:
         tasks = self._tasks.names if self._tasks else []
-        return names_of_sums(self._loader.held_out, self._recipe.sum_names) + tasks
+        return names_of_sums(self._loader.held_out, [*self._recipe.eval_sums]) + tasks
 
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched:
         ramp = self._schedule.ramp
@@ -229,8 +229,7 @@ class Pretrainer:
                 sums_by_set[name] = sums = [] if by_batch else [no_sums]
                 for batch in self._loader.eval_batches(stage, self._keys, name):
                     sums.append(eval_step(model, no_sums if by_batch else sums.pop(), batch))
-        names, divisor = self._recipe.sum_names, self._recipe.objective.divisor
-        return evaluation_from_sums(sums_by_set, by_batch, names, divisor)
+        return evaluation_from_sums(sums_by_set, by_batch, self._recipe.eval_sums)
 
     def evaluate_tasks(self, rope_keys: RopeKeys) -> Dispatched | None:
         return self._tasks.evaluate(self._compiler, self.state, rope_keys)

@@ -9,6 +9,8 @@ from maxramp.stage import RopeKeys
 
 DRAFT = "draft"  # the kind of layers that predict tokens further ahead
 DRAFT_LOSS = "mtp_loss"  # the sum that they add
+# in evaluations, how many of their tokens the model itself would write, and how many were compared
+ACCEPTANCE, DRAFT_TOKENS = "mtp_acceptance_rate", "mtp_tokens"
 
 
 def yarn_amplitude(factor: float, share: float = 1.0) -> float:

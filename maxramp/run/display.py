@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from maxramp.commandline import count, duration
+from maxramp.model.pattern import ACCEPTANCE
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import OF_SET, TASK, Record
 from maxramp.stage import ROPE_KEYS
@@ -123,9 +124,11 @@ class Display:
         ]
         named = f" ({', '.join(sets)})" if sets else ""
         self._held_out = f", {number} on held-out {what}{named}"
+        drafts = f"eval_{ACCEPTANCE}"
+        accepted = f", drafts' acceptance {record[drafts]:.1%}" if drafts in record else ""
         return (
-            f"eval {name} {number} on held-out {what}{named} ({record['eval_tokens']:,} tokens in "
-            f"{seconds})"
+            f"eval {name} {number} on held-out {what}{named}{accepted} "
+            f"({record['eval_tokens']:,} tokens in {seconds})"
         )
 
     def _add_step(self, record: Record) -> None:

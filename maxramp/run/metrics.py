@@ -200,22 +200,24 @@ def batch_record(stage: Stage, consumed_samples: int) -> Record:
     }
 
 
+_TEXT_SUMS = {"loss": "tokens", "tokens": "tokens"}
+
+
 def evaluation_from_sums(
     sums: Mapping[str, Sequence[tuple[jax.Array, ...]]],
     by_batch: bool,
-    shown: Sequence[str] = ("loss", "tokens"),
-    divisor: str = "tokens",
+    shown: Mapping[str, str] = _TEXT_SUMS,
 ) -> Dispatched:
     """Makes an evaluation of `sums` that the devices were just asked for: by the name of each
     held-out set (at least one; "" of an only one) its tuples, of every batch if `by_batch`, else
-    one of all. `shown` names what a tuple has; tokens and `divisor`, one of these, are counts, and
-    the others are divided by `divisor`. The numbers of a named set end with its name."""
+    one of all. `shown` names what a tuple has, each with its divisor's name among them; divisors
+    and tokens are counts. The numbers of a named set end with its name."""
 
     def averages(batches: np.ndarray, end: str) -> Record:
         total = dict(zip(shown, batches.sum(0), strict=True))
-        counts = ("tokens", divisor)
+        counts = {"tokens", *shown.values()}
         numbers = {
-            f"eval_{name}{end}": int(x) if name in counts else float(x / total[divisor])
+            f"eval_{name}{end}": int(x) if name in counts else _divide(x, total[shown[name]])
             for name, x in total.items()
         }
         if by_batch:
@@ -232,6 +234,10 @@ def evaluation_from_sums(
         return numbers
 
     return Dispatched(dict(sums), to_record)
+
+
+def _divide(total: float, count: float) -> float:
+    return float(total / count) if count else math.nan
 
 
 def names_of_sums(sets: Sequence[str], shown: Sequence[str]) -> list[str]:
@@ -262,7 +268,8 @@ def tag_of(name: str) -> str:
     if "/" in name:
         return name
     if name.startswith("eval_") and name != "eval_seconds":  # it may end with a set's name
-        return f"{'batch' if name.startswith('eval_tokens') else 'learning'}/{name}"
+        is_count = name.startswith(("eval_tokens", "eval_mtp_tokens"))
+        return f"{'batch' if is_count else 'learning'}/{name}"
     if name.startswith(TASK):
         return f"tasks/{name}"
     if name in _OF_BATCH or name.endswith(("_samples", "_tokens")):

@@ -16,6 +16,7 @@ from maxramp.keys.section import (
     uint32,
 )
 from maxramp.model.keys import ROLES, ModelKeys, dtype_of
+from maxramp.model.pattern import ACCEPTANCE, DRAFT_LOSS, DRAFT_TOKENS
 from maxramp.objectives.objective import Objective
 from maxramp.objectives.pairs import PAIRS, PreferenceKeys
 from maxramp.objectives.rewards import PolicyKeys
@@ -159,6 +160,18 @@ class Recipe:
     @property
     def sum_names(self) -> tuple[str, ...]:
         return self.objective.shown(self.loss)
+
+    @property
+    def measures_drafts(self) -> bool:
+        """Whether an evaluation runs the model's drafts."""
+        return self.objective.trains_drafts and self.model.mtp_num_layers > 0
+
+    @property
+    def eval_sums(self) -> dict[str, str]:
+        """The sums that an evaluation shows, each with the name of its divisor among them."""
+        names = dict.fromkeys(self.sum_names, self.objective.divisor)
+        drafts = (DRAFT_LOSS, ACCEPTANCE, DRAFT_TOKENS) if self.measures_drafts else ()
+        return names | dict.fromkeys(drafts, DRAFT_TOKENS)
 
     def with_spec(self, spec: StageSpec) -> Self:
         execution = {

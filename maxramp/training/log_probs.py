@@ -65,6 +65,23 @@ def scores(
     return _map_tokens(score, 2, (x_BTD, head_DV, targets_BT), 1.0, block_tokens, cap)
 
 
+def likeliest_tokens(
+    x_BTD: jax.Array, head_DV: jax.Array, block_tokens: int, cap: float
+) -> jax.Array:
+    """Returns the token with the largest logit, of equal ones the first, int32 [B, T]. Arguments
+    are as in `scores`."""
+
+    def choose(below_NV, *_):
+        V = below_NV.shape[1]
+        ids_V = jax.lax.axis_index("tensor") * V + jnp.arange(V)
+        behind = jnp.iinfo(jnp.int32).max
+        return (-pmax(-jnp.where(below_NV == 0, ids_V, behind).min(-1), "tensor"),)
+
+    no_targets_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)
+    arrays = x_BTD, head_DV, no_targets_BT
+    return _map_tokens(choose, 1, arrays, 1.0, block_tokens, cap)[0]
+
+
 def _map_tokens(function, count, arrays, temperature, block_tokens, cap):
     """Calls a function for each block of tokens, with a device's part of the logits less each
     token's largest, the same of the target (0 where another device has it), and the largest.

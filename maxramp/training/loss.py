@@ -16,13 +16,14 @@ from maxramp.data.rows import PADDING
 from maxramp.model.decoder import Decoder, soft_cap, soft_cap_backward
 from maxramp.model.keys import Execution
 from maxramp.model.parts.aux import Aux, join_layers
-from maxramp.model.pattern import DRAFT_LOSS
+from maxramp.model.pattern import ACCEPTANCE, DRAFT_LOSS, DRAFT_TOKENS
 from maxramp.model.size import loss_blocks
 from maxramp.objectives.text import TEXT
 from maxramp.parallel.axes import BATCH_AXES, SHARD_AXES
 from maxramp.parallel.collectives import all_gather, delay, map_shards, pmax, psum, psum_scatter
 from maxramp.parallel.sharding import (
     REPLICATED,
+    ROWS_BT,
     TOKENS_BT,
     X_BTD,
     factor_spec,
@@ -30,7 +31,9 @@ from maxramp.parallel.sharding import (
     summed_at_once,
 )
 from maxramp.training.balance import summing_positions
+from maxramp.training.drafts import look_ahead
 from maxramp.training.keys import LossKeys
+from maxramp.training.log_probs import likeliest_tokens
 
 _Sums = tuple[jax.Array, ...]
 
@@ -186,15 +189,20 @@ def _sum_blocks(
 Loss = Callable[[Decoder, Batch], tuple[jax.Array, Aux]]
 
 
-def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
+def next_token_prediction(keys: LossKeys, execution: Execution, measures: bool = False) -> Loss:
     """Makes the loss of next tokens: cross-entropy with the z-loss, shown without it; and of tokens
-    further ahead where the batch has what drafts read. It must not have `weights`."""
+    further ahead where the batch has what drafts read. It must not have `weights`.
+
+    If it `measures`, all drafts of the model run, on a batch in order, and it also shows how many
+    of their tokens are those that the model predicts once it has read all before them."""
     how = keys.z_loss_multiplier, keys.loss_block_tokens, keys.log_token_statistics
     shown = TEXT.shown(keys)
 
     def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
         assert batch.weights is None, "next-token prediction weighs all tokens alike"
         positions = summing_positions(model, batch, (batch.targets >= 0).sum(1))
+        if measures:
+            batch = look_ahead(batch, len(model.pattern.drafts))
         tokens = batch.tokens, *(ahead_BT for ahead_BT, _ in batch.ahead)
         x_BTD, *ahead = model.embed(execution.dtype, *tokens)
         x_BTD, aux = model.run(x_BTD, execution, positions)
@@ -205,11 +213,25 @@ def next_token_prediction(keys: LossKeys, execution: Execution) -> Loss:
         total, aux = with_layers(minimized, dict(zip(shown, values, strict=True)), aux)
         if not ahead:
             return total, aux
-        vectors = x_BTD, *ahead
-        terms = _predict_ahead(model, vectors, batch, execution, minimized, keys.loss_block_tokens)
+        vectors, block_tokens = (x_BTD, *ahead), keys.loss_block_tokens
+        wanted = _likeliest_ahead(model, x_BTD, batch, block_tokens) if measures else ()
+        how_ahead = execution, minimized, block_tokens, wanted
+        terms = _predict_ahead(model, vectors, batch, *how_ahead)
         return total, join_layers([aux, *terms])
 
     return sums
+
+
+def _likeliest_ahead(
+    model: Decoder, x_BTD: jax.Array, batch: Batch, block_tokens: int
+) -> tuple[jax.Array, ...]:
+    """Returns for each draft the tokens [B, T] that the model itself predicts where the draft has
+    targets, PADDING elsewhere."""
+    head_DV = model.head(x_BTD.dtype)
+    best_BT = likeliest_tokens(x_BTD, head_DV, block_tokens, model.logits_cap)
+    best_BT = jnp.where(batch.targets >= 0, jax.reshard(best_BT, ROWS_BT), PADDING)
+    ahead = look_ahead(dataclasses.replace(batch, targets=best_BT), len(batch.ahead)).ahead
+    return tuple(wanted_BT for _, wanted_BT in ahead)
 
 
 def _predict_ahead(
@@ -219,10 +241,12 @@ def _predict_ahead(
     execution: Execution,
     loss: jax.Array,
     block_tokens: int,
+    wanted: Sequence[jax.Array] = (),
 ) -> list[Aux]:
     """Returns the terms of each draft: cross-entropy and the losses of its experts, sums over its
-    own targets; and its experts' loads. `vectors` are those of `Decoder.run` and the embeddings of
-    what drafts read, `loss` is that of the next tokens."""
+    own targets; its experts' loads; and how many of its tokens are the `wanted` ones, if given.
+    `vectors` are those of `Decoder.run` and the embeddings of what drafts read, `loss` is that of
+    the next tokens."""
     x_BTD, *ahead = vectors
     terms = []
     for number, (tokens_BT, targets_BT) in enumerate(batch.ahead):
@@ -233,9 +257,14 @@ def _predict_ahead(
         x_BTD, aux = model.draft(number, x_BTD, ahead_BTD, execution, positions)
         with jax.named_scope("loss"):
             arrays = x_BTD, model.head(execution.dtype), targets_BT
-            loss, *_ = cross_entropy_sums(*arrays, 0.0, block_tokens, False, model.logits_cap)
+            loss, _, count = cross_entropy_sums(*arrays, 0.0, block_tokens, False, model.logits_cap)
+            shown = {}
+            if wanted:
+                own_BT = likeliest_tokens(*arrays[:2], block_tokens, model.logits_cap)
+                is_same_BT = own_BT == jax.reshard(wanted[number], TOKENS_BT)
+                shown = {ACCEPTANCE: is_same_BT.sum(dtype=jnp.float32), DRAFT_TOKENS: count}
         counts = jax.tree.map(lambda x: x.astype(jnp.uint32), aux.counts)
-        terms.append(Aux({DRAFT_LOSS: loss, **aux.minimized}, {}, counts))
+        terms.append(Aux({DRAFT_LOSS: loss, **aux.minimized}, shown, counts))
     return terms
 
 

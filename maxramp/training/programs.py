@@ -22,7 +22,7 @@ from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import Metrics, TrainState, abstract_state
-from maxramp.training.step import eval_step, loss_of, make_train_step
+from maxramp.training.step import eval_loss_of, eval_step, make_train_step
 
 
 def lower_step(
@@ -130,12 +130,12 @@ class Programs:
 
     def _lower_evaluation(self, spec: StageSpec) -> jax.stages.Lowered:
         recipe = self._recipe.with_spec(spec)
-        loss = loss_of(recipe)
+        loss = eval_loss_of(recipe)
 
         def evaluate(model: Decoder, sums: tuple, batch: Batch) -> tuple:
             return eval_step(model, sums, self._expansion.gather(batch), loss=loss)
 
-        sums = (jax.ShapeDtypeStruct((), jnp.float32),) * len(recipe.sum_names)
+        sums = (jax.ShapeDtypeStruct((), jnp.float32),) * len(recipe.eval_sums)
         arrays = attach_mesh(self._arrays, self._expansion.mesh_of(spec))
         model = self._structure.unflatten(arrays).model
         batch = self._expansion.abstract_batch(spec)

@@ -57,6 +57,20 @@ def loss_of(recipe: Recipe) -> Loss:
     return _LOSSES[recipe.objective](recipe.loss, recipe.model)
 
 
+def eval_loss_of(recipe: Recipe) -> Loss:
+    """Makes the loss of a recipe's evaluation, which shows the sums of `Recipe.eval_sums` alone."""
+    loss = loss_of(recipe)
+    if recipe.measures_drafts:
+        loss = next_token_prediction(recipe.loss, recipe.model, measures=True)
+
+    def sums(model: Decoder, batch: Batch) -> tuple[jax.Array, Aux]:
+        minimized, aux = loss(model, batch)
+        values = aux.shown | aux.minimized
+        return minimized, Aux(shown={name: values[name] for name in recipe.eval_sums})
+
+    return sums
+
+
 def make_train_step(
     recipe: Recipe, learning_rate: LearningRate
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -276,7 +290,7 @@ def eval_step(
     model: Decoder, sums: tuple[jax.Array, ...], batch: Batch, *, loss: Loss
 ) -> tuple[jax.Array, ...]:
     """Adds what the loss shows for a batch to `sums`, sums over tokens that are not divided. They
-    are of the loss's names in order (`Recipe.sum_names`); those of the layers may be left out."""
+    are of the loss's names in order (`Recipe.eval_sums`); those of the layers may be left out."""
 
     def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
         shown = loss(model, micro_batch)[1].shown.values()

@@ -28,26 +28,43 @@ from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.training.drafts import look_ahead
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import abstract_state, init_state
-from maxramp.training.step import make_train_step
+from maxramp.training.step import eval_loss_of, eval_step, make_train_step
 
 ROWS, SCALE = 8, 0.5
 SGD = ("opt_type=sgd", "sgd_momentum=0", "learning_rate=1", "gradient_clipping_threshold=0")
 KEYS = (*SGD, f"mtp_loss_scaling_factor={SCALE}", "base_num_kv_heads=2")
 
 
+def favour(head_DV):
+    """A head under which a few tokens are likely, and all others alike."""
+    return head_DV * (np.arange(head_DV.shape[1]) < 3)
+
+
 def take_steps(config, batch, clocks=(0,)):
-    """Steps from the first state, each at a clock: weights before and after, and their metrics."""
+    """Steps from the first state, each at a clock: weights before and after, and their metrics, and
+    what an evaluation shows of the first state under another head."""
     mesh = make_mesh(config)
+
+    def evaluate(model, batch):
+        model = jax.tree.map(lambda x: x, model)
+        model.head_DV = model.head_DV.replace(favour(model.head_DV[...]))
+        names = config.recipe.eval_sums
+        sums = (jnp.float32(0),) * len(names)
+        sums = eval_step(model, sums, batch, loss=eval_loss_of(config.recipe))
+        return {f"eval_{name}": x for name, x in zip(names, sums, strict=True)}
+
     ramp = RampupBatchManager(config.batch, mesh.size)
     step = make_train_step(config.recipe, LearningRate.from_keys(config.learning_rate, ramp))
     with jax.set_mesh(mesh):
         state = jax.jit(functools.partial(init_state, config.recipe))()
         batch = jax.device_put(batch, NamedSharding(mesh, BATCH_ABT))
         compiled, results = jax.jit(step).lower(state, batch).compile(), []
+        held_out = jax.device_get(jax.jit(evaluate)(state.model, batch))
         for clock in clocks:
             at = state.__class__(**vars(state) | {"consumed_samples": jnp.uint32([clock, 0])})
             after, metrics = compiled(at, batch)
-            results.append((by_name(order_by_layer(after.model)), jax.device_get(metrics)))
+            metrics = jax.device_get(metrics) | held_out
+            results.append((by_name(order_by_layer(after.model)), metrics))
         return by_name(order_by_layer(state.model)), *results
 
 
@@ -77,14 +94,15 @@ def run_layer(w, x_TD):
     return x_TD + (gate / (1 + np.exp(-gate)) * (y @ w["mlp.up_DF"])) @ w["mlp.out_FD"]
 
 
-def losses_by_definition(w, rows, begins, drafts):
-    """Means of cross-entropy, of the next tokens and of all drafts: document by document."""
+def sums_by_definition(w, rows, begins, drafts):
+    """Sums of cross-entropy, numbers of targets, and numbers of tokens that the model would write
+    too; of the next tokens and of all drafts: document by document."""
 
     def layers(kind):
         own = {n.split(".", 2)[2]: x for n, x in w.items() if n.startswith(f"layers.{kind}.")}
         return [{n: x[i] for n, x in own.items()} for i in range(len(next(iter(own.values()))))]
 
-    sums = np.zeros((2, 2))
+    sums, own = np.zeros((2, 3)), None
     for row, is_first in zip(rows, begins, strict=True):
         starts = [0, *np.flatnonzero(is_first[1:]) + 1, len(row)]
         for start, end in zip(starts, starts[1:], strict=False):
@@ -104,7 +122,15 @@ def losses_by_definition(w, rows, begins, drafts):
                 targets = document[d + 1 :][: len(x)]
                 logits = x[: len(targets)] @ w["head_DV"]
                 right = logits[np.arange(len(targets)), targets]
-                sums[int(d > 0)] += (np.log(np.exp(logits).sum(-1)) - right).sum(), len(targets)
+                best = logits.argmax(-1)
+                own = own if d else best
+                loss = (np.log(np.exp(logits).sum(-1)) - right).sum()
+                sums[int(d > 0)] += loss, len(targets), (best == own[d:]).sum()
+    return sums
+
+
+def losses_by_definition(*arguments):
+    sums = sums_by_definition(*arguments)
     return sums[:, 0] / sums[:, 1]
 
 
@@ -126,6 +152,11 @@ def test_a_step_is_that_of_the_definitions():
     assert len([name for name in first if name.startswith("layers.draft.")]) == 13
     weights = {name: x.astype(np.float64) for name, x in first.items()}
     expected = losses_by_definition(weights, rows_RS, begins_RS, 2)
+    favoured = weights | {"head_DV": favour(weights["head_DV"])}
+    _, ahead = sums_by_definition(favoured, rows_RS, begins_RS, 2)
+    names = ("eval_mtp_loss", "eval_mtp_tokens", "eval_mtp_acceptance_rate")
+    np.testing.assert_allclose([results[0][1][name] for name in names], ahead, rtol=1e-6)
+    assert 0.1 < ahead[2] / ahead[1] < 0.9
     for scale, (last, metrics) in zip((SCALE, 0), results, strict=True):
         np.testing.assert_allclose((metrics["loss"], metrics["mtp_loss"]), expected, rtol=1e-6)
         for name, x in weights.items():
@@ -195,7 +226,8 @@ def test_any_split_is_the_same_step(family, mesh):
     config = make_config(*keys, *MESHES[mesh], rows, devices=devices)
     first, (last, metrics) = take_steps(config, packed_batch(config, ROWS, passes))
     first_1, (last_1, metrics_1) = one_device(*keys)
-    for name in ("loss", "mtp_loss", "grad_norm", "load_balance_loss"):
+    shown = [name for name in metrics if name.startswith("eval_")]
+    for name in ("loss", "mtp_loss", "grad_norm", "load_balance_loss", *shown):
         if name in metrics:
             np.testing.assert_allclose(metrics[name], metrics_1[name], rtol=1e-5)
     for name, x in first_1.items():
