@@ -169,9 +169,9 @@ def restore(
     checkpoint: Checkpoint, abstract: TrainState, base: Decoder | None = None
 ) -> TrainState:
     """Restores the state of a checkpoint with the shapes, dtypes and shardings of `abstract`, on
-    all processes, after `compare`. `base` is the model below adapters, None without adapters: no
-    checkpoint holds it. Zeros replace `recent` if the checkpoint has none of this shape.
-    """
+    all processes, after `compare`; raises as `load`, or for a snapshot as `_collect`. `base` is the
+    model below adapters, None without adapters: no checkpoint holds it. Zeros replace `recent` if
+    the checkpoint has none of this shape."""
     items = items_of(abstract)
     if _RECENT in items:
         recent = {_RECENT: items[_RECENT]}

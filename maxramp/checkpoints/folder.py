@@ -60,6 +60,8 @@ class Best:
     def add(
         self, step: int, evaluation: Mapping[str, float], evaluations: Mapping[str, str]
     ) -> None:
+        """Adds a checkpoint, in the order of steps, by its evaluation; one without the number is
+        not the best."""
         kind = {self._name.partition("_")[0]}
         known = select_kinds(self._evaluations, kind)
         if self.is_beaten(evaluation) and select_kinds(evaluations, kind) == known:
@@ -74,6 +76,7 @@ class Best:
             )
 
     def is_beaten(self, evaluation: Mapping[str, float]) -> bool:
+        """Tells whether an evaluation is better than the best; False if it lacks the number."""
         return self._score < self._score_of(evaluation) < math.inf
 
     def _score_of(self, evaluation: Mapping[str, float]) -> float:
@@ -174,7 +177,8 @@ def step_folders(folder: Place) -> list[Place]:
 
 
 def is_committed(path: Place) -> bool:
-    """Tells whether a folder is a checkpoint, torn or not, and not an unfinished save."""
+    """Tells whether a folder is a checkpoint, torn or not, and not an unfinished save; an OSError
+    if its storage does not answer."""
     try:
         return (path / FILE).exists()
     except PermissionError:
@@ -260,7 +264,8 @@ def newest(folder: Place) -> tuple[Checkpoint | None, list[TornError]]:
 
 
 def read_whole(folder: Place) -> Iterator[Checkpoint]:
-    """Reads the checkpoints of a folder that are whole, the oldest first."""
+    """Reads the checkpoints of a folder that are whole, the oldest first; raises what else `read`
+    raises."""
     for step in steps_in(folder):
         with contextlib.suppress(TornError):
             yield read(folder / str(step))

@@ -75,11 +75,14 @@ class Peer:
             self._link = connection.Client((host, port), _family(host), authkey=secret)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
+        """Returns `size` bytes of a file of the peer, fewer at its end; a PeerLostError if it is
+        gone."""
         with self._report_loss():
             self._link.send_bytes(json.dumps([name, offset, size]).encode())
             return self._link.recv_bytes()
 
     def read_file(self, name: str) -> Iterator[bytes]:
+        """Yields a file in parts that fit into memory; raises as `read`."""
         offset, chunk = 0, self.read(name, 0, _CHUNK)
         while chunk:
             yield chunk

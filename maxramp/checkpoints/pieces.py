@@ -73,6 +73,7 @@ class Snapshot(Checkpoint):
 
 
 def list_files(folder: pathlib.Path) -> list[FileName]:
+    """Lists the files of snapshots in a folder, the oldest step first; [] without the folder."""
     names = []
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(ValueError):  # other files, such as an unfinished one
@@ -84,6 +85,9 @@ def list_files(folder: pathlib.Path) -> list[FileName]:
 def write_pieces(
     path: pathlib.Path, checkpoint: Checkpoint, arrays: Arrays, pieces: Iterable[Values]
 ) -> None:
+    """Writes the file of this process's pieces, host arrays that may be made as it goes; raises as
+    `write_parts`."""
+
     def parts() -> Iterator[bytes | memoryview]:
         listed, offset = [], 0
         for name, start, x in pieces:
@@ -100,6 +104,8 @@ def write_pieces(
 
 
 def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Writes a file to the disk, whole or not at all; an OSError leaves the file as it was
+    before."""
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
         with open(unfinished, "wb") as file:
@@ -114,6 +120,7 @@ def write_parts(path: pathlib.Path, parts: Iterable[bytes | memoryview]) -> None
 
 
 def read_part(path: pathlib.Path, offset: int, size: int) -> bytes:
+    """Reads `size` bytes from an offset on, fewer at the end of the file."""
     with open(path, "rb") as file:
         file.seek(offset)
         return file.read(size)

@@ -29,6 +29,7 @@ class Poll:
         self._any, self._answer = jax.jit(jnp.max), None
 
     def ask(self, vote: bool) -> None:
+        """Asks all processes, which call it together; the answer to the question before is lost."""
         by_device = NamedSharding(line(), BY_DEVICE)
         answers = np.full(jax.local_device_count(), vote)
         self._answer = self._any(jax.make_array_from_process_local_data(by_device, answers))

@@ -249,6 +249,8 @@ class Snapshots:
     def _reader(
         self, kinds: Arrays, files: Mapping[str, tuple[list[Piece], list[int]]]
     ) -> Callable[[str, Sequence[int], Sequence[int]], np.ndarray]:
+        """Makes `Snapshot.read`, which reads pieces from this node, else from a process that has
+        them, or raises a PeerLostError."""
         connect = functools.cache(lambda process: self._connect[process]())
         by_array: dict[str, list[tuple[str, Piece]]] = {}
         for name, (pieces, _) in files.items():

@@ -41,7 +41,8 @@ class Starts(NamedTuple):
 
 
 def read(run: Place) -> Starts:
-    """Reads what the last start wrote; no start where the file is missing or damaged."""
+    """Reads what the last start wrote; no start where the file is missing or damaged, a ConfigError
+    if it cannot be read."""
     try:
         return Starts(**json.loads((run / FILE).read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):

@@ -140,6 +140,8 @@ class Checkpoints(contextlib.AbstractContextManager):
             )
 
     def _choose_position(self) -> str:
+        """Returns the path of the checkpoint to continue from, "" without one, on the first
+        process; warns of torn ones."""
         if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):
             raise ConfigError(
                 f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "

@@ -143,8 +143,8 @@ class Appending:
                 self.append(b"\n")
 
     def append(self, record: bytes) -> None:
-        """Appends a record, a line with its line feed. What a full disk does not take waits; only
-        `flush` and `close` raise."""
+        """Appends a record, of a text with its line feed. What a full disk does not take waits;
+        only `flush` and `close` raise."""
         self._unwritten.append(record)
         with contextlib.suppress(OSError):  # `flush` says so
             self.flush()

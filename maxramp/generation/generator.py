@@ -293,7 +293,7 @@ class Generator:
 
 
 def rounded_up(number: int) -> int:
-    """Rounds up to one of 1, 2, 3, 4, 6, 8, 12, ..., the sizes of shapes."""
+    """Rounds 1 or more up to one of 1, 2, 3, 4, 6, 8, 12, ..., the sizes of shapes."""
     power = 1 << (number - 1).bit_length()
     return power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
 
@@ -335,6 +335,8 @@ def _append(
 
 
 def _answers(rows: Rows, prompts: Sequence[np.ndarray], stop_ids: Sequence[int]) -> list[Answer]:
+    """Reads the answers so far from rows on the host; a NotFiniteError if a log-probability is
+    NaN."""
     if np.isnan(rows.log_probs_BS).any():
         raise NotFiniteError(NOT_FINITE)
     answers = []

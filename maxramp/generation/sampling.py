@@ -27,6 +27,7 @@ class Sampling:
     vocab_size: int = 0  # draw only ids below it, which the tokenizer knows; 0 = all
 
     def check(self) -> None:
+        """Refuses values out of bounds, by the names of a command's options."""
         is_temperature = self.temperature == 0 or _COLDEST <= self.temperature < math.inf
         for name, holds, bound in (
             ("temperature", is_temperature, f"0, which is greedy, or {_COLDEST:g} or more"),

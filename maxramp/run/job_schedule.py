@@ -112,7 +112,8 @@ class JobSchedule:
         return self._planned_at(self.last_step)
 
     def end_for_nodes(self, step: int, available_nodes: int) -> bool:
-        """Ends the job before a step whose stage takes more nodes now; whether it does."""
+        """Ends the job before a step whose stage takes more nodes now; whether it does. All
+        processes must give the same number."""
         self.available_nodes = available_nodes
         if self._planned_at(step).devices > self.num_devices:
             self.last_step = step

@@ -76,7 +76,7 @@ class Jobs:
         self._saved += time.perf_counter() - began
 
     def end(self, status: int) -> None:
-        """Adds the end of the job, after `step` steps of the run."""
+        """Adds the end of the job with its exit status; nothing if none was begun."""
         if self._file:
             job = {"status": status, "step": self._steps_done, **self._pop_save_seconds()}
             now = round(time.time() + self._ahead, 6)

@@ -87,7 +87,8 @@ class MetricsLog:
         self._last_end = time.perf_counter()
 
     def add(self, **numbers: float) -> None:
-        """Adds to the record of the next step."""
+        """Adds to the record of the next step; numbers of the step itself replace those of the same
+        names."""
         self._begins |= numbers
 
     def log_step(
@@ -128,10 +129,11 @@ class MetricsLog:
         self._push(dispatched.numbers, record, "evaluation")
 
     def flush(self) -> None:
-        """Waits for all that the device was asked to do."""
+        """Waits for the records of all that the device was asked to do; raises as `log_step`."""
         self._pending.result()
 
     def close(self) -> None:
+        """Writes no further record; `flush` before it keeps the last one."""
         with self._writing:
             self._ended = True
         self._reader.shutdown(wait=False, cancel_futures=True)
@@ -171,7 +173,8 @@ class LastEvaluation:
             self._step, self._numbers = record["step"], before | numbers_of(record)
 
     def numbers_after(self, step: int) -> dict[str, float]:
-        """Returns the numbers of the evaluations after a step, by name; none if it had none."""
+        """Returns the numbers of the evaluations after a step, by name; none if it had none. Call
+        it after `MetricsLog.flush`."""
         names = self._numbers if self._step == step else ()
         return {
             name: self._numbers[name]
@@ -188,6 +191,7 @@ def _loads(read: Mapping[str, Any]) -> Record:
 
 
 def batch_record(stage: Stage, consumed_samples: int) -> Record:
+    """Returns what a record says of a step's batch; `consumed_samples` are those after the step."""
     return {
         "stage": stage.index,
         "per_device_batch_size": plain_number(stage.per_device_batch_size),
@@ -241,7 +245,8 @@ def _divide(total: float, count: float) -> float:
 
 
 def names_of_sums(sets: Sequence[str], shown: Sequence[str]) -> list[str]:
-    """Names the numbers of an evaluation on held-out sets; "" is the name of an only set."""
+    """Names the numbers of an evaluation on held-out sets, as `evaluation_from_sums` does; "" is
+    the name of an only set."""
     ends = ["", *(f"_{name}" for name in sets if name)]
     return [f"eval_{name}{end}" for end in ends for name in shown]
 

@@ -59,6 +59,8 @@ class EventWriter(Appending):
     """A new event file of a folder, whose numbers stand over steps or consumed samples."""
 
     def __init__(self, folder: pathlib.Path, over: str, first: int):
+        """Opens a file for numbers `over` "step" or "consumed_samples", from `first` on; an OSError
+        if it cannot."""
         import tensorboardX.proto.event_pb2  # noqa: F401  # takes seconds: no step waits for it
 
         folder.mkdir(parents=True, exist_ok=True)

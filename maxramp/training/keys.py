@@ -112,7 +112,8 @@ class OptimizerKeys(AdamWKeys, SGDKeys, MuonKeys, OptaxKeys):
 
 
 def optimizer_names(opt_type: str) -> dict[str, str]:
-    """Returns the optimizer of each role's weights, by its name in `OPTIMIZERS`."""
+    """Returns the optimizer of each role's weights, by its name in `OPTIMIZERS`; of a valid
+    opt_type, as all here."""
     name = opt_type.partition(".")[0]
     return {role: name if role in OPTIMIZERS[name].roles else "adamw" for role in ROLES}
 
@@ -174,6 +175,8 @@ class Recipe:
         return names | dict.fromkeys(drafts, DRAFT_TOKENS)
 
     def with_spec(self, spec: StageSpec) -> Self:
+        """Returns the recipe of passes of this shape: their row length, remat policy, micro
+        batches, ropes."""
         execution = {
             **vars(spec.rope_keys),
             "max_target_length": spec.row_length,

@@ -93,6 +93,7 @@ class LearningRate:
         return values[jnp.searchsorted(starts, samples, side="right") - 1]
 
     def pace(self, global_batch_size: Any) -> Pace:
+        """Returns how a step of this batch compares with one of `reference`; it may be traced."""
         power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.keys.batch_size_lr_scaling]
         batch = global_batch_size / self.reference
         return Pace(batch, batch**power)

@@ -55,7 +55,8 @@ def move(
     arrays: list[jax.Array], abstract: Sequence[jax.ShapeDtypeStruct], compiled: Moves
 ) -> None:
     """Puts each array of the list, in place, on the mesh that its programs move it to; waits for
-    each and frees the old one, to save memory."""
+    each and frees the old one, to save memory. `abstract` are the shapes of the arrays, in their
+    order, that `lower` got."""
     for number, like in enumerate(abstract):
         for program in compiled[kind(like)]:
             before = arrays[number]

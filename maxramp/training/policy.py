@@ -30,8 +30,9 @@ def advantages(rewards_PG: np.ndarray, normalize: bool) -> np.ndarray:
 
 
 def shares(lengths_B: np.ndarray, grpo_normalization: str) -> np.ndarray:
-    """Returns what each token of an answer adds to a step's divisor, float32 [B]. "token" weighs
-    all tokens alike (DAPO, Yu et al., arXiv 2503.14476), "sequence" all answers, as in GRPO."""
+    """Returns what each token of an answer, of 1 or more, adds to a step's divisor, float32 [B].
+    "token" weighs all tokens alike (DAPO, Yu et al., arXiv 2503.14476), "sequence" all answers, as
+    in GRPO."""
     if grpo_normalization == "token":
         return np.ones(len(lengths_B), np.float32)
     return (1 / np.asarray(lengths_B, np.float64)).astype(np.float32)

@@ -107,6 +107,8 @@ class Programs:
         return waited
 
     def eval_step(self, stage: Stage) -> tuple[Callable, float]:
+        """Returns the compiled `step.eval_step` of a stage's mesh, and the seconds spent waiting
+        for it; not with `eval_rows` 0. Raises as `train_step`."""
         return self._compiler.get(self._add_evaluation(stage))
 
     def _add_evaluation(self, stage: Stage) -> tuple[str, StageSpec]:

@@ -53,6 +53,8 @@ class TrainState:
         return join_parts(self.frozen, self.trained)
 
     def with_model(self, model: Decoder) -> "TrainState":
+        """Returns the state with the weights of a model of the same layers, those that train in
+        `trained`."""
         trained = _pick(model, self.trained)
         return dataclasses.replace(self, trained=trained, frozen=_pick(model, self.frozen))
 
