@@ -59,6 +59,8 @@ class Config:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
+        """Makes all sections of the values of every key, each of its type; refuses those out of
+        bounds. Relations are left to `check`."""
         values = types.MappingProxyType(dict(values))
         return cls(values, **{n: s.from_values(values) for n, s in cls.sections().items()})
 
@@ -81,6 +83,7 @@ class Config:
         }
 
     def check(self) -> None:
+        """Refuses what is wrong on any devices, in any phase; `resolve` checks the rest."""
         for name in PATHS:
             expand_path(name, self.values[name])
         refuse(relations.all_relations(self))
@@ -97,6 +100,8 @@ class Config:
 
     @property
     def recipe(self) -> Recipe:
+        """What the train state and its steps depend on; of an unresolved config it has open keys
+        (-1)."""
         loss = self.policy if self.objective is REWARDS else self.loss
         return Recipe(self.model, self.objective, loss, self.optimizer)
 

@@ -342,6 +342,8 @@ def flatten(pairs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _split(argument: str) -> tuple[str, Any]:
+    """Splits key=value, by our name's type: texts stay as written, other values are YAML; a
+    ConfigError for another form."""
     name, equals, text = argument.partition("=")
     if not equals or name.startswith("-"):
         raise ConfigError(f'"{argument}" is not of the form key=value (--help-keys lists them)')
@@ -382,7 +384,8 @@ def _chain(named: str, above: tuple[Place, ...] = ()) -> list[tuple[Place, dict[
 
 
 def dump_config(config: Config) -> str:
-    """Returns the text of config.yml: every key with its value."""
+    """Returns the text of config.yml: every key with its value, in the order of base.yml; it loads
+    as any file."""
     ordered = {name: config.values[name] for name in base.base()}
     # The sizes are written out: naming their file again would let it override them.
     ordered["model_name"] = "default"

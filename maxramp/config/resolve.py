@@ -82,7 +82,8 @@ def values_on_any_mesh(config: Config, num_devices: int, num_processes: int) -> 
 
 
 def data_values(config: Config) -> dict[str, str]:
-    """Returns tokenizer_type and data_cache_dir, filled in by other keys where they are open."""
+    """Returns tokenizer_type and data_cache_dir, filled in by other keys where they are open; a
+    ConfigError if no key tells the tokenizer's type."""
     cache = os.path.join(config.run.base_output_directory, ".prepared")
     if not (is_object_storage(cache) or can_make(config.run.folder.parent / ".prepared")):
         cache = LOCAL_CACHE
@@ -93,6 +94,7 @@ def data_values(config: Config) -> dict[str, str]:
 
 
 def _mu_dtype(config: Config) -> str:
+    """Returns mu_dtype, where it is open the dtype of what AdamW trains; "" stays without AdamW."""
     optimizer = config.optimizer
     if optimizer.mu_dtype or "adamw" not in optimizer_names(optimizer.opt_type).values():
         return optimizer.mu_dtype
@@ -114,6 +116,8 @@ def _policy_keys(config: Config) -> dict[str, Any]:
 
 
 def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, Any]:
+    """Returns num_nodes and devices_per_node; an open one follows from the other, or from the
+    processes."""
     nodes, per_node = keys.num_nodes, keys.devices_per_node
     if nodes == -1:
         nodes = num_processes if per_node == -1 else max(1, num_devices // per_node)
@@ -123,6 +127,8 @@ def _nodes(keys: BatchKeys, num_devices: int, num_processes: int) -> dict[str, A
 
 
 def _pipeline(config: Config) -> dict[str, int]:
+    """Returns the keys of the pipeline, none open, of a config with its mesh; a ConfigError if its
+    layers make no equal stages."""
     batch, model = config.batch, config.model
     stages, layers = batch.pipeline_stages, model.base_num_decoder_layers
     per_stage, repeats = model.num_layers_per_pipeline_stage, model.num_pipeline_repeats
@@ -191,6 +197,8 @@ def _check_equal_parts(model: ModelKeys, parts: int, stages: str) -> None:
 def _phases(
     keys: BatchKeys, first: MeshKeys, num_devices: int, num_slices: int | None
 ) -> dict[str, dict[str, Any]]:
+    """Returns `phases` with the mesh that each makes filled in; a ConfigError if the state could
+    not move there. `first` is the mesh of phase 0."""
     values, before = {}, first.group("ici")
     # Only the outermost axis between slices, data, leaves the devices in order.
     between = [f"{n}={x}" for n, x in [*first.group("dcn").items()][1:] if x > 1]

@@ -357,6 +357,7 @@ def evaluate(tasks: Tasks, model: Model, options: EvalOptions) -> dict[str, Any]
 
 
 def _set_up(task: Task, options: EvalOptions) -> None:
+    """Sets what lm-eval leaves to the task itself; options of None leave the task's own."""
     if options.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config("generation_kwargs", dict(options.gen_kwargs), update=True)
     own = task.get_config("num_fewshot")

@@ -61,7 +61,8 @@ class RunTasks:
         self._requests, self.names = broadcast_json(known, self._beat)  # names of the numbers
 
     def announce(self, compiler: BackgroundCompiler, stage: Stage) -> None:
-        """Has the programs compiled for the evaluations of a stage, if it has any."""
+        """Has the programs compiled for the evaluations of a stage, if it has any; in the main
+        thread, on every process."""
         total = end = self._job.schedule.ramp.total_samples
         if stage.samples is not None:
             end = stage.first_sample + stage.samples

@@ -47,11 +47,13 @@ class EvalServer:
         return self.scorer.keys.max_target_length
 
     def score(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """Scores rows as `Scorer.score`; for process 0, inside `run`."""
         return self._request("score", [[row.tokens, row.count] for row in rows])
 
     def write(
         self, prompts: Sequence[Sequence[int]], generation: GenerationConfig, until: Sequence[str]
     ) -> list[str]:
+        """Writes answers as `Scorer.write`; for process 0, inside `run`."""
         return self._request(
             "write", [[*map(list, prompts)], dataclasses.asdict(generation), [*until]]
         )
@@ -114,7 +116,8 @@ class DryRun:
 
 
 def compile_ahead(scorer: Scorer, requests: Sequence[Sequence[Any]]) -> None:
-    """Has the programs compiled that requests will need, on every process."""
+    """Has the programs compiled that requests (`DryRun`) will need, on every process; raises as
+    `Scorer.expect_answers`."""
     for kind, lengths, *generation in requests:
         if kind == "score":
             scorer.expect_scores(lengths)

@@ -340,6 +340,8 @@ def find_first_weights(config: Config) -> dict[str, tuple[str, str]]:
 
 
 def _find(name: str, config: Config) -> tuple[str, str]:
+    """Returns what the key `name`, which has a value, names: path and `saved`, as
+    `find_first_weights`."""
     value, own = config.values[name], config.run.folder
     path = place(value).absolute()
     position, _ = checkpoints.newest(own / "checkpoints")

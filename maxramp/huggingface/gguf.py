@@ -137,6 +137,8 @@ def _halve_rotary_pairs(weight: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def _config(path: str, fields: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Returns the config.json that a Llama's fields make; a ConfigError for another kind, or
+    without a field."""
     kind = fields.get("general.architecture")
     if kind != "llama":
         raise ConfigError(f"{path}: is a model of the kind {kind}; only llama can be unpacked")

@@ -71,7 +71,8 @@ def dequantize(
     tensors: Mapping[str, Tensor], quantization: Mapping[str, Any] | None
 ) -> dict[str, Tensor]:
     """Returns a folder's tensors with one for each quantized weight; `quantization` is what its
-    config.json says of them, as `check` has it. A ConfigError for a scale of another shape."""
+    config.json says of them, of which `is_readable` is true. A ConfigError for a scale of another
+    shape."""
     result = dict(tensors)
     for name, tensor in tensors.items():
         whole, scales = name.removesuffix(_BLOCKS), tensors.get(f"{name}{_FACTORS}")

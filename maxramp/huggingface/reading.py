@@ -152,6 +152,8 @@ def prepare_load(
 
 
 def _load(tensors: Mapping[str, Tensor], model: Decoder, weights: Sequence[NamedWeight]) -> Decoder:
+    """Reads tensors that passed `_check_tensors` into the weights of `model`, on all processes
+    together."""
     structure = jax.tree.structure(order_by_layer(model))
     with ThreadPoolExecutor() as pool, jax.set_mesh(mesh_of(model)):
         arrays = list(map(_initial_array, weights))

@@ -40,6 +40,8 @@ _FULL, _LOCAL = "full_attention", "sliding_attention"  # layers
 
 
 def cast_key(ours: str, theirs: str, values: Mapping[str, Any], where: str) -> Any:
+    """Returns their value as the type of our key; a ConfigError, which begins with `where`, if it
+    has another."""
     value = values.get(theirs)
     return base.cast_value(f"{where}: {theirs}={value}", value, ours)
 
@@ -118,6 +120,8 @@ def _kind(rope: Mapping[str, Any]) -> str:
 def _scaling(
     rope: Mapping[str, Any], values: Mapping[str, Any], by_layer: bool, where: str
 ) -> dict[str, Any]:
+    """Returns our keys of a scaling; `by_layer` as in `_complete_yarn`. A ConfigError for one that
+    is not supported, or lacks a number."""
     kind = _kind(rope)
     if kind == "default":
         return {"rope_type": "default", "rope_linear_scaling_factor": 1.0}

@@ -49,7 +49,8 @@ class Tensor:
         return self.shape[0] if self.shape else 1
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        """Reads rows [first, stop) of the first axis at once."""
+        """Reads rows [first, stop) of the first axis at once, of a dtype in DTYPES; a ConfigError
+        if the file is cut off."""
         dtype, rest = DTYPES[self.dtype], self.shape[1:]
         data = self.read_bytes(first, stop, math.prod(rest) * dtype.itemsize)
         return data.view(dtype).reshape(stop - first, *rest)

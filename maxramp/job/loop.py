@@ -219,6 +219,8 @@ class _StepEnd:
         return self.evaluate_saved(position.step - 1, position.consumed_samples, stage, due)
 
     def is_best(self, step: int) -> bool:
+        """Tells whether the evaluation after step `step` is the best so far, the same on every
+        process; waits for its numbers."""
         if not self._job.config.checkpoints.checkpoint_best:
             return False
         self._log.flush()  # it decides whether the state is saved

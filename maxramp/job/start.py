@@ -44,8 +44,9 @@ def run(
     work: Callable[["JobContext"], int],
     preemption: Preemption | None,
 ) -> int:
-    """Runs a command that trains, and says in one line why it cannot. `load` gets what takes a
-    note, `work` returns the exit status; `preemption` None = listens to signals from here on."""
+    """Runs a command that trains; returns its exit status, and says in one line why it cannot.
+    `load` gets what takes a note, `work` returns the exit status; `preemption` None = listens to
+    signals from here on."""
     preemption, notes = preemption or Preemption(), []
     try:
         with start(load(notes.append), notes, preemption) as context:
@@ -223,7 +224,8 @@ class Job(JobContext):
             return initial_state(recipe)
 
     def load_reference(self, model: Decoder) -> Decoder:
-        """Reads the weights that the run stays near to; `known_reference` are then these."""
+        """Reads the weights that the run stays near to, which its first weights are, on all
+        processes; `known_reference` are then these. Raises as `_bind`."""
         return without_adapters(self._bind(self.first.weights.prepare(model, self.config.values)))
 
     @property
@@ -236,7 +238,7 @@ class Job(JobContext):
 
     def _bind(self, read: Callable[[], Decoder]) -> Decoder:
         """Reads weights, on all processes; keeps the hash of the frozen ones in every checkpoint,
-        and refuses to continue with others."""
+        and refuses, with a ConfigError, to continue with others."""
         weights, key = read(), self.first.key
         frozen = order_by_layer(without_adapters(weights))
         fingerprint, so_far = fingerprint_of_weights(frozen), self.known_reference

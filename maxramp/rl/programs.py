@@ -95,6 +95,8 @@ class PolicyPrograms:
         self.reference = jit(reference)
 
     def announce(self, stage: Stage) -> None:
+        """Queues a stage's programs to be compiled, in the order of stages; called in the main
+        thread."""
         part = stage.spec.resize(1, stage.spec.rows)
         if part not in self._announced:  # stages whose parts are equal share their programs
             self._announced[part] = self.trace_functions(part)
@@ -103,7 +105,8 @@ class PolicyPrograms:
             self._compiler.announce(key, name, self._mesh, lambda trace=trace: trace().lower())
 
     def wait(self, stage: Stage) -> float:
-        """Waits for a stage's programs, and lowers one of a later stage; returns the seconds."""
+        """Waits for a stage's programs, which were announced, and lowers one of a later stage;
+        returns the seconds. Raises a StepError if one does not compile."""
         part = stage.spec.resize(1, stage.spec.rows)
         waited = sum(self._compiler.get(key)[1] for key in self._announced[part])
         self._compiler.lower()

@@ -128,6 +128,7 @@ def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
 
 
 def _parse(where: str, line: bytes, tokenizer: PromptTokenizer | None) -> Prompt:
+    """Reads the prompt in a line; a ConfigError, which begins with `where`, if it has none."""
     try:
         value = json.loads(line)
         prompt = value["prompt"] if "prompt" in value else value["messages"]
