@@ -48,7 +48,8 @@ def _describe_left_out(
     `tied` = the model's head is its embedding; `side_prefix` as in `Released`.
     """
     names_by_reason = collections.defaultdict(list)
-    for name in sorted(tensors.keys() - used):
+    # Of no shared experts transformers writes tensors without numbers.
+    for name in sorted(name for name in tensors.keys() - used if 0 not in tensors[name].shape):
         if not is_of_text_model(name):
             names_by_reason["of no text model"].append(name)
         elif side_prefix and name.startswith(side_prefix):

@@ -1,6 +1,7 @@
 """Translates Megatron's command line into our keys, by the table `megatron` of peers.yml."""
 
 import itertools
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,10 @@ _SHARES = {
 
 _PRE_SOFTMAX, _LAYER_ORDER = "moe-router-pre-softmax", "moe-layer-freq"
 _SHARED_WIDTH = "moe-shared-expert-intermediate-size"
-_EXPERT_FLAGS = (_PRE_SOFTMAX, _LAYER_ORDER, _SHARED_WIDTH, "qk-layernorm")  # depend on each other
+_LATENT = "multi-latent-attention"
+_YARN = ("rope-type", "rotary-scaling-factor", "mscale", "mscale-all-dim")  # with _LATENT
+# They depend on each other.
+_EXPERT_FLAGS = (_PRE_SOFTMAX, _LAYER_ORDER, _SHARED_WIDTH, "qk-layernorm", _LATENT, *_YARN)
 _DENSE_FIRST = r"1|\(?(\[0\]\*(?P<dense>\d+)\+)?\[1\]\*\d+\)?"
 
 
@@ -37,6 +41,9 @@ def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
     for word in itertools.chain.from_iterable(map(_open_variable, words)):
         if not re.match("-+[a-zA-Z]", word):
             values.append(word)
+            continue
+        if re.fullmatch("-[a-zA-Z]", word):  # another program's, as in python -m
+            values = []
             continue
         flag, equals, value = word.lstrip("-").partition("=")
         values = flags[flag.replace("_", "-")] = [value] if equals else []
@@ -126,6 +133,10 @@ def _translate_experts(
     if has_norms:
         keys |= {"decoder_block": "dots1" if is_sigmoid else "qwen3_moe", "use_qk_norm": True}
         keys["norm_topk_prob"] = is_sigmoid or not is_whole
+    if _LATENT in flags and has_norms:
+        keys = _translate_latents(flags, keys)
+    else:
+        left_out += [f"--{flag}" for flag in (_LATENT, *_YARN) if flag in flags]
     if is_whole and (not has_norms or is_sigmoid):
         left_out.append(f"--{_PRE_SOFTMAX}")
     if keys.get("routed_bias"):
@@ -151,6 +162,25 @@ def _translate_experts(
         else:
             left_out.append(f"--{_SHARED_WIDTH}")
     return keys, left_out
+
+
+def _translate_latents(flags: Mapping[str, list[str]], keys: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of latent attention, with Megatron's defaults, in place of `keys` of heads
+    and their norms. Its positions are yarn's, which a factor of 1 leaves as they are."""
+    widths = {"kv_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    heads = keys.get("base_num_query_heads", base()["base_num_query_heads"])
+    keys = widths | {"v_head_dim": 128} | keys
+    keys |= {"decoder_block": "deepseek_v3", "base_num_kv_heads": heads}
+    factor, rotated, scores = (
+        _first_value(flag, flags.get(flag, [default]), "mscale")
+        for flag, default in zip(_YARN[1:], ("1", "1", "0"), strict=True)
+    )
+    if factor != 1 and flags.get("rope-type") != ["rope"]:
+        rotated, scores_factor = (0.1 * x * math.log(factor) + 1 for x in (rotated, scores))
+        keys |= {"rope_type": "yarn", "rope_factor": factor, "mscale": scores}
+        keys["rope_attention_factor"] = float(f"{rotated / scores_factor:.6g}")
+        keys["original_max_position_embeddings"] = 4096
+    return {name: x for name, x in keys.items() if name not in ("head_dim", "use_qk_norm")}
 
 
 def _first_value(flag: str, values: Sequence[str], name: str) -> Any:

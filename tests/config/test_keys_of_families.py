@@ -13,7 +13,7 @@ GPT_OSS += "num_experts_per_tok=2 sliding_window_size=128"
 DELTA = "decoder_block=qwen3_5 use_qk_norm=true gdn_num_key_heads=2 gdn_num_value_heads=4"
 
 LATENT = "decoder_block=deepseek_v3 routed_score_func=sigmoid routed_bias=True num_experts=4 "
-LATENT += "base_num_kv_heads=8"
+LATENT += "base_num_kv_heads=8 head_dim=32"
 
 
 # The keys, and what the line must hold, a regular expression.
@@ -47,13 +47,14 @@ DOTS routed_bias_update_rate=0.001 lora_rank=4 lora_targets=[q_proj] | \
     routed_bias_update_rate=0.001 moves .* frozen under lora_rank=4; use 0
 GPT_OSS attention_sink=true mlp_bias=true mlp_activations_limit=7.0 rope_attention_scaling=true \
     rope_interleave=false max_position_embeddings=131072 inhomogeneous_layer_cycle_interval=2 \
-    mlp_activations=[gelu,linear] | ^mlp_activations=.*=gpt_oss needs \\[silu, linear\\]
+    mlp_activations=[gelu,linear] | ^mlp_activations=.* is not read with decoder_block=gpt_oss
 GPT_OSS attention_sink=false | attention_sink=False .*: decoder_block=gpt_oss means True
 DELTA gdn_num_key_heads=3 | gdn_num_value_heads=4 is not a multiple of gdn_num_key_heads=3
 DELTA head_dim=12 | head_dim=12 is not a multiple of 8
 DELTA mlp_activations=[gelu,linear] | mlp_activations=.*=qwen3_5 needs \\[silu, linear\\]
 DELTA ici_tensor_parallelism=4 | gdn_num_key_heads=2 does not divide over the tensor axis
 LATENT base_num_kv_heads=2 | base_num_kv_heads=2: .* every query head; give base_num_kv_heads=8
+LATENT head_dim=16 | ^head_dim=16 is not read with decoder_block=deepseek_v3; leave one
 LATENT kv_lora_rank=6 | kv_lora_rank=6 does not divide over the fsdp axis
 LATENT lora_rank=2 lora_targets=[q_a_proj] | with q_lora_rank=0 there is no q_a_proj; leave it out
 LATENT lora_rank=2 | experts have no adapters; use lora_targets=\\[q_proj,kv_a_proj_with_mqa,

@@ -97,6 +97,12 @@ def test_a_long_line_names_everything():
     assert len(line) < 1500 and all(f"qqq{i}" in line for i in range(40))
 
 
+def test_a_name_of_maxtexts_models_is_taken_with_a_line():
+    values, notes = load("model_name=deepseek3-671b")
+    assert (values["q_lora_rank"], values["n_routing_groups"]) == (1536, 8)
+    assert "model_name=deepseek3-671b: taken as model_name=deepseek-v3-671b" in notes
+
+
 def test_renamed_keys_are_taken_with_a_line():
     values, notes = load(
         *("cosine_learning_rate_final_fraction=0.25", "attention=flash", "trainer.max_steps=9"),
@@ -313,6 +319,30 @@ def test_layers_have_what_maxtexts_files_leave_out(tmp_path):
     values, notes = load("gdn_num_key_heads=2", config=path)
     assert values["decoder_block"] == "qwen3_5_moe" and values["shared_experts"] == 1
     assert "taken with decoder_block=qwen3_5_moe, use_qk_norm=True, shared_experts=1" in notes[1]
+
+
+# Of MaxText's files of models: keys that its layers compute as ours do.
+RELEASED = {
+    "gpt-oss": "decoder_block: gpt_oss; mlp_activations: [sigmoid, linear]; mlp_bias: true; "
+    "attention_bias: true; routed_bias: true; num_experts: 4; sliding_window_size: 128; "
+    "mlp_activations_limit: 7.0; rope_interleave: false; max_position_embeddings: 131072",
+    "deepseek": "decoder_block: deepseek; attention_type: mla; routed_score_func: sigmoid; "
+    "routed_bias: true; num_experts: 4; max_position_embeddings: 163840; rope_interleave: true",
+    "olmo3": "decoder_block: olmo3; rope_type: yarn; rope_interleave: false; use_qk_norm: true; "
+    "rope_attention_scaling: true; max_position_embeddings: 65536; sliding_window_size: 128",
+    "qwen3.5": "decoder_block: qwen3_5; use_mrope: true; mrope_section: [11, 11, 10]; "
+    "vision_encoder_block: qwen3_5; gdn_num_key_heads: 2",
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_maxtexts_files_of_models_open(tmp_path, name):
+    path = tmp_path / "maxtext.yml"
+    path.write_text("sa_x: 1\n" + RELEASED[name].replace("; ", "\n"))
+    values, _ = load(config=path)
+    assert "mlp_activations" not in values  # as in base.yml
+    with pytest.raises(ConfigError, match="use_mrope=True .*: decoder_block=llama2 means False"):
+        load("decoder_block=llama2", "use_mrope=True")
 
 
 def test_maxtext_counts_pairs_of_layers_of_gemma2(tmp_path):

@@ -36,7 +36,7 @@ GPT_OSS += ("sliding_window_size=4",)
 LATENT = ("decoder_block=deepseek_v3", "base_num_kv_heads=8", "kv_lora_rank=16")
 LATENT += ("qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=5", "num_experts=4")
 LATENT += ("routed_score_func=sigmoid", "routed_bias=True", "base_num_decoder_layers=2")
-LATENT += ("rope_type=yarn", "first_num_dense_layers=1", "q_lora_rank=24")
+LATENT += ("rope_type=yarn", "first_num_dense_layers=1", "q_lora_rank=24", "head_dim=32")
 MOST = 10  # tokens of an answer
 GREEDY = Sampling(temperature=0)
 PROMPTS = [np.arange(1, 1 + n, dtype=np.int32) * 7 % VOCAB for n in (1, 5, 9, 14, 3)]

@@ -20,7 +20,7 @@ def config_of(folder: pathlib.Path, *keys: str, devices: int = 1):
     folder_keys = released.find("load_parameters_path", str(folder)).keys
     arguments = [f"{name}={str(value).replace(' ', '')}" for name, value in folder_keys.items()]
     constant = ("enable_rampup_batch_size=False", "dataset_type=synthetic")
-    constant += ("max_target_length=24", "per_device_batch_size=1")
+    constant += ("max_target_length=24", "per_device_batch_size=1", "head_dim=32")
     return make_config(*constant, *arguments, *keys, devices=devices)
 
 

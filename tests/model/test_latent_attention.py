@@ -13,6 +13,7 @@ KEYS = (
     *("v_head_dim=5", "routed_score_func=sigmoid", "routed_bias=True", "shared_experts=1"),
     *("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16", "norm_topk_prob=True"),
     *("first_num_dense_layers=1", "load_balance_loss_weight=0.1", "max_target_length=32"),
+    "head_dim=32",
     *("rope_type=yarn", "rope_factor=4", "original_max_position_embeddings=16", "mscale=0.7"),
 )
 EVEN = ("first_num_dense_layers=0", "base_num_decoder_layers=4")

@@ -82,7 +82,7 @@ EXPERTS = (
     "first_num_dense_layers=1",
 )
 LATENT = ("decoder_block=deepseek_v3", "base_num_kv_heads=6", "q_lora_rank=20", "kv_lora_rank=12")
-LATENT += ("qk_nope_head_dim=4", "qk_rope_head_dim=4", "v_head_dim=6", *EXPERTS[2:])
+LATENT += ("qk_nope_head_dim=4", "qk_rope_head_dim=4", "v_head_dim=6", "head_dim=32", *EXPERTS[2:])
 DELTA = ("decoder_block=qwen3_5", "use_qk_norm=true", "head_dim=8", "gdn_num_key_heads=2")
 DELTA += ("gdn_num_value_heads=4", "gdn_key_head_dim=4", "gdn_value_head_dim=6")
 

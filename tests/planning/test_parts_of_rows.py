@@ -58,6 +58,7 @@ def test_compilers_take_parts_of_rows(machine, strategy):
 LATENT = [
     *("decoder_block=deepseek_v3", f"base_num_kv_heads={H}", "kv_lora_rank=256", "q_lora_rank=256"),
     *("routed_score_func=sigmoid", "routed_bias=True", "num_experts=4", "num_experts_per_tok=2"),
+    "head_dim=32",
     *("base_moe_mlp_dim=128", "base_num_decoder_layers=2"),
 ]
 

@@ -59,7 +59,7 @@ def test_files_of_maxtext_and_nemo_become_commands(trainer, text, wanted, planne
 
 
 MEGATRON = """
-torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 \\
+torchrun --nproc_per_node 8 -m pretrain_gpt.py --num-layers 32 \\
     --rampup-batch-size 16 16 96 --global-batch-size 32 \\
     --seq-length=10 --train-samples 1000  # a test
 """
@@ -117,6 +117,12 @@ DEEPSEEK | decoder_block=dots1 first_num_dense_layers=3 shared_experts=1 n_routi
     topk_routing_group=4 routed_scaling_factor=2.5 routed_score_func=sigmoid routed_bias=True \
     norm_topk_prob=True routed_bias_update_rate=0.001 load_balance_loss_scope=row \
     load_balance_loss_weight=0.0058
+DEEPSEEK --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --v-head-dim 96 \
+    --kv-channels 128 --mtp-num-layers 1 --rotary-scaling-factor 40 --mscale 1.0 \
+    --mscale-all-dim 1.0 | decoder_block=deepseek_v3 q_lora_rank=1536 kv_lora_rank=512 \
+    qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=96 mtp_num_layers=1 rope_type=yarn \
+    rope_factor=40.0 mscale=1.0 rope_attention_factor=1.0 original_max_position_embeddings=4096
+--num-experts 8 --multi-latent-attention | decoder_block=mixtral | --multi-latent-attention
 --num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax \
     --moe-layer-freq 2 --ffn-hidden-size 100 --moe-shared-expert-intermediate-size 150 | \
     decoder_block=mixtral num_experts_per_tok=2 | --moe-router-load-balancing-type sinkhorn | \

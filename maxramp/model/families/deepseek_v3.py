@@ -93,5 +93,6 @@ DEEPSEEK_V3 = dataclasses.replace(
         scales_scores=True,
     ),
     keys=(*DOTS1.keys, *_WIDTHS, "mscale"),
+    unread=("head_dim",),
     fixed={name: x for name, x in DOTS1.fixed.items() if name != "use_qk_norm"},
 )

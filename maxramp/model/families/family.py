@@ -56,6 +56,7 @@ class Family:
     tensors: Mapping[str, str]
     released: Released
     keys: tuple[str, ...] = ()  # keys that other families may not read
+    unread: tuple[str, ...] = ()  # keys that other families read, and this one does not
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys with only one value
     check: Callable[[ModelKeys], Relations] = lambda keys: iter(())  # relations between its keys
     norms: str = "before"  # where layers have them: "before", "after" or on "both" sides

@@ -3,7 +3,6 @@ and a cut gate (arXiv 2508.10925)."""
 
 import dataclasses
 
-from maxramp.keys.section import Relations
 from maxramp.model.families import sparse
 from maxramp.model.families.family import Released
 from maxramp.model.families.llama import LAYER, attend_all
@@ -24,19 +23,10 @@ def _pattern(keys: ModelKeys) -> Pattern:
     return Pattern.repeat((near, full), keys.base_num_decoder_layers)
 
 
-def _check(keys: ModelKeys) -> Relations:
-    yield from sparse.check(keys)
-    activations = [*keys.mlp_activations]
-    yield (
-        activations != ["silu", "linear"],
-        f"mlp_activations={activations}: decoder_block=gpt_oss needs [silu, linear], and cuts both",
-    )
-
-
 GPT_OSS = dataclasses.replace(
     QWEN2,
     pattern=_pattern,
-    check=_check,
+    check=sparse.check,
     tensors={
         **sparse.tensors(_SHARED, "mlp.router"),
         "layers.sparse.mlp.router.bias_E": f"{LAYER}.mlp.router.bias",
@@ -69,4 +59,5 @@ GPT_OSS = dataclasses.replace(
     has_out_bias=True,
     has_expert_biases=True,
     gate_limit=7.0,
+    unread=("mlp_activations",),
 )

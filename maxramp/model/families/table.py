@@ -109,11 +109,12 @@ def has_experts(block: str) -> bool:
 
 
 def family_choices() -> dict[str, tuple[str, ...]]:
-    """Returns the keys that only some families read, by condition (`keys.choices`)."""
+    """Returns the keys that not all families read, by condition (`keys.choices`)."""
     keys = {block: (*family.keys, *family.fixed) for block, family in FAMILIES.items()}
     choices: dict[str, tuple[str, ...]] = {}
     for name in dict.fromkeys(name for names in keys.values() for name in names):
         readers = (block for block, names in keys.items() if name in names)
         condition = f"decoder_block={'|'.join(readers)}"
         choices[condition] = (*choices.get(condition, ()), name)
-    return choices
+    unread = {f"without decoder_block={block}": x.unread for block, x in FAMILIES.items()}
+    return choices | {condition: names for condition, names in unread.items() if names}
