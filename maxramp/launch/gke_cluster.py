@@ -131,6 +131,8 @@ class GkeCluster:
         return JobEnd(failed, self._step)
 
     def _has_lost_node(self) -> bool:
+        """Tells whether the JobSet has lost a node, of those that it once had or of those planned
+        after an earlier loss; notes it in the launch's files."""
         nodes, ready = self.nodes_of_jobset(), self._publish()
         if ready >= nodes:
             self._whole.touch()
@@ -155,6 +157,8 @@ class GkeCluster:
         return ready
 
     def _delete(self) -> None:
+        """Deletes the JobSet, and waits until its pods are gone; forces those that outlast the
+        grace."""
         options = ("--cascade=foreground", f"--timeout={self._keys.grace_seconds + 60}s")
         if self._kubectl("delete", "jobset", self._jobset, *options).returncode:
             self._kubectl("delete", "pods", "-l", self._pod_selector(), "--force")
@@ -192,6 +196,7 @@ class GkeCluster:
             time.sleep(_PERIOD)
 
     def _ask(self, *words: str) -> str:
+        """Returns what kubectl prints; a ConfigError if it fails."""
         done = self._kubectl(*words)
         if done.returncode:
             raise ConfigError(f"kubectl {' '.join(words)}: {' '.join(done.stderr.split())}")
@@ -242,8 +247,7 @@ class PodCluster:
 
 def follow(run: Run, nodes: int, message: Place) -> int:
     """Runs the jobs of a run that take `nodes`, and writes the pod's last `message`; returns the
-    exit status of the pod.
-    """
+    exit status of the pod. Called in the main thread."""
     cluster = PodCluster(run, nodes)
     stop_on_signals(cluster)
     status = supervise(run, cluster, nodes)

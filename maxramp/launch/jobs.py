@@ -89,7 +89,7 @@ class Run:
         )
 
     def reload(self) -> "Run":
-        """Plans the run anew, from where it stands now."""
+        """Plans the run anew, from where it stands now; raises as `from_config`."""
         run = Run.from_config(self.config, self.arguments)
         return dataclasses.replace(run, nodes_per_slice=self.nodes_per_slice)
 

@@ -101,7 +101,8 @@ def _ask(*words: str, cwd: str | pathlib.Path | None = None, refusal: str = "") 
 
 
 def _submit(run: Run, nodes: int, *options: str) -> str:
-    """Submits the script on that many nodes, with options of sbatch; returns the job's number."""
+    """Submits the script, which lies in its folder, on that many nodes, with options of sbatch;
+    returns the job's number. A ConfigError if sbatch refuses it."""
     folder = run.folder / "slurm"
     words = ["sbatch", "--parsable", f"--nodes={_node_range(run, nodes)}", *options, _NAME]
     refusal = f"sbatch refused {folder / _NAME}"
@@ -114,6 +115,7 @@ def _hostnames(names: str) -> list[str]:
 
 
 def batch_script(run: Run) -> str:
+    """Returns the text of the script; raises as `_batch_options`."""
     supervisor = [sys.executable, "-m", "maxramp.launch.slurm", *run.arguments]
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH {option}" for option in _batch_options(run)),
@@ -238,6 +240,8 @@ class SlurmCluster:
         return JobEnd.read(self._run.folder, status, bool(lost))
 
     def _submit(self, nodes: int, failures: int) -> None:
+        """Submits the job that continues this one; it knows the failures by an environment
+        variable."""
         options = []
         if self._keys.elastic:  # its nodes are free before the next job takes some
             nodes, excluded = max(nodes, self._run.next_nodes), sorted(self._excluded_nodes())
@@ -343,7 +347,8 @@ class SlurmCluster:
         return True
 
     def _excluded_nodes(self) -> set[str]:
-        """Returns the nodes that were lost too often, or that an option of sbatch excludes."""
+        """Returns the nodes that were lost too often, or that an option of sbatch excludes; reads
+        the file of losses each time."""
         options = dict(option.partition("=")[::2] for option in self._keys.slurm_options)
         losses = collections.Counter((self._folder / "lost_nodes").read_text().split())
         often = {node for node, times in losses.items() if times >= self._keys.max_node_failures}
@@ -370,12 +375,14 @@ def container_options(keys: LaunchKeys) -> list[str]:
 
 
 def _node_states(*options: str) -> list[tuple[str, ...]]:
+    """Lists the nodes of SLURM with their states, by options of sinfo; [] if it does not answer."""
     lines = _ask("sinfo", "-h", "-N", "-o", "%N/%T", *options).split()
     return [tuple(line.split("/")) for line in lines]
 
 
 def follow(run: Run) -> int:
-    """Runs the jobs of a run that fit into this job of SLURM; returns the status of the last."""
+    """Runs the jobs of a run that fit into this job of SLURM; returns the status of the last.
+    Called in the main thread."""
     cluster = SlurmCluster(run)
     stop_on_signals(cluster)
     nodes = cluster.available()

@@ -62,7 +62,7 @@ class Cluster(Protocol):
 
 def supervise(run: Run, cluster: Cluster, nodes: int, failures: int = 0) -> int:
     """Starts job after job, the first on `nodes`; returns the exit status of the last, or
-    EXIT_PREEMPTED if none started.
+    EXIT_PREEMPTED if none started. Raises as `Cluster.start` and `Run.reload`.
 
     It ends when the run is done, its configuration is wrong, somebody stops it, the cluster starts
     no more, or more than max_restarts starts in a row failed, of which `failures` came before. A
@@ -104,6 +104,7 @@ def may_be_loss(status: int) -> bool:
 
 
 def stop_on_signals(cluster: Cluster) -> None:
+    """Lets SIGINT and SIGTERM stop a cluster, from here on; called in the main thread."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: cluster.stop())
 

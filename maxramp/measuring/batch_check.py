@@ -243,7 +243,7 @@ class Rebatching:
 
     def rate(self, configured: float, sample: int, batch: int) -> float:
         """Returns the learning rate for `batch` samples in place of the batch at `sample`, by the
-        square-root rule (`LearningRate`)."""
+        square-root rule (`LearningRate`); not with learning_rate=none."""
         before = self._ramp.stage_at_sample(sample).global_batch_size
         scaled = configured * LearningRate.from_keys(self._rate, self._ramp).pace(before).rate
         return float(f"{scaled * (batch / before) ** 0.5:.3g}")

@@ -178,8 +178,7 @@ class Experiment:
 
     def train(self, out: IO[str]) -> int:
         """Trains the branches that are not done, and prints progress to `out`; in the main thread.
-        Returns 0, or the exit status of a branch that failed.
-        """
+        Returns 0, or the exit status of a branch that failed."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
         # Branches that are done are compared too, whichever sizes this command names.
@@ -264,6 +263,7 @@ class Experiment:
         return None
 
     def _branch(self, size: int) -> Branch:
+        """Returns a branch that is done; a ConfigError if it cannot be compared with the first."""
         folder = self._folder / str(size)
         first, evaluation = (self._evaluation(n) for n in (self._sizes[0], size))
         if not evaluation:
@@ -302,8 +302,7 @@ class Experiment:
 
     def _noise(self, largest: int) -> dict[str, dict[str, Any]]:
         """Returns the run's noise scale in rows by kind, within a window's length of the
-        checkpoint, and how many times that `largest` is.
-        """
+        checkpoint, and how many times that `largest` is."""
         first, last = self._first_sample - self._samples, self._first_sample + self._samples
         records = read_records(self._run / "metrics.jsonl")
         near = [r for r in records if first < r["consumed_samples"] <= last]
@@ -381,8 +380,7 @@ def branch_keys(
 def _kept_changes(phase: Phase, sample: int) -> dict[str, Any]:
     """Returns what stays in a phase: a mixture's rows depend on where those before it begin, and
     released weights have the positions of their config.json until a phase before `sample` changes
-    them.
-    """
+    them."""
     names = _KEPT_PHASES if phase.first_sample <= sample else (MIXTURE,)
     return {name: phase.changes[name] for name in names if name in phase.changes}
 
@@ -413,6 +411,7 @@ def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
 
 
 def _checkpoint(run: Place, at: int) -> folder_lib.Checkpoint:
+    """Reads a checkpoint; a ConfigError, which names the nearest, if there is none at the step."""
     path, steps = run / "checkpoints" / str(at), folder_lib.steps_in(run / "checkpoints")
     if at not in steps:
         remedy = "train again with checkpoint_keep_period=N to keep one every N steps"

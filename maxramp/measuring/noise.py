@@ -107,6 +107,8 @@ def _has_estimate(record: Record, estimates: Sequence[str]) -> bool:
 
 
 def _block(steps: list[Record], signal: str, variance: str) -> Block:
+    """Estimates the noise scale of steps of one row length, at least two."""
+
     def column(name: str) -> np.ndarray:
         return np.array([record[name] for record in steps], float)
 

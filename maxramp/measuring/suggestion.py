@@ -96,6 +96,8 @@ class Evidence:
     """What the noise scale of a run and the branches of one say about the batch."""
 
     def __init__(self, config: Config, noise: str | None, branch: str | None):
+        """Reads what `suggest` gets for the same names; raises as `_read_noise` and
+        `_read_branches`."""
         self._keys = config.values
         self.lines: list[str] = []  # what was measured
         self.limits: list[str] = []  # what the measurements leave open
@@ -203,6 +205,7 @@ class Evidence:
         return planned["max_target_length"] if _is_padded(planned) else targets
 
     def _branch_limits(self, results: Sequence[dict[str, Any]]) -> Iterator[str]:
+        """Yields lines on what the branches (`_read_branches`), at least one, leave open."""
         order = sorted(results, key=lambda r: -r["largest"])  # the smallest of a checkpoint counts
         largest = {r["first_sample"]: r["largest"] * r["row_tokens"] for r in order}
         last, most = largest[max(largest)], max(largest.values())
@@ -250,6 +253,7 @@ class _Planned(Rebatching):
         self.first_batch = self.configured.stages[0].global_batch_size
 
     def plan(self, own: dict[str, Any]) -> PlannedRun:
+        """Plans the run with the batches of `own` keys; a ConfigError if it cannot run so."""
         return PlannedRun.from_config(self.config.replace(**self.keys(own)), self.meshes)
 
     def divides(self, size: int) -> bool:
@@ -295,6 +299,8 @@ def _batches_text(batches: Batches) -> str:
 
 
 def _batch_at(batches: Batches, sample: int) -> float:
+    """Returns the batch that holds at a sample, whatever the order of `batches`; 0 before the
+    first."""
     return max((pair for pair in batches if pair[0] <= sample), default=(0, 0.0))[1]
 
 

@@ -68,10 +68,14 @@ class CompileTarget:
 
     @classmethod
     def from_config(cls, config: Config, say: Callable[[str], None]) -> Self:
+        """Opens the machine of a loaded config (`open_machine`); raises as that and
+        `from_machine`."""
         return cls.from_machine(config, open_machine(config), say)
 
     @classmethod
     def from_machine(cls, config: Config, machine: Machine, say: Callable[[str], None]) -> Self:
+        """Resolves a loaded config for a machine; a ConfigError if the devices do not fit it. A
+        batch that does not divide is left to `ramp.check`."""
         config = resolve(config, len(machine.devices), machine.slices, 1)
         batch, number = config.batch, len(machine.devices)
         point = ResumePoint(rungs=ladder.expected_rungs(batch))
@@ -278,7 +282,8 @@ def least_rows(multiple: int) -> str:
 
 
 def count_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """Counts the rising sizes that fit: doubles up to one that does not, then halves."""
+    """Counts the rising sizes that fit: doubles up to one that does not, then halves. What is
+    larger than one that does not fit must not fit either."""
     end = 1
     while end < len(sizes) and fits(sizes[end - 1]):
         end *= 2

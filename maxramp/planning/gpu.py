@@ -88,6 +88,7 @@ def parse(name: str) -> Cluster:
 
 
 def _read(path: pathlib.Path) -> Gpu:
+    """Reads a GPU from a file; a ConfigError unless it has all fields of `Gpu` and no others."""
     values, fields = read_yaml(path), [field.name for field in dataclasses.fields(Gpu)]
     if wrong := {*fields} ^ values.keys():
         raise ConfigError(
@@ -192,6 +193,8 @@ def count(
 
 
 def _flops(i: hlo.Instruction) -> float:
+    """Counts the FLOPs of a kernel's products, 0 of others; of kernels that XLA does not look into,
+    by name."""
     if i.opcode == "dot":
         return hlo.dot_flops(i)
     if i.opcode != "custom-call":

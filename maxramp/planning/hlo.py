@@ -178,6 +178,8 @@ def count(text: str, chip: Chip) -> StepCost:
 
 
 def parse(text: str) -> Computation:
+    """Parses a compiled program's text; returns its entry, from which `callee` leads to the
+    others."""
     program: dict[str, Computation] = {}
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
@@ -365,6 +367,8 @@ def _grouped_flops(i: Instruction) -> tuple[float, float]:
 
 
 def _receive_bytes(kind: str, i: Instruction) -> float:
+    """Counts the bytes that a device receives in a transfer, in a ring; a ValueError as
+    `groups`."""
     if kind == "collective-permute":  # its other operands are where the result goes
         return i.operands[0].bytes
     if kind == "ragged-all-to-all":  # under equal loads: the larger of its arrays has room for more

@@ -57,6 +57,7 @@ class Machine:
 
 
 def local_machine() -> Machine:
+    """Describes this machine, whose JAX has started; it tells no times."""
     devices, memory = jax.devices(), device_memory(-1) / GIB
     return Machine(devices[0].device_kind, devices, memory, slices=mesh.num_slices())
 
@@ -152,7 +153,8 @@ def planned_platform(keys: PlanKeys, hardware: str) -> str:
 
 
 def count_nodes(keys: PlanKeys) -> tuple[int, int]:
-    """Returns nodes and the GPUs of each, or slices and the chips of each."""
+    """Returns nodes and the GPUs of each, or slices and the chips of each, of compile_topology,
+    which is given; a ConfigError if it names no machine."""
     cluster = _parse(keys)
     if isinstance(cluster, gpu.Cluster):
         return cluster.nodes, cluster.gpus
@@ -169,6 +171,8 @@ def count_hosts(keys: PlanKeys) -> tuple[int, int]:
 
 
 def _parse(keys: PlanKeys) -> gpu.Cluster | topology.Topology:
+    """Reads compile_topology, which is given; a ConfigError if it names no machine, or slices of
+    GPUs."""
     name, slices = keys.compile_topology, keys.compile_topology_num_slices
     kind = name.partition(":")[0]
     if kind in gpu.GPUS or kind.endswith((".yml", ".yaml")):

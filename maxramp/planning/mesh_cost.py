@@ -89,6 +89,7 @@ class StepEstimate(NamedTuple):
 
 
 def _shard(weight: Weight, is_trained: bool) -> Shard:
+    """Returns how a weight lies, by its spec on a mesh that has every axis."""
     (x,) = jax.tree.leaves(weight)
     parts = [part if isinstance(part, tuple) else (part,) for part in x.sharding.spec if part]
     axes = {axis for part in parts for axis in part}

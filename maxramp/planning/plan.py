@@ -143,6 +143,7 @@ def _memory_warning(stages: Sequence[dict[str, Any]], gib: float, source: str) -
 
 
 def _part_of_run(run: PlannedRun, stage: Stage) -> dict[str, Any]:
+    """Returns a stage's part of the run: what plan.json has beside `Stage.to_json`."""
     keys, cost, time = run.config.batch, run.cost, run.time(stage)
     platform = planned_platform(run.config.planning, run.config.backend.hardware)
     steps = run.ramp.steps_in_run(stage)

@@ -17,7 +17,7 @@ from maxramp.run.job_schedule import length_by_epochs
 def with_length(config: Config, say: Callable[[str], None]) -> Config:
     """Fills in total_samples of a loaded config without a length, from its data; returns one that
     has a length as it is. `say` gets a line before the data is read, and prepared on this machine.
-    """
+    For one process; raises as `open_rows`."""
     if not config.batch.is_open or config.run.program == "grpo":  # its data are prompts
         return config
     num_epoch = config.data.num_epoch

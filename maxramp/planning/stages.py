@@ -40,6 +40,7 @@ class PassCost:
     """The time of a pass, in passes of the largest micro batch; `restart` is restart_minutes."""
 
     def __init__(self, config: Config):
+        """Takes a config that is resolved for all nodes."""
         self._batch, plan = config.batch, config.planning
         self._limit = rows_per_device_limit(self._batch)
         tokens = self._batch.max_target_length
@@ -57,6 +58,7 @@ class PassCost:
         return None if self._full_hours is None else passes * self._full_hours
 
     def step_time(self, rows_per_device: float) -> float:
+        """Returns the time of a step, in equal passes of as many rows as a device may hold."""
         count = math.ceil(rows_per_device / self._limit)
         return count * self.pass_time(rows_per_device / count)
 

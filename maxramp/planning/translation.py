@@ -43,6 +43,8 @@ def translate_file(trainer: str, arguments: Sequence[str]) -> tuple[list[str], l
 
 
 def _translate_megatron(path: Place) -> tuple[dict[str, Any], list[str]]:
+    """Returns our keys for a file with Megatron's command line, and what has no key; a ConfigError
+    if none is in it."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace").replace("\\\n", " ")
         values, left_out = translate_flags(split_command(text))
@@ -58,6 +60,8 @@ def _translate_megatron(path: Place) -> tuple[dict[str, Any], list[str]]:
 
 
 def _translate_nemo(path: Place) -> tuple[dict[str, Any], list[str]]:
+    """Returns our keys for a NeMo file, and its keys that have none, with why; a ConfigError for
+    two values of one key."""
     values: dict[str, Any] = {}
     left_out = []
     for name, value in flatten(read_yaml(path).items()):
