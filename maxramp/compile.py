@@ -85,8 +85,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _compare_meshes(config: Config, number: int, as_json: bool) -> int:
-    """Compares `number` meshes; called in the main thread. They are compiled in another one, as a
-    compiler does not notice Ctrl-C: that prints the compiled ones and ends the process."""
+    """Compares `number` meshes for a loaded config; called in the main thread. They are compiled in
+    another one, as a compiler does not notice Ctrl-C: that prints the compiled ones and ends the
+    process. A ConfigError as `open_machine` and `MeshSearch`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     search = None
     try:

@@ -28,11 +28,10 @@ from maxramp.training.keys import optimizer_names
 def resolve(
     config: Config, num_devices: int, num_slices: int | None = None, num_processes: int = 1
 ) -> Config:
-    """Fills in every open key, by the devices, by other keys, and `data_cache_dir` by the disk; a
-    ConfigError if the keys do not fit the devices. `num_slices` are groups of devices joined by the
-    slow network (TPU slices; 1 elsewhere); None uses those of the keys, for a job in the future.
-    `num_processes` counts as the nodes where no key gives them.
-    """
+    """Fills in every open key of a loaded config, by the devices, by other keys, and
+    `data_cache_dir` by the disk; a ConfigError if the keys do not fit the devices. `num_slices` are
+    groups of devices joined by the slow network (TPU slices; 1 elsewhere); None uses those of the
+    keys, for a job in the future. `num_processes` counts as the nodes where no key gives them."""
     mesh = config.mesh.resolve(num_devices, num_slices)
     phases = _phases(config.batch, mesh, num_devices, num_slices)
     values = values_on_any_mesh(config, num_devices, num_processes)
@@ -52,7 +51,7 @@ def resolve(
 
 def meshes_of(config: Config) -> Meshes:
     """Returns a function from a number of devices and a sample of the run to the mesh there, None
-    if the config does not resolve for that number."""
+    if the loaded config does not resolve for that number."""
 
     @functools.cache
     def batch_keys(num_devices: int) -> BatchKeys | None:
@@ -69,7 +68,8 @@ def meshes_of(config: Config) -> Meshes:
 
 
 def values_on_any_mesh(config: Config, num_devices: int, num_processes: int) -> dict[str, Any]:
-    """Returns the keys that `resolve` fills in whatever the mesh."""
+    """Returns the keys that `resolve` fills in whatever the mesh, of a loaded config; a ConfigError
+    as `data_values`."""
     factor = config.data.expansion_factor_real_data
     return {
         "run_name": config.run.run_name or config.run.model_name,
@@ -82,8 +82,8 @@ def values_on_any_mesh(config: Config, num_devices: int, num_processes: int) -> 
 
 
 def data_values(config: Config) -> dict[str, str]:
-    """Returns tokenizer_type and data_cache_dir, filled in by other keys where they are open; a
-    ConfigError if no key tells the tokenizer's type."""
+    """Returns tokenizer_type and data_cache_dir, filled in by other keys where the loaded config
+    leaves them open; a ConfigError if no key tells the tokenizer's type."""
     cache = os.path.join(config.run.base_output_directory, ".prepared")
     if not (is_object_storage(cache) or can_make(config.run.folder.parent / ".prepared")):
         cache = LOCAL_CACHE
@@ -102,9 +102,10 @@ def _mu_dtype(config: Config) -> str:
 
 
 def _policy_keys(config: Config) -> dict[str, Any]:
-    """Returns the keys that rampup_policy decides. The learning rate follows the batch, where its
-    keys are "auto": with a policy by the square root from the initial batch, without one not at
-    all. The policy "noise" also measures, whatever log_gradient_noise_scale says."""
+    """Returns the keys that rampup_policy decides, of a loaded config. The learning rate follows
+    the batch, where its keys are "auto": with a policy by the square root from the initial batch,
+    without one not at all. The policy "noise" also measures, whatever log_gradient_noise_scale
+    says."""
     policy, rate = config.batch.rampup_policy, config.learning_rate
     scaling, reference = ("sqrt", "initial") if policy else ("none", "final")
     keys = {"batch_size_lr_scaling": scaling, "batch_size_lr_reference": reference}

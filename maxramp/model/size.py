@@ -88,6 +88,8 @@ def pipeline_ticks(microbatches: int, stages: int, repeats: int) -> int:
 
 
 def pipeline_bubble(keys: ModelKeys, spec: StageSpec) -> float:
+    """Returns the share of a pass in which a stage of the pipeline idles, 0 without one, of
+    resolved keys: the formula of `pipeline_ticks`."""
     work = spec.pipeline_microbatches * keys.num_pipeline_repeats
     return 1 - work / pipeline_ticks(work, spec.mesh.pipeline_stages, 1)
 

@@ -43,8 +43,9 @@ POLICIES = ("none", "minimal_with_context", "minimal", "full")
 
 
 def open_machine(config: Config) -> Machine:
-    """Returns the machine of compile_topology, or this one, whose JAX it starts; call it before JAX
-    is used. A ConfigError for a config of another program than maxramp.train."""
+    """Returns the machine of compile_topology, or this one, whose JAX it starts, for a loaded
+    config; call it before JAX is used. A ConfigError for a config of another program than
+    maxramp.train."""
     if config.run.program not in ("", "train"):
         raise ConfigError(
             f"program={config.run.program}: only the steps of maxramp.train are compiled ahead "

@@ -75,9 +75,9 @@ def compile_stages(
 
 
 def compile_ways(config: Config, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Compiles the last stage's step, for a config as `compile_stages`, in the ways that may fit.
-    Returns `ways`: entries as those of that with `remat_policy`, the fastest first; a ConfigError
-    if none fits."""
+    """Compiles the last stage's step, for a loaded config as `compile_stages`, in the ways that may
+    fit. Returns `ways`: entries as those of that with `remat_policy`, the fastest first; a
+    ConfigError if none fits."""
     target = CompileTarget.from_config(config, say)
     ramp, machine = target.ramp, target.machine
     stage = ramp.stages_between(0, ramp.total_steps)[-1]

@@ -108,7 +108,8 @@ class StepCost:
     network_bytes: dict[str, float] = dataclasses.field(default_factory=collections.Counter)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns these figures under their names in compiled.json."""
+        """Returns these figures of one step on one device under their names in compiled.json; None
+        where the machine tells no such part."""
         waited = self.collective_seconds + (self.network_seconds or 0.0)
         return {
             "flops_per_device": self.flops,

@@ -162,7 +162,8 @@ def count_nodes(keys: PlanKeys) -> tuple[int, int]:
 
 
 def count_hosts(keys: PlanKeys) -> tuple[int, int]:
-    """Returns machines and the devices of each; a slice has hosts of 4 chips, or one of its own."""
+    """Returns machines and the devices of each, as `count_nodes`; a slice has hosts of 4 chips, or
+    one of its own."""
     nodes, devices = count_nodes(keys)
     if isinstance(_parse(keys), gpu.Cluster):
         return nodes, devices

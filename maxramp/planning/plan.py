@@ -103,7 +103,8 @@ def make_plan(config: Config, sources: Mapping[str, str] | None = None) -> dict[
 
 
 def _defaults(config: Config, sources: Mapping[str, str]) -> list[dict[str, str]]:
-    """Lists keys that matter and come from base.yml, MaxText's or the model's file, by source."""
+    """Lists keys that matter and come from base.yml, MaxText's or the model's file, by source;
+    `config` is loaded or resolved, and `sources` name the files of keys that others set."""
     files = (str(CONFIGS / "models"), str(MAXTEXT))
     own = {name for name, source in sources.items() if not source.startswith(files)}
     defaults = []
@@ -215,7 +216,8 @@ def _totals(run: PlannedRun) -> dict[str, Any]:
 
 
 def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
-    """Plans the same samples, in rows of the same length, at one batch size on all nodes."""
+    """Plans the same samples, in rows of the same length, at one global batch size on all nodes;
+    node_time is in the time of a pass of the largest micro batch."""
     keys, cost = run.config.batch, run.cost
     steps = run.ramp.steps_of_constant(batch)
     counts = [run.ramp.steps_in_run(stage) * stage.global_batch_size for stage in run.stages]
@@ -253,8 +255,9 @@ def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
 
 
 def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] | None:
-    """Finds how many micro batches make the bubble small: the fewest whose share of a stage divides
-    the rows of all passes, else the fewest. None if it is small, or without a pipeline."""
+    """Finds how many micro batches make the last stage's bubble small (`pipeline_bubble`) on a
+    resolved config: the fewest whose share of a pipeline's stage divides the rows of all passes,
+    else the fewest. None if it is small, or without a pipeline."""
     spec, model = stages[-1].spec, config.model
     if pipeline_bubble(model, spec) <= SMALL_BUBBLE:
         return None

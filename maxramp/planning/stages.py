@@ -94,7 +94,8 @@ def with_hosts(config: Config) -> Config:
 
 
 def _with_total(config: Config, total: int, per_node: int) -> Config:
-    """Fills in nodes of `total` devices, `per_node` each, where the keys leave them open."""
+    """Fills in nodes of `total` devices, `per_node` each, where the keys of a loaded config leave
+    them open; a ConfigError if its keys make another total."""
     batch, planning = config.batch, config.planning
     per_node = per_node if batch.devices_per_node == -1 else batch.devices_per_node
     nodes = total // per_node if batch.num_nodes == -1 else batch.num_nodes
@@ -108,7 +109,8 @@ def _with_total(config: Config, total: int, per_node: int) -> Config:
 
 
 def _cause(config: Config, error: ConfigError) -> ConfigError:
-    """Says why a stage has no nodes: a phase without a mesh on some, else the ramp's error."""
+    """Says why a stage of a loaded config has no nodes: a phase without a mesh on some, else the
+    ramp's error. Returns what the caller raises."""
     batch = config.batch
     changes = any(batch.changing(name) for name in MESH_KEYS)
     for nodes in range(min(batch.min_nodes, batch.nodes), batch.nodes) if changes else ():
@@ -133,8 +135,8 @@ class PlannedRun:
     def from_config(
         cls, config: Config, meshes: Meshes, origin: Origin | None = None
     ) -> "PlannedRun":
-        """Plans a run for a config of `with_nodes`; `origin` tells where the run stands. A
-        ConfigError if the devices cannot run a stage."""
+        """Plans a run for a loaded config of `with_nodes`, and the `meshes_of` it; `origin` tells
+        where the run stands. A ConfigError if the devices cannot run a stage."""
         target = resolve(config, config.batch.num_devices)
         cost = PassCost(target)
         point = origin(target.batch) if origin else ResumePoint()
