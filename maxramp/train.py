@@ -101,8 +101,8 @@ _FEW_TARGETS = 10_000  # of an evaluation, whose loss moves by more than a run's
 
 
 def _describe_rows(corpus: Corpus, config: Config) -> Iterator[str]:
-    """Describes what is held out, and how far the rows of a mixture reach; in a process that reads
-    rows."""
+    """Describes what is held out, and how far the rows of a mixture reach, by a resolved config;
+    only in a process that reads rows."""
     limit = config.evaluation.eval_samples
     for part in corpus.held_out if config.data.eval_interval != -1 else ():
         available = len(part.items)
@@ -143,8 +143,9 @@ class Pretrainer:
         read: Callable[[], Decoder] | None,
         tasks: RunTasks | None,
     ):
-        """Announces the programs of every stage, and makes or restores the state meanwhile;
-        `abstract` and `read` are from `Job.abstract_state`; `tasks` None = there are none."""
+        """Announces the programs of every stage, and makes or restores the state meanwhile, on all
+        processes together; `abstract` and `read` are from `Job.abstract_state`; `tasks` None =
+        there are none."""
         config, schedule, say = job.config, job.schedule, job.output.say
         self._keys, self._loader, self._tasks = config.evaluation, loader, tasks
         self._recipe, self._schedule = config.recipe, schedule

@@ -189,8 +189,8 @@ def restore(
 
 
 def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:
-    """Reads the arrays of a snapshot from the nodes, as `load` does those of a checkpoint; a
-    PeerLostError if one does not answer."""
+    """Reads the arrays of a snapshot from the nodes, as `load` does those of a checkpoint, each
+    process those of its devices; a PeerLostError if one does not answer."""
 
     def collect(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         def read(index: tuple[slice, ...]) -> np.ndarray:

@@ -157,6 +157,10 @@ class Snapshots:
             )
 
     def _keep(self, step: int, write: Callable[[], None]) -> None:
+        """Writes this process's file and copies those of another node; in the thread `snapshot`, on
+        every process. Then only this snapshot is kept or, where a process failed (the first one
+        warns), those before; errors of the disk or a peer are not raised."""
+
         def pull() -> None:
             for process in self._copied_from:
                 name = str(self._name(step, process))

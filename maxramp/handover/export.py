@@ -43,11 +43,11 @@ _STALE = ".stale"  # ends the name of an export of a state that the run no longe
 
 def export_run(config: Config, pause: Callable[[], None], say: Callable[[str], None]) -> None:
     """Exports the newest checkpoint of a finished run, never the best one, to exported/STEP of its
-    folder, once; all processes call it together.
+    folder, once; all processes call it together, with the resolved config.
 
     Exports nothing if the run saved no state, because the one that it continues was finished. An
     export of another state with that number is set aside. `pause` is called between two tensors, on
-    every process; `say` prints a line, on the first.
+    every process; `say` prints a line, on the first. Raises as `open_model` and `export`.
     """
     pause()
     run, mesh = config.run.folder, config.mesh
@@ -195,7 +195,8 @@ def _export_adapters(
 
 
 def _describe_weights(source: ModelSource, model: Decoder) -> dict[str, Any]:
-    """Returns what an export is made of: a saved state by its name, or weights by their hash."""
+    """Returns what an export is made of: a saved state by its name, or weights by their hash, for
+    which all processes call it together."""
     return {"weights": source.weights.saved or fingerprint_of_weights(order_by_layer(model))}
 
 

@@ -169,8 +169,8 @@ class SavedWeights:
     def prepare(
         self, model: Decoder, values: Mapping[str, Any], note: Note = lambda line: None
     ) -> Callable[[], Decoder]:
-        """Refuses a base that is not the one that adapters were trained on, when it is read; as in
-        `Weights`."""
+        """Refuses other shapes than the checkpoint's, and, when it is read, a base that is not the
+        one that adapters were trained on; as in `Weights`."""
         checkpoint = self.checkpoint
         _check_adapters(self.path, checkpoint.config, model, values)
         own = stored_part(model) if self.base else without_adapters(model)
@@ -298,7 +298,8 @@ class FirstWeights:
 
 
 def key_of_first_weights(config: Config) -> str:
-    """Returns the key that names them: a run may also begin with a state and other weights."""
+    """Returns the key that names the first weights of a run, "load_parameters_path" if none does:
+    it may also begin with a state and other weights."""
     for name in _KEYS:
         if config.values[name]:
             return name
@@ -316,8 +317,8 @@ def check_first_weights(config: Config) -> None:
 
 
 def pin_first_weights(config: Config) -> tuple[Config, FirstWeights]:
-    """Returns the configuration with the paths that `find_first_weights` finds on process 0; all
-    processes call it together, and get its error."""
+    """Returns a resolved configuration with the paths that `find_first_weights` finds on process 0;
+    all processes call it together, and get its error."""
     weights = agreement.decide_on_first(lambda: find_first_weights(config))
     paths = {name: path for name, (path, _) in weights.items()}
     states = {name: saved for name, (_, saved) in weights.items()}
@@ -328,9 +329,9 @@ def pin_first_weights(config: Config) -> tuple[Config, FirstWeights]:
 
 
 def find_first_weights(config: Config) -> dict[str, tuple[str, str]]:
-    """Finds the weights that a run begins with, by the keys that name them, {} without any: the
-    path of one checkpoint and its `saved`, or of a Hugging Face folder and "". Called before the
-    start writes into the run's own folder, which it reads.
+    """Finds the weights that a run begins with, by the keys that name them (resolved or not), {}
+    without any: the path of one checkpoint and its `saved`, or of a Hugging Face folder and "".
+    Called before the start writes into the run's own folder, which it reads.
 
     The folder of another run means its newest checkpoint at the first start and the same one at
     every restart, even if that run has trained on, was moved or is gone. Raises a ConfigError if a

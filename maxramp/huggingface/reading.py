@@ -230,7 +230,8 @@ class _Transfer:
         return tuple(axes or None for axes in self.split)
 
     def begin(self, tensor: Tensor, pool: Executor) -> Callable[[], jax.Array]:
-        """Begins to read the rows of this host's devices; returns what waits for them.
+        """Begins to read the rows of this host's devices in `pool`; returns what waits for them, on
+        all processes, and raises what reading raised.
 
         That gives the tensor [N * r, ...] on all devices, with zeros behind its last row.
         """

@@ -128,16 +128,17 @@ class _StepEnd:
             self._log.add(noise_lower_bound=self._policy.lower_bound)
 
     def save(self, done: int, last: bool) -> None:
-        """Saves the state after `done` steps; `last`: the job trains no more, so it waits for the
-        save.
-        """
+        """Saves the state after `done` steps, on all processes; `last`: the job trains no more, so
+        it waits for the save. Raises as `Checkpoints.save`, and as `MetricsLog.flush` for a step
+        whose loss ends the run."""
         record = self._record(done)
         with self._job.output.jobs.saving():
             self._job.checkpoints.save(record, self._trainer.state, last)
         self._log.restart_clock()
 
     def take_snapshot(self, done: int) -> None:
-        """Keeps the state after `done` steps with the nodes; only the copy takes time."""
+        """Keeps the state after `done` steps with the nodes, on all processes, of a run with
+        snapshots; only the copy takes time."""
         seconds = self._job.checkpoints.take_snapshot(self._record(done), self._trainer.state)
         self._log.add(snapshot_seconds=seconds)
 
@@ -190,7 +191,9 @@ class _StepEnd:
         return jax.process_count() == 1 and low + (high << 32) == consumed
 
     def evaluate(self, step: int, consumed: int, stage: Stage, due: Sequence[str]) -> bool:
-        """Evaluates the state after step `step`; False if somebody asks for the end meanwhile."""
+        """Evaluates the state after step `step` (`consumed` samples), by all processes together;
+        `due` is from `EvalKeys.due`. False if somebody asks for the end meanwhile; a StepError on
+        every process if a task fails."""
         if HELD_OUT in due:
             self._log.log_eval(step, consumed, self._trainer.evaluate(stage))
         if TASKS in due:
@@ -203,7 +206,8 @@ class _StepEnd:
         return True
 
     def evaluate_saved(self, step: int, consumed: int, stage: Stage, due: Sequence[str]) -> bool:
-        """Evaluates a state that is saved, as `evaluate` does; its checkpoint gets the numbers."""
+        """Evaluates a state that is saved, as `evaluate` does; its checkpoint gets the numbers. A
+        TrainingError if they cannot be written."""
         if not self.evaluate(step, consumed, stage, due):
             return False
         self._log.flush()
@@ -233,10 +237,10 @@ def _lost_since(done: int, checkpoint: int) -> str:
 
 
 def train(job: Job, trainer: Trainer) -> int:
-    """Trains the steps of a job, and saves. Returns 0, EXIT_PREEMPTED after a signal, or
-    EXIT_STAGE_END at the end of a stage. Raises a TrainingError if the run cannot continue, a
-    ConfigError as `Job.end`, or if checkpoint_best names no number of its evaluations.
-    """
+    """Trains the steps of a job, and saves; all processes call it together. Returns 0,
+    EXIT_PREEMPTED after a signal, or EXIT_STAGE_END at the end of a stage. Raises a TrainingError
+    if the run cannot continue, a ConfigError as `Job.end`, or if checkpoint_best names no number of
+    its evaluations."""
     config, output, checkpoints, schedule = job.config, job.output, job.checkpoints, job.schedule
     position, first_step = schedule.position, schedule.first_step
     checkpoints.best.check(trainer.evaluation_names)

@@ -269,8 +269,9 @@ class Job(JobContext):
         return self.preemption.should_stop(after_step=True)
 
     def end(self) -> int:
-        """Says what comes next when no step is left to this job; returns the exit status. A
-        ConfigError if the run is done but for a checkpoint."""
+        """Says what comes next when no step is left to this job; returns the exit status, the same
+        on all processes, which call it together. A ConfigError if the run is done but for a
+        checkpoint."""
         schedule = self.schedule
         if best := str(self.checkpoints.best):
             self.output.say(f"best     {best}")
