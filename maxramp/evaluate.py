@@ -148,6 +148,9 @@ def _path_in_run(opened: ModelSource) -> Place | None:
 
 
 def _run_tasks(options: argparse.Namespace, opened: ModelSource, watchdog: Watchdog) -> None:
+    """Evaluates the model on tasks, and shows and writes the results on process 0; all processes
+    call it together. A ConfigError for unknown tasks, or an --output_path that cannot be written.
+    """
     start = time.perf_counter()
     tokenizer = opened.tokenizer()
 

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, preemption: Preemption | None =
 
 
 def _inherit_keys(config: Config, note: Callable[[str], None]) -> Config:
-    """Returns the configuration with the sizes and the tokenizer of its first weights, which
+    """Returns a loaded configuration with the sizes and the tokenizer of its first weights, which
     replace those given; raises a ConfigError if the path has no weights.
 
     Reads the pinned weights: their run may have trained on, with other keys.

@@ -318,7 +318,8 @@ def _note_two_bos(bos: str) -> None:
 
 
 def _check_generation(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuses options of a task that generates text, or returns those that have a value."""
+    """Refuses options of a task that generates text (a ConfigError), or returns those that have a
+    value."""
     options = {name: value for name, value in options.items() if value is not None}
     for name, value in options.items():
         if name not in _GENERATION_OPTIONS:

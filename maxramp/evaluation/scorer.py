@@ -227,6 +227,8 @@ class Scorer:
         return self._generators[generation]
 
     def _arrays(self, B: int, T: int, rows: Sequence[Scored]) -> tuple[jax.Array, jax.Array]:
+        """Lays at most B rows of at most T + 1 tokens, the same on all processes, on the devices:
+        returns int32 tokens and targets [B, T], padded with PADDING."""
         tokens_BT = np.full((B, T), PADDING, np.int32)
         targets_BT = tokens_BT.copy()
         for b, row in enumerate(rows):

@@ -59,10 +59,10 @@ class EvalServer:
         )
 
     def run(self, lead: Callable[[], Any]) -> Any:
-        """Runs `lead`, which makes requests, on process 0, while the others compute with it.
-        Returns the result of `lead` on process 0, None on others; raises its ConfigError or
-        TrainingError on all.
-        """
+        """Runs `lead`, which makes requests, on process 0, while the others compute with it; all
+        processes call it. Returns the result of `lead` on process 0, None on others; raises its
+        ConfigError or TrainingError on all. Another error of `lead` leaves the others waiting until
+        process 0 ends."""
         if jax.process_index():
             while True:
                 request = broadcast_json(None, self.beat)

@@ -61,8 +61,8 @@ class PolicyPrograms:
         compiler: BackgroundCompiler,
         options: Mapping[str, Any],
     ):
-        """Defines the programs for a state, which is abstract; `options` are the compiler's. A
-        ConfigError if the model is a pipeline."""
+        """Defines the programs for a resolved config and its state, which is abstract; `options`
+        are the compiler's. A ConfigError if the model is a pipeline."""
         recipe, policy = config.recipe, config.policy
         self._mesh = mesh_of(state)
         jit = functools.partial(Jitted, self._mesh, compiler_options=dict(options) or None)

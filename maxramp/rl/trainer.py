@@ -50,7 +50,8 @@ _FIRST_EVAL_ANSWER = 2**31  # the number of the first answer of an evaluation
 
 
 def generation_config(config: Config, tokenizer: PromptTokenizer) -> GenerationConfig:
-    """Returns how answers are written, by the same programs whatever the prompts' lengths."""
+    """Returns how answers are written under a resolved config, by the same programs whatever the
+    prompts' lengths."""
     keys = config.rollout
     temperature = config.policy.decode_sampling_temperature
     return GenerationConfig(
@@ -95,7 +96,8 @@ class AnswerScorer:
         tokenizer: PromptTokenizer,
         rewards: Rewards | None,
     ):
-        """Keeps what answers and rewards; `rewards` must be None on all processes but 0."""
+        """Keeps what answers and rewards under a resolved config; `rewards` must be None on all
+        processes but 0."""
         self._keys, self._policy, self._generator = config.rollout, config.policy, generator
         self._tokenizer, self._rewards = tokenizer, rewards
 
@@ -311,6 +313,8 @@ class PolicyTrainer:
         return self._programs.add(sums, state.trained, state.frozen, state.buffers, batch)
 
     def _batch(self, part: Part, tokens: int) -> Batch:
+        """Returns the batch of a part that has its rewards, in rows of `tokens`, on the devices,
+        with the reference's log-probabilities; all processes call it together."""
         batch = jax.tree.map(
             lambda x: jax.make_array_from_callback(x.shape, self._sharding, x.__getitem__),
             self._scorer.batch(part, tokens),
@@ -321,8 +325,8 @@ class PolicyTrainer:
         return batch
 
     def _update(self, sums: Any, batches: list[Batch], samples: np.uint32) -> dict[str, Any]:
-        """Moves the weights num_iterations times, at first by `sums`, which are those of the
-        batches; returns the metrics."""
+        """Moves the weights of `state` num_iterations times, at first by `sums` (donated), which
+        are those of the batches of `samples` prompts; returns the metrics, on the devices."""
         differences = []  # of the sampler, before an update moves the weights
         for again in range(self._policy.num_iterations):
             if again:
