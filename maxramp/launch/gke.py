@@ -60,7 +60,7 @@ def launch(run: Run, dry_run: bool) -> int:
 
 
 def check(config: Config) -> None:
-    """Refuses what cannot run on Kubernetes, all in one line."""
+    """Refuses a loaded config that cannot run on Kubernetes, by all reasons in one ConfigError."""
     keys, output = config.launch, config.run.base_output_directory
     mount, path = map(pathlib.PurePosixPath, (keys.gke_mount_path, output))
     is_in_storage = is_object_storage(output)  # the pods need no volume for the run

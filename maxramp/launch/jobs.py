@@ -123,9 +123,8 @@ class Run:
         return error_of(self.config) + (f"; {show_keys(copies)} lets it run on {most}" * works)
 
     def node_choices(self, stage: Stage) -> list[int]:
-        """Lists the numbers of nodes that a stage can run on, the planned one first; the others are
-        those that an elastic run takes instead when nodes are lost.
-        """
+        """Lists the numbers of nodes that a planned stage can run on, in falling order: the planned
+        one first; the others are those that an elastic run takes instead when nodes are lost."""
         choices, nodes = [stage.nodes], stage.nodes
         while self.config.launch.elastic:
             fewer = self.ramp.fit(stage, nodes - 1).nodes

@@ -152,9 +152,9 @@ def _late_stages(ramp: RampupBatchManager) -> list[_StageBatch]:
 
 
 def _remedy(config: Config, meshes: Meshes, ramp: RampupBatchManager) -> str:
-    """Returns keys to paste, of a ramp on as many tokens that is not above the laws. Its batches
-    are powers of 2 times the fewest rows that divide over the devices, never larger than the run's
-    own, each from where the laws find it small enough."""
+    """Returns keys to paste for a resolved config, of a ramp on as many tokens that is not above
+    the laws. Its batches are powers of 2 times the fewest rows that divide over the devices, never
+    larger than the run's own, each from where the laws find it small enough."""
     rebatching, phases = Rebatching(config, config, ramp), config.batch.phase_list
     fewest_rows = math.lcm(*(phase.keys.ranks * phase.keys.rows_multiple for phase in phases))
     row, total = ramp.keys.max_target_length, ramp.total_samples

@@ -52,7 +52,8 @@ class ChatShard:
         return Document(tokens, (what & _TARGET).astype(bool), begins=(0, *begins))
 
     def counts(self, length: int, cut: bool) -> np.ndarray:
-        """Counts, as `Documents.counts`, what `packing.fit_to_row` makes of every chat."""
+        """Counts, as `Documents.counts`, what `packing.fit_to_row` makes of every chat: it reads
+        what every token of the shard is."""
         lengths, what = self.tokens.lengths(), self._targets.raw_tokens()
         starts = np.cumsum(lengths) - lengths
         is_target, is_text = what & _TARGET, np.zeros(len(what) + 1, bool)
