@@ -79,7 +79,8 @@ def name_consumption(panels: Sequence["Axes"], tokens_per_sample: float) -> None
 
 
 def save_plot(figure: "Figure", path: Place) -> None:
-    """Writes the picture that somebody asked for with --plot, in the format of its suffix."""
+    """Writes the picture that somebody asked for with --plot, in the format of its suffix; a
+    ConfigError for an unknown one, or a path that cannot be written."""
     drawn = io.BytesIO()
     try:
         figure.savefig(drawn, dpi=150, format=path.suffix[1:] or None)

@@ -109,6 +109,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _inspect(named: str, arguments: list[str]) -> None:
+    """Shows a prepared set, files of chats or pairs, or what a config (.yml) trains on of these; a
+    ConfigError for others."""
     if named.endswith((".yml", ".yaml")):
         config = load([named, *arguments], "train")
         keys = config.replace(**data_values(config)).data
@@ -134,6 +136,7 @@ def _inspect(named: str, arguments: list[str]) -> None:
 
 
 def _write_tokenizer(options: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
+    """Trains a tokenizer and writes it to --output; a ConfigError if that has one."""
     file = pathlib.Path(options.output).expanduser() / "tokenizer.json"
     if file.exists() or prepared.is_prepared(options.output):
         raise ConfigError(f"--output {options.output} has a tokenizer already; give another folder")
@@ -147,6 +150,7 @@ def _write_tokenizer(options: argparse.Namespace, names: Sequence[str], keys: Da
 
 
 def _check(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuses options that do not fit each other, before anything is read."""
     needed = (("INPUT", names), ("--output DIR", options.output))
     usage = "given: python -m maxramp.prepare INPUT... --output DIR"
     refuse((not value, f"no {flag} {usage}") for flag, value in needed)
@@ -169,6 +173,8 @@ def _check(options: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def _load_keys(arguments: list[str], doing: str, known: Sequence[str]) -> DataKeys:
+    """Returns the keys of the data for the arguments NAME=VALUE, a ConfigError for others than
+    `known`."""
     from_hub = any(argument.startswith("hf_path=") for argument in arguments)
     source = ["dataset_type=hf"] if from_hub else ["dataset_type=grain", "grain_train_files=INPUT"]
     # Which chats have, and pairs; nothing is packed here.
@@ -182,6 +188,8 @@ def _load_keys(arguments: list[str], doing: str, known: Sequence[str]) -> DataKe
 
 
 def _open_inputs(names: Sequence[str], keys: DataKeys) -> list[RecordFile]:
+    """Opens all inputs, of tokens or of texts; a ConfigError for both at once, and for prepared
+    sets."""
     files = open_files(keys, "hf", [keys.train_split]) if keys.hf_path else []
     for name in names:
         kind, paths = find_files("INPUT", name, keys.grain_file_type)
@@ -268,6 +276,8 @@ def prepare(options: argparse.Namespace, names: Sequence[str], keys: DataKeys) -
 
 
 def _check_prepared(work: Preparation) -> dict[str, Any]:
+    """Returns the manifest of a finished set; a ConfigError if it is not of these inputs, or leaves
+    out more records than allowed."""
     manifest = prepared.read_manifest(str(work.folder))
     left_out = manifest.get("bad_records", 0)
     if manifest["source"] != work.source:

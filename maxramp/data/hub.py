@@ -122,6 +122,8 @@ class HubSet(RecordFile):
 
     @functools.cached_property
     def _table(self) -> Any:
+        """The table of datasets, open for the process; a ConfigError if neither its cache nor the
+        hub has it, or it has no such column."""
         path, name, split = os.path.expanduser(self._source[0]), *self._source[1:]
         allow_many_files()  # a table of Arrow files stays open
         if not os.path.isdir(path):

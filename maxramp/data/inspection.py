@@ -83,6 +83,7 @@ def inspect_chats(files: str, keys: DataKeys) -> None:
 
 
 def _decode(document: Document, tokenizer: Tokenizer) -> Iterator[Pieces]:
+    """Yields the parts of a document, each as texts and whether they are targets."""
     for first, last in itertools.pairwise((*document.begins, len(document.tokens))):
         is_target, tokens = document.is_target[first:last], document.tokens[first:last]
         ends = [*(1 + np.flatnonzero(np.diff(is_target))), len(is_target)]
@@ -110,6 +111,8 @@ def _show_chat(
 
 
 def _pieces(batch: Batch, tokenizer: Tokenizer | None) -> Iterator[Text]:
+    """Yields a line for every piece of the first row of a batch: where it lies, its targets, and
+    its beginning as text."""
     tokens, predicted, begins = batch.tokens[0], batch.targets[0], np.array([0])
     if batch.segments is not None:
         begins = np.unique(batch.segments[0], return_index=True)[1]

@@ -107,6 +107,8 @@ class _Finder:
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data, without marks of its own for chats; a ConfigError if it has
+        more ids than vocab_size."""
         keys, marks = self._keys, self._keys.mark_keys
         if keys.reads_chats:  # which have their template's
             marks |= {"add_bos": False, "add_eos": False}
@@ -135,6 +137,8 @@ class _Finder:
         ]
 
     def _open_or_plan(self, key: str, pattern: str) -> Entry:
+        """Opens the tokens or prepared sets that a pattern names, and plans to prepare other files;
+        a ConfigError if they are not of the kind, chats or documents, that the keys read."""
         keys = self._keys
         kind, paths = find_files(key, pattern, keys.grain_file_type)
         are_rows = kind == "arrayrecord" and not keys.tokenize_train_data
@@ -157,6 +161,7 @@ class _Finder:
     def _plan_set(
         self, name: str, kind: str, paths: Sequence[str], are_rows: bool = False
     ) -> Entry:
+        """Plans to prepare the set of these files below data_cache_dir."""
         keys = self._keys
         files = open_files(keys, kind, paths)
         name = name or files[0].path
@@ -209,7 +214,8 @@ def _match(pattern: str) -> list[str]:
 
 
 def escape_path(key: str, path: str) -> str:
-    """Returns the value of grain_train_files for a path, whatever characters it has."""
+    """Returns the value of grain_train_files for a path; a ConfigError naming `key` for one with a
+    semicolon."""
     if ";" in path:
         raise ConfigError(
             f"{key} {path}: a ; ends an entry of grain_train_files; give a path without it"
@@ -272,6 +278,8 @@ def _not_chats(keys: DataKeys, name: str) -> ConfigError:
 
 
 def _check_made_by(folder: str, made_by: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Refuses a prepared set whose chats were `made_by` another template or other keys than
+    `expected`."""
     for name, value in made_by.items():
         if value == expected[name]:
             continue

@@ -163,6 +163,7 @@ def _open_text(keys: DataKeys, cached: Preparation) -> Corpus:
 
 
 def _open_synthetic(keys: DataKeys) -> Corpus:
+    """Returns rows of random ids below vocab_size, the same for the same data_shuffle_seed."""
     seed, sizes = keys.data_shuffle_seed, (keys.vocab_size, keys.max_target_length)
     train = SyntheticRows(2**31 - 1, *sizes, 2 * seed)
     held_out = SyntheticRows(1024, *sizes, 2 * seed + 1)
@@ -222,6 +223,7 @@ def _hash_files(files: Sequence[MegatronFile], rows: StreamRows) -> str:
 
 
 def _check_lengths(name: str, files: Sequence[MegatronFile], length: int) -> None:
+    """Refuses rows of another length than `length` + 1 tokens, naming the first."""
     lengths = np.concatenate([file.lengths() for file in files])
     for record in np.flatnonzero(lengths != length + 1)[:1]:
         raise ConfigError(
@@ -232,6 +234,8 @@ def _check_lengths(name: str, files: Sequence[MegatronFile], length: int) -> Non
 
 
 def _check_ids(keys: DataKeys, name: str, largest: int, files: Sequence[MegatronFile]) -> None:
+    """Refuses tokens of which `largest`, the largest id of all files, is no id of the model; only
+    then reads them again to name the record."""
     if largest < keys.vocab_size:
         return
     documents = Chain(files)
@@ -243,6 +247,7 @@ def _check_ids(keys: DataKeys, name: str, largest: int, files: Sequence[Megatron
 
 
 def _check_counts(keys: DataKeys, train: Sequence[Part], held_out: Sequence[Part]) -> None:
+    """Refuses a part without items to train on, and an evaluation without any held out."""
     for part in train:
         if not len(part.items):
             raise ConfigError(

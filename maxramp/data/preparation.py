@@ -356,6 +356,7 @@ class _Maker:
 
 
 def _read(file: RecordFile, start: int, stop: int) -> Iterator[tuple[int, Record | BadRecord]]:
+    """Yields records as `RecordFile.read`; a ConfigError for an error of the disk."""
     try:
         yield from file.read(start, stop)
     except OSError as error:

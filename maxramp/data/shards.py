@@ -248,6 +248,8 @@ def describe_reading(tokenizer: str, encoder: ChatEncoder | None) -> str:
 
 
 def _try_lock(file: IO) -> bool:
+    """Tells whether this process has locked the file now; prints a warning where the disk has no
+    locks."""
     try:
         warning = lock(file)
     except BlockingIOError:

@@ -57,6 +57,8 @@ def _open_bytes(file: str, split: bool) -> Model:
 
 
 def _open_huggingface(file: str, split: bool) -> Model:
+    """Opens a tokenizer.json; with `split`, special tokens in a text are cut like other text.
+    Raises as its library, and a ConfigError for a config with tokens that it lacks."""
     library = optional("tokenizers", "tokenizers", file)
     model = library.Tokenizer.from_buffer(storage.read_bytes(file))
     model.no_truncation()  # a file may have the settings of another use
@@ -115,6 +117,8 @@ def _open_sentencepiece(file: str, split: bool) -> Model:
 
 
 def _open_tiktoken(file: str, split: bool) -> Model:
+    """Opens ranks of tiktoken, with the marks and the words of Llama 3; with `split`, marks in a
+    text are cut like other text. Raises as its library."""
     library = optional("tiktoken", "tiktoken", file)
     pairs = (line.split() for line in storage.read_bytes(file).splitlines() if line.strip())
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -257,6 +261,8 @@ class Tokenizer:
 
     @functools.cached_property
     def model(self) -> Model:
+        """The tokenizer's model, opened at the first use; a ConfigError if the file is missing, or
+        no tokenizer of this type."""
         if not self.file and self.type != "bytes":
             raise ConfigError(
                 f"tokenizer_path is empty: tokenizer_type={self.type} needs a file; "

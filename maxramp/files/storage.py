@@ -49,7 +49,7 @@ def is_remote(path: str) -> bool:
 @functools.cache
 def store_of(protocol: str) -> Any:
     """Returns fsspec's client of a protocol, such as "gs" or "https", which lists nothing from a
-    cache."""
+    cache; a ConfigError if no installed package serves it."""
     fsspec = optional("fsspec", "fsspec", f"{protocol}://")
     # The errors that it raises say enough; on stderr it would print pages.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
@@ -136,6 +136,8 @@ def version_of(path: str) -> tuple[Any, ...]:
 def _version_here(path: str) -> tuple[int, int, int, str]:
     # ctime cannot be set back, as mtime can; but files written together share one, and mounted
     # storages may have none. These give new inode numbers at each mount, so they do not count.
+    """Returns what changes when a local file does: size, times, and a hash of spans of its
+    contents."""
     digest = hashlib.blake2b(digest_size=8)
     with open(path, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
@@ -165,6 +167,8 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def parse_json(path: str, data: bytes) -> dict[str, Any]:
+    """Returns the JSON object that `data` holds; a ConfigError that begins with `path` for anything
+    else."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

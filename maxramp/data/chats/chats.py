@@ -54,6 +54,8 @@ class ChatEncoder:
         return Document(ids, is_target, begins=tuple(begins))
 
     def _is_marked(self, chat: Chat) -> bool:
+        """Tells whether a text of a chat holds a special token, so that chats_with_marks leaves the
+        chat out; a BadRecord for such a chat under other values."""
         for text in chat.texts():
             mark = self._template.mark_in(text)
             if mark:
@@ -66,6 +68,8 @@ class ChatEncoder:
         return False
 
     def _encode_text(self, text: str, spans: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a chat's text and whether each is in a span; a BadRecord for an empty
+        one."""
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         if not len(ids):
             raise BadRecord("the chat template makes no text of it; leave it out")

@@ -173,7 +173,8 @@ def _is_trained(name: str, value: Any) -> bool:
 
 
 def _from_sharegpt(message: Any) -> Any:
-    """Returns a message of ShareGPT's form with role and content; another one as it is."""
+    """Returns a message of ShareGPT's form with role and content; another one, of any type, as it
+    is. A BadRecord for an unknown role."""
     if not isinstance(message, dict) or "from" not in message:
         return message
     role = _ROLES.get(str(message["from"]))
@@ -212,6 +213,8 @@ def _is_text(block: Any) -> bool:
 
 
 def _call(call: Any) -> dict[str, Any]:
+    """Returns a tool call with its arguments as an object, which templates take; a BadRecord if it
+    is none."""
     function = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(function, dict):
         raise BadRecord(f"a tool call is not an object but {describe(function)}")
@@ -226,6 +229,7 @@ def _call(call: Any) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yields all strings of a JSON value, with the names in its objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

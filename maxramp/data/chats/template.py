@@ -145,6 +145,8 @@ class ChatTemplate:
         return self._marks.findall(match[0])[-1] if match else ""
 
     def _render(self, chat: Chat, count: int | None, ask: bool) -> str:
+        """Renders the first `count` messages (None = all), and with `ask` the beginning of an
+        answer; a BadRecord if the template fails, whatever it raises."""
         chat_values = {"messages": chat.messages[:count], "tools": chat.tools, "documents": None}
         try:
             return self._template.render(
@@ -154,6 +156,8 @@ class ChatTemplate:
             raise BadRecord(f"the chat template refuses it ({one_line(error)})") from None
 
     def _environment(self) -> Any:
+        """Makes the sandbox of a template, as that of transformers; the texts of its generation
+        blocks stand between _BEGIN and _END."""
         from jinja2 import ext, nodes, sandbox
         from jinja2.exceptions import TemplateError
 

@@ -65,6 +65,8 @@ class ArrayRecordFile(RecordFile):
 
     @functools.cached_property
     def _reader(self) -> Any:
+        """The open file; an address is copied to a local cache first. A ConfigError if it is torn,
+        or cannot be opened."""
         module = optional("array_record.python.array_record_module", "array_record", self.path)
         if storage.is_remote(self.path):
             path = optional("fsspec", "fsspec", self.path).open_local(f"simplecache::{self.path}")
@@ -216,6 +218,7 @@ class JsonLines(RecordFile):
             raise ConfigError(f"{self.path}: {what}") from None
 
     def _line(self, file: BinaryIO) -> bytes:
+        """Reads one line, b"" at the end; a ConfigError if it is as long as LONGEST_LINE."""
         line = file.readline(LONGEST_LINE)
         if len(line) == LONGEST_LINE:
             raise ConfigError(
@@ -225,6 +228,8 @@ class JsonLines(RecordFile):
         return line
 
     def _parse(self, line: bytes) -> Record:
+        """Returns the column of a line, or with WHOLE all of it; a BadRecord if it is no JSON
+        object or has no such column."""
         if records.is_utf16(line):
             raise BadRecord(records.UTF16)
         try:
@@ -276,6 +281,7 @@ class ParquetFile(RecordFile):
         return int(self._starts[-1])
 
     def _value(self, scalar: Any) -> Record:
+        """Returns an Arrow scalar as a record; a BadRecord if it is not one."""
         try:
             value = scalar.as_py(maps_as_pydicts="strict")
         except UnicodeDecodeError as error:  # Arrow reads strings without looking at them
@@ -293,6 +299,7 @@ class ParquetFile(RecordFile):
     @functools.cached_property
     def _metadata(self) -> Any:
         # Kept without the file: a run may have more files than a process can hold open.
+        """What the end of the file says of it; a ConfigError without the column."""
         with self._open() as file:
             names = file.schema_arrow.names
             if self.column not in (WHOLE, *names):
@@ -305,6 +312,7 @@ class ParquetFile(RecordFile):
         return np.cumsum([0, *(group.num_rows for group in groups)])
 
     def _call_arrow(self, reading: Callable[[], Any]) -> Any:
+        """Returns what `reading` returns; a ConfigError for any error of Arrow."""
         try:
             return reading()
         except (OSError, ValueError) as error:  # Arrow's own are among them
