@@ -148,6 +148,7 @@ def _describe(path: Place) -> str:
 
 
 def _bytes(path: Place) -> str:
+    """Returns the size of a file or folder in words; what goes meanwhile does not count."""
     size = 0
     with contextlib.suppress(ConfigError, FileNotFoundError):  # renamed or removed, by a live run
         size = sum(sizes(path).values()) if path.is_dir() else storage.size_of(str(path))

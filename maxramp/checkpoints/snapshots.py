@@ -97,6 +97,8 @@ class Snapshots:
         self._is_warned = False
 
     def _make_folder(self) -> None:
+        """Makes the folder of this node's snapshots; a ConfigError of this process alone where it
+        cannot be written."""
         try:
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
         except OSError as error:

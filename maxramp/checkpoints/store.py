@@ -140,8 +140,9 @@ class Checkpoints(contextlib.AbstractContextManager):
             )
 
     def _choose_position(self) -> str:
-        """Returns the path of the checkpoint to continue from, "" without one, on the first
-        process; warns of torn ones."""
+        """Returns the path of the checkpoint or full state to continue from, "" without one, on the
+        first process; warns of torn ones. A ConfigError if all are torn, or if there are some
+        without enable_checkpointing."""
         if not self._keys.enable_checkpointing and (steps := folder_lib.steps_in(self._folder)):
             raise ConfigError(
                 f"enable_checkpointing=False: {self._folder} holds a run's checkpoints, the newest "
@@ -193,6 +194,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         return unfinished
 
     def _write_starts(self) -> None:
+        """Adds this start to those of the run, on the first process; a ConfigError if the folder
+        cannot be written."""
         before, position = self._starts if self.continues_run else Starts(), self._position
         starts = before.begin(self._start, position.step if position else 0, self._directory)
         try:
@@ -294,6 +297,9 @@ class Checkpoints(contextlib.AbstractContextManager):
         )
 
     def _writer(self, checkpoint: Checkpoint, state: TrainState, last: bool) -> Callable[[], None]:
+        """Begins to save a state, on all processes. Returns what another thread calls: it waits
+        until the save counts, or raises its error once the first process has removed its files from
+        a disk."""
         begin = time.monotonic()
         written = _start_work(lambda: arrays.save(checkpoint.path, state))
         recorded = _start_work(self._files.flush)

@@ -298,6 +298,8 @@ class Model(TemplateLM):
         return self._chats.template.render(Chat(messages, None, []), ask=ask)
 
     def _sampling(self, kwargs: Mapping[str, Any]) -> Sampling:
+        """Returns how to draw, by the options of a task; greedy without do_sample. A ConfigError as
+        `Sampling.check`."""
         vocab_size = self._tokenizer.vocab_size
         if not kwargs["do_sample"]:
             return Sampling(0.0, vocab_size=vocab_size)

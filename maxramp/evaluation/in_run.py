@@ -94,6 +94,8 @@ class RunTasks:
         return harness.numbers(harness.evaluate(tasks, model, EvalOptions(bootstrap_iters=0)))
 
     def _scorer(self, compiler: BackgroundCompiler, mesh: Mesh, rope_keys: RopeKeys) -> Scorer:
+        """Returns the scorer of a mesh and rope keys, the same at every call: it keeps its
+        programs."""
         config, key = self._job.config, (mesh, rope_keys)
         if key not in self._scorers:
             recipe = dataclasses.replace(

@@ -201,6 +201,8 @@ class Generator:
         return max(1, self._keys.max_target_length - len(prompt)) if new is None else new
 
     def _check(self, prompts: Sequence[np.ndarray]) -> None:
+        """Refuses prompts without tokens, too long with their answers, or with ids that the model
+        lacks."""
         longest = self._keys.max_target_length
         for number, prompt in enumerate(prompts):
             most = self._max_new_tokens(prompt)

@@ -37,6 +37,8 @@ class AdapterFolder:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
+        """The values of adapter_config.json; a ConfigError for adapters that are not plain LoRA, or
+        without rank or base."""
         where = f"{self.path}/{CONFIG}"
         values = read_json(where)
         supported = {"peft_type": ("LORA",), "bias": ("none", None)}

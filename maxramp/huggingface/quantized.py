@@ -96,6 +96,7 @@ def dequantize(
 
 
 def _refuse_unless(fits: bool, tensor: Tensor, scales: Tensor | None) -> None:
+    """Refuses a tensor whose `scales` (None: it has none) do not fit it; the error names both."""
     if not fits:
         shape = f"{scales.name}, {scales.dtype} of {list(scales.shape)}" if scales else "none"
         raise ConfigError(

@@ -212,6 +212,7 @@ class _Transfer:
 
     @classmethod
     def from_weight(cls, weight: NamedWeight) -> Self:
+        """Finds the transfer of one layer of a weight, by the sharding that it has at last."""
         (array,) = jax.tree.leaves(weight.weight)
         spec = array.sharding.spec.partitions + (None,) * array.ndim
         spec = spec[len(weight.weight.leading) :]  # of one layer

@@ -64,6 +64,7 @@ def _holds(key: str, wanted: str, value: Any) -> bool:
 
 
 def _explain(condition: str, values: Values, name: str) -> str:
+    """Says why nothing reads the key `name`, whose `condition` does not hold."""
     if condition.startswith(_WITHOUT):
         key = next(key for key, wanted in _parts(condition) if _holds(key, wanted, values[key]))
         return f"is not read with {key}={values[key]}; leave one of them out"

@@ -42,7 +42,8 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int | floa
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
-    """Makes a mapping of names; a number is one where it is the threshold of a phase."""
+    """Makes a mapping of names; a number is one where it is the threshold of a phase. A YAMLError
+    for other keys, and for one that stands twice."""
     mapping = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
