@@ -50,6 +50,8 @@ def add_adapters(make_block: Callable[[jax.Array], Any], kind: str, keys: ModelK
 
 
 def _adapt(weight: Weight, keys: ModelKeys, key: jax.Array) -> Adapted:
+    """Puts LoRA's factors beside a weight, sharded as it is; the second one begins at 0, so that
+    training begins with the weight alone."""
     sizes = dict(zip(weight.axes, weight.shape, strict=True))
     spec = jax.typeof(weight[...]).sharding.spec.partitions
     parts = dict(zip(weight.axes, (*spec, *(None,) * (weight.ndim - len(spec))), strict=True))

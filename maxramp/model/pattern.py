@@ -38,6 +38,8 @@ class Rope:
 
     @classmethod
     def from_keys(cls, keys: RopeKeys) -> "Rope":
+        """Reads the keys. "dynamic" scales nothing: no row is longer than the length from which it
+        would."""
         base, length = keys.rope_max_timescale, keys.original_max_position_embeddings
         if keys.rope_type == "dynamic":  # up to `length` tokens, and rows are no longer
             return cls(base)

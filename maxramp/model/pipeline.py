@@ -307,6 +307,8 @@ def _run_move(
 
 
 def _move(slots_kBTD, y_BTD, t, *, S, R):
+    """Moves inputs and results between the stages after tick `t`, inside `map_shards`: returns the
+    slots, and what each stage computes on next."""
     k, stage = slots_kBTD.shape[0], jax.lax.axis_index("stage")
     # Where stage 0 has read its input from a slot, the slot's later inputs move up by a stage.
     is_read, slot = _input_slot(t, S, R, k)

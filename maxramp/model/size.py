@@ -164,6 +164,8 @@ def _expert_bytes(keys: ModelKeys, spec: StageSpec) -> tuple[dict[str, float], f
 def _kept_bytes(
     sizes: LayerSizes, keys: ModelKeys, spec: StageSpec, platform: str | None
 ) -> dict[str, float]:
+    """Returns the bytes that a device keeps of one layer and pass for the backward pass, by
+    remat_policy."""
     tokens, tensor = spec.device_tokens, spec.mesh.sizes["tensor"]
     itemsize = BYTES[keys.dtype]
     stream = tokens * keys.base_emb_dim * itemsize

@@ -38,6 +38,8 @@ def make_mesh(keys: MeshKeys, devices: Sequence[jax.Device] | None = None) -> Me
 
 @functools.cache
 def _make_mesh(ici: tuple[int, ...], dcn: tuple[int, ...], devices: tuple[jax.Device, ...]) -> Mesh:
+    """Lays devices into a mesh; sizes are in the order of AXES, `ici` inside a slice and `dcn`
+    between slices."""
     split = {"allow_split_physical_axes": True}  # tensor 2 on a torus of 8x8x16
     if math.prod(dcn) > 1:
         grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, **split)

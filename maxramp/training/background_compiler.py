@@ -84,6 +84,8 @@ class BackgroundCompiler:
             self._compiled[key] = self._thread.submit(self._compile, self._names[key], lower())
 
     def _compile(self, name: str, lowered: Any) -> Any:
+        """Compiles what is lowered, in the compiler's thread. A failure asks the job for its end,
+        is kept for `raise_failure` if it is the first, and raised as a StepError to who waits."""
         start = time.perf_counter()
         try:
             compiled = jax.tree.map(lambda x: x.compile(), lowered)

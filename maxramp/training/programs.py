@@ -118,6 +118,8 @@ class Programs:
         return name, spec
 
     def _lower_step(self, spec: StageSpec) -> jax.stages.Lowered:
+        """Lowers the step of a stage, which takes the arrays of the state (donated) and a batch; in
+        the main thread."""
         train_step = make_train_step(self._recipe.with_spec(spec), self._rate)
 
         def step(arrays: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], Metrics]:
@@ -131,6 +133,7 @@ class Programs:
         return jitted.lower(arrays, batch)
 
     def _lower_evaluation(self, spec: StageSpec) -> jax.stages.Lowered:
+        """Lowers the evaluation of a stage, which adds a batch to sums; in the main thread."""
         recipe = self._recipe.with_spec(spec)
         loss = eval_loss_of(recipe)
 

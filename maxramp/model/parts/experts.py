@@ -85,6 +85,8 @@ class Experts(nnx.Module):
         return y_BTD, aux
 
     def _compute(self, x_MD: jax.Array, weights_M: jax.Array, plan: dispatch.Plan) -> jax.Array:
+        """Returns the weighted results [M, D] of rows that are sorted by expert; those after the
+        last group are undefined."""
         f, g = (ACTIVATIONS[name] for name in self.activations)
         kernel = grouped.select(self.kernel, platform())
         own = self.num_experts // axis_size("expert")

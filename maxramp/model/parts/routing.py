@@ -73,6 +73,8 @@ class Router(nnx.Module):
         )
 
     def _choose(self, scores_BTE: jax.Array) -> jax.Array:
+        """Returns the experts of each token [B, T, k]: those of the highest scores, in the groups
+        whose two best experts have the highest sum."""
         groups, open_groups = self.groups
         if groups > 1:
             B, T, E = scores_BTE.shape
