@@ -51,6 +51,8 @@ class _Descriptor(io.FileIO):
         self._ends_program = patience is None and number == 1
 
     def write(self, data: memoryview) -> int:
+        """Writes a part of the data, and returns its bytes. Where nobody reads any more, the
+        program ends (SystemExit), unless it must not: then the data is dropped."""
         try:
             while self._has_room():
                 with contextlib.suppress(BlockingIOError):  # made so by who shares a terminal

@@ -83,6 +83,8 @@ class GkeCluster:
         return sum(count - count % self._run.nodes_per_slice for count in pools.values())
 
     def start(self, nodes: int, failures: int) -> bool:
+        """Applies the JobSet of as many nodes, which the plan wrote; as `Cluster.start`, and a
+        ConfigError if the plan has none."""
         name, elastic = f"{self._name}-{nodes}", self._keys.elastic
         file = self._folder / f"{name}.yaml"
         if not file.exists():

@@ -356,6 +356,8 @@ class SlurmCluster:
 
 
 def trainer_command(run: Run) -> list[str]:
+    """Returns the command of one process under srun; apptainer begins it, while pyxis takes options
+    of srun."""
     keys = run.config.launch
     if not keys.container_image:
         return run.command()

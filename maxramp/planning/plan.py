@@ -233,11 +233,14 @@ def _constant(run: PlannedRun, batch: int) -> dict[str, Any]:
 
 
 def _paid(run: PlannedRun, node_time: float) -> dict[str, float | None]:
+    """Returns what a node-time costs; None where the time of a pass or the price is unknown."""
     hours, devices = run.cost.hours(node_time), run.config.batch.devices_per_node
     return {"node_hours": hours, "price": price(run.config.planning, hours and hours * devices)}
 
 
 def _bounds_of_ramp(expected: RampupBatchManager) -> dict[str, Any]:
+    """Returns a ramp that is decided by the noise scale as it would be at the earliest, as
+    expected, and at the latest, in samples."""
     keys = expected.keys
 
     def bound(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -275,6 +278,8 @@ def _smaller_bubble(config: Config, stages: Sequence[Stage]) -> dict[str, Any] |
 
 
 def _curve(rate: LearningRate, ramp: RampupBatchManager) -> dict[str, list]:
+    """Returns the learning rate at about 400 samples, half of them evenly apart and half by their
+    logarithm, all of them where a step begins."""
     last = ramp.total_samples - 1
     points = [*np.linspace(0, last, 200), *np.geomspace(1, max(1, last), 200)]
     steps = sorted({ramp.step_at_sample(int(n)) for n in points})

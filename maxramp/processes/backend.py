@@ -107,7 +107,7 @@ _PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 def join(timeout: float) -> None:
     """Starts jax.distributed where the environment describes a job of several processes; a
-    TrainingError if they do not come.
+    TrainingError if they do not come, a ConfigError if it does not say how many they are.
 
     MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come first, then
     what JAX recognizes (TPU pods, GKE, SLURM, Open MPI). Waits `timeout` seconds for the others.

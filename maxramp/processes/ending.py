@@ -69,6 +69,8 @@ class Watchdog:
         self._waited = 0.0
 
     def _watch(self) -> None:
+        """Prints the threads' stacks and ends the process with EXIT_LOST when no beat has come for
+        the timeout; in a thread."""
         while not self._closed.wait(self._tick):
             self._waited += self._tick
             if self._waited >= self._timeout:
@@ -126,6 +128,8 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _listen(self, read_end: int) -> None:
+        """Acts on signals, in a thread: before the first step of a job of one process it ends the
+        process; else it asks for the end, and a second Ctrl-C ends the process at once."""
         first_signal = None  # when it came
         while True:
             number = os.read(read_end, 1)[0]

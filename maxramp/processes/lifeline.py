@@ -64,6 +64,9 @@ class _Peers:
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
 
     def announce_exit(self, status: int) -> int:
+        """Tells the other processes that this one ends; returns the status to end with, that of the
+        first that failed. If one failed, process 0 waits until the others have ended, `_GRACE`
+        seconds and one more at most."""
         if status == EXIT_LOST:  # maybe because of the end of another, which is about to be heard
             self._known.wait(1.0)
         if status not in ORDERLY:

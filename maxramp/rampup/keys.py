@@ -208,6 +208,8 @@ class BatchKeys(CurveKeys, ShapeKeys):
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
+        """Makes the keys of all values; global_batch_tokens, if given, replaces global_batch_size.
+        A ConfigError if it is not whole samples."""
         tokens, sample = values["global_batch_tokens"], values["max_target_length"]
         if tokens > 0:
             if tokens % sample:

@@ -77,6 +77,7 @@ def _read_notation(keys: BatchKeys) -> list[Threshold]:
 
 
 def _shown_ramps(keys: BatchKeys) -> list[str]:
+    """Lists the keys that ask for a ramp, as NAME=VALUE."""
     schedule = keys.step_batch_size_schedule
     ramps = {
         "enable_rampup_batch_size=True": keys.enable_rampup_batch_size,

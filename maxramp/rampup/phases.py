@@ -111,6 +111,8 @@ def flat(pairs: Iterable[tuple[str, Any]], before: Any) -> Iterator[tuple[str, A
 
 
 def _count(threshold: str) -> int:
+    """Returns the tokens or samples of a threshold, such as 252M; a ConfigError for another
+    text."""
     count = parse_count(threshold.replace("_", ""))
     if count is None:
         raise ConfigError(

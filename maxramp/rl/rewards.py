@@ -88,6 +88,8 @@ class Rewards:
         return self._asker.submit(self._compute, prompts, answers, truths)
 
     def _compute(self, *lists: Sequence) -> tuple[np.ndarray, float]:
+        """Returns the rewards [R, F] of answers, in equal parts by the workers, and the seconds; in
+        a thread of process 0. Raises as `_Worker.receive`."""
         start, size = time.monotonic(), -(-len(lists[0]) // len(self._workers))
         parts, rewards = [], []
         for worker, first in zip(self._workers, range(0, len(lists[0]), size), strict=False):
@@ -112,6 +114,7 @@ class _Worker:
     """A process that holds the functions."""
 
     def __init__(self, names: tuple[str, ...]):
+        """Starts a process with these functions; it may still be importing them, or fail at it."""
         self._names = names
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()

@@ -53,6 +53,8 @@ class Jobs:
         return self._file
 
     def __call__(self, record: Record) -> None:
+        """Adds time and goodput to a record, so it comes before other writers; only on the process
+        that has the file."""
         if not self._file:
             return
         record["time"] = round(record["time"] + self._ahead, 6)

@@ -118,6 +118,9 @@ class MetricsLog:
         self._slow = ""
 
     def log_eval(self, step: int, consumed_samples: int, dispatched: Dispatched) -> None:
+        """Queues the record of an evaluation after step `step`; raises what an earlier record
+        raised."""
+
         def record(read: Any, begin: float, end: float) -> Record:
             position = {"step": step, "consumed_samples": consumed_samples}
             return {
@@ -143,6 +146,8 @@ class MetricsLog:
         before.result()
 
     def _write(self, shown: Any, record: Callable[[Any, float, float], Record], slow: str) -> None:
+        """Waits for the numbers of one step and gives its record to all writers, in the reading
+        thread. A TrainingError ends the log."""
         wait = show_wait(self._say, f"wait     {slow}: still running")
         with wait if slow else contextlib.nullcontext():  # a wait takes a thread
             read = jax.device_get(shown)

@@ -71,6 +71,8 @@ class Output:
         self.jobs, self.status = Jobs(self.local), 0  # with which the job ends, unless by an error
 
     def _claim_folder(self) -> None:
+        """Claims the run's folder, on the first process, or joins it; a ConfigError if it is not a
+        run's, is another run's by now, or cannot be written."""
         try:
             if not self._is_first:
                 self.files = join_folder(self.folder, self.warn)
@@ -176,6 +178,9 @@ class Output:
     def _open_files(
         self, ramp: RampupBatchManager, first_step: int, pending: Sequence[str]
     ) -> None:
+        """Writes config and plan and opens the writers, on the first process; drops records of
+        steps after `first_step`. A ConfigError if the folder cannot be written, or if wandb fails
+        at a run's first start."""
         try:
             config = self._config_text.encode()
             write_whole(self._config_file, _header(config) + b"\n" + config)

@@ -89,6 +89,7 @@ class EventWriter(Appending):
         self._add(event_pb2.Event(step=record[self._over], summary=summary))
 
     def _add(self, event: Any) -> None:
+        """Appends an event in TFRecord's form: length, data, and a checksum of each."""
         from tensorboardX.record_writer import masked_crc32c
 
         event.wall_time = time.time()
