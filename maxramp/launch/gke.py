@@ -38,8 +38,9 @@ _KILLED = 137
 
 
 def launch(run: Run, dry_run: bool) -> int:
-    """Trains a run, or prints its files; returns the exit status. A ConfigError without kubectl, or
-    as `fill_slices` and `GkeCluster`."""
+    """Trains a run, or prints its files, which it writes to gke/ here; returns the exit status.
+    Called in the main thread. A ConfigError without kubectl, or as `fill_slices` and `GkeCluster`.
+    """
     run = fill_slices(run)
     labels, files = manifests(run)
     if dry_run:

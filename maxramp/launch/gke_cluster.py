@@ -249,7 +249,7 @@ class PodCluster:
 
 def follow(run: Run, nodes: int, message: Place) -> int:
     """Runs the jobs of a run that take `nodes`, and writes the pod's last `message`; returns the
-    exit status of the pod. Called in the main thread."""
+    exit status of the pod. Called in the main thread; raises as `supervise`."""
     cluster = PodCluster(run, nodes)
     stop_on_signals(cluster)
     status = supervise(run, cluster, nodes)

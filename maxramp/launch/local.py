@@ -49,7 +49,7 @@ _NOISE = re.compile(
 
 def launch(run: Run, dry_run: bool = False) -> int:
     """Runs job after job until the run is finished, or prints their commands; returns the exit
-    status of the last.
+    status of the last. Called in the main thread; raises as `supervise`.
 
     The first SIGINT or SIGTERM asks the job to save and end; a second one kills it.
     """

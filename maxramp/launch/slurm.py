@@ -384,7 +384,7 @@ def _node_states(*options: str) -> list[tuple[str, ...]]:
 
 def follow(run: Run) -> int:
     """Runs the jobs of a run that fit into this job of SLURM; returns the status of the last.
-    Called in the main thread."""
+    Called in the main thread; raises as `supervise`."""
     cluster = SlurmCluster(run)
     stop_on_signals(cluster)
     nodes = cluster.available()

@@ -24,8 +24,8 @@ def delay_signals() -> Iterator[None]:
 
 def stay_with_parent() -> None:
     """Lets a worker of multiprocessing, which calls it in its main thread, end when its parent
-    does, even by a kill, and not before it: signals often go to all processes of a job, but the
-    parent saves first."""
+    does, even by a kill, and with it its group if it leads one; and not before it: signals often go
+    to all processes of a job, but the parent saves first."""
     for number in _ENDS:
         # A handler that does nothing: programs that a worker starts would inherit SIG_IGN.
         signal.signal(number, lambda *_: None)
