@@ -74,7 +74,7 @@ def inspect(folder: str, keys: DataKeys) -> None:
 
 def inspect_chats(files: str, keys: DataKeys) -> None:
     """Prepares chats, or pairs, as a run would (below data_cache_dir), and prints the same of them;
-    `files` has the form of `grain_train_files`."""
+    `files` has the form of `grain_train_files`. Raises as `find_mixtures` and `prepare`."""
     whole = {"grain_train_files": files, "grain_eval_files": "", "eval_sets": {}}
     no_model = {"vocab_size": 2**31 - 1}  # into which the tokenizer has to fit
     for cached in find_mixtures(dataclasses.replace(keys, **whole, **no_model)).cached_sets:

@@ -127,7 +127,7 @@ class _Finder:
 
     def find(self, key: str, value: str) -> list[Entry]:
         """Returns the entries of a mixture, opened or planned: with the hub the only one of the
-        split `value`."""
+        split `value`. A ConfigError for what is missing, or of another kind than the keys read."""
         keys = self._keys
         if keys.dataset_type == "hf":
             return [self._plan_set("", "hf", [value])]
@@ -194,7 +194,7 @@ def parse_mixture(key: str, value: str) -> list[tuple[str, float]]:
 
 def missing_files(keys: DataKeys) -> list[str]:
     """Returns "KEY=GLOB" for globs of the data keys that match nothing on this machine's disks; no
-    storage is asked."""
+    storage is asked. A ConfigError as `parse_mixture`."""
     files = [("text_files", keys.text_files)] if keys.dataset_type == "text" else []
     if keys.dataset_type == "grain":
         mixtures = [(name, getattr(keys, name)) for name in NAMES["grain"]]

@@ -257,7 +257,8 @@ class _Maker:
 
     def make_shard(self, shard: Shard, left_out: np.ndarray) -> None:
         """Writes the files of a shard without the documents `left_out`, by their numbers in it (bad
-        records have none), then its record; both only if it is not told to leave before."""
+        records have none), then its record; both only if it is not told to leave before. A
+        ConfigError for more bad records than allowed."""
         work, digest, bad, noted = self._work, 0, [], collections.Counter()
         path = str(work.folder / shard.name)
         with contextlib.ExitStack() as closing:

@@ -86,8 +86,8 @@ class Preparation:
         return not self.shared or prepared.is_prepared(str(self.shared))
 
     def publish(self, beat: Callable[[], None]) -> None:
-        """Copies the set to `shared`, inside `lock`, the manifest last: no other file makes a
-        set."""
+        """Copies the set to `shared`, inside `lock`, the manifest last: no other file makes a set.
+        An OSError if the storage fails."""
 
         def copy(name: str) -> None:
             (self.shared / name).upload(self.folder / name)
@@ -99,7 +99,7 @@ class Preparation:
 
     def fetch(self, beat: Callable[[], None]) -> None:
         """Copies a set that is not prepared here from `shared`, inside `lock`; a kill leaves
-        nothing but unfinished work."""
+        nothing but unfinished work. An OSError if the storage or the disk fails."""
 
         def copy(name: str) -> None:
             (self.shared / name).ask("get_file", str(self.work / name))

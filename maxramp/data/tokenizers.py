@@ -296,8 +296,8 @@ def load(
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> bytes:
     """Trains a byte-level BPE of `vocab_size` (258 or more) ids, <s> and </s> first; returns its
-    tokenizer.json.
-    """
+    tokenizer.json. Fewer ids if the texts have no more pairs. A ConfigError without the package
+    tokenizers."""
     library = optional("tokenizers", "tokenizers", "--train_bpe")
     model = library.Tokenizer(library.models.BPE())
     model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)

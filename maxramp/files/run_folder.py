@@ -185,8 +185,8 @@ class RunFiles:
         rules out."""
 
     def close(self) -> None:
-        """Sends the rest, where the folder is in a storage; raises nothing. The lock stays until
-        the process ends."""
+        """Sends the rest, trying for a minute, and removes the folder here and the claim; warns if
+        that fails, and raises nothing."""
 
     def publish(self) -> None:
         """Waits until the records outlive this machine, as checkpoints and snapshots do; an OSError

@@ -134,10 +134,10 @@ def version_of(path: str) -> tuple[Any, ...]:
 
 
 def _version_here(path: str) -> tuple[int, int, int, str]:
-    # ctime cannot be set back, as mtime can; but files written together share one, and mounted
-    # storages may have none. These give new inode numbers at each mount, so they do not count.
     """Returns what changes when a local file does: size, times, and a hash of spans of its
     contents."""
+    # ctime cannot be set back, as mtime can; but files written together share one, and mounted
+    # storages may have none. These give new inode numbers at each mount, so they do not count.
     digest = hashlib.blake2b(digest_size=8)
     with open(path, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())

@@ -98,7 +98,8 @@ class AdapterFolder:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Our keys for training such adapters, without lora_dropout."""
+        """Our keys for training such adapters, without lora_dropout; a ConfigError as `config`, and
+        for values of other types."""
         names = filter(is_of_text_model, self.tensors)
         modules = {name.split(".")[-3] for name in names if name.count(".") > 2}
         targets = [name for name in LORA_MODULES if name in modules]

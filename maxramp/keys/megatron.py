@@ -120,8 +120,9 @@ def translate_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def _translate_experts(
     flags: Mapping[str, list[str]], keys: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the keys of a model of experts, and flags without a key. It adds Megatron's defaults,
-    scales losses, which Megatron sums over layers and we average, and counts shared experts.
+    """Returns the keys of a model of experts, and flags without a key; a ConfigError for a value of
+    another type. It adds Megatron's defaults, scales losses, which Megatron sums over layers and we
+    average, and counts shared experts.
 
     `keys` holds those of all flags but _EXPERT_FLAGS, and Megatron's defaults of the sizes, as the
     losses' weights and shared experts depend on them.

@@ -298,8 +298,8 @@ class ParquetFile(RecordFile):
 
     @functools.cached_property
     def _metadata(self) -> Any:
-        # Kept without the file: a run may have more files than a process can hold open.
         """What the end of the file says of it; a ConfigError without the column."""
+        # Kept without the file: a run may have more files than a process can hold open.
         with self._open() as file:
             names = file.schema_arrow.names
             if self.column not in (WHOLE, *names):
