@@ -142,7 +142,8 @@ def print_parts(parts: Sequence[dict[str, Any]], columns: dict[str, Callable[[An
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Place) -> None:
-    """Draws bars of where the time of runs went, and their goodput since their first starts."""
+    """Draws bars of where the time of `runs` (of `wall_time`, at least one) went, and their goodput
+    since their first starts; raises as `save_plot`."""
     figure, (bars, curves) = make_panels([0.8 + 0.45 * len(runs), 2.4], "wall time", share_x=False)
     names = [run["run"].rstrip("/").rpartition("/")[2] for run in runs]
     longest = max(run["wall_seconds"] for run in runs)

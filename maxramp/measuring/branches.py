@@ -178,7 +178,7 @@ class Experiment:
 
     def train(self, out: IO[str]) -> int:
         """Trains the branches that are not done, and prints progress to `out`; in the main thread.
-        Returns 0, or the exit status of a branch that failed."""
+        Returns 0, or a failed branch's exit status; a ConfigError for what cannot be compared."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._check_keys()
         # Branches that are done are compared too, whichever sizes this command names.

@@ -160,7 +160,7 @@ def ratio_of_means(
 
 def draw_noise(curves: dict[str, list[Block]], path: Place) -> None:
     """Draws noise scales with their intervals, by name, and the batch that was used. `curves` are
-    one to three, and none is empty."""
+    one to three, and none is empty; raises as `save_plot`."""
     figure, (axes,) = make_panels([4.5], "")
     axes.set(yscale="log", xlabel="consumed samples", ylabel="rows")
     colors = "tab:orange", "tab:green", "tab:red"

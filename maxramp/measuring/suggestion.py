@@ -353,7 +353,8 @@ def _possible_sizes(evidence: Evidence, planned: _Planned, row: int) -> list[int
 
 
 def _fit(evidence: Evidence, planned: _Planned, row: int) -> Batches:
-    """Fits a ramp to what was measured, at least once; the evidence gets what limits it."""
+    """Fits a ramp to what was measured, at least once; the evidence gets what limits it. A
+    ConfigError as `_possible_sizes`."""
     measured, limits = evidence.measured, evidence.limits
     sizes = [size * row for size in _possible_sizes(evidence, planned, row)]
     lowest, start = measured[0].batch, measured[0].first

@@ -20,7 +20,8 @@ def compile_stages(
     config: Config, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Compiles the step of every stage of a loaded config with compile_topology, each batch shape
-    once, and the moves of the state from mesh to mesh.
+    once, and the moves of the state from mesh to mesh. A ConfigError as `CompileTarget.from_config`
+    and `RampupBatchManager.check`.
 
     Returns `stages`, those of plan.json on the target, each with `memory_gib` (`arguments`,
     `temporaries`, `peak`, `limit`), `fits`, `nearest_fit`, `mfu`, `tokens_per_second`, `hours`,

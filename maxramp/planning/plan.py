@@ -333,8 +333,8 @@ def _draw_beside(axes: Any, plan: dict[str, Any], end: int) -> None:
 
 
 def draw_plan(plan: dict[str, Any], path: Place) -> None:
-    """Draws batch, nodes, row length and learning rate over the samples, on a log axis if the ramp
-    takes less than a quarter of them."""
+    """Draws batch, nodes, row length and learning rate of a `make_plan` over the samples, on a log
+    axis if the ramp takes less than a quarter of them; raises as `save_plot`."""
     stages, rate, end = plan["stages"], plan["learning_rate"], plan["total_samples"]
     numbers = (
         ("global_batch_size", BLUE, "global batch\n(samples)"),
