@@ -157,8 +157,8 @@ class _Writer:
 
     def write(self, texts: Sequence[str]) -> list[str]:
         """Answers prompts, one or more, and prints the answers as they are written, each after its
-        prompt unless that is a chat. Returns the answers. All processes call it; the first
-        prints."""
+        prompt unless that is a chat. Returns the answers. All processes call it; the first prints.
+        Raises as `Generator.stream`."""
         options = self._options
         prompts = self._tokenizer.encode(texts)
         stops = [*map(_replace_bad_bytes, options.stop)]

@@ -221,7 +221,7 @@ class Pretrainer:
 
     def evaluate(self, stage: Stage) -> Dispatched:
         """Adds up what the objective shows of held-out sets, or of each batch of them; not with
-        eval_interval=-1."""
+        eval_interval=-1. Raises as `Programs.eval_step`."""
         by_batch, no_sums = self._keys.log_eval_batches, self._no_sums
         eval_step, _ = self._programs.eval_step(stage)
         model, sums_by_set = self.state.model, {}

@@ -62,7 +62,7 @@ class RunTasks:
 
     def announce(self, compiler: BackgroundCompiler, stage: Stage) -> None:
         """Has the programs compiled for the evaluations of a stage, if it has any; in the main
-        thread, on every process."""
+        thread, on every process. A ConfigError as `compile_ahead`."""
         total = end = self._job.schedule.ramp.total_samples
         if stage.samples is not None:
             end = stage.first_sample + stage.samples

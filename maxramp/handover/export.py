@@ -166,8 +166,8 @@ def _merge_adapters(model: Decoder, dtype: str) -> Decoder:
 def _export_adapters(
     source: ModelSource, model: Decoder, to: Place, dtype: str, pause: Callable[[], None]
 ) -> None:
-    """Writes adapters as PEFT has them; a ConfigError if what they adapt is no model that PEFT can
-    open."""
+    """Writes adapters as PEFT has them, on every process; a ConfigError if what they adapt is no
+    model that PEFT can open, and as `writing.write`."""
     weights, keys = source.weights, source.config.model
     if not weights.adapted_model:
         why = "by whose positions and windows it no longer sees"

@@ -75,7 +75,8 @@ class PromptTokenizer:
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> ChatText:
         """Returns the text of a chat, which an answer continues.
 
-        A BadRecord if it is not a chat, the template refuses it, or it holds a special token.
+        A BadRecord if it is not a chat, the template refuses it, or it holds a special token; a
+        ConfigError without a template.
         """
         chat, template = read({"messages": messages}), self.template
         for text in chat.texts():

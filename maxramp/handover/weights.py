@@ -55,9 +55,9 @@ class ReleasedWeights:
 
     @property
     def keys(self) -> dict[str, Any]:
-        # Synthetic documents stand for those that it was trained on.
         """The keys of the model and of its tokenizer; the latter are left out where they cannot be
         read."""
+        # Synthetic documents stand for those that it was trained on.
         keys = {"dataset_type": "synthetic", **self.origin.keys}
         file = f"{self.origin.path}/config.json"
         keys["max_target_length"] = config_json.longest_text(self.origin.config, file)

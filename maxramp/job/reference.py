@@ -57,8 +57,8 @@ class WithReference:
 
 def add_reference(job: Job, corpus: Corpus, expansion: Expansion) -> Corpus:
     """Adds to a corpus of pairs their log-probabilities: those in the run's folder, and the others
-    computed. Called on all processes; raises Stopped where somebody asks for the end.
-    """
+    computed. Called on all processes; raises Stopped where somebody asks for the end, and as
+    `Job.load_reference`."""
     parts = [*corpus.train, *corpus.held_out]
     sequences = [part.items for part in parts]
     ends = np.cumsum([len(rows) for rows in sequences])

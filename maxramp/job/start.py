@@ -210,7 +210,8 @@ class Job(JobContext):
 
     def first_state(self, abstract: TrainState, read: Callable[[], Decoder] | None) -> TrainState:
         """Restores the state of a checkpoint, or makes one of the first weights or of new ones; all
-        processes call it together, with what `abstract_state` returned."""
+        processes call it together, with what `abstract_state` returned. Raises as `read` and
+        `arrays.restore`, and a ConfigError for adapters of other weights."""
         recipe, position = self.config.recipe, self.schedule.position
         if read:
             model = self._bind(read) if self.config.model.lora_rank else read()

@@ -145,7 +145,7 @@ class Output:
 
     def begin_job(self, schedule: JobSchedule) -> None:
         """Writes down that a job begins, once where the run stands is known; called on all
-        processes."""
+        processes, with a ConfigError on all if the folder cannot be written."""
         stage = schedule.ramp.stage_at_step(schedule.first_step)
         origin = schedule.position.kind if schedule.position else "new"
 
