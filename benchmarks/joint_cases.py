@@ -189,11 +189,12 @@ def _wrong_keys(case: Case) -> Iterator[str]:
 def _refused(case: Case, shape: Shape) -> bool:
     """Returns whether a shape cannot run a case."""
     lora, noise = case.has("start") == "lora_dropout", case.has("step") == "noise"
+    dense = any("first_num_dense_layers" in choice.keys for choice in case.choices)
     least = shape.ranks * (2 // shape.stages * shape.stages if shape.stages > 1 else 1)
     mesh = case.has("phases") in ("mesh", "expert_mesh", "context_mesh")
     return (
         any(rows % least for _, rows in case.thresholds)
-        or (shape.stages > 1 and (lora or noise or mesh or case.ramp == "noise"))
+        or (shape.stages > 1 and (lora or noise or mesh or dense or case.ramp == "noise"))
         or (
             mesh
             and (
@@ -363,7 +364,10 @@ def cases(draw) -> Case:
     pairs = itertools.product(FEATURES["data"], FEATURES["start"])
     fit = [(d, s) for d, s in pairs if _with(case, {"data": d, "start": s}).is_valid]
     data = draw(st.sampled_from(sorted({data for data, _ in fit})))
-    start = draw(st.sampled_from([start for kind, start in fit if kind == data]))
+    starts = [start for kind, start in fit if kind == data]  # families come with new weights
+    start = draw(
+        st.sampled_from(starts + ["scratch"] * (len(starts) if "scratch" in starts else 0))
+    )
     case = _with(case, {"data": data, "start": start})
     for feature in draw(st.permutations([f for f in FEATURES if f not in ("data", "start")])):
         default, *others = FEATURES[feature]
@@ -388,9 +392,12 @@ def cases(draw) -> Case:
     return case
 
 
-def draw_cases(first: int, count: int, checks: Sequence[str] = ()) -> list[Case]:
-    """Draws `count` different cases, with the seeds from `first` on; only those with these checks,
-    if any are named. A larger count begins with the cases of a smaller one.
+def draw_cases(
+    first: int, count: int, checks: Sequence[str] = (), choices: Sequence[str] = ()
+) -> list[Case]:
+    """Draws `count` different cases, with the seeds from `first` on; only those with one of these
+    checks, and with one of these choices, FEATURE=NAME, if any are named. A larger count begins
+    with the cases of a smaller one.
 
     Ten at a time: hypothesis makes later ones of a session from parts of earlier ones, and so
     repeats a few choices. What fails it cannot make simpler, as a case takes half a minute.
@@ -405,7 +412,9 @@ def draw_cases(first: int, count: int, checks: Sequence[str] = ()) -> list[Case]
     )
 
     def collect(case: Case) -> None:
-        if len(case.features) > 1 and case.check in (checks or (case.check,)):
+        own = {f"{feature}={name}" for feature, name in case.features.items()}
+        is_wanted = case.check in (checks or (case.check,)) and own & {*(choices or own)}
+        if len(case.features) > 1 and is_wanted:
             drawn.setdefault(case.to_json(), case)
 
     for session in itertools.count(1000 * first):

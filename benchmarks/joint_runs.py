@@ -151,8 +151,11 @@ class World:
             writer.finish()
         released = {"released": "llama2", "released_experts": "mixtral"}
         hybrids = {"released_hybrid": "qwen3_5", "released_next": "qwen3_next"}
-        for name, family in (released | hybrids).items():
+        drafting = {"released_glm": "glm4_moe", "released_deepseek": "deepseek_v3"}
+        others = {"released_gpt_oss": "gpt_oss", **drafting}
+        for name, family in (released | hybrids | others).items():
             more = {"num_hidden_layers": 8, "rms_norm_eps": 0.1} if name in hybrids else {}
+            more |= {"drafts": name in drafting}
             write_folder(folder / name, family, vocab_size=272, max_position_embeddings=128, **more)
             assert write_tokenizer(folder / name) <= 272
         records = pairs(240)

@@ -8,8 +8,8 @@ given to maxramp.suggest, or made wrong. What is refused is refused in one line 
 
 A failure is made simpler as long as the same does not hold, and printed as a command.
 
-python benchmarks/joints.py [--seed N] [--count M] [--check NAME] [--tries N] [--folder DIR]
-                            [--case JSON]
+python benchmarks/joints.py [--seed N] [--count M] [--check NAME] [--choice FEATURE=NAME]
+                            [--tries N] [--folder DIR] [--case JSON]
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20, help="cases")
     parser.add_argument("--check", action="append", help="only cases of this check, of these")
+    parser.add_argument("--choice", action="append", help="only cases with it, FEATURE=NAME")
     parser.add_argument("--tries", type=int, default=12, help="to make a failure simpler")
     parser.add_argument("--folder", type=pathlib.Path, help="keeps the data and the last runs")
     parser.add_argument("--case", help="this one alone, as a failure prints it")
@@ -115,7 +116,9 @@ def main() -> int:
     )
     one = [Case.from_json(options.case)] if options.case else []
     try:
-        for case in one or draw_cases(options.seed, options.count, options.check or ()):
+        for case in one or draw_cases(
+            *(options.seed, options.count, options.check or (), options.choice or ())
+        ):
             session.judge(case)
     finally:
         session.world.close()

@@ -263,8 +263,8 @@ class MeshSearch:
 
     def compile_stages(self, number: int) -> None:
         """Compiles, into `compiled`, the last stage's step on the `number` meshes that rank first
-        and the config's own; and if the fastest fits, another first stage's on the first meshes
-        that a phase can leave for it. A ConfigError if no mesh may fit."""
+        and the config's own; and if the fastest fits, a first stage's of another program on the
+        first meshes that a phase can leave for it. A ConfigError if no mesh may fit."""
         first, last = self.stages[0].index, self.stages[-1].index
         ranked = self.rank(last, number)
         if not ranked:
@@ -274,7 +274,7 @@ class MeshSearch:
                 "use more devices or shorter rows"
             )
         best, entry = self.compile_all(self.with_own(ranked, number, last))[0]
-        if first != last and entry["fits"]:
+        if self.stages[0].spec != self.stages[-1].spec and entry["fits"]:
             ways = [way for way in self.rank(first) if _may_change(way, best)]
             same = [way for way in ways if way.spec.mesh == best.spec.mesh]
             self.compile_all([*same, *(way for way in ways[:number] if way not in same)])

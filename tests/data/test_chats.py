@@ -39,9 +39,10 @@ THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
 BLOCKS = """{% for m in messages %}{{ m.role }}: {% if m.role == "assistant" %}
 {% generation %}{{ m.content | trim }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}
 {% endfor %}"""
-# As gpt-oss's: turns end with one of several marks.
-SEVERAL = """{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}
-{%- if loop.last %}<|im_end|>{% else %}</s>{% endif %}{% endfor %}
+# As gpt-oss's: the last turn ends with another mark, and has its thought in a turn before it.
+SEVERAL = """{% for m in messages %}{% set ends = loop.last and m.role == "assistant" %}
+{% if ends and m.thinking %}<|im_start|>assistant *{{ m.thinking }}</s>{% endif %}
+<|im_start|>{{ m.role }} {{ m.content }}{{ "<|im_end|>" if ends else "</s>" }}{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
 # As Qwen's: it looks at the first message, and this one refuses chats without tools.
 LOOKS = "{% if messages[0].role == 'system' or not tools %}{{ raise_exception('no') }}{% endif %}"
@@ -106,6 +107,7 @@ def trained(folder, record, *arguments, template=""):
         (INST, [" assistant\nI</s>", " Yes.</s>"]),
         (THINKS, ["assistant\nI<|im_end|>", "<think>\nb\n</think>\nYes.<|im_end|>"]),
         (BLOCKS, ["assistant\nI.", "Yes.."]),
+        (SEVERAL, ["assistant\nI</s>", "*b</s><|im_start|>assistant Yes.<|im_end|>"]),
     ],
 )
 def test_answers_are_the_targets(folder, template, expected):
@@ -201,10 +203,9 @@ BYTES = ("tokenizer_type=bytes", "tokenizer_path=")
         bad(turn(tool_calls=[{"function": "f"}]), "str 'f'"),
         bad(told("user", content=PARTS), "content is not text but list"),
         bad([GOOD], "line 1: is not a JSON object but list", "JSON lines have an object"),
-        bad({"messages": TURNS}, "shows 0 of its 2 answers", template=DROPS + CHATML),
+        bad({"messages": TURNS}, "shows 0 of its 2 ", "{% generation %}", template=DROPS + CHATML),
         bad(GOOD, "line 1", "only one system message", template=ONE_SYSTEM),
         bad(GOOD, "chat template is not valid", template="{% if %}"),
-        bad({"messages": TURNS}, "shows 0 of its 2 ", "{% generation %}", template=SEVERAL),
         bad(GOOD | {"completion": "a</s>b"}, "line 1", "holds </s>", "=leave_out"),
         bad(GOOD, "use_sft=True", "no tokens for turns", keys=BYTES),
         bad(GOOD, "packs chats whole", keys=("grain_packing_type=concat_then_split",)),

@@ -244,6 +244,30 @@ def tensors(config: dict) -> dict[str, np.ndarray]:
     return by_name
 
 
+def draft_tensors(config: dict) -> dict[str, np.ndarray]:
+    """Those of a folder's draft layer: as its last full layer, and what joins two vectors."""
+    D, L = config["hidden_size"], config["num_hidden_layers"]
+    is_appended = config["model_type"] in ("glm4_moe", "deepseek_v3")
+    last, begin = f"model.layers.{L - 1}.", f"model.layers.{L}." if is_appended else "mtp.layers.0."
+    by_name = {n.replace(last, begin): x for n, x in shapes(config).items() if n.startswith(last)}
+    if is_appended:
+        own = [f"{begin}{n}.weight" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
+    else:
+        own = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        own = [f"mtp.{n}.weight" for n in own]
+    by_name |= dict(zip(own, ((D,), (D,), (D, 2 * D), (D,)), strict=True))
+    random, held = np.random.default_rng(2), {}
+    for name, shape in by_name.items():
+        x = random.standard_normal(shape)
+        x = is_appended + 0.3 * x if "norm" in name else x * (0.5 if name[-4:] == "bias" else 0.2)
+        held[name] = x.astype(np.float32)
+    if is_appended:
+        main = tensors(config)
+        copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+        held |= {f"{begin}{n}.weight": main[f"{x}.weight"] for n, x in copies.items()}
+    return held
+
+
 _SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_hidden_layers")
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "I8"}
 _CODES |= {"uint8": "U8", "float8_e4m3fn": "F8_E4M3"}
@@ -262,7 +286,12 @@ def write_file(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def write_folder(
-    folder: pathlib.Path, name: str, files: int = 1, dtype: str = "float32", **changes
+    folder: pathlib.Path,
+    name: str,
+    files: int = 1,
+    dtype: str = "float32",
+    drafts: bool = False,
+    **changes,
 ) -> pathlib.Path:
     """The folder of a model; its tensors in so many files, and other values in config.json."""
     config = CONFIGS[name] | changes
@@ -270,7 +299,9 @@ def write_folder(
     (folder / "config.json").write_text(json.dumps(config))
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     sizes = {key: value for key, value in changes.items() if key in _SHAPES}
-    arrays = {key: x.astype(kind) for key, x in tensors(CONFIGS[name] | sizes).items()}
+    arrays = tensors(CONFIGS[name] | sizes)
+    arrays |= draft_tensors(CONFIGS[name] | sizes) if drafts else {}
+    arrays = {key: x.astype(kind) for key, x in arrays.items()}
     if files == 1:
         write_file(folder / "model.safetensors", arrays)
         return folder

@@ -8,8 +8,7 @@ import pytest
 from conftest import make_mesh
 from later import Later
 from opened import config_of, load
-from small_models import TOKENS_BT
-from test_draft_layers import write_with_drafts
+from small_models import TOKENS_BT, write_folder
 
 from maxramp.model.decoder import Decoder
 from maxramp.model.parts.positions import Positions
@@ -22,7 +21,7 @@ def test_a_draft_is_that_of_transformers(tmp_path):
     """GLM's, by transformers' own layer for drafts."""
     from transformers.modeling_layers import MtpModel
 
-    write_with_drafts(tmp_path, "glm4_moe")
+    write_folder(tmp_path, "glm4_moe", drafts=True)
     main = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\..*"]
     drafts = MtpModel.from_pretrained(main)

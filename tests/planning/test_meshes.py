@@ -164,6 +164,13 @@ def test_the_keys_that_are_printed_run_as_ranked(keys):
         assert target.ramp.stages[stage].spec == way.spec, way.name
 
 
+def test_a_phase_of_a_mesh_alone_is_the_same_program():
+    """Which is compiled once: the search finds a mesh for both."""
+    phase = ("phases_unit=samples", "phases.64.ici_tensor_parallelism=2")
+    first, last = search(*phase, on=machine(8)).stages
+    assert first.spec == last.spec
+
+
 def test_what_the_config_refuses_is_not_ranked():
     on = machine(8)
     sizes = [way.spec.mesh.sizes for way in search(on=on).rank(0)]

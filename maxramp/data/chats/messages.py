@@ -26,7 +26,7 @@ _FORMS = "messages, conversations, prompt and completion, instruction and output
 # A message's own word on whether it is trained on: Axolotl's, OpenAI's.
 _TRAINED = ("train", "weight")
 # A thought's names; the first one that a message has counts.
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # What no text has: halves of surrogate pairs, and what Unicode leaves to programs, such as ours.
 _NO_CHARACTER = re.compile("[\ud800-\udfff\ufdd0-\ufdef]")
 
@@ -190,7 +190,7 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRecord(f"a message is not an object but {describe(message)}")
     message = {name: value for name, value in message.items() if value is not None}
-    if thoughts := [message[name] for name in _THOUGHTS if name in message]:
+    if thoughts := [message[name] for name in THOUGHTS if name in message]:
         message = {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxramp.data.chats.messages import ANSWERS, Chat
+from maxramp.data.chats.messages import ANSWERS, THOUGHTS, Chat
 from maxramp.data.corpus import hash_of
 from maxramp.data.files.records import BadRecord
 from maxramp.errors import ConfigError, one_line
@@ -123,17 +123,35 @@ class ChatTemplate:
         return spans if apart else []
 
     def _find_by_prefixes(self, chat: Chat, text: str, mark: str) -> list[Span]:
-        """Returns answers, each up to `mark`, of a template whose text only grows with every
-        message; [] of another."""
+        """Returns answers, each behind the text that asks for it; [] of a template whose text does
+        not begin with that."""
         spans = []
         for i, message in enumerate(chat.messages):
-            if message["role"] != ANSWERS:
-                continue
-            before, whole = self._render(chat, i, True), self._render(chat, i + 1, False)
-            if not (whole.startswith(before) and text.startswith(whole)):
-                return []
-            spans.append((len(before), _end(whole, len(before), mark)))
+            if message["role"] == ANSWERS:
+                asked = self._render(chat, i, True)
+                end = self._find_end(chat, i, text, asked, mark) if text.startswith(asked) else 0
+                if not end:
+                    return []
+                spans.append((len(asked), end))
         return spans
+
+    def _find_end(self, chat: Chat, i: int, text: str, asked: str, mark: str) -> int:
+        """Returns where message `i` ends in a chat's text, behind `mark` or another one; 0 if that
+        is unclear. It must be there as it is where it ends the chat, but for its thought, which
+        some templates drop later on, and the mark at its end (gpt-oss)."""
+        answer = chat.messages[i]
+        bare = {name: value for name, value in answer.items() if name not in THOUGHTS}
+        for last in (answer, bare):
+            messages = [*chat.messages[:i], last]
+            whole = self._render(dataclasses.replace(chat, messages=messages), None, False)
+            if whole.startswith(asked) and text.startswith(whole):
+                return _end(whole, len(asked), mark)
+            same = len(os.path.commonprefix([whole, text]))
+            ends = self._marks.finditer(text, len(asked))
+            other = next((match for match in ends if match.end() > same), None)
+            if other and other.start() <= same and self._marks.fullmatch(whole, other.start()):
+                return other.end()
+        return 0
 
     def _end_mark(self, chat: Chat) -> str:
         """Returns the last of the marks right behind a placeholder for the first answer of a chat,
