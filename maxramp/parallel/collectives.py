@@ -72,15 +72,26 @@ def all_gather(
     return jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
 
 
-def all_to_all(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
-    """Sends each device along `axes` its part of the dimension `split`, which they divide; joins
-    what comes at `join`."""
+def all_to_all(
+    x: jax.Array,
+    axes: str | Sequence[str],
+    split: int,
+    join: int,
+    groups: list[list[int]] | None = None,
+) -> jax.Array:
+    """Sends each device along `axes`, or of its group, its part of the dimension `split`, which
+    they divide; joins what comes at `join`."""
     axes = _axes_of_several(axes)
-    return jax.lax.all_to_all(x, axes, split, join, tiled=True) if axes else x
+    if not axes:
+        return x
+    return jax.lax.all_to_all(x, axes, split, join, axis_index_groups=groups, tiled=True)
 
 
 def permute(
-    x: jax.Array, axis: str, links: Sequence[tuple[int, int]], behind: jax.Array | None = None
+    x: jax.Array,
+    axis: str | Sequence[str],
+    links: Sequence[tuple[int, int]],
+    behind: jax.Array | None = None,
 ) -> jax.Array:
     """Sends x along the links (from, to); a device that none leads to gets zeros. `behind` as in
     `psum`."""

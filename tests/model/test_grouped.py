@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import make_config, make_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxramp.errors import ConfigError
 from maxramp.model.parts import grouped
+from maxramp.parallel.collectives import map_shards
 
 E, K, N = 4, 96, 160
 # Rows of each expert, of as many rows: those behind all groups are nobody's.
@@ -79,3 +83,27 @@ def test_a_kernel_that_the_devices_lack_is_an_error(kernel, needed):
     says = f"^grouped_matmul={kernel} needs {needed}, not cpu devices; use"
     with pytest.raises(ConfigError, match=says):
         grouped.select(kernel, "cpu")
+
+
+@pytest.mark.parametrize("experts, devices", [(2, 8), (8, 8), (8, 4)])
+def test_shards_of_no_whole_tiles_are_exchanged_for_whole_experts(monkeypatch, experts, devices):
+    """What devices gather stays the same, as do their parts of a sum."""
+    mesh = make_mesh(make_config(f"ici_fsdp_parallelism={devices}", devices=devices))
+    w_EKN = np.random.default_rng(0).normal(size=(experts, 5 * devices, 6)).astype(np.float32)
+    shards = P(None, grouped.SHARDS_OF_EXPERT, None)
+
+    def both(w_EKN):
+        whole_EKN = grouped._gather((w_EKN,), shards)
+        number = 1 + jax.lax.axis_index("fsdp")
+        return whole_EKN[None], grouped._scatter(whole_EKN * number)
+
+    def run():
+        with jax.set_mesh(mesh):
+            spread = jax.device_put(w_EKN, NamedSharding(mesh, shards))
+            return jax.jit(map_shards(both, shards, (P("fsdp"), shards)))(spread)
+
+    gathered, parts = run()
+    monkeypatch.setattr(grouped, "_TILE_ROWS", 1)
+    for one, right in zip((gathered, parts), run(), strict=True):
+        np.testing.assert_allclose(one, right, rtol=1e-6)
+    np.testing.assert_array_equal(gathered, np.broadcast_to(w_EKN, (devices, *w_EKN.shape)))

@@ -13,16 +13,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ModelKeys
 from maxramp.model.parts.attention import choose, has_triton
 from maxramp.model.parts.weights import STAGE_PRODUCTS, Weight
 from maxramp.parallel.axes import BATCH_AXES, SHARDS_OF_EXPERT
-from maxramp.parallel.collectives import all_gather, map_shards, psum, psum_scatter
+from maxramp.parallel.collectives import (
+    all_gather,
+    all_to_all,
+    map_shards,
+    permute,
+    psum,
+    psum_scatter,
+)
 from maxramp.parallel.sharding import SORTED_M, Spec, gradient_spec
 
 _INTERPRETED = "_interpreted"
+_TILE_ROWS = 8  # of an array on TPUs
 
 
 def product(
@@ -63,7 +72,54 @@ def _gather(weights: tuple[jax.Array, ...], spec: Spec) -> jax.Array:
     if SHARDS_OF_EXPERT not in spec.partitions:  # gathered before
         return w_EKN
     w_EKN = w_EKN.swapaxes(1, 2) if _is_transposed(spec) else w_EKN
-    return all_gather(w_EKN, SHARDS_OF_EXPERT, dimension=1)
+    if not _is_exchanged(w_EKN.shape):
+        return all_gather(w_EKN, SHARDS_OF_EXPERT, dimension=1)
+    E, _, N = w_EKN.shape
+    return all_gather(_exchange(w_EKN), SHARDS_OF_EXPERT).reshape(E, -1, N)
+
+
+def _scatter(dw_EKN: jax.Array) -> jax.Array:
+    """Adds up all devices' gradients of what `_gather` returns, each shard's on its device."""
+    E, K, N = dw_EKN.shape
+    form = (E, K // jax.lax.axis_size(SHARDS_OF_EXPERT), N)
+    if not _is_exchanged(form):
+        return psum_scatter(dw_EKN, SHARDS_OF_EXPERT, dimension=1)
+    return _exchange_back(psum_scatter(dw_EKN.reshape(-1, N), SHARDS_OF_EXPERT, 0), form)
+
+
+def _is_exchanged(form: tuple[int, ...]) -> bool:
+    """Tells whether devices exchange shards of this form before they gather them, [E, R, N] of some
+    rows of every expert, for whole experts or large parts: where R rows are no whole tiles, XLA for
+    TPUs would lay out anew what it gathers and scatters, as many times as much as a shard."""
+    devices, experts = jax.lax.axis_size(SHARDS_OF_EXPERT), form[0]
+    is_possible = max(devices, experts) % min(devices, experts) == 0
+    return devices > 1 and form[1] % _TILE_ROWS > 0 and is_possible
+
+
+def _exchange(w_ERN: jax.Array) -> jax.Array:
+    """Returns a device's part of all experts' rows, [E * R, N], one expert after the other."""
+    groups, links = _exchange_groups(len(w_ERN))
+    w_ERN = permute(w_ERN, SHARDS_OF_EXPERT, links) if links else w_ERN
+    w_ERN = all_to_all(w_ERN, SHARDS_OF_EXPERT, split=0, join=1, groups=groups)
+    return w_ERN.reshape(-1, w_ERN.shape[2])
+
+
+def _exchange_back(w_RN: jax.Array, form: tuple[int, ...]) -> jax.Array:
+    groups, links = _exchange_groups(form[0])
+    w_ERN = w_RN.reshape(form[0] // len(groups[0]), -1, form[2])
+    w_ERN = all_to_all(w_ERN, SHARDS_OF_EXPERT, split=1, join=0, groups=groups)
+    links = [(target, source) for source, target in links]
+    return permute(w_ERN, SHARDS_OF_EXPERT, links) if links else w_ERN
+
+
+def _exchange_groups(experts: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Returns the groups of devices that exchange rows. Of more devices than experts, n of them
+    share an expert, and the first nth of all have the first nth of its rows: each must come to its
+    group by a link before."""
+    devices = jax.lax.axis_size(SHARDS_OF_EXPERT)
+    groups = np.arange(devices).reshape(min(experts, devices), -1).T
+    links = list(enumerate(groups.reshape(-1).tolist()))
+    return groups.tolist(), links if len(groups) > 1 else []
 
 
 def _backward(kernel, residuals, dy_MN):
@@ -78,7 +134,7 @@ def _backward(kernel, residuals, dy_MN):
         sides = (dy_MN, x_MK) if is_transposed else (x_MK, dy_MN)
         dw = find_gradient(*sides, sizes_E).astype(weights[0].dtype)
         if SHARDS_OF_EXPERT in spec.partitions:
-            dw = psum_scatter(dw, SHARDS_OF_EXPERT, dimension=1)
+            dw = _scatter(dw)
         dw_EKN = dw.swapaxes(1, 2) if is_transposed else dw
         parts = jnp.split(psum(dw_EKN, copies), len(weights), axis=2)
         return dx_MK, tuple(part.reshape(weights[0].shape) for part in parts)
