@@ -33,10 +33,12 @@ class LayerSizes(NamedTuple):
         writes = {**mixer.writes, "down_proj": width}
         return cls(mixer, reads, writes, mixer.inside, 2 * width)
 
-    @property
-    def results(self) -> int:
-        """Numbers of a token that products make, but for those of the residual stream."""
-        return sum(self.reads.values()) + sum(outputs for _, outputs in self.inside.values())
+    def results(self, tensor: int) -> float:
+        """Counts the numbers of a token that products make on each of `tensor` devices, but for
+        those of the residual stream."""
+        total = sum(self.reads.values()) + sum(outputs for _, outputs in self.inside.values())
+        whole = sum(self.reads.get(name, 0) for name in self.mixer.whole)
+        return whole + (total - whole) / tensor
 
 
 def sharded_widths(keys: ModelKeys) -> dict[tuple[str, ...], dict[str, int]]:
@@ -140,6 +142,8 @@ def pass_bytes(
             policy, at_once = "minimal_with_context", keys.num_layers_per_pipeline_stage
         recomputed = at_once * everything * stages / spec.pipeline_microbatches
     layers = sum(count / share * kept[layer][policy] for layer, count in counts.items())
+    # What the join of a draft reads: the vectors of two tokens, and these behind their norms.
+    layers += keys.mtp_num_layers * 2 * tokens * D * itemsize * (1 + 1 / tensor)
     return layers + max(recomputed + passing, logits) + slots
 
 
@@ -170,7 +174,7 @@ def _kept_bytes(
     itemsize = BYTES[keys.dtype]
     stream = tokens * keys.base_emb_dim * itemsize
     context, mixed = sizes.mixer.kept_bytes(keys, spec, platform)
-    products = tokens * sizes.results / tensor * itemsize
+    products = tokens * sizes.results(tensor) * itemsize
     activations = tokens * sizes.activations / tensor * itemsize
     norms = 2 * tokens * keys.base_emb_dim * 4
     everything = 4 * stream + norms + products + mixed + activations

@@ -168,14 +168,13 @@ class CostModel:
         numbers, own = 0.0, model.num_experts // sizes["expert"]
         for layer, count in Counter(layer_pattern(model)).items():
             widths = LayerSizes.from_keys(model, layer)
-            results = widths.results + D * len(widths.writes)
-            numbers += count * (_STREAM * D + _RESULT * results / sizes["tensor"])
+            tensor = sizes["tensor"]
+            results = widths.results(tensor) + D * len(widths.writes) / tensor
+            numbers += count * (_STREAM * D + _RESULT * results)
             if layer.is_sparse:
                 k = model.num_experts_per_tok
                 room = sizes["expert"] * min(k, own) - k
-                numbers += (
-                    count * room * self._rates.room * (D + model.moe_mlp_dim / sizes["tensor"])
-                )
+                numbers += count * room * self._rates.room * (D + model.moe_mlp_dim / tensor)
         return spec.accumulation * spec.device_tokens * numbers * BYTES[model.dtype]
 
     def _weight_waits(self, model: ModelKeys, spec: StageSpec) -> tuple[float, float]:

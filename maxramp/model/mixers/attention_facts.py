@@ -16,6 +16,7 @@ from maxramp.stage import StageSpec
 class AttentionFacts:
     """Facts of `mixers.attention`."""
 
+    whole: ClassVar[tuple[str, ...]] = ()
     tensor_keys: ClassVar[tuple[str, ...]] = ("base_num_query_heads", "base_num_kv_heads")
     shard_keys: ClassVar[tuple[str, ...]] = ()
     needs_order: ClassVar[bool] = False

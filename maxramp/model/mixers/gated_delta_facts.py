@@ -22,6 +22,7 @@ class GatedDeltaFacts:
     """Facts of `mixers.gated_delta`."""
 
     inside: ClassVar[Mapping[str, tuple[int, int]]] = {}
+    whole: ClassVar[tuple[str, ...]] = ()
     tensor_keys: ClassVar[tuple[str, ...]] = ("gdn_num_key_heads",)
     shard_keys: ClassVar[tuple[str, ...]] = ()
     needs_order: ClassVar[bool] = True

@@ -14,6 +14,7 @@ from maxramp.stage import StageSpec
 class LatentAttentionFacts(AttentionFacts):
     """Facts of `mixers.latent_attention`; `width` is that of all heads' values."""
 
+    whole: ClassVar[tuple[str, ...]] = ("q_a_proj", "kv_a_proj_with_mqa")
     tensor_keys: ClassVar[tuple[str, ...]] = ("base_num_query_heads",)
     shard_keys: ClassVar[tuple[str, ...]] = ("q_lora_rank", "kv_lora_rank")
     query_width: int = 0  # of all heads

@@ -20,6 +20,7 @@ class MixerFacts(Protocol):
     reads: Mapping[str, int]  # weights that read the residual stream: their output widths
     writes: Mapping[str, int]  # weights that write to it: their input widths
     inside: Mapping[str, tuple[int, int]]  # other weights: their input and output widths
+    whole: ClassVar[tuple[str, ...]]  # of `reads`, whose results all devices along `tensor` have
     tensor_keys: ClassVar[tuple[str, ...]]  # whose values `tensor` must divide
     shard_keys: ClassVar[tuple[str, ...]]  # whose values the axes that shard weights must divide
     needs_order: ClassVar[bool]  # whether devices along `context` must have tokens in order
