@@ -29,6 +29,7 @@ _MIXTRAL = ("model_name=mixtral-8x7b", "load_balance_loss_weight=0.01")
 _QWEN3_MOE = ("model_name=qwen3-30b-a3b", "load_balance_loss_weight=0.01")
 _QWEN35_MOE = ("model_name=qwen3.5-35b-a3b", "load_balance_loss_weight=0.01")
 _NEXT = ("model_name=qwen3-next-80b-a3b", "load_balance_loss_weight=0.01")
+_AIR = ("model_name=glm4.5-air-106b",)
 _GPT_OSS = ("model_name=gpt-oss-20b", "load_balance_loss_weight=0.01")
 _DEEPSEEK = ("model_name=deepseek-v3-671b", "override_model_config=true")
 _DEEPSEEK += ("base_num_decoder_layers=16",)
@@ -62,6 +63,7 @@ CONFIGURATIONS = {
     "Qwen3.5 9B, fsdp 64, full": (("model_name=qwen3.5-9b",), (2.909, 66.1, 17.7, 107)),
     "Qwen3.5 35B-A3B, fsdp 64, full": (_QWEN35_MOE, (2.854, 252.2, 28.9, 210)),
     "Qwen3-Next 80B-A3B, fsdp 64, full": (_NEXT, (4.349, 584.5, 31.7, 349)),
+    "GLM-4.5 Air, fsdp 64, full": (_AIR, None),  # MaxText has no GLM
     "gpt-oss 20B, fsdp 64, full": (_GPT_OSS, (1.260, 149.3, 14.4, 643)),
     "DeepSeek-V3, 16 of 61 layers, fsdp 64, full": (_DEEPSEEK, (4.878, 1119.8, 70.3, 784)),
     "Gemma 3 12B, fsdp 64, full, loss_block_tokens 1,024": (
@@ -73,7 +75,7 @@ CONFIGURATIONS = {
         (6.143, 105.0, 26.5, 98),
     ),
 }
-_WITH_ATTENTION = ("Qwen3.5", "Qwen3-Next", "gpt-oss", "DeepSeek")
+_WITH_ATTENTION = ("Qwen3.5", "Qwen3-Next", "GLM", "gpt-oss", "DeepSeek")
 COMMON = (
     *("compile_topology=v5p:4x4x4", "max_target_length=4096", "steps=100"),
     *("enable_rampup_batch_size=false", "per_device_batch_size=2", "remat_policy=full"),
@@ -99,7 +101,7 @@ def main() -> None:
             stage["memory_gib"]["peak"],
             stage["compile_seconds"],
         )
-        ratio = f"{ours[0] / maxtext[0]:.3f}"
+        ratio = f"{ours[0] / maxtext[0]:.3f}" if maxtext else "-"
         rows.append([name, *_cells(maxtext), *_cells(ours), ratio])
         figures[name] = {"ours": ours, "maxtext": maxtext, "experts_s": stage["experts_seconds"]}
         print(*rows[-1], sep="  ", flush=True)
@@ -110,7 +112,9 @@ def main() -> None:
     save(arguments.json, {"libtpu": versions["libtpu"], "configurations": figures})
 
 
-def _cells(figures: tuple[float, ...]) -> list[str]:
+def _cells(figures: tuple[float, ...] | None) -> list[str]:
+    if figures is None:
+        return ["-"] * 4
     step, waits, memory, seconds = figures
     return [f"{step:.3f} s", f"{waits:.1f} GiB", f"{memory:.1f} GiB", f"{seconds:.0f} s"]
 

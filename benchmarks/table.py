@@ -9,7 +9,7 @@ import json
 from figures import RESULTS, ROOT
 
 # docs/experts.md has them.
-_OF_EXPERTS = ("Mixtral", "Qwen3 30B", "Qwen3.5 35B", "Qwen3-Next", "gpt-oss", "DeepSeek")
+_OF_EXPERTS = ("Mixtral", "Qwen3 30B", "Qwen3.5 35B", "Qwen3-Next", "GLM", "gpt-oss", "DeepSeek")
 BEGIN, END = "<!-- benchmarks/table.py -->", "<!-- end -->"
 
 
