@@ -185,8 +185,8 @@ class RunFiles:
         rules out."""
 
     def close(self) -> None:
-        """Sends the rest, trying for a minute, and removes the folder here and the claim; warns if
-        that fails, and raises nothing."""
+        """Sends the rest, where the folder is in a storage; raises nothing. The lock stays until
+        the process ends."""
 
     def publish(self) -> None:
         """Waits until the records outlive this machine, as checkpoints and snapshots do; an OSError
@@ -233,7 +233,8 @@ class MirroredFiles(RunFiles):
             self._send()
 
     def close(self) -> None:
-        """Sends the rest, trying for a minute, and removes the folder here; warns if that fails."""
+        """Sends the rest, trying for a minute, and removes the folder here and the claim; warns if
+        it cannot be sent, and raises nothing."""
         self._ended.set()
         deadline, failure = time.monotonic() + _END_SECONDS, self._try_to_publish()
         while failure and time.monotonic() < deadline:

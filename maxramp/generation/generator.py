@@ -321,7 +321,8 @@ def _last(rows: Rows) -> jax.Array:
 def _append(
     rows: Rows, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]
 ) -> Rows:
-    """Samples and appends one token to each row that is not done."""
+    """Samples and appends one token to each row that is not done; a row is done after a stop id, or
+    at its limit."""
     tokens_B, log_probs_B = sample(logits_BV, sampling, rows.draws_B2, rows.lengths_B)
     B, S = rows.tokens_BS.shape
     index = jnp.arange(B), jnp.where(rows.done_B, S, rows.lengths_B)  # S: nowhere

@@ -241,7 +241,7 @@ class SlurmCluster:
 
     def _submit(self, nodes: int, failures: int) -> None:
         """Submits the job that continues this one; it knows the failures by an environment
-        variable."""
+        variable. A ConfigError if sbatch refuses it."""
         options = []
         if self._keys.elastic:  # its nodes are free before the next job takes some
             nodes, excluded = max(nodes, self._run.next_nodes), sorted(self._excluded_nodes())

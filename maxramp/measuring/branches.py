@@ -236,7 +236,7 @@ class Experiment:
         return folder | own
 
     def _command_line(self, size: int) -> list[str]:
-        """Writes SIZE.yml; returns the arguments for maxramp.train."""
+        """Writes SIZE.yml; returns the arguments for maxramp.train. A ConfigError as `load`."""
         path = self._folder / f"{size}.yml"
         keys = inherit_keys(self._config, self._first_sample, self._own_keys(size))
         write_whole(path, dump_config(Config.from_values(keys)).encode())

@@ -187,7 +187,7 @@ def square_sums(tree: Any, *others: Any, function: Callable = lambda x: x) -> ja
 # In one order, so that the last bit of a clipped gradient does not depend on how devices lie on
 # hosts.
 def add_up(parts: jax.Array) -> jax.Array:
-    """Adds the devices' parts, [..., devices] -> [...]."""
+    """Adds the devices' parts in one order on every device, [..., devices] -> [...]."""
     spec = stack_spec(BY_DEVICE, parts.ndim - 1)
 
     def local(held: jax.Array) -> jax.Array:

@@ -65,9 +65,9 @@ def _shorten_plugin_error(record: logging.LogRecord) -> bool:
 
 
 def start(keys: BackendKeys) -> None:
-    """Starts JAX with its cache of compiled programs, and joins the processes of the job. A
-    ConfigError if the cache cannot be written or the hardware is missing, a TrainingError if a
-    process is."""
+    """Starts JAX with its cache of compiled programs, and joins the processes of the job; called
+    before JAX runs anything. A ConfigError if the cache cannot be written or the hardware is
+    missing, a TrainingError if a process is."""
     take_hardware(keys.hardware)
     if keys.hardware == "cpu" and keys.devices_per_node != -1:
         devices = max(1, keys.devices_per_node // keys.processes_per_node)

@@ -89,7 +89,8 @@ class JobSchedule:
         return self.position.step if self.position else 0
 
     def take_rung(self, step: int, global_batch_size: int) -> None:
-        """Replaces the ramp from a step on, as at a restart there; the job may end there."""
+        """Replaces the ramp from a step on, as at a restart there, on all processes alike; the job
+        may end there."""
         nodes, sample = self._fit(self.planned.stages[0]).nodes, self.ramp.samples_before(step)
         stages, rungs = self.ramp.to_json()["stages"], [(sample, global_batch_size)]
         self._make_ramps(ResumePoint(step, sample, stages, rungs))

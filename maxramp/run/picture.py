@@ -86,7 +86,8 @@ def make_run_figure(records: list[Record], run_name: str) -> "Figure | None":
 
 
 def _draw_restarts(panels: list["Axes"], starts: list[int], steps: list[Record]) -> list["Line2D"]:
-    """Draws lines where the run was continued; in red where it has fewer devices from there on."""
+    """Draws lines where the run was continued, in red where it has fewer devices from there on;
+    returns one of each kind, for the legend."""
     lines: dict[str, Line2D] = {}
     for start, before, record in zip(starts, [steps[0], *steps], steps, strict=False):
         if record.get("restarted"):

@@ -56,7 +56,8 @@ def skip_bad_step(
 
 
 def _is_spike(keys: OptimizerKeys, window: Metrics, numbers: Metrics) -> jax.Array:
-    """Tells whether a step is a spike, once half of N steps are seen. Numbers that are not finite
+    """Tells whether a step is a spike, once half of N steps are seen, by loss and gradient norm of
+    the steps before (`window`, with 0 targets where there was none). Numbers that are not finite
     are no spikes."""
     weights_N = window["targets"] / numbers["targets"]
     seen, total = (weights_N > 0).sum(), weights_N.sum()

@@ -138,7 +138,8 @@ class LatentAttention(nnx.Module):
     def _expand(
         self, latent_BTc: jax.Array, rope_BTr: jax.Array, strategy: str
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values for `attend`."""
+        """Returns keys and values for `attend`: with a strategy those of all tokens
+        (`expand_latents`), but not for a weight with adapters."""
         (n, r, _), weight = self.widths, self.key_value_cHx
         if strategy and not isinstance(weight, Adapted):
             w_cHx = weight[...].astype(latent_BTc.dtype)

@@ -46,7 +46,8 @@ class LatentAttentionFacts(AttentionFacts):
 
     @staticmethod
     def context_bytes(keys: ModelKeys, spec: StageSpec, again: float) -> float:
-        """Every device gets all tokens' latents; by ulysses also queries of its heads."""
+        """Counts all tokens' latents, which every device gets; by ulysses also queries of its
+        heads."""
         context, tensor = spec.mesh.sizes["context"], spec.mesh.sizes["tensor"]
         latents = (keys.kv_lora_rank + keys.qk_rope_head_dim) * context
         exchanged = (2.5 + again) * latents

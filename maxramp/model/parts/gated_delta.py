@@ -114,7 +114,8 @@ def _put_behind_zeros(v_Cv: jax.Array, k: int) -> jax.Array:
 def _run_kernels(
     q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates, S_kv: jax.Array, axis: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `gated_delta_kernel.scan_chunks` does, for rows whose parts lie along an axis."""
+    """Does what `gated_delta_kernel.scan_chunks` does, for rows whose parts lie along an axis,
+    inside `map_shards`; None = they are whole."""
     scan = gated_delta_kernel.scan_chunks
     if axis is not None:
         wide = _put_behind_zeros(v, k.shape[-1])
@@ -201,7 +202,8 @@ def gated_delta_token(
     beta_BH: jax.Array,
     state_BHkv: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `gated_delta` does for one more token of each row, in float32."""
+    """Does what `gated_delta` does for one more token of each row, in float32; returns what it
+    reads [B, H, v], and the next state."""
     exact = functools.partial(jnp.einsum, precision="highest")
     q_BHk, k_BHk = (jnp.repeat(x, v_BHv.shape[1] // x.shape[1], 1) for x in (q_BKk, k_BKk))
     S_BHkv = state_BHkv * jnp.exp(g_BH)[..., None, None]

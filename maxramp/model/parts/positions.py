@@ -151,7 +151,8 @@ def rotate(x_BTHh: jax.Array, angles: Angles) -> jax.Array:
 
 
 def rotate_neighbours(x_BTHh: jax.Array, angles: Angles) -> jax.Array:
-    """Rotates the pairs (x_2i, x_{2i + 1}) of every head, as wide as the angles are for."""
+    """Rotates the pairs (x_2i, x_{2i + 1}) of every head, as wide as the angles are for; the result
+    has the first numbers of all pairs before the second ones."""
     cos_T1h, sin_T1h = (part[..., None, :] for part in angles)
     pairs = x_BTHh.astype(jnp.float32).reshape(*x_BTHh.shape[:-1], -1, 2)
     first, second = pairs[..., 0], pairs[..., 1]
