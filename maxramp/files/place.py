@@ -226,7 +226,7 @@ def remove_tree(folder: Place) -> None:
 
 def move_tree(folder: Place, to: Place) -> None:
     """Renames a folder to a name that is free: at once on a disk, object by object in a storage,
-    where a kill leaves parts under both names."""
+    where a kill leaves parts under both names. An OSError if it cannot."""
     if not isinstance(folder, ObjectPath):
         folder.rename(to)
         return

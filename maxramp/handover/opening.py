@@ -204,5 +204,6 @@ def _document_tokenizer(keys: DataKeys, is_replaced: bool) -> tuple[str, str, di
 
 
 def open_model(path: str, arguments: Sequence[str]) -> ModelSource:
-    """Opens the model at a path, as `open_weights`; `arguments` are those of a ModelSource."""
+    """Opens the model at a path, as `open_weights`; `arguments` are those of a ModelSource. A
+    ConfigError as either."""
     return ModelSource(open_weights(path, "RUN"), arguments)

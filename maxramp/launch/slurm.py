@@ -56,7 +56,8 @@ _KILLED_TASK = re.compile(r"srun: error: (\S+): tasks? \S+: (?:Killed|Bus error)
 
 
 def launch(run: Run, dry_run: bool) -> int:
-    """Submits a run's first job, or prints it; a ConfigError without sbatch or if one is queued."""
+    """Submits a run's first job, or prints it; a ConfigError without sbatch, if one is queued, or
+    if SLURM or `batch_script` refuses it."""
     folder, script = run.folder / "slurm", batch_script(run)
     if dry_run:
         print(f"### {folder / _NAME}\n{script}\n### then\ncd {shell_quote([folder])}")

@@ -111,7 +111,8 @@ class Evidence:
 
     def _read_branches(self, branch: str) -> list[dict[str, Any]]:
         """Reads all results below a folder, or the one in a file, with `row_tokens` in tokens of
-        the planned run; describes them in `lines`. Raises a ConfigError without any."""
+        the planned run; describes them in `lines`. Raises a ConfigError without any, and for
+        another program's."""
         path = place(branch)
         files = [*path.glob("branches/*/branch.json"), *path.glob("branch.json")]
         try:

@@ -225,8 +225,8 @@ class PolicyTrainer:
     def step(self, step: int, stage: Stage, first_sample: int) -> Dispatched | None:
         """Takes one rollout batch and the updates on it; the devices still work on the last one.
 
-        Returns None if the step was given up. Raises a StepError if a reward function failed, a
-        NotFiniteError if the weights are not numbers.
+        Returns None if the step was given up. Raises a StepError if a reward function failed or a
+        program does not compile, a NotFiniteError if the weights are not numbers.
         """
         phases: list[tuple[str, float]] = []  # when each began, and the one before ended
 
