@@ -80,7 +80,7 @@ def all_to_all(
     groups: list[list[int]] | None = None,
 ) -> jax.Array:
     """Sends each device along `axes`, or of its group, its part of the dimension `split`, which
-    they divide; joins what comes at `join`."""
+    they divide; joins what comes at `join`. `groups` are of one size (None = all are one)."""
     axes = _axes_of_several(axes)
     if not axes:
         return x

@@ -97,7 +97,8 @@ def _is_exchanged(form: tuple[int, ...]) -> bool:
 
 
 def _exchange(w_ERN: jax.Array) -> jax.Array:
-    """Returns a device's part of all experts' rows, [E * R, N], one expert after the other."""
+    """Returns a device's part of all experts' rows, [E * R, N], one expert after the other, for its
+    shard of a form that `_is_exchanged`; inside `map_shards`."""
     groups, links = _exchange_groups(len(w_ERN))
     w_ERN = permute(w_ERN, SHARDS_OF_EXPERT, links) if links else w_ERN
     w_ERN = all_to_all(w_ERN, SHARDS_OF_EXPERT, split=0, join=1, groups=groups)
@@ -105,6 +106,7 @@ def _exchange(w_ERN: jax.Array) -> jax.Array:
 
 
 def _exchange_back(w_RN: jax.Array, form: tuple[int, ...]) -> jax.Array:
+    """Undoes `_exchange`; `form` is that of its argument."""
     groups, links = _exchange_groups(form[0])
     w_ERN = w_RN.reshape(form[0] // len(groups[0]), -1, form[2])
     w_ERN = all_to_all(w_ERN, SHARDS_OF_EXPERT, split=1, join=0, groups=groups)
