@@ -69,6 +69,20 @@ def packed_batch(config, rows, accumulation=1, packed=True):
     return batch_of(*(x.reshape(accumulation, -1, x.shape[-1]) for x in arrays))
 
 
+def parallel(sizes):
+    """The keys of `axis=size axis=size`."""
+    return tuple(f"ici_{size.replace('=', '_parallelism=')}" for size in sizes.split())
+
+
+@functools.cache
+def update_of(*keys, devices=8, accumulation=1, rows=16, packed=True):
+    """What a step of gradient descent makes."""
+    constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={rows // devices}")
+    constant += ("opt_type=sgd", "gradient_clipping_threshold=0")
+    config = make_config(*constant, *keys, devices=devices)
+    return take_step(config, packed_batch(config, rows, accumulation, packed))
+
+
 def assert_same_update(actual, expected, tolerance=1e-5):
     """Two results of `take_step` must begin with the same weights, and be near to each other."""
     (*models, metrics, sums), (*models_1, metrics_1, sums_1) = actual, expected

@@ -1,4 +1,4 @@
-"""The model's size, its operations, and its initial weights."""
+"""The model's size, its operations, its initial weights and their hash."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import BASE, ROOT, make_config, make_mesh
+from conftest import BASE, ROOT, make_config, make_mesh, mix_bits
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
@@ -18,8 +18,9 @@ from maxramp.model.decoder import Decoder, num_parameters
 from maxramp.model.keys import SHAPE_KEYS
 from maxramp.model.parts import attention
 from maxramp.model.parts.embedding import look_up
-from maxramp.model.parts.weights import dense, new_weight
+from maxramp.model.parts.weights import dense, fingerprint_of_weights, new_weight
 from maxramp.model.pattern import Rope
+from maxramp.model.pipeline import order_by_layer
 from maxramp.model.size import training_flops_per_token
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.mesh import abstract_mesh
@@ -35,6 +36,7 @@ from maxramp.parallel.sharding import (
     weight_spec,
 )
 from maxramp.training.loss import cross_entropy_sums
+from maxramp.training.state import initial_state
 
 # Weights as published with the models.
 PUBLISHED = {
@@ -303,3 +305,37 @@ def test_what_travels_to_look_tokens_up(T, vectors_travel, apart):
         program = find.lower(table_VD, tokens_BT).compile()
         np.testing.assert_array_equal(program(table_VD, tokens_BT), table[tokens])
     assert ("all-to-all" in program.as_text()) == vectors_travel
+
+
+def hash_with_numpy(arrays):
+    """As the docstring defines it."""
+    words = []
+    for c in (0x9E3779B9, 0x7F4A7C15):
+        word = 0
+        for n, x in enumerate(arrays, 1):
+            bits = x.ravel().view(f"uint{8 * x.itemsize}").astype(np.uint32)
+            index = np.arange(bits.size, dtype=np.uint32)
+            mixed = mix_bits(mix_bits(index + np.uint32(n * c % 2**32)) ^ bits)
+            word += int(mixed.sum(dtype=np.uint32))
+        words.append(f"{word % 2**32:08x}")
+    return "".join(words)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("weight_dtype=bfloat16",),
+        ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"),
+        ("ici_pipeline_parallelism=2", "num_pipeline_repeats=2", "base_num_decoder_layers=4"),
+    ],
+)
+def test_weights_have_one_hash_on_every_mesh(keys):
+    config = make_config(*keys)
+    with jax.set_mesh(make_mesh(config)):
+        model = order_by_layer(initial_state(config.recipe).model)
+    fingerprint = fingerprint_of_weights(model)  # with no mesh set
+    arrays = [np.asarray(x) for x in jax.tree.leaves(model)]
+    assert fingerprint == hash_with_numpy(arrays)
+    changed = [x.copy() for x in arrays]
+    changed[-1].flat[-1] += 1
+    assert fingerprint_of_weights(changed) == hash_with_numpy(changed) != fingerprint

@@ -12,7 +12,7 @@ import pytest
 from conftest import BASE, TINY, make_config, make_mesh, refused, table
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from one_step import assert_same_update, packed_batch, take_step
+from one_step import assert_same_update, packed_batch, update_of
 
 from maxramp.config.load import load
 from maxramp.errors import ConfigError
@@ -31,12 +31,14 @@ from maxramp.training.state import initial_state
 ROWS = 32
 
 
+# Without epsilons a stage on zeros makes NaN.
+KEYS = ("base_num_decoder_layers=4", "normalization_layer_epsilon=0")
+trained = functools.partial(update_of, *KEYS, rows=ROWS)
+
+
 def config_of(*arguments, devices=8):
-    """Four layers, a step as large as the gradient; without epsilons a stage on zeros makes NaN."""
     constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={ROWS // devices}")
-    keys = ("base_num_decoder_layers=4", "opt_type=sgd", "gradient_clipping_threshold=0")
-    keys += ("normalization_layer_epsilon=0",)
-    return make_config(*constant, *keys, *arguments, devices=devices)
+    return make_config(*constant, *KEYS, *arguments, devices=devices)
 
 
 def place(config, mesh, accumulation, packed):
@@ -52,38 +54,33 @@ def first(weights_LSDF):
     return relabel(jax.tree.map(lambda w: w[0], weights_LSDF), "L", "")
 
 
-@functools.cache
-def trained(*arguments, devices=8, accumulation=1, packed=False):
-    """What a step on one of the meshes makes."""
-    config = config_of(*arguments, devices=devices)
-    return take_step(config, packed_batch(config, ROWS, accumulation, packed))
-
-
 # What composes with a pipeline, as docs/mesh.md lists it: keys behind two stages, accumulation,
 # whether rows are packed. A case is some ten seconds of compiling.
 DATA, TENSOR = "ici_data_parallelism=2", "ici_tensor_parallelism=2"
 CIRCULAR, FOUR = "num_pipeline_repeats=2", "num_pipeline_microbatches=4"
 STAGES, EIGHT = "ici_pipeline_parallelism=4", "num_pipeline_microbatches=8"
 ONCE, LOOP = "pipeline_fsdp_ag_once=True", "scan_layers=False"
-MESHES = {"fsdp, tensor": ((TENSOR,), 1, True)}
-MORE_MESHES = {
+TIED = "logits_via_embedding=True"
+MESHES = {
+    "fsdp, tensor": ((TENSOR,), 1, True),
     "data, circular, accumulation": ((DATA, CIRCULAR, FOUR, "remat_policy=full"), 2, True),
     "several micro batches a stage": ((STAGES, EIGHT, "remat_policy=minimal"), 1, False),
-    "tensor, accumulation": ((TENSOR,), 2, False),
     "data, weights gathered once": ((DATA, FOUR, ONCE, "remat_policy=full"), 1, False),
     "tensor, circular, gathered once, unrolled": ((TENSOR, CIRCULAR, FOUR, ONCE, LOOP), 1, False),
+    # Gradients from both ends of it travel between copies and stages after the last pass.
+    "a tied embedding, data, accumulation": ((DATA, TIED), 2, False),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [*MESHES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MESHES)]
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x != "fsdp, tensor")) for x in MESHES]
 )
 def test_one_update_on_any_mesh(name):
     """Weights, losses, held-out sums and rows of a step are those of one device."""
-    keys, accumulation, packed = (MESHES | MORE_MESHES)[name]
-    stages = "ici_pipeline_parallelism=2"
+    keys, accumulation, packed = MESHES[name]
+    stages, one = "ici_pipeline_parallelism=2", ("ici_fsdp_parallelism=1", *{TIED} & {*keys})
     actual = trained(stages, *keys, accumulation=accumulation, packed=packed)
-    assert_same_update(actual, trained("ici_fsdp_parallelism=1", devices=1, packed=packed))
+    assert_same_update(actual, trained(*one, devices=1, packed=packed))
 
 
 OWN_KEYS = {
@@ -91,7 +88,7 @@ OWN_KEYS = {
     for name, family in FAMILIES.items()
     if (own := dict.fromkeys(family.keys, 5) | family.fixed)
     and not has_experts(name)
-    and "gdn_num_key_heads" not in own  # test_hybrids
+    and "gdn_num_key_heads" not in own  # test_families_on_meshes
 }
 OF_FAMILIES = {
     "pipeline": (
@@ -117,17 +114,8 @@ CHOSEN |= dict.fromkeys(("qwen2", *REPEAT), "none")
 def test_one_update_for_any_family(family, mesh):
     """Biases, norms of heads and windows, with all axes, accumulation and packed rows."""
     keys = OWN_KEYS[family]
-    actual = trained(*OF_FAMILIES[mesh], *keys, accumulation=2, packed=True)
-    assert_same_update(actual, trained("ici_fsdp_parallelism=1", *keys, devices=1, packed=True))
-
-
-@pytest.mark.slow
-def test_a_tied_embedding():
-    """Its gradients from both ends travel between copies and stages after the last pass."""
-    keys = ("ici_data_parallelism=2", "ici_pipeline_parallelism=2")
-    tied = "logits_via_embedding=True"
-    actual = trained(*keys, tied, accumulation=2)
-    assert_same_update(actual, trained("ici_fsdp_parallelism=1", tied, devices=1))
+    actual = trained(*OF_FAMILIES[mesh], *keys, accumulation=2)
+    assert_same_update(actual, trained("ici_fsdp_parallelism=1", *keys, devices=1))
 
 
 @pytest.mark.slow
@@ -136,11 +124,11 @@ def test_a_kernel(monkeypatch, kernel, length):
     """TPUs' and GPUs', interpreted, with segments; test_compiled_steps.py compiles cuDNN's."""
     small = ("base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=2")
     small += (f"max_target_length={length}",)
-    one = trained("ici_fsdp_parallelism=1", *small, devices=1, packed=True)
+    one = trained("ici_fsdp_parallelism=1", *small, devices=1)
     monkeypatch.setattr(attention, "select", lambda *_: f"{kernel}_interpreted")
     keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=4")
     keys += ("remat_policy=minimal_with_context",)
-    assert_same_update(trained(*keys, *small, devices=2, packed=True), one)
+    assert_same_update(trained(*keys, *small, devices=2), one)
 
 
 def execution_of(microbatches):

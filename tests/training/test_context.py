@@ -7,20 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_config, make_mesh
-from one_step import assert_same_update, packed_batch, take_step
+from one_step import assert_same_update, parallel, update_of
 
 from maxramp.model.parts.attention import AttentionMask, attend
 from maxramp.model.parts.positions import Positions, balanced_order, run_length
 from maxramp.parallel.sharding import ROWS_BT, SPLIT_D, TOKENS_BT, X_BTHh
 
-ROWS = 16
-
-
-def parallel(sizes):
-    """The keys of `axis=size axis=size`."""
-    return tuple(f"ici_{size.replace('=', '_parallelism=')}" for size in sizes.split())
-
-
+FOUR = "base_num_decoder_layers=4"
 EXPERTS = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
 EXPERTS += ("load_balance_loss_weight=0.1", "router_z_loss_weight=0.1")
 GEMMA = ("logits_via_embedding=True", "mlp_activations=[gelu,linear]", "sliding_window_size=5")
@@ -56,26 +49,20 @@ CASES = {
     "gathered, parts in order": ("context=4", IN_ORDER, CAPACITY, 1),
     "adapters": ("context=2", (), ("lora_rank=2", "lora_dropout=0.2"), 2),
 }
-QUICK = ("fsdp, tensor, accumulation", "gathered")
+MARKS = dict.fromkeys(CASES, pytest.mark.slow)
+MARKS |= {"fsdp, tensor, accumulation": (), "gathered": ()}
+# What they join does not meet in a layer.
+MARKS |= dict.fromkeys(("norms of heads", "norms behind", "gathered, experts"), pytest.mark.long)
+MARKS |= dict.fromkeys(("two kinds of layers, copies", "gathered, a pipeline"), pytest.mark.long)
 
 
-@functools.cache
-def trained(*arguments, devices=8, accumulation=1):
-    """What a step on packed rows makes."""
-    constant = ("enable_rampup_batch_size=False", f"per_device_batch_size={ROWS // devices}")
-    constant += ("base_num_decoder_layers=4", "opt_type=sgd", "gradient_clipping_threshold=0")
-    config = make_config(*constant, *arguments, devices=devices)
-    return take_step(config, packed_batch(config, ROWS, accumulation))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in MARKS.items()])
 def test_parts_of_rows_make_the_update_of_one_device(name):
     axes, mesh, keys, accumulation = CASES[name]
-    actual = trained(*parallel(axes), *mesh, *keys, accumulation=accumulation)
+    actual = update_of(FOUR, *parallel(axes), *mesh, *keys, accumulation=accumulation)
     # A capacity is a row's, and so are draws of dropout: one device has the same.
-    expected = trained(*parallel("fsdp=1"), *keys, devices=1, accumulation=accumulation)
+    one = (FOUR, *parallel("fsdp=1"), *keys)
+    expected = update_of(*one, devices=1, accumulation=accumulation)
     assert_same_update(actual, expected)
     for name in actual[2].keys() - {"batch_fingerprint"}:
         np.testing.assert_allclose(actual[2][name], expected[2][name], rtol=1e-3, atol=1e-6)

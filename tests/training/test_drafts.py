@@ -213,7 +213,8 @@ def one_device(*keys):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh"),
-    [*itertools.product(["experts"], MESHES)] + [("dense", x) for x in MESHES if "expert" not in x],
+    [*itertools.product(["experts"], MESHES)]
+    + [pytest.param("dense", x, marks=pytest.mark.long) for x in MESHES if "expert" not in x],
 )
 def test_any_split_is_the_same_step(family, mesh):
     """The loss, its parts, and what every weight moves by, the biases of drafts' experts too."""

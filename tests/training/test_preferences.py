@@ -201,7 +201,7 @@ def test_a_restart_is_exact(first, tmp_path):
     assert losses(own) == losses(folder / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_branches_of_adapters(first):
     """They begin with the run's state, and with the weights that it adapts and stays near to."""
     folder, arguments, _ = first
