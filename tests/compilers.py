@@ -26,8 +26,15 @@ def skip_without(topology: str) -> None:
         pytest.skip("pip install -e '.[test,tpu]', or '.[test,cuda13-compiler]'")
 
 
-needs_libtpu = pytest.mark.skipif(is_missing(TPU), reason="pip install -e '.[test,tpu]'")
-needs_cuda = pytest.mark.skipif(is_missing(GPU), reason="pip install -e '.[test,cuda13-compiler]'")
+def needs_libtpu(test):
+    """Marks a test slow, as every one that needs more than the extra `test`, and skips it here."""
+    skip = pytest.mark.skipif(is_missing(TPU), reason="pip install -e '.[test,tpu]'")
+    return pytest.mark.slow(skip(test))
+
+
+def needs_cuda(test):
+    skip = pytest.mark.skipif(is_missing(GPU), reason="pip install -e '.[test,cuda13-compiler]'")
+    return pytest.mark.slow(skip(test))
 
 
 def prepare_compile(topology: str, *keys: str):

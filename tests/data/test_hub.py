@@ -20,6 +20,7 @@ from maxramp.handover.opening import open_model
 
 constants = pytest.importorskip("huggingface_hub.constants")
 pytest.importorskip("tokenizers")
+pytestmark = pytest.mark.slow  # as all that needs more than the extra `test`
 
 NAME, COMMIT = "an-org/Model-1.5", "0" * 40
 COLUMN = "train_data_columns=[body]"

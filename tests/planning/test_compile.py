@@ -196,13 +196,19 @@ compile_topology=v5e-512 | v5e-512 | v5e-256
 compile_topology=v5p-7 | v5p-7 | v5p-8
 compile_topology=big | compile_topology=big | v5p-2048
 compile_topology_num_slices=0 | compile_topology_num_slices=0
+""")
+REFUSED_ON_A_POD = table("""
 step_batch_size_schedule=0:18 | stage 0 | 18
 ici_fsdp_parallelism=3 | ici_fsdp_parallelism=3 | mesh of 8
 ici_tensor_parallelism=8 | base_num_query_heads=4 | tensor axis of 8
 """)
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+@pytest.mark.parametrize(
+    "case",
+    [*REFUSED, *(pytest.param(case, marks=pytest.mark.slow) for case in REFUSED_ON_A_POD)],
+    ids=lambda case: case[0],
+)
 def test_refused(case, tmp_path):
     argument, *parts = case
     if not argument.startswith("compile_topology"):
@@ -251,7 +257,6 @@ def test_shipped_pods_have_their_meshes():
         assert CompileTarget.from_config(config, print).mesh.size == chips
 
 
-@pytest.mark.slow
 @needs_libtpu
 def test_a_program_that_the_compiler_accepts_counts_as_one_that_fits():
     """Its parts are more than a chip has; the compiler refuses what is more than that in truth."""

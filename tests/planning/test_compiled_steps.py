@@ -130,7 +130,6 @@ def test_muon_sends_and_computes_what_arithmetic_says(case):
     assert less == pytest.approx(matrices, rel=0.05)
 
 
-@pytest.mark.slow
 @needs_libtpu
 def test_a_step_of_experts():
     """Tokens travel to experts and back; the plan's memory is the compiler's within a half."""

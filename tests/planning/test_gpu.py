@@ -43,7 +43,6 @@ def expected_flops(config, tokens_per_device: float, again: int = 1) -> float:
     return tokens_per_device * (training_flops_per_token(m, T) + extra)
 
 
-@pytest.mark.slow
 @needs_cuda
 def test_a_cluster_that_shards_over_all_of_its_gpus():
     """With two passes a step, which 0.12's compiler makes a loop that does not say its turns."""
@@ -70,7 +69,6 @@ def test_a_cluster_that_shards_over_all_of_its_gpus():
     assert s["tokens_per_second"] == pytest.approx(2 * 16 * 512 / s["step_seconds"])
 
 
-@pytest.mark.slow
 @needs_cuda
 def test_experts_compute_their_own_rows_alone():
     """Dense, each of the 8 experts would compute all rows: 4 times these FLOPs."""
@@ -82,7 +80,6 @@ def test_experts_compute_their_own_rows_alone():
     assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 512), rel=0.02)
 
 
-@pytest.mark.slow
 @needs_cuda
 @pytest.mark.parametrize("window", ((), ("decoder_block=mistral", "sliding_window_size=128")))
 def test_our_attention_kernel_is_counted(window):
@@ -91,7 +88,6 @@ def test_our_attention_kernel_is_counted(window):
     assert s["flops_per_device"] == pytest.approx(expected_flops(config, 2 * 512, 3), rel=0.005)
 
 
-@pytest.mark.slow
 @needs_cuda
 def test_axes_and_the_links_they_cross():
     """Tensor inside a node, fsdp between nodes: activations over NVLink, weights over the other."""
@@ -106,7 +102,6 @@ def test_axes_and_the_links_they_cross():
     assert 0.7 * summed <= sum(s["collective_gib"].values()) <= 2 * summed
 
 
-@pytest.mark.slow
 @needs_cuda
 @pytest.mark.parametrize(
     "kind", ["h100", "file", *(pytest.param(x, marks=pytest.mark.long) for x in ("a100", "b200"))]
@@ -141,7 +136,6 @@ def some_layers_of(name, layers, topology):
     return config, stage
 
 
-@pytest.mark.slow
 @needs_cuda
 @pytest.mark.parametrize(
     "name",
@@ -152,7 +146,6 @@ def test_shipped_models_compile_for_gpus(name):
     assert stage["flops_per_device"] == pytest.approx(expected_flops(config, 2048), rel=0.02)
 
 
-@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize(
     "name", [x if x == TWO[0] else pytest.param(x, marks=pytest.mark.long) for x in MODELS]

@@ -22,7 +22,6 @@ from maxramp.run.job_schedule import JobSchedule, ramp_change
 from maxramp.run.metrics import read_records
 from maxramp.run.picture import draw_run
 from maxramp.training.device_memory import compiled_bytes
-from maxramp.training.learning_rate import LearningRate
 
 NEMO_8B = [
     *("model_name=llama3-8b", "max_target_length=4096", "num_nodes=16", "devices_per_node=8"),
@@ -160,24 +159,6 @@ def test_a_ramp_that_decides_while_it_runs(capsys):
     print_plan(plan)
     printed = capsys.readouterr().out
     assert "every rung as early as it may be" in printed and "as late as it may be" in printed
-
-
-def test_learning_rate_by_steps_is_the_other_reading():
-    config = make_config("learning_rate_by=steps", "steps=100", devices=1)
-    ramp = RampupBatchManager(config.batch)
-    rate = LearningRate.from_keys(config.learning_rate, ramp)
-    constant = make_config("enable_rampup_batch_size=False", "steps=100", devices=1)
-    by_step = LearningRate.from_keys(constant.learning_rate, RampupBatchManager(constant.batch))
-    for step in range(100):
-        assert float(rate(ramp.samples_before(step))) == pytest.approx(float(by_step(32 * step)))
-
-
-@pytest.mark.parametrize("rule, power", [("none", 0), ("sqrt", 0.5), ("linear", 1)])
-def test_learning_rate_scaling_is_relative_to_the_final_batch(rule, power):
-    config = make_config(f"batch_size_lr_scaling={rule}", devices=1)
-    rate = LearningRate.from_keys(config.learning_rate, RampupBatchManager(config.batch))
-    assert float(rate(2000, 8)) == pytest.approx(float(rate(2000, 32)) * (8 / 32) ** power)
-    assert float(rate(2000, 32)) == pytest.approx(float(rate(2000)))
 
 
 _EXPERTS = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2")

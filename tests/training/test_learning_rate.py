@@ -193,16 +193,29 @@ def test_seesaw_keeps_rate_over_root_of_batch(seed):
         np.testing.assert_allclose(actual / np.sqrt(batches), wanted, **limits)
 
 
-@pytest.mark.parametrize("reference, batch", [("initial", 2), ("final", 8)])
-def test_a_ramp_keeps_the_curve_of_its_reference_batch(reference, batch):
+RAMP = {"step_batch_size_schedule": "0:2 160:4 320:8", "step_batch_size_unit": "samples"}
+
+
+@pytest.mark.parametrize(
+    "reference, batch, rule, power",
+    [("initial", 2, "sqrt", 0.5), *(("final", 8, r, p) for r, p in (("sqrt", 0.5), ("linear", 1)))],
+)
+def test_a_ramp_keeps_the_curve_of_its_reference_batch(reference, batch, rule, power):
     length = {"total_samples": 800, "steps": -1, "learning_rate_schedule_steps": -1}
-    batches = {"step_batch_size_schedule": "0:2 160:4 320:8", "step_batch_size_unit": "samples"}
-    scaling = {"batch_size_lr_scaling": "sqrt", "batch_size_lr_reference": reference}
-    rate, ramp = rate_and_ramp(settings(**scaling, **batches, **length))
+    scaling = {"batch_size_lr_scaling": rule, "batch_size_lr_reference": reference}
+    rate, ramp = rate_and_ramp(settings(**scaling, **RAMP, **length))
     constant, _ = rate_and_ramp(settings(global_batch_size=batch, **length))
     samples = np.arange(0, 800, 8)
     np.testing.assert_array_equal(rate(samples, batch), constant(samples))
-    np.testing.assert_allclose(rate(samples, 4), constant(samples) * (4 / batch) ** 0.5, rtol=1e-6)
+    wanted = constant(samples) * (4 / batch) ** power
+    np.testing.assert_allclose(rate(samples, 4), wanted, rtol=1e-6)
+
+
+def test_a_curve_by_steps_is_that_of_a_constant_batch():
+    rate, ramp = rate_and_ramp(settings(learning_rate_by="steps", **RAMP))
+    constant, _ = rate_and_ramp(settings(global_batch_size=8))
+    samples = [ramp.samples_before(step) for step in range(100)]
+    np.testing.assert_allclose(rate(np.array(samples)), constant(8 * np.arange(100)), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

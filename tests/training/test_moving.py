@@ -7,7 +7,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-from compilers import skip_without
 from conftest import BASE, TINY, complete, make_config
 from jax.sharding import NamedSharding
 from jobs import finish, run_signalled, start
@@ -17,12 +16,10 @@ from maxramp.config.resolve import resolve
 from maxramp.errors import EXIT_STAGE_END, ConfigError
 from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.sharding import EMBEDDING_VD, MLP_IN_DF, REPLICATED, HEADS_IN_DHh
-from maxramp.planning.compile_target import CompileTarget
 from maxramp.planning.plan import estimate, make_plan
 from maxramp.rampup.schedule import RampupBatchManager
 from maxramp.run.metrics import read_records
 from maxramp.training import moving
-from maxramp.training.device_memory import GIB
 from maxramp.training.state import abstract_state
 
 SAMPLES = ("global_batch_size=16", "phases_unit=samples", "total_samples=4000")
@@ -164,22 +161,3 @@ def test_a_run_over_two_meshes_is_that_of_one(tmp_path, cache_dir):
         job = finish(start([sys.executable, "-m", "maxramp.train", *keys], 2, 2, [tmp_path] * 2))
         assert [code for _, _, code in job] == [status] * 2, job
     compare(tmp_path / "both", wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5p-16", "h100:2x4"])
-def test_compilers_take_the_moves(topology):
-    """Muon's state moves to copies and back: a device receives what it lacks, no whole array."""
-    skip_without(topology)
-    wide = ("base_emb_dim=256", "base_mlp_dim=1024", "vocab_size=8192")
-    config = make_config(*SAMPLES, *wide, "opt_type=muon", *in_phase(320, OTHER))
-    target = CompileTarget.from_config(config.replace(compile_topology=topology), lambda line: None)
-    meshes = [stage.spec.mesh for stage in stages_of(config)]
-    states = [abstract_state(config.recipe, mesh_lib.abstract_mesh(m.sizes)) for m in meshes]
-    sizes = [[mesh_lib.bytes_per_device(x) / GIB for x in jax.tree.leaves(s)] for s in states]
-    for before, after, (old, new) in ((*meshes, sizes), (*meshes[::-1], sizes[::-1])):
-        costs = target.move(before, after)
-        received = sum(sum(costs[name].values()) for name in ("collective_gib", "network_gib"))
-        assert sum(new) - sum(old) <= received <= 2.5 * sum(new)
-        larger = max(sum(old), sum(new))
-        assert larger < costs["peak_gib"] < 1.1 * (sum(old) + sum(new)) and costs["fits"]
