@@ -6,16 +6,21 @@ import pathlib
 import re
 import subprocess
 import sys
+import time
 import tomllib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import BASE, ROOT, command, environment, run
 
 from maxramp import __main__ as commands
-from maxramp import __version__, branch, checkpoint, noise
-from maxramp.commandline import config_parser
+from maxramp import __version__, branch, checkpoint, commandline, noise
+from maxramp.commandline import amount, config_parser, duration, print_table, run_time, show_wait
 from maxramp.config.load import load
-from maxramp.errors import ConfigError
+from maxramp.errors import ConfigError, reason_of
+from maxramp.keys.base import base
 from maxramp.launch import __main__ as launch
 
 
@@ -66,7 +71,7 @@ def test_help(name, capsys):
     assert "hang_timeout_seconds" not in text and text.count("\n") < 60
     assert asked("--version") == f"maxramp {__version__}\n"
     if "--help-keys" in text:
-        assert "hang_timeout_seconds: 1800.0" in asked("--help-keys")
+        assert {line.partition(": ")[0] for line in asked("--help-keys").splitlines()} >= {*base()}
 
 
 def test_a_config_that_comes_with_the_package(tmp_path, capsys, monkeypatch):
@@ -138,3 +143,49 @@ def test_a_command_by_its_name_is_its_module():
             assert (done.returncode, done.stdout) == (module.returncode, module.stdout)
             assert done.stderr == module.stderr
     assert done.returncode == 2 and "did you mean steps?" in done.stderr
+
+
+AMOUNTS = {51648.7: "51,649", 50.43: "50.4", 0.2131: "0.21", 8.53e-05: "<0.01", 0: "0"}
+DURATIONS = {0.032: "0.03s", 0: "0s", 45.4: "45s", 200: "3m20s", 7500: "2h05m", 270000: "3d03h"}
+TIMES = {8.53e-05: "0.3s", 0.5: "30m00s", 50.43: "50.4 hours"}
+
+
+@pytest.mark.parametrize(
+    "form, table", [(amount, AMOUNTS), (duration, DURATIONS), (run_time, TIMES)]
+)
+def test_numbers_have_the_digits_that_people_read(form, table):
+    assert {number: form(number) for number in table} == table
+
+
+def test_a_long_wait_shows_that_it_gets_on_and_a_short_one_nothing(monkeypatch):
+    monkeypatch.setattr(commandline, "_PERIOD", 0.02)
+    lines = []
+    with show_wait(lines.append, "still compiling", 0.01):
+        while len(lines) < 3:
+            time.sleep(0.01)
+    with show_wait(lines.append, "nothing", 5.0):
+        pass
+    assert {*lines} and all(line.startswith("still compiling, for 0.") for line in lines)
+
+
+def test_a_table_shows_names_as_they_are(capsys):
+    print_table(["run[a]", "[/b]"], [["[bold]x", ":smile:"]])
+    assert {"run[a]", "[/b]", "[bold]x", ":smile:"} <= {*capsys.readouterr().out.split()}
+
+
+def too_much_for_the_device():
+    jnp.zeros((2**20, 2**26)).block_until_ready()
+
+
+def too_much_for_the_host():
+    np.ones(2**50)
+
+
+@pytest.mark.parametrize("allocate", [too_much_for_the_device, too_much_for_the_host])
+def test_too_little_memory_is_one_line_with_the_remedy(allocate):
+    with pytest.raises((jax.errors.JaxRuntimeError, MemoryError)) as caught:
+        allocate()
+    line = reason_of(caught.value)
+    assert re.match(r"out of memory: \w.*\d.*; use a smaller per_device_batch_size", line), line
+    assert "remat_policy=full" in line and "ici_fsdp_parallelism" in line
+    assert reason_of(ValueError("a\nb")) == "a b" and reason_of(KeyError()) == "KeyError"

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
-from conftest import BASE, TINY, make_config, make_mesh, run
+from conftest import BASE, TINY, make_config, make_mesh, refused, run
 from orbax.checkpoint import v1 as ocp
 
 from maxramp import checkpoint as command
@@ -434,10 +434,8 @@ def test_too_little_memory_is_no_damage(saved_folder, monkeypatch):
 )
 def test_other_arrays_are_refused(saved_folder, keys, names):
     folder = Folder(saved_folder.path, config_of(*keys))
-    with pytest.raises(ConfigError) as refused:
+    with refused(*names):
         folder.restore()
-    line = str(refused.value)
-    assert len(line.splitlines()) == 1 and all(name in line for name in names), line
 
 
 @pytest.mark.parametrize(
@@ -510,6 +508,7 @@ def test_a_run_with_a_number_for_a_name(saved_folder, tmp_path, capsys):
     assert folder_lib.find(tmp_path / "100") == tmp_path / "100" / "12"
 
 
+@pytest.mark.slow
 def test_the_state_of_a_finished_run_leaves_nothing_to_do(tmp_path, cache_dir):
     """Also nothing to export: no state is the new run's own."""
     keys = [*TINY, "steps=1", "global_batch_size=8", "export_huggingface=True"]

@@ -155,8 +155,7 @@ def finish_run(cluster, nodes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "phase",
-    [p if p in ("copy", "pull") else pytest.param(p, marks=pytest.mark.long) for p in PHASES],
+    "phase", [p if p == "pull" else pytest.param(p, marks=pytest.mark.long) for p in PHASES]
 )
 def test_a_node_is_lost(tmp_path, cache_dir, calm, phase):
     """In any phase of a snapshot: the others hold a whole one, on which fewer nodes continue."""
@@ -318,7 +317,7 @@ FIRST = {  # the key that gives the first weights, where all runs are, and the n
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", ["weights", pytest.param("state", marks=pytest.mark.long), "state in a storage"]
+    "first", ["weights", *(pytest.param(x, marks=pytest.mark.long) for x in [*FIRST][1:])]
 )
 def test_the_first_weights_stay_where_their_run_trains_on(tmp_path, cache_dir, storages, first):
     """Before the first checkpoint, too: what the first start began with is with the snapshots."""

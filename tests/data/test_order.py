@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,15 +117,25 @@ def test_elements_come_in_order_and_errors_in_one_line(arguments):
         read(Elements(17, ConfigError("a file: record 3 is torn")), 5, 40, *arguments)
 
 
+@pytest.mark.slow
+def test_workers_start_where_somebody_has_cleaned_the_temporary_folder(tmp_path, monkeypatch):
+    """As a system does after some days; a ramp that is replaced starts new ones."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    for _ in range(2):
+        assert read(Elements(), 0, 9, "grain_worker_count=1") == list(range(9))
+        for path in tmp_path.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def test_a_worker_that_dies_is_said():
     with pytest.raises(TrainingError, match=r"element \d+ could not be read: .*exit code -9"):
         read(Elements(deadly=11), 5, 40, "grain_worker_count=2")
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(
-    "ending", (signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", (signal.SIGKILL, signal.SIGTERM))
 def test_workers_stay_with_their_parent(ending):
     """A signal to all of a job leaves them to their parent; a killed one leaves none behind."""
     program = (

@@ -1,13 +1,13 @@
 """Runs whose folder is in an object storage, beside the same run on the disk."""
 
 import json
+import pathlib
 import signal
 import tempfile
-import time
 
 import object_stores
 import pytest
-from conftest import BASE, TINY, command, environment, steps_of
+from conftest import BASE, TINY, command, complete, environment, run, steps_of
 from forked import Forked, run_forked
 from jobs import member, wait_until
 
@@ -27,11 +27,13 @@ SAME = ("step", "loss", "eval_loss", "grad_norm", "batch_fingerprint", "consumed
 
 
 def start(address, cache_dir, storage, *more, module="train"):
-    """A maxramp command; all that it prints comes from its stdout."""
+    """A maxramp command; all that it prints comes from its stdout, and goes to a `log`."""
     keys = [*KEYS, f"jax_cache_dir={cache_dir}", f"base_output_directory={address}", *more]
     printed = tempfile.NamedTemporaryFile()  # noqa: SIM115
     line = command(BASE, *keys, module=module)
-    return Forked(line, environment() | storage.environment, stdout=printed, stderr=printed)
+    process = Forked(line, environment() | storage.environment, stdout=printed, stderr=printed)
+    process.log = pathlib.Path(printed.name)
+    return process
 
 
 def finish(process):
@@ -45,10 +47,10 @@ def records(run):
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory, cache_dir, storage):
+def calm(tmp_path_factory, cache_dir):
     """The run, undisturbed and on the disk."""
     folder = tmp_path_factory.mktemp("calm")
-    finish(start(folder, cache_dir, storage))
+    complete(BASE, *KEYS, f"jax_cache_dir={cache_dir}", f"base_output_directory={folder}")
     return records(folder / "run")
 
 
@@ -135,13 +137,14 @@ def test_two_runs_do_not_share_a_folder(storage, cache_dir, tmp_path):
     indirect=["storage"],
 )
 def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
-    """For a few seconds in the middle: the run warns, its loop does not wait, nothing is lost."""
+    """In the middle: the run warns, its loop trains on meanwhile, nothing is lost."""
     address = place(f"{storage.address}/{tmp_path.name}")
-    keys = ("steps=4000", "max_failed_saves=1000", "max_num_checkpoints_to_keep=1")
+    keys = ("steps=100000", "max_failed_saves=1000", "max_num_checkpoints_to_keep=1")
     process = start(address, cache_dir, storage, *keys)
     wait_until(lambda: committed(address / "run"))
     away(status)
-    time.sleep(6)
+    lines = process.log.read_text().count("\nstep ")
+    wait_until(lambda: process.log.read_text().count("\nstep ") > lines + 10)  # of 20 steps each
     away(0)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=500)
@@ -152,8 +155,6 @@ def test_a_storage_that_is_away(storage, away, cache_dir, tmp_path, status):
     steps = steps_of(run)
     last = folder_lib.read(folder_lib.find(run)).step
     assert [r["step"] for r in steps] == list(range(last))
-    waited = [r["step_seconds"] - r["compile_seconds"] for r in steps[20:]]
-    assert max(waited) < 5  # steps do not take a hundredth of it; the machine may be busy
     remove_tree(run)
 
 
@@ -175,3 +176,60 @@ def test_processes_of_one_job(storage, cache_dir, calm, tmp_path):
         for got in (records(address / "run"), calm)
     )
     assert rows == expected
+
+
+def ran(*arguments, module):
+    done = complete(*map(str, arguments), module=module)
+    return done.stdout
+
+
+def test_measuring(storages, cache_dir, tmp_path):
+    """The noise scale, branches and the ramp that follows from them, by the run's address alone."""
+    address = place(f"{storages('gs').address}/{tmp_path.name}")
+    keys = [*TINY, "steps=40", "checkpoint_period=20", "log_gradient_noise_scale=True"]
+    keys += ["global_batch_size=8", "eval_per_device_batch_size=64", "eval_interval=40"]
+    ran(
+        *(BASE, *keys, f"jax_cache_dir={cache_dir}"),
+        *(f"base_output_directory={address}", "run_name=run"),
+        module="train",
+    )
+    folder = address / "run"
+    assert f"picture   {folder}/noise.png" in ran(folder, "--blocks", "2", module="noise")
+    assert (folder / "noise.png").read_bytes().startswith(b"\x89PNG")
+    line = [folder, "--at", "20", "--sizes", "8,16", "--tokens", "1K"]
+    assert "largest   batch" in ran(*line, module="branch")
+    window = folder / "branches" / "20-64"
+    result = json.loads((window / "branch.json").read_bytes())
+    assert result["run"] == str(folder) and result["noise"]
+    for size in (8, 16):
+        steps = steps_of(window / str(size))
+        assert [r["step"] for r in steps] == list(range(20, 20 + 64 // size))
+    assert json.loads(ran(*line, "--json", module="branch")) == result  # read, not trained again
+    suggestion = ran(
+        *(BASE, *TINY, "global_batch_size=8", "total_samples=2000", "devices_per_node=1"),
+        *("--noise", folder, "--branch", folder, "--json"),
+        module="suggest",
+    )
+    suggestion = json.loads(suggestion)
+    assert suggestion["batches"] and any(str(folder) in line for line in suggestion["evidence"])
+    assert not any("config.yml" in line for line in suggestion["limits"])
+    done = run(str(folder / "nothing"), module="noise")
+    assert done.returncode == 2 and "holds no metrics.jsonl" in done.stderr
+
+
+def test_a_launch(storages, cache_dir, tmp_path):
+    """Its jobs grow where the plan says so, and a finished one has nothing to do."""
+    address = place(f"{storages('s3').address}/{tmp_path.name}")
+    line = [BASE, *TINY, "hardware=cpu", "num_nodes=2", "devices_per_node=1", "run_name=grown"]
+    line += ["per_device_batch_size=2", "step_batch_size_schedule=0:2 40:4", "steps=30"]
+    line += ["step_batch_size_unit=samples", "checkpoint_period=15", "restart_minutes=0"]
+    line += ["dataset_type=synthetic", "eval_interval=-1", f"base_output_directory={address}"]
+    line += [f"jax_cache_dir={cache_dir}", "--cluster", "local"]
+    printed = ran(*line, module="launch")
+    assert [x for x in printed.splitlines() if x.startswith("launch ")] == [
+        "launch   1 process for 1 node of 1 device",
+        "launch   2 processes for 2 nodes of 1 device",
+    ]
+    steps = steps_of(address / "grown")
+    assert [r["step"] for r in steps] == list(range(30))
+    assert "finished" in ran(*line, module="launch")

@@ -162,24 +162,9 @@ def test_characters_come_whole(size):
     assert "".join(piece for piece, _ in pieces) == text + "\ufffd"
 
 
-def test_the_tokenizer_of_a_prepared_set(tmp_path, monkeypatch):
-    """It lies in the set, which the run names; without the set there is one line."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "texts.jsonl").write_text('{"text": "a first text"}\n{"text": "another"}\n' * 50)
-    assert prepare.main(["texts.jsonl", "--output", "set", "--train_bpe", "260"]) == 0
-    keys = ("dataset_type=grain", "grain_train_files=set", "eval_interval=-1")
-    run_folder = pathlib.Path(save_run(tmp_path / "run", *keys))
-    tokenizer = open_model(str(run_folder), []).tokenizer()
-    (ids,) = tokenizer.encode(["another text"])
-    assert tokenizer.tokenizer.decode(ids) == "<s>another text" and tokenizer.ends == [1]
-    assert open_model(str(run_folder), ["tokenizer_type=bytes"]).tokenizer().ends == [257]
-    (tmp_path / "set").rename("elsewhere")
-    with pytest.raises(ConfigError, match="grain_train_files: set: no such file"):
-        open_model(str(run_folder), []).tokenizer()
-
-
 def test_special_tokens_follow_the_data_or_the_keys(trained, tmp_path, monkeypatch, capsys):
-    """A set's own, even if the run names its tokenizer; both for text."""
+    """A set's own tokenizer, even if the run names another; both for text. Without the set that of
+    the run, or one line."""
     assert open_model(trained, []).tokenizer().ends == [257]
     bare = open_model(trained, ["add_bos=False", "add_eos=False"]).tokenizer()
     assert bare.ends == [] and bare.encode(["a"])[0].tolist() == [97]
@@ -195,10 +180,15 @@ def test_special_tokens_follow_the_data_or_the_keys(trained, tmp_path, monkeypat
         (ids,) = open_model(str(run_folder), keys).tokenizer().encode([""])
         return ids.tolist() == [0]
 
+    own = open_model(save_run(tmp_path / "own", *keys[:2], "eval_interval=-1"), [])
+    (ids,) = own.tokenizer().encode(["a text"])
+    assert own.tokenizer().tokenizer.decode(ids) == "a text" and own.tokenizer().ends == [1]
     assert not begins() and begins("add_bos=True") and begins("tokenizer_path=kept.json")
     assert "note" not in capsys.readouterr().err
     (tmp_path / "set").rename("elsewhere")
     assert begins() and "tokenizer_path=kept.json add_bos=True" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="grain_train_files: set: no such file"):
+        open_model(str(tmp_path / "own"), []).tokenizer()
 
 
 @pytest.mark.parametrize(

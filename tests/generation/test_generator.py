@@ -91,7 +91,6 @@ writer = functools.cache(Writer)
         ),
         pytest.param("all axes", GEMMA3, marks=pytest.mark.slow),
         pytest.param("all axes", GPT_OSS, marks=pytest.mark.slow),
-        pytest.param("one device", MIXTURE, marks=pytest.mark.slow),
         pytest.param("experts", MIXTURE, marks=pytest.mark.slow),
     ],
 )

@@ -1,6 +1,7 @@
 """Models of folders beside transformers itself: the extra `compare` brings it."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -11,10 +12,21 @@ from conftest import batch_of, make_mesh
 from later import Later
 from opened import config_of, load, logits, named_arrays
 from peers import assert_near, opened, theirs
-from small_models import CONFIGS, EXPERTS, TOKENS_BT, tensors, write_file, write_folder
+from small_models import (
+    CONFIGS,
+    EXPERTS,
+    TOKENS_BT,
+    fuse_experts,
+    tensors,
+    write_file,
+    write_folder,
+)
+from test_weights import assert_same_tensors, write
 
 from maxramp.huggingface import config_json, writing
+from maxramp.huggingface.safetensors import find_tensors
 from maxramp.model.decoder import Decoder
+from maxramp.model.parts.positions import Positions
 from maxramp.training.loss import next_token_prediction
 from maxramp.training.state import initial_state
 from maxramp.training.step import make_train_step
@@ -155,3 +167,51 @@ def losses_here(folder, rows):
             state, metrics = step(state, batch_of(batch[None].astype(np.int32)))
             losses.append(float(metrics["loss"]))
     return np.array(losses)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_both_layouts_of_experts_are_read(tmp_path, name):
+    model = opened(write_folder(tmp_path / "in", name))
+    held = tensors(CONFIGS[name])
+    for is_fused in (False, True):
+        folder = tmp_path / f"{is_fused}"
+        model.save_pretrained(folder, save_original_format=not is_fused)
+        assert {*find_tensors(str(folder))} == {*(fuse_experts(held) if is_fused else held)}
+        config = config_of(folder)
+        assert_near(logits(load(folder, config), config, TOKENS_BT), theirs(model))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_written_in_one_tensor_a_layer(tmp_path, name):
+    """transformers opens them, with the tensors that it would write itself."""
+    folder = write_folder(tmp_path / "in", name)
+    config = config_of(folder)
+    write(tmp_path / "out", config, load(folder, config), file_bytes=30_000, fuse_experts=True)
+    assert_same_tensors(tmp_path / "out", fuse_experts(tensors(CONFIGS[name])))
+    assert_near(theirs(opened(tmp_path / "out")), theirs(opened(folder)), 1e-7)
+
+
+def test_a_draft_is_that_of_transformers(tmp_path):
+    """GLM's, by its own layer for drafts."""
+    write_folder(tmp_path, "glm4_moe", drafts=True)
+    main = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\..*"]
+    drafts = Later("transformers.modeling_layers").MtpModel.from_pretrained(main)
+    tokens = torch.tensor(TOKENS_BT, dtype=torch.long)
+    with torch.no_grad():
+        hidden = main.model(tokens).last_hidden_state[:, :-1]
+        positions = torch.arange(1, tokens.shape[1])[None]
+        x = drafts.forward_layer(0, hidden, positions, None, input_ids=tokens[:, 1:])
+        expected = main.lm_head(x).numpy()
+    config = config_of(tmp_path, "mtp_num_layers=1")
+    model = load(tmp_path, config)
+
+    def compute(model: Decoder, tokens_BT: jax.Array) -> jax.Array:
+        ahead_BT = np.roll(tokens_BT, -1, axis=1)
+        x_BTD, ahead_BTD = model.embed("float32", tokens_BT, ahead_BT)
+        x_BTD, _ = model.run(x_BTD, config.model, Positions())
+        return model.logits(model.draft(0, x_BTD, ahead_BTD, config.model, Positions())[0])
+
+    with jax.set_mesh(make_mesh(config)):
+        actual = jax.jit(functools.partial(compute, tokens_BT=TOKENS_BT.astype(np.int32)))(model)
+    np.testing.assert_allclose(actual[:, :-1], expected, atol=1e-5 * np.ptp(expected), rtol=0)

@@ -1,4 +1,4 @@
-"""Chats beside TRL's training templates, and the loss on answers beside transformers."""
+"""Chats beside TRL's training templates and those of transformers."""
 
 import datetime
 import importlib.util
@@ -7,18 +7,15 @@ import json
 import pathlib
 import re
 
-import numpy as np
 import pytest
-from conftest import ROOT, complete
+from conftest import ROOT
 from later import Later
 from preference_pairs import write_tokenizer
 
 from maxramp.data import tokenizers as tokenizers_of_ours
 from maxramp.data.chats import messages
 from maxramp.data.chats.template import ChatTemplate
-from maxramp.run.metrics import read_records
 
-torch = Later("torch")
 transformers = Later("transformers")
 trl = Later("trl")
 tokenizers = pytest.importorskip("tokenizers")
@@ -182,44 +179,3 @@ def test_nulls_and_thoughts_are_those_of_transformers():
             assert text == expected, path.name
             results.append(text or "")
     assert all(sum(word in text for text in results) > 20 for word in ("So", "null"))
-
-
-@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_first_loss_is_that_of_transformers(smollm2, tmp_path, packing):
-    """On the answers of SmolLM2's chats, however they lie in rows and passes."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
-    sums = [(a, b) for a in range(2, 6) for b in (11, 20)]
-    chats = [
-        turns(f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}." * (1 + a % 3)) for a, b in sums
-    ]
-    lines = [json.dumps({"messages": chat}) for chat in chats]
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    total, targets = 0.0, 0
-    for chat in chats:
-        options = {"tokenize": True, "return_dict": False}
-        ids = tokenizer.apply_chat_template(chat, **options)
-        asked = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, **options)
-        labels = torch.tensor([ids])
-        labels[:, : len(asked)] = -100
-        labels[:, -1] = -100  # the end of the line behind <|im_end|>
-        with torch.no_grad():
-            logits = (
-                model(torch.tensor([ids])).logits[0, :-1].double()
-            )  # in float32 it errs by 1e-5
-        total += torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum").item()
-        targets += len(ids) - len(asked) - 1
-    rows = {True: 4, False: 8}[packing]
-    complete(
-        *(str(ROOT / "configs/post_train/sft.yml"), f"load_parameters_path={smollm2}"),
-        *(f"grain_train_files={tmp_path / 'chats.jsonl'}", "max_target_length=160"),
-        *("dtype=float32", f"packing={packing}", f"global_batch_size={rows}", "steps=1"),
-        *("per_device_batch_size=-1", "micro_batch_size=2", "eval_interval=-1"),
-        *("eval_fraction=0", "export_huggingface=false", "enable_tensorboard=false"),
-        *(f"base_output_directory={tmp_path}", "enable_checkpointing=false"),
-        timeout=600,
-        optimized=True,
-    )
-    (record, *_) = read_records(tmp_path / "sft" / "metrics.jsonl")
-    assert record["target_tokens"] == targets
-    np.testing.assert_allclose(record["loss"], total / targets, rtol=1e-5)

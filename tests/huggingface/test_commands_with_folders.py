@@ -230,7 +230,10 @@ def test_a_folder_gives_sizes_and_refuses_others(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices, mesh", [(1, ()), (4, ("ici_pipeline_parallelism=2",))])
+@pytest.mark.parametrize(
+    "devices, mesh",
+    [(4, ("ici_pipeline_parallelism=2",)), pytest.param(1, (), marks=pytest.mark.long)],
+)
 def test_a_finished_run_is_exported_once(tmp_path, devices, mesh):
     """The folder that convert makes, for each end of the run; from any mesh."""
     with_tokenizer(tmp_path)

@@ -1,11 +1,12 @@
-"""Folders of experts: layouts, and dense models that become experts."""
+"""Folders of experts and of draft layers, and dense models that become experts."""
 
-import jax
+import json
+
 import numpy as np
 import pytest
 from conftest import make_config, make_mesh
-from opened import config_of, load, logits
-from small_models import CONFIGS, TOKENS_BT, fuse_experts, tensors, write_file, write_folder
+from opened import config_of, contents, load, logits
+from small_models import TOKENS_BT, write_folder
 from test_weights import MESHES, assert_same_tensors, on_mesh, write
 
 from maxramp import convert
@@ -14,23 +15,6 @@ from maxramp.handover.weights import open_weights
 from maxramp.huggingface import config_json
 from maxramp.model.families.table import unify_keys
 from maxramp.training.state import abstract_state
-
-
-def test_experts_in_one_tensor_a_layer_are_read(tmp_path):
-    """As transformers 5 has them in memory: the same weights, read and written."""
-    name = "mixtral"  # the others are beside transformers
-    folder = write_folder(tmp_path / "in", name)
-    config = config_of(folder)
-    expected, fused = load(folder, config), fuse_experts(tensors(CONFIGS[name]))
-    write_file(folder / "model.safetensors", fused)
-    jax.tree.map(np.testing.assert_array_equal, load(folder, config), expected)
-    write(tmp_path / "out", config, expected, file_bytes=30_000, fuse_experts=True)
-    assert_same_tensors(tmp_path / "out", fused)
-    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "out", config), expected)
-    largest = max(x.nbytes for x in fused.values())
-    for file in (tmp_path / "out").glob("*.safetensors"):
-        header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-        assert file.stat().st_size - header <= max(30_000, largest)
 
 
 def test_only_experts_are_fused(tmp_path, capsys):
@@ -101,3 +85,23 @@ def test_what_is_exported_is_what_the_config_says(name):
     values = config_json.make_config(config.model, {}, "float32")
     written, own = config_json.read_keys(values, ""), unify_keys(config.values)
     assert written == {key: own[key] for key in written}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+def test_draft_layers_are_read_and_written(tmp_path, name):
+    """Bit by bit, where they train; copies of embedding and head follow these."""
+    held = contents(write_folder(tmp_path / "in", name, drafts=True))
+    config = config_of(tmp_path / "in", "mtp_num_layers=1")
+    write(tmp_path / "out", config, load(tmp_path / "in", config))
+    assert_same_tensors(tmp_path / "out", held)
+    key = "mtp_num_hidden_layers" if name == "qwen3_5" else "num_nextn_predict_layers"
+    assert json.loads((tmp_path / "out/config.json").read_text())[key] == 1
+
+
+def test_drafts_that_a_folder_lacks_are_refused(tmp_path):
+    for name in ("glm4_moe", "llama2"):
+        folder = write_folder(tmp_path / name, name)
+        config = config_of(folder, "mtp_num_layers=1")
+        model = abstract_state(config.recipe, make_mesh(config)).model
+        with pytest.raises(ConfigError, match="mtp_num_layers=1: .* has 0 draft layers .* use 0"):
+            open_weights(str(folder)).prepare(model, config.values)

