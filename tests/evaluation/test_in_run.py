@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import pathlib
-import re
 import signal
 import sys
 
@@ -13,6 +12,9 @@ from conftest import BASE, TINY, command, complete, environment
 from forked import run_forked
 from jobs import finish, start
 from made_tasks import write_tasks
+from preference_pairs import keys_of as keys_of_pairs
+from preference_pairs import pairs, write_pairs, write_tokenizer
+from small_models import write_folder
 
 from maxramp.data.keys import EvalKeys
 from maxramp.run.metrics import read_records, tag_of
@@ -208,14 +210,38 @@ def test_a_task_that_fails_loses_no_state(line, tmp_path, interval, failed_at):
 
 @pytest.mark.slow
 def test_a_signal_to_one_process_ends_both_after_the_same_pass(line, tmp_path):
-    for number, statuses in ((signal.SIGTERM, (76, 76)), (signal.SIGKILL, (77, -9))):
-        keys = (*line, "run_name=two", "hang_timeout_seconds=60")
-        program = (sys.executable, "-c", SIGNALLED, *map(str, (number, 3, 1)), *keys)
-        job = start(program, 2, 1, [tmp_path] * 2)
-        (_, first, one), (_, _, two) = finish(job, 300)
-        assert (one, two) == statuses, first
-        if number == signal.SIGKILL:
-            # It is noticed by its connection or in a collective, whichever breaks first.
-            assert first.count("error:") == first.count("\n") == 1
-            assert re.search("process 1 of the job was lost|another process .* has ended", first)
-        assert evaluations(line, "two") == []
+    keys = (*line, "run_name=two", "hang_timeout_seconds=60")
+    program = (sys.executable, "-c", SIGNALLED, *map(str, (signal.SIGTERM, 3, 1)), *keys)
+    (_, first, one), (_, _, two) = finish(start(program, 2, 1, [tmp_path] * 2), 300)
+    assert (one, two) == (76, 76), first
+    assert evaluations(line, "two") == []
+
+
+@pytest.mark.long
+def test_a_run_with_adapters_is_evaluated_as_by_the_command(tmp_path, cache_dir, offline):
+    pytest.importorskip("lm_eval")
+    tasks, model = write_tasks(tmp_path / "tasks"), tmp_path / "model"
+    model.mkdir()
+    size = write_tokenizer(model)
+    write_folder(model, "llama3.1", vocab_size=288, bos_token_id=0, eos_token_id=size - 2)
+    file = write_pairs(tmp_path / "pairs.jsonl", pairs(16))
+    line = (BASE, *keys_of_pairs(model, file), "lora_rank=2", "learning_rate=0.1", "steps=4")
+    line += ("per_device_batch_size=2", "phases.8.ici_tensor_parallelism=2")
+    line += ("phases.8.ici_fsdp_parallelism=1", "phases_unit=samples", "model_name=hf")
+    line += (f"evaluate_tasks_include_path={tasks}", "evaluate_tasks=[made_choices,made_writing]")
+    line += ("evaluate_tasks_interval=4", f"jax_cache_dir={cache_dir}", "enable_tensorboard=False")
+    line += (f"base_output_directory={tmp_path}", "run_name=all")
+    complete(*line, devices=2, timeout=600)
+    records = [r for r in read_records(tmp_path / "all/metrics.jsonl") if "eval_seconds" in r]
+    assert [r["consumed_samples"] for r in records] == [4, 8, 12, 16]
+
+    output, names = tmp_path / "found.json", "made_choices,made_writing"
+    asked = ("--tasks", names, "--include_path", str(tasks), "--output_path", str(output))
+    complete(str(tmp_path / "all"), *asked, module="evaluate", timeout=600)
+    results = json.loads(output.read_text())["results"]
+    for name, metric in (
+        ("made_choices", "acc"),
+        ("made_choices", "acc_norm"),
+        ("made_writing", "exact_match"),
+    ):
+        assert records[-1][f"task_{name}_{metric}"] == results[name][f"{metric},none"]

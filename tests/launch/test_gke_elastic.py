@@ -78,6 +78,13 @@ class Launch:
         (self.folder / "new").write_text("\n".join(pools))
         (self.folder / "new").rename(self.folder / "nodes")
 
+    def begin(self) -> "Launch":
+        """Starts it where four nodes are ready."""
+        self.set("a", "a", "a", "a")
+        self.start()
+        self.runs(4)
+        return self
+
     def end_pods(self, pods: int, **message: int) -> None:
         """Ends the pods of the JobSet with a status and a message."""
         jobset = self.applied()[-1]
@@ -146,10 +153,7 @@ def test_a_slice_that_loses_a_node_is_lost(tmp_path, monkeypatch):
 
 
 def test_a_failed_jobset_ends_the_launch_and_the_next_launch_replaces_it(tmp_path, monkeypatch):
-    launch = Launch(tmp_path, monkeypatch)
-    launch.set("a", "a", "a", "a")
-    launch.start()
-    launch.runs(4)
+    launch = Launch(tmp_path, monkeypatch).begin()
     launch.end_pods(1, status=2, nodes=0)
     assert launch.result.result(60) == 2
     launch.start()
@@ -162,20 +166,14 @@ def test_a_failed_jobset_ends_the_launch_and_the_next_launch_replaces_it(tmp_pat
 
 
 def test_a_deleted_jobset_ends_the_launch(tmp_path, monkeypatch):
-    launch = Launch(tmp_path, monkeypatch)
-    launch.set("a", "a", "a", "a")
-    launch.start()
-    launch.runs(4)
+    launch = Launch(tmp_path, monkeypatch).begin()
     subprocess.run(["kubectl", "-n", "x", "delete", "jobset", launch.applied()[-1]], check=True)
     assert launch.result.result(60) == 1
 
 
 def test_a_launch_does_not_start_beside_another_configuration(tmp_path, monkeypatch):
     """Two jobs would write to the folder of one run."""
-    launch = Launch(tmp_path / "first", monkeypatch)
-    launch.set("a", "a", "a", "a")
-    launch.start()
-    launch.runs(4)
+    launch = Launch(tmp_path / "first", monkeypatch).begin()
     line = words_of(*ELASTIC, "steps=91")
     other = gke.fill_slices(Run.from_config(load([BASE, *line[1:]]), line))
     labels, files = gke.manifests(other)

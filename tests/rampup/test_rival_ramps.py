@@ -6,7 +6,6 @@ import math
 import pytest
 from conftest import ROOT
 
-from maxramp.errors import ConfigError
 from maxramp.files.place import place
 
 _spec = importlib.util.spec_from_file_location("rival", ROOT / "benchmarks" / "rival_ramps.py")
@@ -34,14 +33,6 @@ def compared(tmp_path):
     return run
 
 
-def test_maxtext(compared):
-    """5 steps of 4, 3 of 8 and 2 of 12 are 68 rows of 5 loaded batches of 16."""
-    comparison = compared("maxtext", MAXTEXT, 4)
-    batches = [(0, 4), (5, 8), (8, 12), (10, 16)]
-    assert comparison["rival"] == comparison["ours"] == batches
-    assert "trains on 68 of the 80 rows that its ramp loads" in comparison["lines"]
-
-
 def test_a_table_ends_with_the_run_and_says_that_the_ramp_does_not(compared):
     comparison = compared("maxtext", MAXTEXT + "steps: 8\n", 4)
     assert rival.side_by_side(comparison) == [(0, 4, 4), (5, 8, 8)]
@@ -58,9 +49,9 @@ def test_maxtext_forgets_the_accumulation(compared):
     assert rival.side_by_side(comparison)[:3] == [(0, 4, 8), (3, 4, 16), (5, 8, 24)]
 
 
-@pytest.mark.parametrize(("devices", "samples"), [(4, 61), (8, 500), (3, 100)])
+@pytest.mark.parametrize(("devices", "samples"), [(4, 60), (4, 61), (8, 500), (3, 100)])
 def test_maxtext_by_its_own_loop(devices, samples, compared):
-    """Step by step, as its manager counts."""
+    """Step by step, as its manager counts: 60 are 68 rows of 5 loaded batches of 16."""
     keys = f"global_rampup_samples: {samples}"
     text = MAXTEXT.replace("global_rampup_samples: 60", keys)
     wanted, batch, count, step = [], devices, 0, 0
@@ -72,6 +63,7 @@ def test_maxtext_by_its_own_loop(devices, samples, compared):
             batch, count = batch + devices, 0
     comparison = compared("maxtext", text, devices)
     assert comparison["rival"] == comparison["ours"] == [*wanted, (step, 4 * devices)]
+    assert ("trains on 68 of the 80 rows that its ramp" in comparison["lines"]) == (samples == 60)
 
 
 @pytest.mark.parametrize(
@@ -144,23 +136,3 @@ def test_a_constant_batch_is_one_here(trainer, text, compared):
     comparison = compared(trainer, text)
     assert comparison["rival"] == comparison["ours"] == [(0, 32)] and not comparison["refused"]
     assert "trains with a constant batch of 32" in comparison["lines"]
-
-
-@pytest.mark.parametrize(
-    ("trainer", "text", "message"),
-    [
-        ("maxtext", MAXTEXT, "give DEVICES"),
-        ("maxtext", MAXTEXT.replace("true", "false"), "holds no ramp"),
-        ("maxtext", MAXTEXT.replace("base.yml", "other.yml"), "is not read here"),
-        ("maxtext", MAXTEXT.replace("samples: 60", "samples: many"), "must be an integer"),
-        ("megatron", "--micro-batch-size 4", "holds no global_batch_size"),
-        ("megatron", "--train-iters 5 --decrease-batch-size-if-needed", "leave it out"),
-        ("megatron", '--step-batch-size-schedule "0:3 5:4"', "give --seq-length"),
-        ("nemo", "model:\n  rampup_batch_size: [16, 16]\n", "holds no global_batch_size"),
-        ("nemo", "trainer: {}\n", "holds no global_batch_size"),
-        ("nemo", "decrease_batch_size_if_needed: true\n", "changes batches by the devices"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_refused(trainer, text, message, compared):
-    with pytest.raises(ConfigError, match=message):
-        compared(trainer, text)

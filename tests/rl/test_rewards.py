@@ -59,10 +59,6 @@ def ended(prompts, answers, truths):
         os.killpg(0, number)
     return [subprocess.run(["sh", "-c", "kill $$"]).returncode] * len(answers)
 
-def hangs(prompts, answers, truths):
-    time.sleep(60 if "bad" in answers else 0)
-    return [0.0] * len(answers)
-
 def changes(prompts, answers, truths):
     answers[0] += "more"
     truths[0] = prompts.pop()
@@ -93,9 +89,6 @@ def on_cpu(prompts, answers, truths):
     import jax
     assert jax.devices()[0].platform == "cpu"
     return jax.numpy.array([len(a) for a in answers]) / 2
-
-def dies(prompts, answers, truths):
-    os._exit(3)
 
 value = 3
 """
@@ -146,19 +139,6 @@ def test_a_function_that_fails_is_named_with_its_prompt(name, error):
     assert re.match(f"rewards: of_test:{name} {error}", message), message
 
 
-@pytest.mark.parametrize(
-    "name, error",
-    [
-        ("fails", "raised ZeroDivisionError.*on the answer 'bad' to the prompt 'p2'"),
-        ("dies", r"ended \(exit status 3\).*the first to 'p1'"),
-        ("hangs", "reward_timeout_seconds=2, the first to 'p1'"),
-    ],
-)
-def test_a_failure_in_a_worker_ends_the_step(name, error):
-    with pytest.raises(TrainingError, match=error):
-        work("length", name, timeout=2.0 if name == "hangs" else 30.0)
-
-
 def is_running(pid):
     """Whether a process runs, within 5 seconds; a zombie, which waits for init, does not."""
     for _ in range(100):
@@ -174,10 +154,16 @@ def is_running(pid):
 
 @pytest.mark.parametrize(
     "name, error",
-    [("starts_and_hangs", "reward_timeout_seconds=2"), ("starts_and_dies", "exit status 3")],
+    [
+        ("fails", "raised ZeroDivisionError.*on the answer 'bad' to the prompt 'p2'"),
+        ("starts_and_dies", r"ended \(exit status 3\).*the first to 'p1'"),
+        ("starts_and_hangs", "reward_timeout_seconds=2, the first to 'p1'"),
+    ],
 )
-def test_processes_of_a_function_end_with_its_worker(name, error):
-    with contextlib.closing(Rewards([f"of_test:{name}"], 1, 2.0)) as rewards:
+def test_a_failure_in_a_worker_ends_the_step_and_what_the_worker_started(name, error):
+    pathlib.Path("pid").write_text(str(2**30))
+    functions = ["of_test:length", f"of_test:{name}"]
+    with contextlib.closing(Rewards(functions, 1, 2.0)) as rewards:
         with pytest.raises(TrainingError, match=error):
             rewards.submit(PROMPTS, ANSWERS, TRUTHS).result()
         assert not is_running(int(pathlib.Path("pid").read_text()))

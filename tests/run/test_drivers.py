@@ -26,14 +26,10 @@ def test_what_holds_of_every_run_where_features_meet(tmp_path, seed, count):
     drive("joints.py", f"--seed={seed}", f"--count={count}", "--tries=0", f"--folder={tmp_path}")
 
 
-@pytest.mark.slow
+@LONG
 @pytest.mark.parametrize(
     ("kills", "options"),
-    [
-        (2, ["--seed=2"]),
-        pytest.param(3, ["--seed=3", "--pipelines"], marks=LONG),
-        pytest.param(3, ["--seed=4", "--adaptive"], marks=LONG),
-    ],
+    [(2, ["--seed=2"]), (3, ["--seed=3", "--pipelines"]), (3, ["--seed=4", "--adaptive"])],
 )
 def test_nothing_is_lost_by_kills_at_random(tmp_path, cache_dir, kills, options):
     report = tmp_path / "report.json"

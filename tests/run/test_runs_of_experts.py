@@ -60,7 +60,9 @@ def shared(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(x, marks=[pytest.mark.long] * (x == "fsdp, tensor")) for x in MESHES]
+)
 def test_a_ramp_with_a_restart_is_one_run_on_any_mesh(arguments, tmp_path, shared, mesh):
     """Batch and passes grow fourfold; in the middle of a stage 2 devices take over from 8."""
     if not (shared / "plain").exists():
