@@ -39,16 +39,17 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     run = place(options.run)
     curves = noise_curves(run, options.blocks)
-    plot = place(options.plot) if options.plot else run / "noise.png"
-    draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
     if options.json:
         named = {f"{kind}noise_scale": curve for kind, curve in curves.items()}
         print(json.dumps(named, default=dataclasses.asdict))
-        return 0
-    for kind, curve in curves.items():
-        print(f"noise scale, {KINDS[kind]}")
-        print_table(_COLUMNS, map(_row, curve), ["batch\ntargets", "steps"])
-    print(f"picture   {plot}")
+    else:
+        for kind, curve in curves.items():
+            print(f"noise scale, {KINDS[kind]}")
+            print_table(_COLUMNS, map(_row, curve), ["batch\ntargets", "steps"])
+    plot = place(options.plot) if options.plot else run / "noise.png"
+    draw_noise({KINDS[kind]: curve for kind, curve in curves.items()}, plot)
+    if not options.json:
+        print(f"picture   {plot}")
     return 0
 
 

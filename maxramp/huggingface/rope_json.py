@@ -182,9 +182,9 @@ def _complete_yarn(
 
 
 def make_values(keys: ModelKeys, released: Released, original: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values with which the `original` config.json, {} for a new model, has the
-    positions of our keys: in both forms, as transformers below 5 reads no `rope_parameters`; {} if
-    it needs none."""
+    """Returns the values with which config.json has the positions of our keys: in both forms, as
+    transformers below 5 reads no `rope_parameters`; {} if it needs none. `original` is the file as
+    it will be written but for them, {} for a new model or one of another family before."""
     if original:
         values = {**released.defaults, **original}
         if all(getattr(keys, name) == x for name, x in read_keys(values, released, "").items()):
@@ -208,6 +208,8 @@ def make_values(keys: ModelKeys, released: Released, original: Mapping[str, Any]
     own = keys.local_rope_max_timescale
     local = {"rope_type": "default", "rope_theta": rope["rope_theta"] if own == -1 else own}
     forms = _forms(rope, local if released.local_rope else {}, released)
+    if original.get(_LENGTH) is not None:  # which counts before the one inside
+        forms[_LENGTH] = rope.get(_LENGTH)
     if keys.rope_type == "dynamic":
         forms["max_position_embeddings"] = getattr(keys, _LENGTH)
     return forms

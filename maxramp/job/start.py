@@ -117,10 +117,12 @@ class JobContext:
         """Opens the run's folder on all processes, and finds where the run stands; a ConfigError if
         it cannot continue. `rows`, of all num_epoch passes, give the run its length if no key does.
         """
-        output = self.closing.enter_context(Output(self.config.run, dump_config(self.config)))
+        config = self.config
+        output = Output(config.run, config.learning_rate, dump_config(config))
+        self.closing.enter_context(output)
         if jax.process_index() == 0:
             self.preemption.say = output.say
-        config, folder = self.config, output.folder / "checkpoints"
+        folder = output.folder / "checkpoints"
         checkpoints = self.closing.enter_context(
             Checkpoints(folder, output.files, config.checkpoints, data, output.say, output.warn)
         )

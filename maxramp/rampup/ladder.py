@@ -116,19 +116,14 @@ def expected_rungs(
 
 
 def fixed_ramp(keys: BatchKeys, stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns keys of a ramp that repeats the `stages` (as in plan.json) of a run with
-    rampup_policy=noise; {} for another run, or if a restart changed the batches, which no single
-    ramp repeats."""
+    """Returns keys of a ramp that repeats the batches of the `stages` (as in plan.json) of a run
+    with rampup_policy=noise; {} for another run, or if a restart changed the batches, which no
+    single ramp repeats."""
     sizes = [stage["global_batch_size"] for stage in stages]
     if keys.rampup_policy != "noise" or sizes != list(keys.rampup_ladder[: len(sizes)]):
         return {}
     pairs = (f"{stage['first_sample']}:{stage['global_batch_size']}" for stage in stages)
-    return {
-        "step_batch_size_schedule": " ".join(pairs),
-        "step_batch_size_unit": "samples",
-        "batch_size_lr_scaling": "sqrt",
-        "batch_size_lr_reference": "initial",
-    }
+    return {"step_batch_size_schedule": " ".join(pairs), "step_batch_size_unit": "samples"}
 
 
 def period(keys: BatchKeys) -> int:

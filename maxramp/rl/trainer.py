@@ -271,7 +271,8 @@ class PolicyTrainer:
 
     def evaluate(self, stage: Stage) -> Dispatched:
         """Measures the rewards of answers to every held-out prompt, written in the parts of a
-        stage; raises as `step` does."""
+        stage; raises as `step`, but does not wait for the programs: before the first step, those of
+        the answers compile here."""
         count, size = len(self._held_out.texts), stage.spec.rows
         weights = self._programs.generator.prepare(self.state.model)
         # What fills up the last part does not count.

@@ -54,7 +54,7 @@ class Display:
         # Of this start: steps, tokens and those of them that are targets, the seconds they took,
         # the first and the last loss.
         self._steps_done, self._tokens, self._targets, self._seconds = 0, 0, 0, 0.0
-        self._result, self._first, self._shown = "loss", 0.0, time.perf_counter()
+        self._result, self._first, self._shown = "loss", None, time.perf_counter()
         self._last = collections.deque(maxlen=_LAST)  # losses or rewards of the last steps
         self._held_out = ""  # the last evaluation
 
@@ -92,7 +92,8 @@ class Display:
         rate = f"{tflops:.1f} TFLOP/s/device  " if tflops >= 1 else ""  # CPUs have less
         line = (
             f"{step}/{plan['total_steps']}  stage {stage}  batch {record['global_batch_size']:>4}  "
-            f"{self._result} {self._last[-1]:.4f}  {pairs}grad norm {record['grad_norm']:.3g}  "
+            f"{self._result} {record[self._result]:.4f}  {pairs}"
+            f"grad norm {record['grad_norm']:.3g}  "
             f"lr {record['learning_rate']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
             f"{rate}{eta}"
         )
@@ -133,10 +134,10 @@ class Display:
 
     def _add_step(self, record: Record) -> None:
         self._result = "reward" if "reward" in record else "loss"
-        self._last.append(record[self._result])
-        if not self._steps_done:
-            self._first = self._last[-1]
-        else:  # the first step of a start holds its compile: it says nothing about the pace
+        if not record.get("bad_steps"):  # a skipped step's may be NaN
+            self._last.append(record[self._result])
+            self._first = self._last[0] if self._first is None else self._first
+        if self._steps_done:  # the first step of a start holds its compile, and is no pace
             seconds = record["step_seconds"] - record["compile_seconds"]
             self._paces.append(seconds / record["global_batch_size"])
         self._steps_done, self._last_step = self._steps_done + 1, record["step"]
@@ -147,22 +148,25 @@ class Display:
 
     def summary(self) -> str:
         """Returns the closing line: what this start of the run did, and whether the run is done.
-        Its time is that since the start, its pace that of the steps alone.
+        Its time is that since the start, its pace that of the steps, their compiles and waits for
+        data included; losses of skipped steps do not count.
         """
         if not self._steps_done:
-            return "so far   no step was done"
+            return f"so far   no step in this start{self._held_out}"
         total = self._plan["total_steps"]
         begins, steps = "done     ", count(total, "step")
         if (done := self._last_step + 1) < total:
             begins = f"so far   {done:,} of {steps}; this start: "
         elif self._steps_done < done:  # an earlier start trained the others
             begins = f"done     {steps}; this start: "
-        shown = f"{statistics.fmean(self._last):.4f}"
-        if self._steps_done > 1:
+        shown = "every step was skipped"
+        if self._last:
+            shown = f"{self._result} {self._first:.4f} -> {statistics.fmean(self._last):.4f}"
+        if len(self._last) > 1:
             shown += f" (mean of {count(len(self._last), 'step')})"
         targets = "" if self._targets == self._tokens else f" ({self._targets:,} targets)"
         return (
             f"{begins}{count(self._steps_done, 'step')}, {self._tokens:,} tokens{targets} in "
-            f"{duration(time.perf_counter() - self._started)}; {self._result} {self._first:.4f} -> "
-            f"{shown}{self._held_out}; {self._tokens / self._seconds:,.0f} tokens/s"
+            f"{duration(time.perf_counter() - self._started)}; {shown}{self._held_out}; "
+            f"{self._tokens / self._seconds:,.0f} tokens/s"
         )

@@ -39,7 +39,7 @@ from maxramp.run.keys import RunKeys
 from maxramp.run.metrics import Record, batch_record, cut_records, read_last, read_records
 from maxramp.run.picture import draw_run
 from maxramp.run.writers import EventWriter, JsonlWriter, WandbWriter, tensorboard_writers
-from maxramp.training.keys import Recipe
+from maxramp.training.keys import LearningRateKeys, Recipe
 from maxramp.training.state import TrainState, num_trained
 
 _SHARED_SECONDS = 10.0  # that a network file system may need to show one host's file to another
@@ -56,11 +56,11 @@ class Output:
     (of experts experts.png, too) and prints the closing line.
     """
 
-    def __init__(self, keys: RunKeys, config_text: str):
+    def __init__(self, keys: RunKeys, rate_keys: LearningRateKeys, config_text: str):
         """Claims the folder, on all processes; a ConfigError if it is in use, not a run's or not
-        shared, or cannot be written. `config_text` is the resolved configuration, for config.yml.
+        shared, or cannot be written. All keys are resolved; `config_text` has them, for config.yml.
         """
-        self._keys, self._config_text = keys, config_text
+        self._keys, self._rate_keys, self._config_text = keys, rate_keys, config_text
         self._is_first = jax.process_index() == 0
         self.folder = keys.folder
         agreement.raise_everywhere(self._claim_folder)
@@ -232,7 +232,11 @@ class Output:
         starts = [job for job in read_jobs(self.local) if job["event"] == "start"]
         plan = ramp.to_json() | {"jobs": [{name: job[name] for name in names} for job in starts]}
         fixed = ladder.fixed_ramp(ramp.keys, plan["stages"])
-        return plan | {"as_fixed_ramp": fixed} if fixed else plan
+        if not fixed:
+            return plan
+        scaling = ("batch_size_lr_scaling", "batch_size_lr_reference")
+        fixed |= {name: getattr(self._rate_keys, name) for name in scaling}
+        return plan | {"as_fixed_ramp": fixed}
 
     def write_next_stage(self, schedule: JobSchedule) -> None:
         """Writes next_stage.json, for whoever starts the next job."""

@@ -170,7 +170,8 @@ def test_scaled_positions_give_the_logits_of_transformers(tmp_path, name):
             open_model(str(folder), ["hardware=cpu"]).load(lines.append)
             assert f"{folder}/config.json: attn_factor of its positions is not read" in str(lines)
         model = config_of(folder).model
-        for original in ({}, config, config | {"rope_scaling": None}):
+        others = {"rope_scaling": None}, {"original_max_position_embeddings": 24}
+        for original in ({}, config, *(config | change for change in others)):
             written = config_json.make_config(model, original, "float32")
             (folder / "config.json").write_text(json.dumps(written))
             assert_near(theirs(opened(folder)), expected)

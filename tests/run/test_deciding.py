@@ -110,7 +110,8 @@ def arguments(tmp_path, cache_dir, name, *more):
 @pytest.mark.slow
 def test_run_restart_and_replay(tmp_path, cache_dir):
     """The run, the same from an early checkpoint on other devices, and as a fixed ramp."""
-    done = complete(*arguments(tmp_path, cache_dir, "run"))
+    own = arguments(tmp_path, cache_dir, "run", "batch_size_lr_scaling=linear")
+    done = complete(*own)
     assert "ramp     batch 16 from step" in done.stdout
     whole = steps_of(tmp_path / "run")
     batches = [r["global_batch_size"] for r in whole]
@@ -136,7 +137,7 @@ def test_run_restart_and_replay(tmp_path, cache_dir):
     for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
         if int(checkpoint.name) > 20:
             shutil.rmtree(checkpoint)
-    done = complete(*arguments(tmp_path, cache_dir, "run"), devices=2)
+    done = complete(*own, devices=2)
     again = steps_of(tmp_path / "run")
     for name in EXACT[2:]:
         assert [r[name] for r in again] == [r[name] for r in whole]

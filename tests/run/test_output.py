@@ -23,7 +23,7 @@ PERSONS = "# My run: a small ramp.\nsteps: 17   # as in the paper\n"
 def start(folder, *keys, first_step=0, records=()):
     """A start of a run, as far as its folder is concerned; returns the resolved config."""
     config = make_config(f"base_output_directory={folder.parent}", f"run_name={folder.name}", *keys)
-    with Output(config.run, dump_config(config)) as output:
+    with Output(config.run, config.learning_rate, dump_config(config)) as output:
         ramp = RampupBatchManager(config.batch, 8)
         for write in output.open_files(ramp, first_step)[:-1]:
             for record in records:
