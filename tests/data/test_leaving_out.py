@@ -171,6 +171,8 @@ def test_rows_are_shown_as_the_model_sees_them(tmp_path, capsys):
     assert "\x1b" not in out
     assert prepare_lib.main(["--inspect", folder, "add_bos=True"]) == 2
     assert "inspecting takes only max_target_length" in capsys.readouterr().err
+    assert prepare_lib.main(["--inspect", folder]) == 0
+    assert "\nrows " not in capsys.readouterr().out  # it is shorter than one
 
 
 def test_colours_where_a_terminal_has_them(tmp_path, monkeypatch, capsys):
@@ -182,12 +184,6 @@ def test_colours_where_a_terminal_has_them(tmp_path, monkeypatch, capsys):
         assert prepare_lib.main(["--inspect", folder, "max_target_length=8"]) == 0
         errors.append(capsys.readouterr().out)
     assert "\x1b[36m'one</s>'" in errors[1] and "\x1b" not in errors[0]
-
-
-def test_a_set_shorter_than_a_row_is_shown_without_rows(tmp_path, capsys):
-    folder = prepared(tmp_path)
-    assert prepare_lib.main(["--inspect", folder]) == 0
-    assert "rows" not in capsys.readouterr().out
 
 
 def test_a_name_may_have_any_character(tmp_path, capsys):

@@ -220,6 +220,9 @@ def opened(files, *arguments: str):
     return open_rows(config.data, True), config
 
 
+JOINED = ("separate_documents=False",)
+
+
 def batch_from(corpus):
     rows = corpus.train[0].items
     return stack([rows[i] for i in range(len(rows))], text_fields(ROW_TOKENS, corpus.packed))
@@ -262,14 +265,18 @@ def test_rows_are_the_streams_with_their_documents_apart(tmp_path):
         np.testing.assert_array_equal(one, two)
 
 
-def test_the_old_way_gives_the_old_rows_and_hash(tmp_path):
+def test_joined_documents_are_one_stream_of_the_same_hash(tmp_path):
+    """Also those that are packed while they are read."""
     stream = write_megatron(tmp_path / "m", make_documents(60))
-    joined, _ = opened(tmp_path / "m", "separate_documents=False")
-    apart, _ = opened(tmp_path / "m")
-    batch = batch_from(joined)
-    assert batch.segments is None and batch.tokens[5].tolist() == stream[80:96]
-    assert batch.targets[5].tolist() == stream[81:97]
-    assert apart.hash == joined.hash
+    texts = write_file(tmp_path, "jsonl", TEXTS[5:60])
+    text_stream = [token for text in TEXTS[5:60] for token in (256, *text.encode(), 257)]
+    column = "train_data_columns=[body]"
+    for files, expected, *more in ((tmp_path / "m", stream), (texts, text_stream, column)):
+        (apart, _), (joined, _) = opened(files, *more), opened(files, *more, *JOINED)
+        batch = batch_from(joined)
+        assert batch.segments is None and batch.tokens[5].tolist() == expected[80:96]
+        assert batch.targets[5].tolist() == expected[81:97]
+        assert apart.packed and not joined.packed and apart.hash == joined.hash
 
 
 def test_rows_of_one_document_are_no_packed_rows(tmp_path):
@@ -290,15 +297,6 @@ def test_held_out_documents_are_apart_beside_a_train_file_of_one(tmp_path):
         segments.append(stack(rows, text_fields(ROW_TOKENS, corpus.packed)).segments)
     np.testing.assert_array_equal(*segments)
     assert segments[0].max() > 1
-
-
-def test_documents_packed_while_they_are_read_can_be_joined_too(tmp_path):
-    path = write_file(tmp_path, "jsonl", TEXTS[5:60])
-    options = (path, "train_data_columns=[body]")
-    (apart, _), (joined, _) = opened(*options), opened(*options, "separate_documents=False")
-    assert apart.packed and not joined.packed and joined.hash == apart.hash
-    stream = np.concatenate([[256, *text.encode(), 257] for text in TEXTS[5:60]])
-    assert batch_from(joined).tokens[5].tolist() == stream[80:96].tolist()
 
 
 def test_a_run_goes_on_as_it_began(tmp_path):

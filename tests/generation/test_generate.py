@@ -90,11 +90,6 @@ def test_wrong_arguments_are_one_line(trained, arguments, error, capsys):
     assert error in line and line.count("\n") == 1
 
 
-def test_a_folder_that_is_no_run(tmp_path, capsys):
-    assert generate.main([str(tmp_path), "--prompt", "a"]) == 2
-    assert "no checkpoint there" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_stop_text_ends_answers(trained, cache_dir, tmp_path):
     """Before it, wherever tokens begin; prompts of a file are those of the command line."""

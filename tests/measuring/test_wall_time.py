@@ -72,10 +72,7 @@ def test_shares_of_a_killed_and_stopped_run_add_up(killed):
     assert seconds["other"] < 0.05 * result["wall_seconds"]
     by_stages = sum(sum(stage["seconds"].values()) for stage in result["stages"])
     beside = seconds["waiting"] + seconds["ends"]
-    assert by_stages + beside == pytest.approx(result["wall_seconds"], abs=1.0)  # the last saves
-
-
-def test_stages_have_their_steps_tokens_and_cost(killed):
+    assert -0.01 < result["wall_seconds"] - by_stages - beside < 1 + seconds["saves"]
     result = wall_time.wall_time(killed, 3.0)
     assert [stage["steps"] for stage in result["stages"]] == [300, 100]
     assert [stage["tokens"] for stage in result["stages"]] == [300 * 2 * 16, 100 * 4 * 16]
