@@ -41,7 +41,7 @@ CASES = [
         "deepseek_v3",
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},
     ),
-    ("dots1", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+    ("glm4_moe", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     ("gpt_oss", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     ("qwen2.5", {"target_modules": r".*\.layers\.[13]\..*(k_proj|down_proj)"}),
 ]
