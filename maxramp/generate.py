@@ -36,6 +36,7 @@ from maxramp.rl.prompts import FilePrompts
 
 _STOP_INTERVAL = 16  # tokens between looks for stop texts, if nobody watches
 _PATIENCE = 10.0  # seconds without a token, after which a line says why
+_MOST_PROPOSED = 16  # tokens of a draft, for a pass
 _CONVERSATION = 128  # tokens of the smallest shape of a conversation
 
 
@@ -104,7 +105,7 @@ class AnswerText:
 @command
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
-    trained = open_model(options.run, options.keys)
+    trained = open_model(options.run, options.keys, options.num_speculative_tokens > 0)
     tokenizer = trained.tokenizer()
     texts = [*map(_replace_bad_bytes, options.prompt)]
     if options.chat:
@@ -148,6 +149,7 @@ class _Writer:
         ends = tuple(tokenizer.ends)
         # A conversation, which grows, has few shapes.
         shape = {"shortest": _CONVERSATION} if not (options.prompt or options.prompt_file) else {}
+        shape["num_speculative_tokens"] = options.num_speculative_tokens
         config = GenerationConfig(options.max_new_tokens, sampling, options.seed, ends, **shape)
         model = trained.load(print_progress)
         compiler = compiler_options(jax.default_backend())
@@ -193,12 +195,23 @@ class _Writer:
                 speed = f"; the first after {first_seconds:.1f} s, with the compile, then "
                 speed += f"{later_tokens / (seconds - first_seconds):,.1f} tokens/s"
             tokens = sum(text.tokens for text in written)
+            speed += _describe_proposals(answers, options.num_speculative_tokens)
             print(f"{count(tokens, 'token')} in {seconds:.1f} s{speed}", file=sys.stderr)
         return [text.text for text in written]
 
 
 def _count_tokens(answers: Sequence[Answer]) -> int:
     return sum(len(answer.tokens) for answer in answers)
+
+
+def _describe_proposals(answers: Sequence[Answer], proposed: int) -> str:
+    """Describes how many of the draft's tokens were written; "" if it proposes none."""
+    passes = sum(answer.passes for answer in answers)
+    if not proposed or not passes:
+        return ""
+    written = _count_tokens(answers)
+    accepted = (written - passes) / (passes * proposed)
+    return f"; {written / passes:.2f} tokens a pass, {accepted:.0%} of the draft's accepted"
 
 
 def _print_json(
@@ -235,6 +248,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         ("top_k", int, 0, "sample from the N most likely tokens; 0 = all (0)"),
         ("top_p", float, 1.0, "sample from the most likely tokens of this total probability (1)"),
         ("seed", int, 0, "of sampling (0)"),
+        ("num_speculative_tokens", int, 0, "tokens that the model's draft proposes for a pass (0)"),
     ):
         add(f"--{name}", type=kind, default=default, metavar="N", help=what)
     add("--stop", **texts, help="end an answer at this text; may be given several times")
@@ -250,6 +264,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("samples", "max_new_tokens"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be 1 or more")
+    if not 0 <= options.num_speculative_tokens <= _MOST_PROPOSED:
+        raise ConfigError(
+            f"--num_speculative_tokens {options.num_speculative_tokens} must be 0 to "
+            f"{_MOST_PROPOSED}; each takes a step of the draft, and late ones are seldom right"
+        )
     if not 0 <= options.seed < 2**32:
         raise ConfigError(f"--seed {options.seed} must be 0 or more and below 2^32 = {2**32}")
     Sampling(options.temperature, options.top_k, options.top_p).check()

@@ -1,10 +1,17 @@
-"""Generates answers to prompts: reads the prompts once, then writes a token at a time.
+"""Generates answers to prompts: reads the prompts once, then writes a token with each pass, or a
+few if a draft proposes them.
 
 Two programs are compiled once for each shape. `prefill` fills the layers' states from the prompts,
-`decode` writes any number of further tokens and stops when every row is done. Shapes are rounded
-up, so that prompts of many lengths share them.
+`decode` runs any number of passes and stops when every row is done. Shapes are rounded up, so that
+prompts of many lengths share them.
 
-Shapes: B rows, P tokens of the longest prompt, S tokens of the longest row, V vocabulary.
+A draft (multi-token prediction) proposes k tokens, one after the other. The next pass reads all of
+them, samples the token after each, and keeps those before the first that was proposed otherwise,
+and that one. As noise depends on a token's position alone, they are what passes over one token
+would write; and the draft's own draw, with the same noise, is likely to be the same.
+
+Shapes: B rows, P tokens of the longest prompt, S tokens of the longest row, k proposed tokens, T
+tokens of a pass, 1 + k or more, V vocabulary.
 """
 
 import dataclasses
@@ -41,6 +48,7 @@ class Rows:
     limits_B: Any  # int32, most tokens
     draws_B2: Any  # uint32, seed and number of the sample (`sampling.sample`)
     done_B: Any  # bool, whether the last token is a stop id, or the limit is reached
+    passes_B: Any  # int32, how many wrote the answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +62,7 @@ class GenerationConfig:
     # of the longest prompt, for which programs are compiled; 0 = of the longest of each call
     max_prompt_tokens: int = 0
     shortest: int = 16  # tokens of the smallest shape
+    num_speculative_tokens: int = 0  # that the model's first draft proposes for each pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +73,7 @@ class Answer:
     log_probs: np.ndarray  # float32, of each token (`sampling.sample`)
     done: bool  # whether it is complete
     truncated: bool  # whether it ended at its limit, without a stop id
+    passes: int = 0  # how many wrote it: one for each token, fewer where proposed ones were right
 
 
 class Generator:
@@ -88,17 +98,21 @@ class Generator:
         options: Mapping[str, Any] | None = None,
     ):
         """Prepares for a model, or its shapes and shardings; `options` are the compiler's. A
-        ConfigError if the model is a pipeline."""
+        ConfigError if the model is a pipeline. To propose tokens it must have a draft."""
         self.config, self._keys, mesh = config, keys, mesh_of(model)
         if mesh.shape["stage"] > 1:
             raise ConfigError(
                 f"a pipeline of {mesh.shape['stage']} stages generates no text; use "
                 "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
             )
+        self._proposed = config.num_speculative_tokens
+        # That a pass reads after a row's last: XLA for GPUs needs a power of two in all.
+        self._ahead = (1 << self._proposed.bit_length()) - 1
+        assert model.pattern.drafts or not self._proposed, "no draft to propose tokens"
         self._mesh = move_into_fsdp(mesh, "context")
         jit_options = {"compiler_options": dict(options or {}) or None}
         jit = functools.partial(Jitted, self._mesh, **jit_options)
-        prepare = functools.partial(_prepare, dtype=keys.dtype)
+        prepare = functools.partial(_prepare, dtype=keys.dtype, with_draft=self._proposed > 0)
         prepared = attach_mesh(Jitted(mesh, prepare).eval_shape(model), self._mesh)
         leaves, self._structure = jax.tree.flatten(prepared)
         if mesh != self._mesh:
@@ -137,7 +151,7 @@ class Generator:
         samples: Sequence[int] | None = None,
         every: int = 1,
     ) -> Iterator[list[Answer]]:
-        """Yields all answers so far after every `every` tokens (1 or more), at last those of
+        """Yields all answers so far after every `every` passes (1 or more), at last those of
         `answer`, whose limits hold here too; a ConfigError comes with the first `next`."""
         self._check(prompts)
         most = max(map(self._max_new_tokens, prompts))
@@ -245,36 +259,65 @@ class Generator:
             limits_B=limits_B,
             draws_B2=draws_B2,
             done_B=np.arange(count) >= len(prompts),
+            passes_B=np.zeros(count, np.int32),
         )
 
     def _sharding(self, x: np.ndarray) -> NamedSharding:
         return NamedSharding(self._mesh, ROWS_BT if x.ndim == 2 else ROWS_B)
 
-    def _read_prompts(self, weights: list[jax.Array], rows: Rows, length: int, slots: int):
-        """Returns the states after each prompt but its last token, with `slots` slots. No prompt is
-        longer than `length`."""
-        model, keys, count = self._structure.unflatten(weights), self._keys, len(rows.lengths_B)
-        empty = [block.mixer.empty_state(keys, count, length) for block in model.layers]
+    def _read_prompts(
+        self, weights: list[jax.Array], rows: Rows, length: int, slots: int
+    ) -> tuple[tuple[Any, ...], jax.Array | None]:
+        """Returns the states after each prompt but its last token, with room for rows of `slots`
+        tokens, and the draft's vector for the token after that one. No prompt is longer than
+        `length`."""
+        model, keys = self._structure.unflatten(weights), self._keys
+        count, ahead = len(rows.lengths_B), self._ahead
+        states = [block.mixer.empty_state(keys, count, length) for block in model.layers]
         first_B = jnp.zeros_like(rows.lengths_B)
         # `_write` begins with the last token of every prompt.
         valid_BT = jnp.arange(length) < rows.lengths_B[:, None] - 1
-        _, states = model.read(rows.tokens_BS[:, :length], first_B, empty, keys, valid_BT)
-        return tuple(
-            state.resize(slots, layer.mixing(keys), rows.lengths_B)
-            for state, layer in zip(states, model.pattern.main, strict=True)
+        x_BTD, states = model.read(rows.tokens_BS[:, :length], first_B, states, keys, valid_BT)
+        if ahead:
+            ahead_BT = jnp.roll(rows.tokens_BS, -1, 1)[:, :length]
+            x_BTD, states = model.read_draft(x_BTD, ahead_BT, first_B, states, keys, valid_BT)
+        states = tuple(
+            state.resize(slots + ahead, layer.mixing(keys), rows.lengths_B, ahead)
+            for state, layer in zip(states, model.pattern, strict=False)
         )
+        return states, _map_rows(_pick, x_BTD, rows.lengths_B - 2) if ahead else None
+
+    def _propose(
+        self,
+        model: Decoder,
+        x_B1D: jax.Array | None,
+        states: tuple[Any, ...],
+        rows: Rows,
+        sampling: Sampling,
+    ) -> jax.Array:
+        """Returns the last token of each row and k that its draft proposes after it, [B, T] with
+        zeros behind them, from the draft's vector for the first of these; its state has all tokens
+        but the last. What the draft reads of its own leaves no trace."""
+        tokens = [_map_rows(_last, rows)]
+        for i in range(self._proposed):
+            if i:
+                first_B = rows.lengths_B + (i - 2)
+                x_B1D, states = model.read_draft(x_B1D, tokens[-1], first_B, states, self._keys)
+            draw = functools.partial(_draw, sampling=sampling, ahead=i)
+            tokens.append(_map_rows(draw, rows, model.logits(x_B1D)))
+        return jnp.pad(jnp.concatenate(tokens, 1), ((0, 0), (0, self._ahead - self._proposed)))
 
     def _write(
         self,
         weights: list[jax.Array],
-        states: tuple[Any, ...],
+        states: tuple[tuple[Any, ...], jax.Array | None],
         rows: Rows,
         steps: jax.Array,
         sampling: Sampling,
         stop_ids: tuple[int, ...],
-    ) -> tuple[tuple[Any, ...], Rows]:
-        """Appends up to `steps` tokens to every row that is not done; reuses the memory of `states`
-        and `rows`."""
+    ) -> tuple[tuple[tuple[Any, ...], jax.Array | None], Rows]:
+        """Runs up to `steps` passes, each of which appends one token or more to every row that is
+        not done; reuses the memory of `states` and `rows`."""
         model = self._structure.unflatten(weights)
         append = functools.partial(_append, sampling=sampling, stop_ids=stop_ids)
 
@@ -283,12 +326,21 @@ class Generator:
             return (step < steps) & ~jnp.all(rows.done_B)
 
         def write(carry: tuple) -> tuple:
-            step, states, rows = carry
+            step, (states, x_B1D), rows = carry
             # Reads the last token again in prompts and in rows that are done, else for the first
             # time.
             first_B = rows.lengths_B - 1
-            x_B1D, states = model.read(_map_rows(_last, rows), first_B, states, self._keys)
-            return step + 1, states, _map_rows(append, rows, model.logits(x_B1D)[:, 0])
+            tokens_BT = self._propose(model, x_B1D, states, rows, sampling)
+            x_BTD, states = model.read(tokens_BT, first_B, states, self._keys)
+            written = _map_rows(append, rows, tokens_BT, model.logits(x_BTD))
+            if not self._proposed:
+                return step + 1, (states, None), written
+            ahead = functools.partial(_tokens_from, count=1 + self._ahead)
+            ahead_BT = _map_rows(ahead, written, rows.lengths_B)
+            x_BTD, states = model.read_draft(x_BTD, ahead_BT, first_B, states, self._keys)
+            counts_B = written.lengths_B - rows.lengths_B
+            states = tuple(state.keep(counts_B) for state in states)
+            return step + 1, (states, _map_rows(_pick, x_BTD, counts_B - 1)), written
 
         _, states, rows = jax.lax.while_loop(is_unfinished, write, (jnp.int32(0), states, rows))
         return states, rows
@@ -300,11 +352,11 @@ def rounded_up(number: int) -> int:
     return power * 3 // 4 if number <= power * 3 // 4 and power > 2 else power
 
 
-def _prepare(model: Decoder, dtype: str) -> Decoder:
+def _prepare(model: Decoder, dtype: str, with_draft: bool) -> Decoder:
     def gather(weight: jax.Array) -> jax.Array:
         return jax.reshard(weight, without_axis(jax.typeof(weight).sharding.spec, "fsdp"))
 
-    return jax.tree.map(gather, model.cast(dtype).one_by_one())
+    return jax.tree.map(gather, model.cast(dtype).one_by_one(with_draft))
 
 
 def _map_rows(function: Callable, *arrays: Any) -> Any:
@@ -318,22 +370,49 @@ def _last(rows: Rows) -> jax.Array:
     return jnp.take_along_axis(rows.tokens_BS, rows.lengths_B[:, None] - 1, axis=1)
 
 
+def _tokens_from(rows: Rows, first_B: jax.Array, count: int) -> jax.Array:
+    index_BT = first_B[:, None] + jnp.arange(count)
+    return jnp.take_along_axis(rows.tokens_BS, index_BT, axis=1, mode="clip")
+
+
+def _pick(x_BTD: jax.Array, index_B: jax.Array) -> jax.Array:
+    """Returns one vector of each row, [B, 1, D]; the first where the index is below 0."""
+    return jnp.take_along_axis(x_BTD, jnp.maximum(index_B, 0)[:, None, None], axis=1)
+
+
+def _draw(rows: Rows, logits_B1V: jax.Array, sampling: Sampling, ahead: int) -> jax.Array:
+    """Samples the token `ahead` tokens after each row's next one: [B, 1]."""
+    return sample(logits_B1V[:, 0], sampling, rows.draws_B2, rows.lengths_B + ahead)[0][:, None]
+
+
 def _append(
-    rows: Rows, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]
+    rows: Rows,
+    read_BT: jax.Array,
+    logits_BTV: jax.Array,
+    sampling: Sampling,
+    stop_ids: tuple[int, ...],
 ) -> Rows:
-    """Samples and appends one token to each row that is not done; a row is done after a stop id, or
-    at its limit."""
-    tokens_B, log_probs_B = sample(logits_BV, sampling, rows.draws_B2, rows.lengths_B)
-    B, S = rows.tokens_BS.shape
-    index = jnp.arange(B), jnp.where(rows.done_B, S, rows.lengths_B)  # S: nowhere
-    lengths_B = rows.lengths_B + ~rows.done_B
-    stopped_B = jnp.isin(tokens_B, jnp.asarray(stop_ids, jnp.int32))
+    """Samples the token after each of those that were read: a row's last and the proposed ones.
+    Appends to each row that is not done the first, and each next one as long as the one before it
+    is as proposed and does not end the row: with a stop id, or at its limit."""
+    (B, S), (_, T, V) = rows.tokens_BS.shape, logits_BTV.shape
+    positions_BT = rows.lengths_B[:, None] + jnp.arange(T)
+    draws = jnp.repeat(rows.draws_B2, T, axis=0), positions_BT.ravel()
+    sampled = sample(logits_BTV.reshape(B * T, V), sampling, *draws)
+    tokens_BT, log_probs_BT = (x.reshape(B, T) for x in sampled)
+    ends_BT = jnp.isin(tokens_BT, jnp.asarray(stop_ids, jnp.int32))
+    ends_BT |= positions_BT + 1 >= rows.limits_B[:, None]
+    has_next_Bk = (tokens_BT[:, :-1] == read_BT[:, 1:]) & ~ends_BT[:, :-1]
+    is_new_BT = jnp.concatenate([~rows.done_B[:, None], has_next_Bk], axis=1)
+    is_new_BT = jnp.cumprod(is_new_BT, axis=1, dtype=jnp.int32) > 0
+    index = jnp.arange(B)[:, None], jnp.where(is_new_BT, positions_BT, S)  # S: nowhere
     return dataclasses.replace(
         rows,
-        tokens_BS=rows.tokens_BS.at[index].set(tokens_B, mode="drop"),
-        log_probs_BS=rows.log_probs_BS.at[index].set(log_probs_B, mode="drop"),
-        lengths_B=lengths_B,
-        done_B=rows.done_B | stopped_B | (lengths_B >= rows.limits_B),
+        tokens_BS=rows.tokens_BS.at[index].set(tokens_BT, mode="drop"),
+        log_probs_BS=rows.log_probs_BS.at[index].set(log_probs_BT, mode="drop"),
+        lengths_B=rows.lengths_B + is_new_BT.sum(1),
+        done_B=rows.done_B | (is_new_BT & ends_BT).any(1),
+        passes_B=rows.passes_B + ~rows.done_B,
     )
 
 
@@ -347,5 +426,6 @@ def _answers(rows: Rows, prompts: Sequence[np.ndarray], stop_ids: Sequence[int])
         answer, done = np.s_[row, len(prompt) : rows.lengths_B[row]], bool(rows.done_B[row])
         tokens, log_probs = rows.tokens_BS[answer].copy(), rows.log_probs_BS[answer].copy()
         truncated = done and tokens[-1] not in stop_ids
-        answers.append(Answer(tokens, log_probs, done, truncated))
+        passes = int(rows.passes_B[row])
+        answers.append(Answer(tokens, log_probs, done, truncated, passes))
     return answers

@@ -102,9 +102,11 @@ class PromptTokenizer:
 class ModelSource:
     """A model to use: its weights, not yet read, and its keys, as `config`, on other devices."""
 
-    def __init__(self, weights: Weights, arguments: Sequence[str]):
+    def __init__(self, weights: Weights, arguments: Sequence[str], with_drafts: bool = False):
         """Reads the keys; no device is touched. `arguments` are key=value; a ConfigError if one
-        is neither of _OPEN_KEYS nor, for weights that begin with others, KEY."""
+        is neither of _OPEN_KEYS nor, for weights that begin with others, KEY. `with_drafts`: a
+        released model has its drafts, too, which a run has in any case; a ConfigError without any.
+        """
         *_, command_line = config_files.read(str(base.CONFIGS / "base.yml"), arguments, print_note)
         overrides = command_line.values
         allowed = (*_OPEN_KEYS, KEY) if weights.base else _OPEN_KEYS
@@ -121,7 +123,14 @@ class ModelSource:
         keys = weights.keys
         if self._replaces_tokenizer:
             keys = {name: value for name, value in keys.items() if name not in _TOKENIZER_KEYS}
+        if with_drafts and isinstance(weights, ReleasedWeights):
+            keys = {**keys, "mtp_num_layers": weights.origin.num_drafts}
         self.config = Config.from_values({**base.base(), **keys, **_FIXED_KEYS, **overrides})
+        if with_drafts and not self.config.model.mtp_num_layers:
+            raise ConfigError(
+                f"{self.path} has no draft to propose tokens (mtp_num_layers=0); leave out "
+                "--num_speculative_tokens"
+            )
         self.config.check()
         self._data = self.config.data  # before `resolve` drops what synthetic documents do not use
         if isinstance(weights, ReleasedWeights):
@@ -203,7 +212,7 @@ def _document_tokenizer(keys: DataKeys, is_replaced: bool) -> tuple[str, str, di
     return by_keys
 
 
-def open_model(path: str, arguments: Sequence[str]) -> ModelSource:
-    """Opens the model at a path, as `open_weights`; `arguments` are those of a ModelSource. A
+def open_model(path: str, arguments: Sequence[str], with_drafts: bool = False) -> ModelSource:
+    """Opens the model at a path, as `open_weights`; the others are those of a ModelSource. A
     ConfigError as either."""
-    return ModelSource(open_weights(path, "RUN"), arguments)
+    return ModelSource(open_weights(path, "RUN"), arguments, with_drafts)

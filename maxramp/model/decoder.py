@@ -134,26 +134,55 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Reads T more tokens of every row, from position first_B on, after those in the layers'
         states. Returns their vectors [B, T, D], and the next states; `states` stay as they are. T
-        is 1, or all slots from position 0 on; for `valid_BT` see `Pass`. Not in a pipeline."""
-        positions_BT = first_B[:, None] + jnp.arange(tokens_BT.shape[1])
-        angles = layers.find_angles(self.pattern, execution, positions_BT, self.rotary_dim)
-        shared = Pass(execution, _IN_ORDER, angles, first_B=first_B, valid_BT=valid_BT)
+        is all slots from position 0 on, or one, or a few: then keep as many of them as stay with
+        each state's `keep`. For `valid_BT` see `Pass`. The model is from `one_by_one`; a draft's
+        state, the last, stays."""
+        shared = self._pass(tokens_BT, first_B, execution, valid_BT)
         states = jax.tree.map(lambda x: x, tuple(states))  # a copy, which this pass changes
         (x_BTD,) = self.embed(execution.dtype, tokens_BT)
-        blocks = self.one_by_one().layers
-        for layer, block, state in zip(self.pattern.main, blocks, states, strict=True):
+        for layer, block, state in zip(self.pattern.main, self.layers, states, strict=False):
             x_BTD, _ = block(x_BTD, layer.mixing(execution), shared, state)
         return jax.reshard(self.norm(x_BTD), X_BTD), states
 
-    def one_by_one(self) -> "Decoder":
+    def read_draft(
+        self,
+        x_BTD: jax.Array,
+        ahead_BT: jax.Array,
+        first_B: jax.Array,
+        states: Sequence[Any],
+        execution: Execution,
+        valid_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Reads with the first draft alone, as `read`, the vectors of T tokens (from `read`, or its
+        own) and the tokens after these. Returns its vectors, for the `logits` of the tokens after
+        those, and the next states."""
+        shared = self._pass(ahead_BT, first_B, execution, valid_BT)
+        *others, state = jax.tree.map(lambda x: x, tuple(states))
+        layer, draft = self.pattern.drafts[0], self.layers[-1]
+        x_BTD = draft.join(x_BTD, *self.embed(execution.dtype, ahead_BT))
+        x_BTD, _ = draft.block(x_BTD, layer.mixing(execution), shared, state)
+        return jax.reshard(draft.norm(x_BTD), X_BTD), (*others, state)
+
+    def _pass(
+        self,
+        tokens_BT: jax.Array,
+        first_B: jax.Array,
+        execution: Execution,
+        valid_BT: jax.Array | None,
+    ) -> Pass:
+        positions_BT = first_B[:, None] + jnp.arange(tokens_BT.shape[1])
+        angles = layers.find_angles(self.pattern, execution, positions_BT, self.rotary_dim)
+        return Pass(execution, _IN_ORDER, angles, first_B=first_B, valid_BT=valid_BT)
+
+    def one_by_one(self, with_draft: bool = False) -> "Decoder":
         """Returns the model with a tuple of layers instead of stacks, to read tokens one by one:
-        slicing a stack copies the layer, which takes as long as reading a token with it. Not in a
-        pipeline."""
-        if isinstance(self.layers, tuple):
-            return self
+        slicing a stack copies the layer, which takes as long as reading a token with it. The first
+        draft is the last of them, or none is there. Not in a pipeline."""
         assert axis_size("stage") == 1, "a pipeline's layers lie on several stages"
         copy = jax.tree.map(lambda x: x, self)
         copy.layers = layers.one_by_one(self.pattern, self.layers)
+        if with_draft:
+            copy.layers += (layers.layer_at(self.layers[DRAFT], 0, "N"),)
         return copy
 
     def head(self, dtype: str) -> jax.Array:

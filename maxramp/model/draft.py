@@ -31,6 +31,10 @@ class Draft(nnx.Module):
         self.join_CD = normal("matrix", "C D", join, (2 * D, D), MLP_IN_DF, (2 * D) ** -0.5, dtype)
         self.block = Block(family, layer, keys, block)
 
+    @property
+    def mixer(self) -> nnx.Module:
+        return self.block.mixer
+
     def join(self, x_BTD: jax.Array, ahead_BTD: jax.Array) -> jax.Array:
         """Returns the stream [B, T, D] for `block`, whose result `norm` makes a vector for logits
         and for the next draft."""

@@ -99,7 +99,7 @@ def run(
 
     def run_outside(layers: Sequence[tuple[Layer, int]], x_BTD: jax.Array) -> jax.Array:
         for layer, index in layers:
-            x_BTD, aux = run_layer(layer, False, x_BTD, _layer_at(stacks[layer.kind], index))
+            x_BTD, aux = run_layer(layer, False, x_BTD, layer_at(stacks[layer.kind], index))
             sums.append(aux)
         return x_BTD
 
@@ -136,11 +136,11 @@ def find_angles(
 
 
 def one_by_one(pattern: Pattern, stacks: Stacks) -> tuple[Any, ...]:
-    return tuple(_layer_at(stacks[layer.kind], index) for layer, index in pattern.stack_indices())
+    return tuple(layer_at(stacks[layer.kind], index) for layer, index in pattern.stack_indices())
 
 
-def _layer_at(stack: Any, index: int) -> Any:
-    return relabel(jax.tree.map(lambda w_L: w_L[index], stack), "L", "")
+def layer_at(stack: Any, index: int, axis: str = "L") -> Any:
+    return relabel(jax.tree.map(lambda w_L: w_L[index], stack), axis, "")
 
 
 def _slice_layers(stack: Any, indices: Sequence[int]) -> Any:

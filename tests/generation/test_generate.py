@@ -74,6 +74,8 @@ def test_answers_as_json_and_as_text(trained, cache_dir):
         (["--top_p", "0"], "--top_p=0 must be above 0 and at most 1"),
         (["--max_new_tokens", "0"], "--max_new_tokens 0 must be 1 or more"),
         (["--seed", "-3"], "--seed -3 must be 0 or more"),
+        (["--num_speculative_tokens", "-1"], "--num_speculative_tokens -1 must be 0 to 16; each"),
+        (["--num_speculative_tokens", "2"], "has no draft to propose tokens (mtp_num_layers=0); l"),
         (["--stop", ""], "--stop '' would end every answer"),
         (["--prompt_file", "none.jsonl"], "prompt_file=none.jsonl: cannot be read"),
         (["steps=3"], "steps=3 does not change what a run generates"),

@@ -1,5 +1,6 @@
 """Generation: the model's own words in any batch, on any mesh. B rows, T tokens, V vocabulary."""
 
+import dataclasses
 import functools
 
 import jax
@@ -124,7 +125,7 @@ def test_the_state_of_latent_attention_is_a_latent_and_a_key():
 def test_the_state_of_a_window_has_no_more_slots():
     written = writer("one device", *GEMMA2)
     traced = written.generator.trace_programs(written.model, len(PROMPTS), 16)
-    caches = traced["reading prompts"]().out_info
+    caches, _ = traced["reading prompts"]().out_info
     assert [cache.keys_BKSh.shape[2] for cache in caches] == [4, 32]
 
 
@@ -166,6 +167,35 @@ def test_sampled_text_is_the_same_for_every_split(mesh, parts):
     assert texts("one device", [[0, 1, 2, 3, 4]], seed=4) != whole
     again = writer("one device")([PROMPTS[1]] * 5, MOST, sampling, 3)
     assert again[0].tokens.tolist() != again[1].tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "mesh, proposed, keys, draws",
+    [
+        ("one device", 2, ("base_num_decoder_layers=1",), [(0, ())]),
+        *(
+            pytest.param("one device", 2, keys, [(0, ()), (1, (2,))], marks=pytest.mark.slow)
+            for keys in (QWEN3_5, (*QWEN3_5, "base_num_decoder_layers=1"), LATENT, GEMMA2)
+        ),
+        pytest.param("all axes", 1, GPT_OSS, [(0.7, ())], marks=pytest.mark.slow),
+    ],
+)
+def test_a_draft_that_proposes_tokens_changes_none(mesh, proposed, keys, draws):
+    """In float32: of three tokens alone, some of which it proposes right."""
+    one = writer(mesh, *keys, "mtp_num_layers=1")
+    for temperature, stop_ids in draws:
+        sampling = Sampling(temperature, vocab_size=3)
+        plain = one(PROMPTS, 20, sampling, 3, stop_ids)
+        config = dataclasses.replace(one.generator.config, num_speculative_tokens=proposed)
+        generator = Generator(one.execution, one.model, config)
+        answers = generator.answer(generator.prepare(one.model), PROMPTS)
+        for answer, alone in zip(answers, plain, strict=True):
+            assert answer.tokens.tolist() == alone.tokens.tolist()
+            np.testing.assert_allclose(answer.log_probs, alone.log_probs, atol=1e-5)
+            assert (answer.done, answer.truncated) == (alone.done, alone.truncated)
+            assert alone.passes == len(alone.tokens) <= (1 + proposed) * answer.passes
+        passes, tokens = sum(a.passes for a in answers), sum(len(a.tokens) for a in answers)
+        assert passes < tokens < (1 + proposed) * passes
 
 
 def test_a_stream_yields_the_answers_so_far():

@@ -293,11 +293,12 @@ def test_a_run_keeps_the_side_files_of_its_first_weights(tmp_path):
 
 @pytest.mark.slow
 def test_an_answer_to_a_chat_is_that_of_transformers(tmp_path):
-    """The template's text, and greedy tokens behind it, up to the mark that ends the answer."""
+    """The template's text, and greedy tokens behind it, up to the mark that ends the answer; in a
+    conversation the folder's draft proposes them."""
     torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
     size = write_tokenizer(tmp_path)
     changes = {"vocab_size": size, "bos_token_id": None, "eos_token_id": size - 2}
-    folder = write_folder(tmp_path, "llama2", **changes)
+    folder = write_folder(tmp_path, "qwen3_5", drafts=True, **changes)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     chat = [{"role": "user", "content": "Who?"}]
@@ -311,11 +312,12 @@ def test_an_answer_to_a_chat_is_that_of_transformers(tmp_path):
     assert answer["prompt"] == text
     assert answer["tokens"] == whole[ids["input_ids"].shape[1] :].tolist()
     command = [sys.executable, "-m", "maxramp.generate", str(folder), *line[:1], *line[3:]]
-    command.append("max_target_length=128")  # room for the second message
+    # with room for the second message
+    command += ["max_target_length=128", "--num_speculative_tokens", "2"]
     talk = subprocess.run(command, input="Who?\n\nWho?\n", capture_output=True, text=True)
     assert talk.returncode == 0, talk.stderr
     first, second = map(json.loads, talk.stdout.splitlines())
-    assert first["tokens"] == answer["tokens"]
+    assert first["tokens"] == answer["tokens"] and "tokens a pass" in talk.stderr
     assert second["prompt"].startswith(f"{text}{answer['answer']}")
     assert second["prompt"].count("Who?") == 2 + answer["answer"].count("Who?")
     marked = run(str(folder), "--chat", "--prompt", "a<|im_end|>b", module="generate")

@@ -53,8 +53,8 @@ class KeysAndValues:
         kernel: str,
     ) -> jax.Array:
         """Writes T more tokens of every row (one segment), from position first_B on, into their
-        slots, in place, and returns what they attend to: [B, T, H, h]. T is 1, or all slots from
-        position 0 on."""
+        slots, in place, and returns what they attend to: [B, T, H, h]. T is all slots from position
+        0 on, or as many as `resize` has room for."""
         tokens, slots = q_BTHh.shape[1], self.keys_BKSh.shape[2]
         if tokens == slots:
             self.keys_BKSh, self.values_BKSh = (
@@ -70,10 +70,19 @@ class KeysAndValues:
         )(q_BTHh, k_BTKh, v_BTKh, self.keys_BKSh, self.values_BKSh, first_B, mask)
         return a_BTHh
 
-    def resize(self, slots: int, mixing: Mixing, lengths_B: jax.Array) -> "KeysAndValues":
-        slots = min(mixing.window or slots, slots)
+    def resize(
+        self, slots: int, mixing: Mixing, lengths_B: jax.Array, ahead: int
+    ) -> "KeysAndValues":
+        """Returns the cache with `slots` slots, or as many as a window needs where 1 + `ahead`
+        tokens are read at once."""
+        slots = min(mixing.window + ahead, slots) if mixing.window else slots
         both = self.keys_BKSh, self.values_BKSh
         return KeysAndValues(*(move_slots(x, slots, lengths_B, CACHE_BKSh) for x in both))
+
+    def keep(self, counts_B: jax.Array) -> "KeysAndValues":
+        """Returns the state after the first `counts_B` tokens of the last pass, of several: the
+        others are overwritten before a token sees them."""
+        return self
 
 
 def move_slots(x_BKSh: jax.Array, slots: int, lengths_B: jax.Array, spec: Spec) -> jax.Array:
@@ -107,8 +116,10 @@ def write_slots(slots_BKSh: jax.Array, new_BTKh: jax.Array, first_B: jax.Array) 
     must not reach over the last slot: JAX would shift them back."""
 
     def write(slots_KSh, new_TKh, position):
-        start = 0, position % slots_KSh.shape[1], 0
-        return jax.lax.dynamic_update_slice(slots_KSh, new_TKh.swapaxes(0, 1), start)
+        for t, new_Kh in enumerate(new_TKh):
+            start = 0, (position + t) % slots_KSh.shape[1], 0
+            slots_KSh = jax.lax.dynamic_update_slice(slots_KSh, new_Kh[:, None], start)
+        return slots_KSh
 
     return jax.vmap(write)(slots_BKSh, new_BTKh, first_B)
 

@@ -30,6 +30,7 @@ from maxramp.parallel.axes import TOKEN_AXES
 from maxramp.parallel.collectives import map_shards
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import (
+    ROWS_B,
     STREAM_BTD,
     TOKENS_BT,
     X_BTD,
@@ -45,13 +46,28 @@ from maxramp.parallel.sharding import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class DeltaState:
-    """What a layer knows of the tokens so far: as much for a long text as for a short one."""
+    """What a layer knows of the tokens so far: as much for a long text as for a short one. After a
+    pass of T > 1 written tokens it has the state after each, [B, H, T, k, v], and the inputs of all
+    [B, t - 1 + T, K, x], until `keep`."""
 
     state_BHkv: jax.Array  # float32
     inputs_BtKx: jax.Array  # of the convolution, of the last t - 1 tokens
 
-    def resize(self, slots: int, mixing: Mixing, lengths_B: jax.Array) -> Self:
+    def resize(self, slots: int, mixing: Mixing, lengths_B: jax.Array, ahead: int) -> Self:
         return self
+
+    def keep(self, counts_B: jax.Array) -> Self:
+        """Returns the state after the first `counts_B` tokens of the last pass, of several; 0
+        counts as 1."""
+
+        def pick(state_BHTkv, inputs_BtKx, index_B):
+            at = functools.partial(jax.lax.dynamic_index_in_dim, axis=1, keepdims=False)
+            cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=TAPS - 1)
+            return jax.vmap(at)(state_BHTkv, index_B), jax.vmap(cut)(inputs_BtKx, index_B + 1)
+
+        states = CACHE_BKSh, X_BTHh
+        pick = map_shards(pick, (*states, ROWS_B), states)
+        return DeltaState(*pick(*vars(self).values(), jnp.maximum(counts_B - 1, 0)))
 
 
 class GatedDelta(nnx.Module):
@@ -111,10 +127,10 @@ class GatedDelta(nnx.Module):
             segments_BT = jax.reshard(segments_BT, TOKENS_BT)
             o_BTHv = map_shards(mix, specs, X_BTHh)(*arrays, segments_BT, *weights)
         else:
-            valid_BT = shared.valid_BT
-            if valid_BT is None:
+            valid_BT, is_written = shared.valid_BT, shared.valid_BT is None
+            if is_written:
                 valid_BT = jnp.ones(x_BTD.shape[:2], bool)
-            mix = functools.partial(_continue, blocks=self.blocks)
+            mix = functools.partial(_continue, blocks=self.blocks, is_written=is_written)
             states = CACHE_BKSh, X_BTHh
             specs = (*(X_BTHh,) * 3, TOKENS_BT, *states, *specs)
             o_BTHv, state.state_BHkv, state.inputs_BtKx = map_shards(mix, specs, (X_BTHh, *states))(
@@ -170,9 +186,10 @@ def _mix(qkv, b, a, segments, *weights, blocks, axis):
     return gated_delta(*arrays, segments, axis=axis)[0]
 
 
-def _continue(qkv, b, a, valid, state, inputs, *weights, blocks):
+def _continue(qkv, b, a, valid, state, inputs, *weights, blocks, is_written):
     """Returns what tokens read after those in a state, and the next state and inputs. Tokens that
-    are not valid come last in a row, and change neither."""
+    are not valid come last in a row, and change neither. For several that are written these are of
+    each (`DeltaState`), as if they were written one by one."""
     (B, T), t = valid.shape, TAPS - 1
     segments = jnp.zeros((B, t + T), jnp.int32)
     *arrays, g, beta = _prepare(
@@ -182,6 +199,16 @@ def _continue(qkv, b, a, valid, state, inputs, *weights, blocks):
     if T == 1:
         o, state = gated_delta_token(*(x[:, 0] for x in arrays), state)
         o = o[:, None]
+    elif is_written:
+
+        def step(state, arrays):
+            o, state = gated_delta_token(*arrays, state)
+            return state, (o, state)
+
+        by_token = [x.swapaxes(0, 1) for x in arrays]
+        _, (o, states) = jax.lax.scan(step, state, by_token, unroll=True)
+        every = jnp.concatenate([inputs, qkv], 1)
+        return o.swapaxes(0, 1), jnp.moveaxis(states, 0, 2), every
     else:
         o, state = gated_delta(*arrays, segments[:, t:], state)
     every = jnp.concatenate([inputs, qkv], 1)

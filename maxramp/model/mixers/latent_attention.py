@@ -51,8 +51,8 @@ class Latents:
     def attend(
         self, q_BTHx: jax.Array, latents_BT1x: jax.Array, first_B: jax.Array, mask: AttentionMask
     ) -> jax.Array:
-        """Writes one more token of every row, at position first_B, into its slot, in place, and
-        returns the sum of the latents and keys that it attends to: [B, 1, H, x]."""
+        """Writes a few more tokens of every row, from position first_B on, into their slots, in
+        place, and returns the sums of the latents and keys that they attend to: [B, T, H, x]."""
         specs = X_BTHh, LATENTS_B1Sc, LATENTS_B1Sc, ROWS_B
         write_and_attend = functools.partial(_write_and_attend, mask=mask)
         out_BTHx, self.latents_B1Sx = map_shards(write_and_attend, specs, (X_BTHh, LATENTS_B1Sc))(
@@ -60,8 +60,12 @@ class Latents:
         )
         return out_BTHx
 
-    def resize(self, slots: int, mixing: Mixing, lengths_B: jax.Array) -> "Latents":
+    def resize(self, slots: int, mixing: Mixing, lengths_B: jax.Array, ahead: int) -> "Latents":
         return Latents(move_slots(self.latents_B1Sx, slots, lengths_B, LATENTS_B1Sc))
+
+    def keep(self, counts_B: jax.Array) -> "Latents":
+        """As that of `KeysAndValues`."""
+        return self
 
 
 def _write_and_attend(q_BTHx, new_BT1x, latents_B1Sx, first_B, *, mask):
@@ -103,7 +107,7 @@ class LatentAttention(nnx.Module):
         self, x_BTD: jax.Array, mixing: Mixing, shared: Pass, state: Latents | None = None
     ) -> jax.Array:
         """Maps [B, T, D] to [B, T, D]; with a state, for tokens from `shared.first_B` on, which it
-        adds to the state in place: one, or all of its slots."""
+        adds to the state in place: all of its slots, or fewer."""
         n, r, _ = self.widths
         angles, execution = shared.angles[mixing.rope], shared.execution
         x_BTD = jax.reshard(x_BTD, X_BTD)

@@ -74,7 +74,8 @@ class Pass:
     angles: Mapping[Rope, Angles]  # at the positions of the tokens
     token_weight_BT: jax.Array | None = None  # each token's weight in the layers' sums
     first_B: jax.Array | None = None  # int32, position of the first token, where layers have states
-    # false for tokens that a recurrent state must pass over: padding, and one that is read again
+    # false for tokens that a recurrent state must pass over: padding, and one that is read again;
+    # None for tokens that are written
     valid_BT: jax.Array | None = None
 
 
