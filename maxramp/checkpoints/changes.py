@@ -37,7 +37,7 @@ def changes_since(
         refused[_CORPUS] = _changed_parts(checkpoint, data)
     today = seen_mixtures(data.mixtures, checkpoint.consumed_samples)
     for before, now in itertools.zip_longest(checkpoint.mixtures, today):
-        if before != now:
+        if _without_names(before) != _without_names(now):
             refused.setdefault(_CORPUS, (_mixture(before), _mixture(now)))
     if _CORPUS in refused:
         pairs[_CORPUS] = refused[_CORPUS]
@@ -71,6 +71,10 @@ def _changed_parts(checkpoint: Checkpoint, data: DataIdentity) -> tuple[str, str
         return checkpoint.corpus_hash, data.hash
     then, now = zip(*pairs, strict=True)
     return _parts(filter(None, then)), _parts(filter(None, now))
+
+
+def _without_names(mixture: Sequence[Any] | None) -> Any:
+    return mixture and [mixture[0], [list(part[1:]) for part in mixture[1]]]
 
 
 def _parts(parts: Iterable[Any]) -> str:

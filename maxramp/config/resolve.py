@@ -136,7 +136,7 @@ def _pipeline(config: Config) -> dict[str, int]:
     if stages == 1:  # a configuration may hold MaxText's defaults for pipelines
         per_stage, repeats = layers, 1
     elif repeats == -1:
-        repeats = 1 if per_stage == -1 else layers // (stages * per_stage)
+        repeats = 1 if per_stage == -1 else max(1, layers // (stages * per_stage))
     if stages > 1:
         refuse(_check_pipeline(config))
         _check_equal_parts(model, stages * repeats, batch.command_line("stage"))

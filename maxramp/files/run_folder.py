@@ -294,11 +294,15 @@ class MirroredFiles(RunFiles):
         for path in sorted(self.local.rglob("*"), key=lambda path: path.name == _RECORDS):
             if path.suffix != ".tmp" and path.is_file():
                 name = str(path.relative_to(self.local))
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                try:
                     state = _state(path)
-                    if self._sent.get(name) != state:
-                        (self._folder / name).write_bytes(path.read_bytes())
-                        self._sent[name] = state
+                    if self._sent.get(name) == state:
+                        continue
+                    content = path.read_bytes()
+                except FileNotFoundError:  # removed meanwhile
+                    continue
+                (self._folder / name).write_bytes(content)
+                self._sent[name] = state
         if _REMOVED in self._sent and not (self.local / _REMOVED).exists():
             (self._folder / _REMOVED).unlink()
             del self._sent[_REMOVED]

@@ -136,6 +136,8 @@ class GkeCluster:
         """Tells whether the JobSet has lost a node, of those that it once had or of those planned
         after an earlier loss; notes it in the launch's files."""
         nodes, ready = self.nodes_of_jobset(), self._publish()
+        if self.is_stopped:  # the cluster may not have answered
+            return False
         if ready >= nodes:
             self._whole.touch()
         is_short = ready < nodes and (self._whole.exists() or self._lost.exists())
@@ -149,8 +151,11 @@ class GkeCluster:
 
     def _publish(self) -> int:
         """Tells the trainer, unless kubectl fails, how many nodes it could have; returns how many
-        are ready."""
+        are ready, once the cluster answers. If the launch is stopped before, 0, which is no answer.
+        """
         ready = self.available()
+        if self.is_stopped:
+            return 0
         count = ready if self._lost.exists() else self._run.config.batch.nodes
         metadata = {"namespace": self._keys.gke_namespace, "name": f"{self._name}-nodes"}
         config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}

@@ -131,17 +131,12 @@ class CompileTarget:
             arguments = compiled.memory_analysis().argument_size_in_bytes / GIB
             memory |= {"arguments": arguments, "temporaries": peak - arguments}
             fits = peak <= self.limit
-            work = machine.work(compiled.as_text())
+            work = self._work(compiled, "step")
         except jax.errors.JaxRuntimeError as error:
             if not (sizes := _too_big(str(error))):
                 raise
             fits, peak, seconds = False, sizes[0], time.perf_counter() - start
             memory["limit"] = min(sizes[1], self.limit)
-        except ValueError as error:
-            raise ConfigError(
-                f"compile_topology={machine.name}: the step compiles, but what its program does "
-                f"cannot be counted: {error}; try another version of jax"
-            ) from None
         self.say(f"compiled in {seconds:.0f} s, needs {peak:.3g} of {memory['limit']:.3g} GiB")
         return {
             "peak_tflops_per_device": machine.peak_tflops,
@@ -150,6 +145,15 @@ class CompileTarget:
             "compile_seconds": seconds,
             **work,
         }
+
+    def _work(self, compiled: jax.stages.Compiled, what: str) -> dict[str, Any]:
+        try:
+            return self.machine.work(compiled.as_text())
+        except ValueError as error:
+            raise ConfigError(
+                f"compile_topology={self.machine.name}: the {what} compiles, but what its program "
+                f"does cannot be counted: {error}; try another version of jax"
+            ) from None
 
     @functools.cache  # noqa: B019
     def move(self, before: MeshKeys, after: MeshKeys) -> dict[str, Any]:
@@ -161,7 +165,7 @@ class CompileTarget:
         with jax.sharding.use_abstract_mesh(meshes[1].abstract_mesh):
             lowered = moving.lower(arrays, meshes[1], self.machine.platforms)
         compiled = jax.tree.map(lambda program: program.compile(self._options), lowered)
-        work = jax.tree.map(lambda program: self.machine.work(program.as_text()), compiled)
+        work = jax.tree.map(lambda program: self._work(program, "move"), compiled)
         moved = {"collective_gib": collections.Counter(), "network_gib": collections.Counter()}
         for x, (name, gib) in itertools.product(arrays, moved.items()):
             for program in work[moving.kind(x)]:

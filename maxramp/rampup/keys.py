@@ -209,9 +209,9 @@ class BatchKeys(CurveKeys, ShapeKeys):
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
         """Makes the keys of all values; global_batch_tokens, if given, replaces global_batch_size.
-        A ConfigError if it is not whole samples."""
+        A ConfigError if it is not whole samples, and as `Keys.from_values`."""
         tokens, sample = values["global_batch_tokens"], values["max_target_length"]
-        if tokens > 0:
+        if tokens > 0 and sample > 0:
             if tokens % sample:
                 raise ConfigError(
                     f"global_batch_tokens={tokens} is not a multiple of max_target_length={sample}"

@@ -464,6 +464,10 @@ def test_another_corpus_is_refused(saved_folder):
     changed = "corpus=code weight 0.3 (hash cd) (now code weight 0.3 (hash ef), more)"
     today = saved_folder.config.values, ["corpus"], DataIdentity("other", now), versions()
     assert changes_since(saved, *today) == changed
+    seen, moved = ([[4, [[path, 1.0, "ab"]]]] for path in ("web", "moved/web"))
+    saved = dataclasses.replace(saved, parts=[], mixtures=seen)
+    data = DataIdentity("data", mixtures=moved)
+    assert not changes_since(saved, saved_folder.config.values, [], data, versions())
 
 
 def test_other_changes_are_listed(saved_folder):

@@ -267,6 +267,8 @@ ici_pipeline_parallelism=1 num_pipeline_microbatches=4 | num_pipeline_microbatch
 ici_pipeline_parallelism=-1 ici_fsdp_parallelism=1 num_nodes=2 devices_per_node=4 | num_nodes=2
 num_pipeline_repeats=3 | base_num_decoder_layers=4 | num_pipeline_repeats=3
 num_layers_per_pipeline_stage=3 | base_num_decoder_layers=4 | num_layers_per_pipeline_stage=3
+num_layers_per_pipeline_stage=12 decoder_block=gemma3 use_qk_norm=True sliding_window_size=64 \
+    base_num_decoder_layers=12 | num_layers_per_pipeline_stage=12
 num_pipeline_microbatches=3 | num_pipeline_microbatches=3 | 2 stages | use 2 or 4
 num_pipeline_microbatches=0 | num_pipeline_microbatches=0
 log_gradient_noise_scale=True | log_gradient_noise_scale=True | ici_pipeline_parallelism=2

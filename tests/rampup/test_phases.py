@@ -156,6 +156,7 @@ phases.10K.row_length=48 | phases.10K: row_length=48 does not divide max_target_
 phases.10K.row_length=256 | row_length=256 does not divide max_target_length=128
 phases.10K.global_batch_size=x | phases.10K.global_batch_size=x must be an integer
 phases.10K.global_batch_size=0 | phases.10K: global_batch_size=0 must be 1 or more
+max_target_length=0 phases.10K.global_batch_tokens=1024 | max_target_length=0 must be 1 or more
 phases.10K.global_batch_tokens=1000 | use 896 or 1024
 phases.10K.global_batch_tokens=1024 phases.10K.global_batch_size=8 | say the same thing in two ways
 phases.10K.remat_policy=some | phases.10K: remat_policy=some is not one of
