@@ -1,4 +1,4 @@
-"""Generation with proposals of a draft beside generation without them, greedy.
+"""Generation with proposals of a draft beside generation without them, greedy and drawn.
 
 python benchmarks/speculative.py RUN [--json FILE]
 
@@ -10,6 +10,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import functools
+import itertools
 import statistics
 import time
 
@@ -22,14 +23,14 @@ from maxramp.handover.opening import open_model
 from maxramp.processes import backend
 
 PROMPT, NEW, ROUNDS = 32, 96, 7
-PROPOSED, COUNTS = (0, 1, 2, 3), (1, 8)
+PROPOSED, COUNTS, TEMPERATURES = (0, 1, 2, 3), (1, 8), (0, 1)
 
 
-def measure(source, model, prompts):
+def measure(source, model, prompts, temperature):
     """Figures by the number of proposed tokens."""
     seconds, answers, answer = {k: [] for k in PROPOSED}, {}, {}
     for k in PROPOSED:
-        config = GenerationConfig(NEW, Sampling(temperature=0), num_speculative_tokens=k)
+        config = GenerationConfig(NEW, Sampling(temperature), num_speculative_tokens=k)
         generator = Generator(source.config.model, model, config)
         answer[k] = functools.partial(generator.answer, generator.prepare(model), prompts)
     for round in range(ROUNDS + 1):
@@ -45,7 +46,7 @@ def measure(source, model, prompts):
         pairs = zip(answers[0], answers[k], strict=True)
         report[k] = {
             "tokens_per_second": written / statistics.median(seconds[k]),
-            "times_as_fast": statistics.median(map(np.divide, seconds[0], seconds[k])),
+            "times_as_fast": float(statistics.median(map(np.divide, seconds[0], seconds[k]))),
             "tokens_per_pass": written / passes,
             "accepted": (written - passes) / (k * passes) if k else None,
             "equal_texts": sum(np.array_equal(x.tokens, y.tokens) for x, y in pairs),
@@ -62,11 +63,12 @@ def main():
     (tokens,) = source.tokenizer().encode([text])
     backend.start(source.config.backend)
     model, report = source.load(), {}
-    for count in COUNTS:
+    for count, temperature in itertools.product(COUNTS, TEMPERATURES):
         prompts = [tokens[i * PROMPT :][:PROMPT] for i in range(count)]
-        report[f"{count} prompts"] = measure(source, model, prompts)
-        for k, row in report[f"{count} prompts"].items():
-            print(f"{count} prompts, {k} proposed: {row}")
+        name = f"{count} prompts, temperature {temperature}"
+        report[name] = measure(source, model, prompts, temperature)
+        for k, row in report[name].items():
+            print(f"{name}, {k} proposed: {row}")
     figures.save(options.json, report)
 
 
