@@ -332,7 +332,8 @@ class Generator:
             first_B = rows.lengths_B - 1
             tokens_BT = self._propose(model, x_B1D, states, rows, sampling)
             x_BTD, states = model.read(tokens_BT, first_B, states, self._keys)
-            written = _map_rows(append, rows, tokens_BT, model.logits(x_BTD))
+            proposed_BT = tokens_BT.at[:, 1 + self._proposed :].set(-1)  # what fills up is none
+            written = _map_rows(append, rows, proposed_BT, model.logits(x_BTD))
             if not self._proposed:
                 return step + 1, (states, None), written
             ahead = functools.partial(_tokens_from, count=1 + self._ahead)

@@ -40,7 +40,8 @@ BLOCKS = """{% for m in messages %}{{ m.role }}: {% if m.role == "assistant" %}
 {% generation %}{{ m.content | trim }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}
 {% endfor %}"""
 # As gpt-oss's: the last turn ends with another mark, and has its thought in a turn before it.
-SEVERAL = """{% for m in messages %}{% set ends = loop.last and m.role == "assistant" %}
+SEVERAL = """{% for m in messages %}{% set answers = m.role == "assistant" %}
+{%- set ends = loop.last and answers and not add_generation_prompt %}
 {% if ends and m.thinking %}<|im_start|>assistant *{{ m.thinking }}</s>{% endif %}
 <|im_start|>{{ m.role }} {{ m.content }}{{ "<|im_end|>" if ends else "</s>" }}{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant {% endif %}"""
@@ -52,6 +53,9 @@ ENDS = CHATML.replace("{% endif %}", "{% else %}</s>{% endif %}")
 SHOWS = "{{ messages | tojson(sort_keys=true) }}{{ tools | tojson(sort_keys=true) }}"
 # Shows the last two messages only; no header tells its answers from questions.
 DROPS = "{% set messages = messages[-2:] %}"
+# No mark ends its turns; one ends the chat.
+OPEN = """{% for m in messages %}<|im_start|>{{ m.role if m.role == "user" }} {{ m.content }}
+{%- endfor %}{{ "<|im_start|>" if add_generation_prompt else "</s>" }}"""
 TURNS = [
     {"role": "user", "content": "Who?"},
     {"role": "assistant", "content": "assistant\nI", "thinking": "a"},
@@ -204,6 +208,7 @@ BYTES = ("tokenizer_type=bytes", "tokenizer_path=")
         bad(told("user", content=PARTS), "content is not text but list"),
         bad([GOOD], "line 1: is not a JSON object but list", "JSON lines have an object"),
         bad({"messages": TURNS}, "shows 0 of its 2 ", "{% generation %}", template=DROPS + CHATML),
+        bad({"messages": TURNS}, "shows 0 of its 2 ", template=OPEN),
         bad(GOOD, "line 1", "only one system message", template=ONE_SYSTEM),
         bad(GOOD, "chat template is not valid", template="{% if %}"),
         bad(GOOD | {"completion": "a</s>b"}, "line 1", "holds </s>", "=leave_out"),

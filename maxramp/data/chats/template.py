@@ -138,7 +138,8 @@ class ChatTemplate:
     def _find_end(self, chat: Chat, i: int, text: str, asked: str, mark: str) -> int:
         """Returns where message `i` ends in a chat's text, behind `mark` or another one; 0 if that
         is unclear. It must be there as it is where it ends the chat, but for its thought, which
-        some templates drop later on, and the mark at its end (gpt-oss)."""
+        some templates drop later on, and the mark at its end (gpt-oss), which then stands
+        before another mark, as where the next answer is asked for at once."""
         answer = chat.messages[i]
         bare = {name: value for name, value in answer.items() if name not in THOUGHTS}
         for last in (answer, bare):
@@ -149,7 +150,11 @@ class ChatTemplate:
             same = len(os.path.commonprefix([whole, text]))
             ends = self._marks.finditer(text, len(asked))
             other = next((match for match in ends if match.end() > same), None)
-            if other and other.start() <= same and self._marks.fullmatch(whole, other.start()):
+            if not other or other.start() > same or not self._marks.fullmatch(whole, other.start()):
+                continue
+            then_asked = self._render(chat, i + 1, True)
+            next_header = then_asked[other.end() :].lstrip()
+            if then_asked.startswith(text[: other.end()]) and self._marks.match(next_header):
                 return other.end()
         return 0
 
