@@ -59,6 +59,7 @@ from maxramp.run.metrics import Dispatched, Record, evaluation_from_sums, names_
 from maxramp.stage import RopeKeys
 from maxramp.training.background_compiler import BackgroundCompiler
 from maxramp.training.device_memory import device_memory
+from maxramp.training.eight_bits import is_counted
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.programs import Programs
 from maxramp.training.state import TrainState
@@ -156,6 +157,8 @@ class Pretrainer:
         rate = LearningRate.from_keys(config.learning_rate, schedule.ramp)
         rows, recipe = config.evaluation.rows(job.mesh.size), config.recipe
         self._programs = Programs(recipe, loader.expansion, rate, abstract, self._compiler, rows)
+        if recipe.model.quantization and not schedule.position:
+            self._programs.add_exponent_count(schedule.stages[0])
         for stage in schedule.stages:
             self._programs.add(stage)
             if tasks:
@@ -173,6 +176,7 @@ class Pretrainer:
         # Flat between steps: modules cost a millisecond a step.
         with show_wait(say, "wait     the first state: still loading or drawing weights"):
             self._arrays, self._structure = jax.tree.flatten(job.first_state(abstract, read))
+        self._has_scales = is_counted(self.state.buffers)
         count = len(self._recipe.eval_sums)  # of the sums of an evaluation, on the devices
         self._no_sums = Jitted(job.mesh, lambda: (jnp.float32(0),) * count)()
 
@@ -191,6 +195,10 @@ class Pretrainer:
         consumed_tokens = ramp.tokens(first_sample + stage.global_batch_size)
         train_step, compile_seconds = self._programs.train_step(stage)
         compile_seconds += self._programs.follow(self._arrays, stage)
+        if not self._has_scales:
+            count, seconds = self._programs.exponent_count(stage)
+            self._arrays, self._has_scales = count(self._arrays, batch), True
+            compile_seconds += seconds
         handed_over = time.perf_counter()
         self._arrays, shown = train_step(self._arrays, batch)
         self._compiler.lower()

@@ -35,6 +35,7 @@ from maxramp.model.decoder import Decoder
 from maxramp.model.keys import LORA_KEYS, SHAPE_KEYS
 from maxramp.model.parts.weights import is_weight
 from maxramp.model.pipeline import order_by_layer, order_by_stage
+from maxramp.training.eight_bits import EXPONENTS
 from maxramp.training.keys import OPTIMIZERS
 from maxramp.training.state import TrainState
 
@@ -98,20 +99,23 @@ _ARRAY_KEYS = (
 )
 
 
-# What spikes are compared with: a start may turn it on or off, or use another interval.
-_RECENT = "recent"
+# What a start may turn on or off, or give another shape: zeros replace what a checkpoint lacks.
+_OPTIONAL = ("recent", EXPONENTS)
 
 
 def items_of(state: TrainState) -> dict[str, Any]:
     """Returns what is stored of a state, its layers still in the state's own order: the weights can
     be read alone. Of adapted weights only the adapters are stored.
     """
-    names = ("consumed_samples", "buffers", "opt_state", "bad_steps")
-    items = {
-        "model": stored_part(state.model),
-        "optimizer": {name: getattr(state, name) for name in names},
-    }
-    return items | ({_RECENT: state.recent} if state.recent else {})
+    optimizer = {x: getattr(state, x) for x in ("consumed_samples", "opt_state", "bad_steps")}
+    optimizer["buffers"] = {x: value for x, value in state.buffers.items() if x != EXPONENTS}
+    items = {"model": stored_part(state.model), "optimizer": optimizer}
+    return items | {name: value for name, value in _optional_items(state).items() if value}
+
+
+def _optional_items(state: TrainState) -> dict[str, Any]:
+    exponents = {x: value for x, value in state.buffers.items() if x == EXPONENTS}
+    return {"recent": state.recent, EXPONENTS: exponents}
 
 
 def _leaves(tree: dict[str, Any], names: dict[str, Any]) -> dict[str, str]:
@@ -151,7 +155,8 @@ def compare(checkpoint: Checkpoint, abstract: Any, values: Mapping[str, Any]) ->
             f"lora_rank={rank}; give that, or another run_name"
         )
     items = order_by_layer(abstract if isinstance(abstract, dict) else items_of(abstract))
-    items.pop(_RECENT, None)
+    for name in _OPTIONAL:
+        items.pop(name, None)
     stored, wanted = _stored_leaves(checkpoint, items), _leaves(items, items)
     changed = [k for k in _ARRAY_KEYS if checkpoint.config.get(k) != values[k]]
     keys = ", ".join(f"{k}={values[k]} (there {checkpoint.config.get(k)})" for k in changed)
@@ -170,22 +175,26 @@ def restore(
 ) -> TrainState:
     """Restores the state of a checkpoint with the shapes, dtypes and shardings of `abstract`, on
     all processes, after `compare`; raises as `load`, or for a snapshot as `_collect`. `base` is the
-    model below adapters, None without adapters: no checkpoint holds it. Zeros replace `recent` if
-    the checkpoint has none of this shape."""
+    model below adapters, None without adapters: no checkpoint holds it. Zeros replace what the
+    checkpoint has not in this shape of `_OPTIONAL`."""
     items = items_of(abstract)
-    if _RECENT in items:
-        recent = {_RECENT: items[_RECENT]}
-        if _stored_leaves(checkpoint, recent) != _leaves(recent, recent):
-            del items[_RECENT]
+    for name in items.keys() & {*_OPTIONAL}:
+        own = {name: items[name]}
+        if _stored_leaves(checkpoint, own) != _leaves(own, own):
+            del items[name]
     if isinstance(checkpoint, Snapshot):
         loaded = _collect(checkpoint, items)
     else:
         loaded = load(checkpoint.path, items)
     model = loaded["model"] if base is None else attach_adapters(loaded["model"], base)
-    recent = loaded.get(_RECENT) or {
-        name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in abstract.recent.items()
+    optional = {
+        name: loaded.get(name)
+        or {key: jnp.zeros(x.shape, x.dtype, device=x.sharding) for key, x in empty.items()}
+        for name, empty in _optional_items(abstract).items()
     }
-    return dataclasses.replace(abstract.with_model(model), **loaded["optimizer"], recent=recent)
+    rest = loaded["optimizer"] | {"recent": optional["recent"]}
+    rest["buffers"] = rest["buffers"] | optional[EXPONENTS]
+    return dataclasses.replace(abstract.with_model(model), **rest)
 
 
 def _collect(snapshot: Snapshot, abstract: dict[str, Any]) -> dict[str, Any]:

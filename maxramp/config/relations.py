@@ -13,9 +13,11 @@ from maxramp.data.keys import DataKeys, EvalKeys
 from maxramp.files.place import place
 from maxramp.keys.base import base
 from maxramp.keys.section import Relations, is_object_storage
-from maxramp.model.families.table import check_family
+from maxramp.model.families.table import FAMILIES, check_family
 from maxramp.model.keys import ModelKeys
+from maxramp.objectives.chats import CHATS
 from maxramp.objectives.objective import measured_noise
+from maxramp.objectives.text import TEXT
 from maxramp.parallel.keys import MeshKeys
 from maxramp.rampup.keys import BatchKeys
 from maxramp.rl.keys import RolloutKeys
@@ -221,6 +223,32 @@ def _check_frozen(config: Any) -> Relations:
     )
 
 
+def _check_quantization(config: Any) -> Relations:
+    model, optimizer, objective = config.model, config.optimizer, config.objective
+    if not model.quantization:
+        return
+    layers = FAMILIES[model.decoder_block].pattern(model)
+    mask = list(optimizer.trainable_parameters_mask)
+    unsupported = {
+        f"num_experts={model.num_experts}": model.num_experts > 1,
+        f"mtp_num_layers={model.mtp_num_layers}": model.mtp_num_layers,
+        f"decoder_block={model.decoder_block} (latent attention)": any(
+            layer.mixer == "latent_attention" for layer in layers
+        ),
+        f"lora_rank={model.lora_rank}": model.lora_rank,
+        f"trainable_parameters_mask={mask}": mask,
+        f"trainable_layers={list(optimizer.trainable_layers)}": optimizer.trainable_layers,
+        objective.asked_by: objective not in (TEXT, CHATS),
+        measured_noise(config): measured_noise(config),
+    }
+    if reader := _first_true(unsupported):
+        yield (
+            True,
+            f"quantization={model.quantization} with {reader}: scales of 8 bits are not built for "
+            "that; leave one of them out",
+        )
+
+
 def _check_together(config: Any) -> Relations:
     rate, steps = config.learning_rate, config.batch.steps
     lora = config.model.lora_rank
@@ -241,6 +269,7 @@ def _check_together(config: Any) -> Relations:
         "no end of synthetic data; give one of them",
     )
     yield from _check_frozen(config)
+    yield from _check_quantization(config)
     yield from config.objective.refuses(config)
     yield (
         rate.batch_size_lr_reference == "final" and config.batch.rampup_policy == "noise",

@@ -208,6 +208,12 @@ class Decoder(nnx.Module):
             return tuple(x_BTD * jnp.asarray(self.embedding_scale, dtype) for x_BTD in parts)
 
 
+def kind_at(path: Any) -> str | None:
+    """Returns the kind of the layers that a weight at this path is of; None outside of layers."""
+    names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+    return names[1] if names[0] == "layers" else None
+
+
 def _stack(make_block, keys_L: jax.Array, repeats: int):
     make_block = jax.vmap(make_block)
     if axis_size("stage") > 1:

@@ -142,6 +142,11 @@ def axis_size(*axes: str) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
+def axes_of_several() -> tuple[str, ...]:
+    """Returns the axes of the mesh that is set along which there are several devices."""
+    return tuple(axis for axis in AXES if axis_size(axis) > 1)
+
+
 def platform() -> str | None:
     """Returns the platform of the mesh that is set ("cpu", "gpu", "tpu"); None without devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device

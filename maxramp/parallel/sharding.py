@@ -117,9 +117,15 @@ def summed_at_once(spec: P) -> tuple[str, ...]:
     return tuple(axis for axis in COPY_AXES if axis not in spec.reduced)
 
 
-def factor_spec(spec: P) -> P:
-    """Returns the spec of a scalar that multiplies an array with this spec."""
-    return P(reduced=spec.unreduced)
+def factor_spec(spec: P, own: P = REPLICATED) -> P:
+    """Returns the spec of an array, by default a scalar, with the partitions of `own`, that
+    multiplies one with this spec."""
+    return P(*own.partitions, reduced=spec.unreduced)
+
+
+def unmarked_spec(spec: P) -> P:
+    """Returns the spec without what it says of gradients."""
+    return P(*spec.partitions)
 
 
 def stack_spec(spec: P, axes: int = 1) -> P:

@@ -103,8 +103,8 @@ class CompileTarget:
 
     @property
     def _options(self) -> dict[str, Any] | None:
-        machine = self.machine
-        return compiler_options(machine.devices[0].platform) | machine.options or None
+        machine, quantization = self.machine, self.config.model.quantization
+        return compiler_options(machine.devices[0].platform, quantization) | machine.options or None
 
     @functools.cache  # noqa: B019
     def step(self, spec: StageSpec) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import numpy as np
 from flax import nnx
 
 from maxramp.data.batch import Batch
-from maxramp.model.decoder import Decoder
+from maxramp.model.decoder import Decoder, kind_at
 from maxramp.model.parts.positions import Positions
 from maxramp.model.parts.routing import LOAD, Router, load_shares
 from maxramp.model.parts.weights import Weight, is_weight, join_parts, part_of
 from maxramp.parallel.sharding import axes_spec
 from maxramp.training.keys import OptimizerKeys
-from maxramp.training.state import kind_at, mask_layers
+from maxramp.training.state import mask_layers
 
 Counts = dict[str, jax.Array]
 

@@ -22,7 +22,7 @@ from maxramp.training.device_memory import GIB
 from maxramp.training.keys import Recipe
 from maxramp.training.learning_rate import LearningRate
 from maxramp.training.state import Metrics, TrainState, abstract_state
-from maxramp.training.step import eval_loss_of, eval_step, make_train_step
+from maxramp.training.step import eval_loss_of, eval_step, make_exponent_count, make_train_step
 
 
 def lower_step(
@@ -62,7 +62,8 @@ class Programs:
         self._recipe, self._expansion, self._rate = recipe, expansion, learning_rate
         self._arrays, self._structure = jax.tree.flatten(state)
         self._eval_rows, self._mesh, self._compiler = eval_rows, mesh_of(state), compiler
-        self._options = compiler_options(expansion.mesh.devices.flat[0].platform) or None
+        platform, quantization = expansion.mesh.devices.flat[0].platform, recipe.model.quantization
+        self._options = compiler_options(platform, quantization) or None
 
     def add(self, stage: Stage) -> None:
         """Queues a stage's programs to be compiled; equal stages share them. In training, call it
@@ -87,6 +88,18 @@ class Programs:
         if stage.spec not in self._compiler:
             self.add(stage)
         return self._compiler.get(stage.spec)
+
+    def exponent_count(self, stage: Stage) -> tuple[Callable, float]:
+        """Returns a stage's compiled `step.count_exponents`, (the state's arrays, a batch) -> the
+        arrays, and the seconds spent waiting for it. Raises StepError if it does not compile."""
+        return self._compiler.get(self.add_exponent_count(stage))
+
+    def add_exponent_count(self, stage: Stage) -> tuple[str, StageSpec]:
+        """Queues the program of `exponent_count`, before the steps if it is called first."""
+        name, spec = "the first scales of 8 bits", stage.spec
+        lower = functools.partial(self._lower_exponent_count, spec)
+        self._compiler.announce((name, spec), name, self._expansion.mesh_of(spec), lower)
+        return name, spec
 
     def follow(self, state: list[jax.Array], stage: Stage) -> float:
         """Moves a state's arrays, in the list, to the mesh of a stage that was added, and waits
@@ -127,6 +140,18 @@ class Programs:
             state, metrics = train_step(state, self._expansion.gather(batch))
             return jax.tree.leaves(state), metrics
 
+        return self._lower_on_state(step, spec)
+
+    def _lower_exponent_count(self, spec: StageSpec) -> jax.stages.Lowered:
+        count = make_exponent_count(self._recipe.with_spec(spec), self._rate)
+
+        def step(arrays: list[jax.Array], batch: Batch) -> list[jax.Array]:
+            state = self._structure.unflatten(arrays)
+            return jax.tree.leaves(count(state, self._expansion.gather(batch)))
+
+        return self._lower_on_state(step, spec)
+
+    def _lower_on_state(self, step: Callable, spec: StageSpec) -> jax.stages.Lowered:
         batch = self._expansion.abstract_batch(spec)
         arrays = attach_mesh(self._arrays, self._expansion.mesh_of(spec))
         jitted = jax.jit(step, donate_argnums=0, compiler_options=self._options)

@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from maxramp.errors import ConfigError
 from maxramp.model.adapters import attach_adapters, has_adapters
-from maxramp.model.decoder import Decoder
+from maxramp.model.decoder import Decoder, kind_at
 from maxramp.model.keys import ROLES
 from maxramp.model.parts.weights import Weight, is_weight, join_parts, weights_of
 from maxramp.model.pattern import DRAFT, Pattern
 from maxramp.parallel.mesh import attach_mesh, platform
+from maxramp.training.eight_bits import no_exponents
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.optimizers.table import make_optimizer
 
@@ -34,7 +35,7 @@ class TrainState:
     consumed_samples: jax.Array
     trained: Decoder  # a model with the weights that have a gradient, and None for the others
     frozen: Decoder  # a model with the others
-    # the layers' counts of the last step, by name: uint32 [L, ...]
+    # the layers' counts of the last step, by name: uint32 [L, ...]; and `eight_bits.EXPONENTS`
     buffers: dict[str, jax.Array]
     opt_state: optax.PartitionState  # by optimizer (`optimizers.table`)
     bad_steps: jax.Array  # uint32, how many of the last steps in a row were skipped
@@ -78,7 +79,8 @@ def init_state(recipe: Recipe, model: Decoder | None = None) -> TrainState:
     clock = jnp.zeros((2,), jnp.uint32)
     numbers = ("loss", "grad_norm", "targets") if recipe.optimizer.skip_step_on_spikes else ()
     recent = {x: jnp.zeros(recipe.optimizer.skip_step_interval + 1) for x in numbers}
-    return TrainState(clock, trained, frozen, no_counts(trained), opt_state, jnp.uint32(0), recent)
+    buffers = no_counts(trained) | no_exponents(trained, recipe.model.quantization)
+    return TrainState(clock, trained, frozen, buffers, opt_state, jnp.uint32(0), recent)
 
 
 def _parts(model: Decoder, keys: OptimizerKeys, trains_drafts: bool) -> tuple[Decoder, Decoder]:
@@ -148,12 +150,6 @@ def _chosen_layers(tree: Decoder, path: Any, weight: Weight, numbers: Sequence[i
     [R, L / R]."""
     own = [i for i, layer in enumerate(tree.pattern) if layer.kind == kind_at(path)]
     return np.isin(own, numbers).reshape(weight.layers)
-
-
-def kind_at(path: Any) -> str | None:
-    """Returns the kind of the layers that a weight at this path is of; None outside of layers."""
-    names = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-    return names[1] if names[0] == "layers" else None
 
 
 def active_pattern(trained: Decoder) -> Pattern:

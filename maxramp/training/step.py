@@ -31,7 +31,7 @@ from maxramp.parallel.axes import COPY_AXES, TOKEN_AXES
 from maxramp.parallel.collectives import add_up, delay, map_shards, square_sums
 from maxramp.parallel.mesh import axis_size
 from maxramp.parallel.sharding import BATCH_ABT, ROWS_BT, gradient_spec
-from maxramp.training import balance, noise_scale
+from maxramp.training import balance, eight_bits, noise_scale
 from maxramp.training.drafts import add_drafts, prepare_drafts
 from maxramp.training.keys import OptimizerKeys, Recipe
 from maxramp.training.learning_rate import LearningRate
@@ -79,6 +79,15 @@ def make_train_step(
     """
     return functools.partial(
         train_step, recipe=recipe, learning_rate=learning_rate, loss=loss_of(recipe)
+    )
+
+
+def make_exponent_count(
+    recipe: Recipe, learning_rate: LearningRate
+) -> Callable[[TrainState, Batch], TrainState]:
+    """Makes `count_exponents` of a stage's recipe, as `make_train_step` makes the step."""
+    return functools.partial(
+        count_exponents, recipe=recipe, learning_rate=learning_rate, loss=loss_of(recipe)
     )
 
 
@@ -139,34 +148,8 @@ def train_step(
       `batch_fingerprint` (uint32[2]), and those of `noise_scale`, `skipping` and `balance`.
     """
     optimizer, batch = recipe.optimizer, cut(batch, recipe.model.max_target_length)
-    (A, B, _), samples = batch.tokens.shape, math.prod(batch.hashes.shape[:-1])
-    apart = _copies_apart(A)  # axis -> size; {} if gradients are added up in each pass
-    # Weights are cast once for all micro batches.
-    trained = state.trained.cast(recipe.model.dtype, [*apart])
-    frozen = state.frozen.cast(recipe.model.dtype)
-    zeros = zero_sums(trained, recipe.sum_names)
-    rows, weights = prepare_drafts(state, batch, recipe, learning_rate)
-    ids_AB3 = row_ids(state.consumed_samples, batch) if dropout_of(trained) > 0 else None
-
-    def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
-        micro_batch, row_ids_B3 = micro_batch
-        micro_batch = share_out(micro_batch, trained.pattern, recipe.model)
-
-        def minimize(candidate: Decoder) -> tuple[jax.Array, Aux]:
-            model = balance.with_last_step(join_parts(frozen, candidate), state.buffers)
-            model = model if row_ids_B3 is None else add_dropout(model, row_ids_B3)
-            return add_drafts(*loss(model, micro_batch), *weights)
-
-        gradient, squares_by_kind = jax.grad(minimize, has_aux=True), None
-        if optimizer.log_gradient_noise_scale:
-            new, squares_by_kind = noise_scale.measure(
-                gradient, trained, B, optimizer, state.opt_state
-            )
-        else:
-            new = gradient(trained)
-        return jax.tree.map(jnp.add, sums, new), squares_by_kind
-
-    (gradients, aux), squares_by_kind = jax.lax.scan(add_micro_batch, zeros, (rows, ids_AB3))
+    samples, apart = math.prod(batch.hashes.shape[:-1]), _copies_apart(batch.tokens.shape[0])
+    gradients, aux, squares_by_kind = _add_passes(state, batch, recipe, learning_rate, loss)
     shown, targets = aux.shown, aux.shown["tokens"]
     # In aux, which update() divides by; without targets all sums are 0.
     shown[recipe.objective.divisor] = jnp.maximum(shown[recipe.objective.divisor], 1)
@@ -194,6 +177,62 @@ def train_step(
             opt_state=state.opt_state,
         )
     return after, metrics
+
+
+def count_exponents(
+    state: TrainState, batch: Batch, *, recipe: Recipe, learning_rate: LearningRate, loss: Loss
+) -> TrainState:
+    """Returns the state before its first step in 8 bits, on this batch as for `train_step`, with
+    the exponents that the step meets (`eight_bits`), and nothing else changed."""
+    batch = cut(batch, recipe.model.max_target_length)
+    _, aux, _ = _add_passes(state, batch, recipe, learning_rate, loss, only_counts=True)
+    exponents = {eight_bits.EXPONENTS: aux.counts[eight_bits.EXPONENTS]}
+    return dataclasses.replace(state, buffers=state.buffers | exponents)
+
+
+def _add_passes(
+    state: TrainState,
+    batch: Batch,
+    recipe: Recipe,
+    learning_rate: LearningRate,
+    loss: Loss,
+    only_counts: bool = False,
+) -> tuple[Decoder, Aux, Any]:
+    """Runs all passes; returns their sums, and the squares of `noise_scale` where it is measured.
+    `only_counts` is as in `eight_bits.quantize`."""
+    optimizer, model_keys, (A, B, _) = recipe.optimizer, recipe.model, batch.tokens.shape
+    apart = _copies_apart(A)  # axis -> size; {} if gradients are added up in each pass
+    # Weights are cast once for all micro batches.
+    trained = state.trained.cast(model_keys.dtype, [*apart])
+    trained = eight_bits.quantize(
+        trained, state.trained, state.buffers, model_keys.quantization, only_counts
+    )
+    frozen = state.frozen.cast(model_keys.dtype)
+    zeros = zero_sums(trained, recipe.sum_names)
+    rows, weights = prepare_drafts(state, batch, recipe, learning_rate)
+    ids_AB3 = row_ids(state.consumed_samples, batch) if dropout_of(trained) > 0 else None
+
+    def add_micro_batch(sums: Any, micro_batch: tuple[Batch, Any]) -> tuple[Any, Any]:
+        micro_batch, row_ids_B3 = micro_batch
+        micro_batch = share_out(micro_batch, trained.pattern, model_keys)
+
+        def minimize(candidate: Decoder) -> tuple[jax.Array, Aux]:
+            model = balance.with_last_step(join_parts(frozen, candidate), state.buffers)
+            model = model if row_ids_B3 is None else add_dropout(model, row_ids_B3)
+            return add_drafts(*loss(model, micro_batch), *weights)
+
+        gradient, squares_by_kind = jax.grad(minimize, has_aux=True), None
+        if optimizer.log_gradient_noise_scale:
+            new, squares_by_kind = noise_scale.measure(
+                gradient, trained, B, optimizer, state.opt_state
+            )
+        else:
+            new = gradient(trained)
+        return jax.tree.map(jnp.add, sums, new), squares_by_kind
+
+    (gradients, aux), squares_by_kind = jax.lax.scan(add_micro_batch, zeros, (rows, ids_AB3))
+    gradients, exponents = eight_bits.split(gradients, state.buffers)
+    return gradients, dataclasses.replace(aux, counts=aux.counts | exponents), squares_by_kind
 
 
 def _copies_apart(accumulation: int) -> dict[str, int]:

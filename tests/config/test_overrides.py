@@ -45,12 +45,16 @@ def test_the_last_value_of_a_key_wins():
 
 def test_what_another_trainer_asked_for_may_be_overridden(tmp_path):
     """On the command line or by the file above; what is left is looked at."""
-    (tmp_path / "maxtext.yml").write_text("quantization: int8\nsteps: 150_001\nhf_data_files: c4\n")
+    (tmp_path / "maxtext.yml").write_text(
+        "weight_sparsity_n: 2\nsteps: 150_001\nhf_data_files: c4\n"
+    )
     (tmp_path / "mine.yml").write_text('base_config: maxtext.yml\nhf_data_files: ""\n')
-    values, notes = load("quantization=int4", "quantization=", config=tmp_path / "mine.yml")
-    assert values == MAXTEXTS_OWN and "quantization, hf_data_files" in "".join(notes)
-    assert refusal("quantization=", "quantization=int4").startswith("quantization=int4 (MaxText's)")
-    assert refusal(config=tmp_path / "mine.yml").startswith(f"{tmp_path}/maxtext.yml: quantizatio")
+    values, notes = load("weight_sparsity_n=4", "weight_sparsity_n=", config=tmp_path / "mine.yml")
+    assert values == MAXTEXTS_OWN and "weight_sparsity_n, hf_data_files" in "".join(notes)
+    assert refusal("weight_sparsity_n=", "weight_sparsity_n=4").startswith(
+        "weight_sparsity_n=4 (MaxText's)"
+    )
+    assert refusal(config=tmp_path / "mine.yml").startswith(f"{tmp_path}/maxtext.yml: weight_spars")
 
 
 def test_the_last_counts_among_alternatives():
@@ -126,10 +130,10 @@ def test_harmless_keys_are_ignored_with_a_line():
     values, (line,) = load(
         *("gcs_metrics=True", "logical_axis_rules=[['a', 'b']]"),
         *("hf_access_token=secret", "model.num_moe_experts=1", "use_ring_of_experts=True"),
-        *("ici_context_parallelism=1", "quantization=", "exp_manager.x=1"),
+        *("ici_context_parallelism=1", "weight_sparsity_n=", "exp_manager.x=1"),
     )
     assert values == {}
-    for name in ("gcs_metrics", "logical_axis_rules", "num_moe_experts", "quantization", "x"):
+    for name in ("gcs_metrics", "logical_axis_rules", "num_moe_experts", "weight_sparsity_n", "x"):
         assert name in line
     assert "secret" not in line
 
@@ -144,7 +148,7 @@ def test_harmless_keys_are_ignored_with_a_line():
         ("ici_autoregressive_parallelism=2", "fsdp, expert, context and tensor"),
         ("model.optim.sched.min_lr=0", "learning_rate_final_fraction"),
         *(("reuse_example_batch=1", "dataset_type=synthetic"), ("dropout_rate=0.1", "dropped")),
-        *(("attention_type=local_sliding", "not built here"), ("quantization=int8", "dtype")),
+        *(("attention_type=local_sliding", "not built here"), ("weight_sparsity_n=2", "dtype")),
         ("rope_use_scale=False", "use rope_type=default"),
         ("ragged_buffer_factor=1.5", "capacity_factor"),
         ("distill_beta=0.5", "not from another model"),
@@ -256,8 +260,8 @@ def test_a_maxtext_file_leaves_keys_to_maxtexts_base(tmp_path):
     assert "base_emb_dim=96; give" in note and load("base_emb_dim=96", config=path)[1][0] != note
     values, notes = load("override_model_config=True", config=path)
     assert (values["base_emb_dim"], values["base_mlp_dim"], len(notes)) == (96, 12288, 1)
-    line = refusal("remat_policy=minimal_flash", "quantization=int8", config=path)
-    assert "quantization=int8 (MaxText's)" in line and line.endswith("is minimal_with_context")
+    line = refusal("remat_policy=minimal_flash", "weight_sparsity_n=2", config=path)
+    assert "weight_sparsity_n=2 (MaxText's)" in line and line.endswith("is minimal_with_context")
     path.write_text("base_config: base.yml\nper_device_batch_size: 4\neval_steps: 20\n")
     assert refusal(config=path).endswith("(-1 = all): 20 batches are 80 on every device")
     assert refusal("devices_per_node=4", config=path).endswith("are 320 on every node")

@@ -177,11 +177,11 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(trainer, text, messag
 
 
 def test_refusals_come_first_and_together(tmp_path, capsys):
-    (tmp_path / "file").write_text("base_config: base.yml\neval_steps: 20\nquantization: int8\n")
+    (tmp_path / "file").write_text("base_config: base.yml\neval_steps: 20\nweight_sparsity_n: 2\n")
     assert plan.main(["nowhere", "--trainer", "megatron"]) == 2
     assert plan.main([str(tmp_path / "file"), "--trainer", "maxtext"]) == 2
     out, error = capsys.readouterr()
-    assert not out and "eval_steps=20 (MaxText's)" in error and "quantization=int8" in error
+    assert not out and "eval_steps=20 (MaxText's)" in error and "weight_sparsity_n=2" in error
 
 
 LEFT_OUT = table("""

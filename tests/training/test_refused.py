@@ -55,6 +55,18 @@ trainable_layers=[0] allow_changed=[trainable_layers] | handed over
 """,
     ),
     *cases(
+        "quantization=fp8_full",
+        """
+decoder_block=mixtral num_experts=4 | with num_experts=4: | leave one of them out
+lora_rank=2 | with lora_rank=2:
+trainable_layers=[0] | with trainable_layers=[0]:
+log_gradient_noise_scale=True | with log_gradient_noise_scale=True:
+quantization=int8 | gains on v5p alone
+quantization=te_fp8_delayedscaling | from passes | use quantization=fp8_full
+quantization=aqt_int8 | is not one of "", fp8_full
+""",
+    ),
+    *cases(
         "trainable_layers=[0]",
         """
 trainable_layers=[0,2] | 2 is not one of the model's layers 0 to 1

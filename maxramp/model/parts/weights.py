@@ -15,17 +15,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxramp.model.keys import ROLES_IN_PRODUCTS
-from maxramp.parallel.axes import AROUND_STAGES, COPY_AXES, SHARD_AXES, TOKEN_AXES
-from maxramp.parallel.mesh import axis_size, platform
-from maxramp.parallel.sharding import (
-    X_BTD,
-    Spec,
-    gradient_spec,
-    merge_spec,
-    own_gradient_spec,
-    staged_rows_spec,
-    without_axis,
+from maxramp.model.parts.products import (
+    Format,
+    compute_gradient_once,
+    product_in_8_bits,
+    product_of,
 )
+from maxramp.parallel.axes import AROUND_STAGES, TOKEN_AXES
+from maxramp.parallel.mesh import axis_size, platform
+from maxramp.parallel.sharding import X_BTD, Spec, merge_spec, staged_rows_spec
 
 
 class Weight(nnx.Param):
@@ -116,6 +114,17 @@ class Adapted:
     seeds_B: jax.Array | None = None  # uint32, one a row (`model.adapters.add_dropout`)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A weight of layers whose products are in 8 bits (`products.product_in_8_bits`)."""
+
+    weight: Weight
+    scales: Weight  # of rows, gradients and the weight
+    counts: Weight  # zeros whose gradient are the exponents of this pass
+    formats: Format | None = static()
+
+
 def merge_adapter(adapted: Adapted) -> jax.Array:
     """Returns W + scale * down @ up, float32, with the sharding of W."""
     weight = adapted.weight[...]
@@ -192,16 +201,19 @@ STAGE_PRODUCTS = "products of a pipeline's stages"  # what remat_policy=minimal 
 
 
 def dense(
-    x: jax.Array, weight: Weight | Adapted, out_sharding: Spec, precision: str | None = None
+    x: jax.Array,
+    weight: Weight | Adapted | Quantized,
+    out_sharding: Spec,
+    precision: str | None = None,
 ) -> jax.Array:
     """Multiplies by a weight of a layer, or of a layer on every stage, in the dtype of x: [B, T,
     inputs] -> [B, T, outputs]; for experts see `grouped`. `out_sharding` makes a product with a
     weight on fsdp gather the weight, not the activations."""
     if isinstance(weight, Adapted):
         return _dense_adapted(x, weight, out_sharding)
+    quantized = weight if isinstance(weight, Quantized) else None
+    weight = quantized.weight if quantized else weight
     w = weight[...].astype(x.dtype)
-    w_spec = jax.typeof(w).sharding.spec
-    product = _product_apart if w_spec.reduced or _confuses_rows(w_spec) else _product
     (B, T), letters = x.shape[:2], "BT"
     rows, spec, y_spec = (B, T), jax.typeof(x).sharding.spec, out_sharding
     if platform() == "cpu" and axis_size(*TOKEN_AXES) == 1:
@@ -214,7 +226,12 @@ def dense(
         spec, y_spec = staged_rows_spec(spec), staged_rows_spec(y_spec)
     axes = letters + weight.inputs, weight.axes, letters + weight.outputs
     x = jax.lax.reshape(x, (*rows, *x.shape[2:]), out_sharding=spec)
-    y = _compute_gradient_once(product(axes, y_spec, precision, x, w))
+    if quantized:
+        others = quantized.scales[...], quantized.counts[...]
+        y = product_in_8_bits(quantized.formats, axes, y_spec, x, w, *others)
+    else:
+        y = product_of(w)(axes, y_spec, precision, x, w)
+    y = compute_gradient_once(y)
     y = jax.lax.reshape(y, (B, T, *y.shape[len(rows) :]), out_sharding=out_sharding)
     # remat_policy=minimal recomputes products with batch dimensions, which these have among stages.
     return checkpoint_name(y, STAGE_PRODUCTS) if is_staged else y
@@ -275,67 +292,7 @@ def _hash_words(arrays: list[jax.Array]) -> jax.Array:
     return words
 
 
-@jax.custom_vjp
-def _compute_gradient_once(y: jax.Array) -> jax.Array:
-    """Returns y, whose gradient XLA for TPUs would else compute in each product that reads it."""
-    return y
-
-
-_compute_gradient_once.defvjp(
-    lambda y: (y, None), lambda _, dy: (jax.lax.optimization_barrier(dy),)
-)
-
-
 def stages_of(rows: tuple[int, ...]) -> tuple[int, ...]:
     """Splits the shape of rows [B, ...] into copies, stages and others: [d, S, B, ...]."""
     S, d = axis_size("stage"), axis_size(*AROUND_STAGES)
     return d, S, rows[0] // (d * S), *rows[1:]
-
-
-def _product(
-    axes: tuple[str, str, str],
-    out_sharding: Spec,
-    precision: str | None,
-    x: jax.Array,
-    weight: jax.Array,
-) -> jax.Array:
-    """Multiplies x and the weight; `axes` are their letters and those of the result."""
-    spec = jax.typeof(weight).sharding.spec
-    if _confuses_rows(spec):
-        weight = jax.reshard(weight, without_axis(spec, "fsdp"))
-    return jnp.einsum(
-        "{},{}->{}".format(*axes), x, weight, out_sharding=out_sharding, precision=precision
-    )
-
-
-def _confuses_rows(spec: Spec) -> bool:
-    """Tells whether XLA would return few rows in the order of the weight's shards: it does if a
-    weight is on fsdp and tensor, and rows on fsdp and another axis. Gather such weights first."""
-    if platform() == "tpu":
-        return False
-    copies = axis_size(*(axis for axis in COPY_AXES if axis not in spec.partitions))
-    return copies > 1 and axis_size(*SHARD_AXES) > 1 and axis_size("tensor") > 1
-
-
-# The same with a weight whose gradient stays apart (`sharding.weight_spec`). It keeps only shards
-# of the weight for the backward pass.
-_product_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
-
-
-def _product_apart_backward(axes, out_sharding, precision, residuals, dy):
-    (x, weight), (x_axes, weight_axes, y_axes) = residuals, axes
-    spec = jax.typeof(weight).sharding.spec
-    back = (y_axes, weight_axes, x_axes), jax.typeof(x).sharding.spec
-    dx = _product(*back, precision, dy, weight)
-    # JAX sums a product over all axes that its rows are sharded on, or over none. So this sums over
-    # none, then over those on which the weight is a shard.
-    subscripts = f"{x_axes},{y_axes}->{weight_axes}"
-    dweight = jnp.einsum(
-        subscripts, x, dy, out_sharding=own_gradient_spec(spec), precision=precision
-    )
-    return dx, jax.reshard(dweight, gradient_spec(spec))
-
-
-_product_apart.defvjp(
-    lambda *arguments: (_product(*arguments), arguments[3:]), _product_apart_backward
-)
