@@ -134,9 +134,10 @@ def count(text: str, chip: Chip) -> StepCost:
     """
     work, total = StepCost(), collections.Counter()
 
-    def add(computation: Computation, times: float) -> None:
+    def add(computation: Computation, times: float, runs_beside: bool = False) -> None:
         for i in computation.values():
-            if cycles := re.search(r'"estimated_cycles":"(\d+)"', i.rest):
+            cycles = re.search(r'"estimated_cycles":"(\d+)"', i.rest)
+            if cycles and not runs_beside:
                 total["cycles"] += times * int(cycles[1])
             kind = i.opcode.removesuffix("-start")
             if i.opcode == "dot":
@@ -156,16 +157,18 @@ def count(text: str, chip: Chip) -> StepCost:
                     kind = "reduce-scatter"  # how a TPU's program writes one
                 moved = times * _receive_bytes(kind, i)
                 work.collective_bytes[kind] += moved
-                if i.opcode in COLLECTIVES and "async" not in computation.name:
-                    total["waited"] += moved  # nothing else runs beside it
+                waits = not runs_beside and "async" not in computation.name
+                if i.opcode in COLLECTIVES and waits:
+                    total["waited"] += moved
             elif i.opcode == "send" and "_xla_megascale_transfer_type" in i.rest:
                 kind, moved = _send_bytes(i)
                 work.network_bytes[kind] += times * moved
             elif i.opcode == "while":
                 add(i.callee("body"), times * trip_count(i))
-            elif i.opcode in ("fusion", "call", "async-start", "conditional"):
+            elif i.opcode in ("fusion", "call", "async-start", "call-start", "conditional"):
                 for called in map(i.callee, _CALLS):
-                    add(called, times)
+                    # A call that starts is of another processor: TPU7x has one for transfers.
+                    add(called, times, runs_beside or i.opcode == "call-start")
 
     add(parse(text), 1.0)
     work.flops += total["attention"]

@@ -14,6 +14,7 @@ from maxramp.model.parts.gated_delta import gated_delta
 from maxramp.parallel.axes import AXES
 from maxramp.parallel.sharding import X_BTHh
 from maxramp.planning import gpu, hlo, machine, topology
+from maxramp.planning.topology import CHIPS
 
 # A FLOP, a cycle and a byte in a second each.
 UNIT = topology.Chip(1, 1e-12, 1e-9, 1e-9, 1e-9, 1e-9, 3, 1)
@@ -418,6 +419,29 @@ def test_the_groups_of_a_transfer(written, expected):
     groups = hlo.groups(f"replica_groups={written}, dimensions={{0}}", 8)
     assert sorted(map(sorted, groups.tolist())) == expected
     assert groups.dtype == np.int64
+
+
+def test_transfers_of_another_processor_run_beside_the_step():
+    """TPU7x gathers weights of 8 bits by a call that starts and ends."""
+    work = hlo.count(
+        """
+%gather (w: f8e4m3fn[2,8]) -> f8e4m3fn[16,8] {
+  %w.1 = f8e4m3fn[2,8]{1,0} parameter(0), backend_config={"estimated_cycles":"9223372036854775807"}
+  ROOT %g.1 = f8e4m3fn[16,8]{1,0} all-gather(%w.1), replica_groups=[1,8]<=[8], dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (w: f8e4m3fn[2,8]) -> f8e4m3fn[16,8] {
+  %w.2 = f8e4m3fn[2,8]{1,0} parameter(0), backend_config={"estimated_cycles":"1500"}
+  %c.2 = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%gather
+  %u.2 = ((f8e4m3fn[2,8]{1,0}), f8e4m3fn[16,8]{1,0}) call-update(%c.2, %w.2)
+  ROOT %d.2 = f8e4m3fn[16,8]{1,0} call-done(%u.2)
+}
+""",
+        CHIPS["v5e"],
+    )
+    assert work.collective_bytes == {"all-gather": 7 * 16}
+    assert work.compute_seconds == pytest.approx(1e-6)
+    assert work.collective_seconds == 0
 
 
 def test_groups_that_cannot_be_read():
