@@ -41,7 +41,7 @@ from maxramp.checkpoints.pieces import (
 from maxramp.checkpoints.saving import Poll
 from maxramp.checkpoints.starts import Starts
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place
+from maxramp.files.place import Place, is_unfinished
 from maxramp.keys.base import expand_path
 from maxramp.model.pipeline import order_by_layer
 from maxramp.processes import agreement
@@ -224,8 +224,11 @@ class Snapshots:
         return snapshot
 
     def begin(self) -> None:
-        """Removes all snapshots but that which the job continues from, as it trains now."""
+        """Removes all snapshots but that which the job continues from, as it trains now, and files
+        that a kill left unfinished."""
         self._clean(lambda name: name[:2] == self._resumed)
+        for path in filter(is_unfinished, self._folder.iterdir() if self._rank == 0 else ()):
+            path.unlink(missing_ok=True)
 
     def _open(self, path: Place, start: str, own: Sequence[FileName]) -> Snapshot | None:
         """Opens a snapshot, on all processes, if every file of it is whole on some node, else None;

@@ -70,4 +70,4 @@ def _find_files(pattern: str) -> tuple[list[tuple[str, pathlib.Path]], str]:
     if not paths:
         raise ConfigError(f"text_files={pattern}: no such file, and no folder or glob that has any")
     named = [(p.relative_to(root).as_posix(), p) for p in paths]
-    return sorted(named, key=lambda item: hashlib.sha256(item[0].encode()).digest()), title
+    return sorted(named, key=lambda item: hashlib.sha256(os.fsencode(item[0])).digest()), title

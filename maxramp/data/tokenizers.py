@@ -161,8 +161,13 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, int32, with its marks; threads may call it at once. A
-        ConfigError for a mark that the model lacks."""
-        (begin, end), encoded = self._marks, self.model.encode(list(texts))
+        ConfigError for a mark that the model lacks, or a text that its library refuses."""
+        begin, end = self._marks
+        try:
+            encoded = self.model.encode(list(texts))
+        except Exception as error:  # each library has its own
+            what = f"cannot encode a text ({one_line(error, 120)})"
+            raise ConfigError(f"tokenizer_path={self.path}: {what}") from None
         return [np.concatenate([begin, np.asarray(ids, np.int32), end]) for ids in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:

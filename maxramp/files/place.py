@@ -184,7 +184,7 @@ def write_whole(path: Place, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def keep_id(path: Place) -> str:

@@ -11,6 +11,7 @@ message says how many the launch shall apply.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -185,8 +186,10 @@ class GkeCluster:
 
     def _read_messages(self) -> list[dict[str, int]]:
         """Returns the last messages of the JobSet's pods, and notes how far the run got by them."""
-        texts = [end.get("message") for end in self._pod_ends()]
-        messages = [json.loads(text) for text in texts if text]
+        messages = []
+        for end in self._pod_ends():
+            with contextlib.suppress(ValueError):  # of a container that did not start: Kubernetes'
+                messages.append(json.loads(end.get("message", "")))
         self._step = max([self._step, *(message["step"] for message in messages)])
         return messages
 
@@ -210,8 +213,10 @@ class GkeCluster:
         return done.stdout
 
     def _kubectl(self, *words: str, text: str = "") -> subprocess.CompletedProcess:
+        """Runs kubectl, in a session of its own: Ctrl-C stops the launch, and not what it asks."""
         command = ["kubectl", "-n", self._keys.gke_namespace, *words]
-        return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        options = {"capture_output": True, "text": True, "start_new_session": True}
+        return subprocess.run(command, input=text, check=False, **options)
 
 
 def _is(manifest: dict[str, Any], *conditions: str) -> bool:

@@ -143,7 +143,7 @@ class LocalCluster:
             for printer in printers:
                 printer.join(5.0)
         lost = []
-        if self._keys.elastic and may_be_loss(status):
+        if self._keys.elastic and may_be_loss(status) and not self.is_stopped:
             lost = find_lost(ended, self._job)
         for node in dict.fromkeys(self._nodes[p // self._keys.processes_per_node] for p in lost):
             say(f"lost node {node}: {self.lose(node)}")

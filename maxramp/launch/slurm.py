@@ -396,6 +396,8 @@ def follow(run: Run) -> int:
 
 @command
 def main(arguments: list[str]) -> int:
+    if "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError("SLURM_JOB_ID is not set: not in a job of SLURM; submit with sbatch")
     return follow(Run.from_config(load(arguments, "launch"), arguments))
 
 

@@ -107,7 +107,7 @@ _PROCESS_IDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 
 def join(timeout: float) -> None:
     """Starts jax.distributed where the environment describes a job of several processes; a
-    TrainingError if they do not come, a ConfigError if it does not say how many they are.
+    TrainingError if they do not come, a ConfigError if it does not say how many they are, or where.
 
     MAXRAMP_COORDINATOR (host:port), MAXRAMP_NUM_PROCESSES and MAXRAMP_PROCESS_ID come first, then
     what JAX recognizes (TPU pods, GKE, SLURM, Open MPI). Waits `timeout` seconds for the others.
@@ -128,6 +128,8 @@ def join(timeout: float) -> None:
         )
     if count == 1:
         return
+    if not _is_address(address):
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address}: must be host:port")
     allow_many_files()  # process 0 holds a connection to each of a thousand others
     if process_id == 0:
         links = _wait_for_all(address, count, timeout)
@@ -151,10 +153,8 @@ def _read_variables() -> tuple[str, int, int] | None:
         return None
     for name in _PROCESS_IDS:
         process_id = process_id or os.environ.get(name, "")
-    host, _, port = address.rpartition(":")
-    is_address = host and port.isdigit() and 0 < int(port) < 2**16
     are_numbers = count.isdigit() and process_id.isdigit() and int(process_id) < int(count)
-    if not (is_address and are_numbers):
+    if not (_is_address(address) and are_numbers):
         raise ConfigError(
             f"MAXRAMP_COORDINATOR={address} MAXRAMP_NUM_PROCESSES={count} "
             f"MAXRAMP_PROCESS_ID={process_id}: all three must be set, to host:port, the number of "
@@ -166,6 +166,11 @@ def _read_variables() -> tuple[str, int, int] | None:
 def _describe_address(address: str) -> str:
     is_set = "MAXRAMP_COORDINATOR" in os.environ
     return f"MAXRAMP_COORDINATOR={address}" if is_set else f"the cluster's coordinator {address}"
+
+
+def _is_address(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 def _split_address(address: str) -> tuple[str, int]:

@@ -128,7 +128,8 @@ def check_enough(prompts: Prompts, keys: RolloutKeys, samples: int) -> None:
 
 
 def _parse(where: str, line: bytes, tokenizer: PromptTokenizer | None) -> Prompt:
-    """Reads the prompt in a line; a ConfigError, which begins with `where`, if it has none."""
+    """Reads the prompt in a line; a ConfigError, which begins with `where`, if it has none
+    or is a chat that the tokenizer has no template for."""
     try:
         value = json.loads(line)
         prompt = value["prompt"] if "prompt" in value else value["messages"]
@@ -136,7 +137,7 @@ def _parse(where: str, line: bytes, tokenizer: PromptTokenizer | None) -> Prompt
             prompt = tokenizer.chat(prompt)
         if prompt.encode():  # which half a surrogate pair cannot be
             return Prompt(prompt, value.get("answer"))
-    except BadRecord as bad:
+    except (BadRecord, ConfigError) as bad:
         raise ConfigError(f"{where}: {bad}") from None
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         pass

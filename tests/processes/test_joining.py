@@ -38,6 +38,15 @@ def one_line(process: Forked, status: int, *parts: str) -> None:
         assert part in lines[0]
 
 
+def test_an_address_without_a_port_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost")
+    for name, value in {"SIZE": "2", "RANK": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1.0;tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="JAX_COORDINATOR_ADDRESS=localhost: must be host:port"):
+        backend.join(1.0)
+
+
 def test_a_port_in_use_is_refused(tmp_path, cache_dir):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

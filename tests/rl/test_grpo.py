@@ -156,6 +156,9 @@ def test_chats_become_prompts_by_the_template(tmp_path):
     path.write_text(json.dumps({"prompt": chat}))
     with pytest.raises(ConfigError, match="line 1: a message holds <|im_end|>"):
         FilePrompts(str(path), None, tokenizer=tokenizer)
+    tokenizer = PromptTokenizer(tokenizers.load("bytes", "", True, True), (), tokenizer.chats)
+    with pytest.raises(ConfigError, match="line 1: tokenizer_type=bytes has no tokens for turns"):
+        FilePrompts(str(path), None, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
