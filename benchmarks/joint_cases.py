@@ -280,11 +280,11 @@ def ramp_keys(case: Case, shape: Shape, notation: str, row: int) -> dict[str, An
 
 def keys_of(case: Case, shape: Shape, notation: str = "") -> dict[str, str]:
     """Returns all keys of a case, with {world} in them."""
-    keys: dict[str, Any] = dict(COMMON)
+    is_released = any("model_name" in choice.keys for choice in case.choices)
+    own_sizes = SIZES if is_released else ()
+    keys: dict[str, Any] = {name: value for name, value in COMMON.items() if name not in own_sizes}
     for choice in case.choices:
         keys |= choice.keys
-    if "model_name" in keys:
-        keys = {name: value for name, value in keys.items() if name not in SIZES}
     row = int(keys["max_target_length"])
     samples = sum(case.batches)
     in_samples = case.ramp in POLICIES or case.has("length") == "samples"
