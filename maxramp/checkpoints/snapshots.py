@@ -10,9 +10,11 @@ still holds its step of the start that took it (`Starts.hold`), and the records 
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import math
+import os
 import pathlib
 import secrets
 import threading
@@ -101,6 +103,8 @@ class Snapshots:
         cannot be written."""
         try:
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
+            if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):  # another user's
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise ConfigError(
                 f"local_checkpoint_directory: process {self._me} cannot write to {self._folder}: "

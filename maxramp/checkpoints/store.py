@@ -202,7 +202,8 @@ class Checkpoints(contextlib.AbstractContextManager):
             starts.write(self._files.local)
             self._files.publish()  # a kill before the mirror's first round leaves it in the storage
         except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+            reason = arrays.reason_of(error)
+            raise ConfigError(f"{self._run}: cannot be written: {reason}") from None
 
     def is_due(self, step: int, ramp: RampupBatchManager) -> bool:
         """Tells whether to save after `step` steps, asked once a step; the same answer on every
@@ -277,18 +278,19 @@ class Checkpoints(contextlib.AbstractContextManager):
         steps. Called on all processes; a TrainingError says that they cannot be written."""
 
         def add_to_record() -> None:
-            saved = folder_lib.read(self._folder / str(step))
-            numbers = saved.evaluation | _finite(evaluation)
+            path = self._folder / str(step)
             # "eval" or "task": the identities of only these kinds are renewed.
             kinds = {name.partition("_")[0] for name in evaluation}
-            evaluations = saved.evaluations | select_kinds(self._evaluations, kinds)
-            updated = dataclasses.replace(saved, evaluation=numbers, evaluations=evaluations)
             try:
+                saved = folder_lib.read(path)
+                numbers = saved.evaluation | _finite(evaluation)
+                evaluations = saved.evaluations | select_kinds(self._evaluations, kinds)
+                updated = dataclasses.replace(saved, evaluation=numbers, evaluations=evaluations)
                 # flush hands over; what it returns waits until the records are in the run's folder.
                 self._files.flush()()
                 folder_lib.commit(updated)
             except OSError as error:
-                raise TrainingError(f"{updated.path}: {arrays.reason_of(error)}") from None
+                raise TrainingError(f"{path}: {arrays.reason_of(error)}") from None
             self._add_to_best(updated)
             self._remove_old()
 

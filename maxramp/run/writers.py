@@ -112,7 +112,7 @@ class WandbWriter:
         """Keeps the id and wandb's own files in the run's folder.
 
         `warn` takes a line about a fault that need not end the run. A ConfigError if the package is
-        missing, or does not begin a run.
+        missing, or does not begin a run; an OSError if the id cannot be kept.
         """
         self._warn, self._failed = warn, False
         try:
@@ -124,11 +124,12 @@ class WandbWriter:
             ) from None
         self._wandb = wandb
         folder = folder.absolute()
+        run_id = keep_id(folder / _ID)
         try:
             self._run = wandb.init(
                 project=project,
                 name=folder.name,
-                id=keep_id(folder / _ID),
+                id=run_id,
                 resume="allow",
                 dir=str(folder),
                 config=config,
