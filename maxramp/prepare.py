@@ -137,7 +137,7 @@ def _inspect(named: str, arguments: list[str]) -> None:
 
 def _write_tokenizer(options: argparse.Namespace, names: Sequence[str], keys: DataKeys) -> None:
     """Trains a tokenizer and writes it to --output; a ConfigError if that has one."""
-    file = pathlib.Path(options.output).expanduser() / "tokenizer.json"
+    file = place.place(options.output) / "tokenizer.json"
     if file.exists() or prepared.is_prepared(options.output):
         raise ConfigError(f"--output {options.output} has a tokenizer already; give another folder")
     inputs = _open_inputs(names, keys)
@@ -232,7 +232,7 @@ def prepare(options: argparse.Namespace, names: Sequence[str], keys: DataKeys) -
     """Makes the set, or says that it is there; a ConfigError if another one is. `options` are those
     that `_check` lets pass."""
     start = time.perf_counter()
-    output = pathlib.Path(options.output).expanduser()
+    output = place.place(options.output)
     files = _open_inputs(names, keys)
     tokenizer = _open_tokenizer(options.train_bpe, keys, files)
     bpe = _bpe_name(options.train_bpe, files)

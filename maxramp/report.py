@@ -41,11 +41,11 @@ def main(arguments: list[str]) -> int:
     keys = [word for word in options.words if "=" in word and "/" not in word.split("=")[0]]
     if others := [word for word in keys if not word.startswith(f"{_PRICE}=")]:
         raise ConfigError(f"{others[0]}: a report reads {_PRICE} alone of all keys; leave it out")
-    price = load(["configs/base.yml", *keys]).planning.price_per_device_hour if keys else None
+    price = load(["configs/base.yml", *keys]).planning.price_per_device_hour if keys else -1
     runs = [place(word) for word in options.words if word not in keys]
     if not runs:
         raise ConfigError("no RUN is given; give the folder of a run")
-    reports = [wall_time(run, _find_price(run) if price is None else price) for run in runs]
+    reports = [wall_time(run, _find_price(run) if price == -1 else price) for run in runs]
     for report in reports:
         for warning in report["warnings"]:
             print(f"warning: {report['run']}: {warning}", file=sys.stderr)

@@ -28,7 +28,7 @@ from maxramp.training.state import TrainState
 
 def hash_of_tasks(keys: EvalKeys) -> str:
     """Hashes the user's own tasks; those of lm-eval are known by their names."""
-    own = pathlib.Path(keys.evaluate_tasks_include_path or os.devnull).expanduser()
+    own = pathlib.Path(os.path.expanduser(keys.evaluate_tasks_include_path or os.devnull))
     return hash_of([(path.name, path.read_bytes()) for path in sorted(own.rglob("*.yaml"))])
 
 

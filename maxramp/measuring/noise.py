@@ -63,11 +63,16 @@ def noise_curves(run: Place, blocks: int) -> dict[str, list[Block]]:
         raise ConfigError(f"--blocks {blocks} must be 1 or more")
     records = run_records(run)
     curves = {kind: curve for kind in KINDS if (curve := noise_blocks(records, kind, blocks))}
+
+    def has_blocks(number: int) -> bool:
+        return any(noise_blocks(records, kind, number) for kind in KINDS)
+
     if not curves:
         has_scale = any("norms_noise_signal" in record for record in records)
-        fewer = [n for n in range(1, blocks) if any(noise_blocks(records, k, n) for k in KINDS)]
-        if fewer:
-            remedy = f"use --blocks {fewer[-1]}"
+        most = min(blocks - 1, len(records) // _FEWEST_STEPS)
+        if blocks > 1 and has_blocks(1):  # else no number of blocks has one
+            fewer = next(n for n in (*range(most, 1, -1), 1) if has_blocks(n))
+            remedy = f"use --blocks {fewer}"
         elif has_scale:
             remedy = "train more steps, of more than 1 row, as one row has none"
         else:

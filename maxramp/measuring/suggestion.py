@@ -128,7 +128,7 @@ class Evidence:
             )
         run = place(results[0]["run"])
         for result in results:
-            targets = Fraction(result["target_tokens"], result["samples"])
+            targets = result["target_tokens"] / result["samples"]
             result["row_tokens"] = self._row_tokens(run, result["row_tokens"], targets)
         return results
 
@@ -340,7 +340,7 @@ def _possible_sizes(evidence: Evidence, planned: _Planned, row: int) -> list[int
         # larger one.
         least = 0 if evidence.by_noise else min(tried)
         sizes = {size for size in sizes if least <= size * row <= max(tried)}
-        sizes |= {tokens // row for tokens in tried if tokens % row == 0}
+        sizes |= {int(tokens // row) for tokens in tried if tokens % row == 0}
     most = max(one.batch for one in evidence.measured)
     dividing = filter(planned.divides, sorted(sizes))
     possible = [*itertools.islice(dividing, 1)]  # the smallest, whatever it may cost

@@ -192,7 +192,8 @@ class BatchKeys(CurveKeys, ShapeKeys):
                 values[name] = base.cast_value(f"{name}={value}", value, name)
         if "phases" in values:
             by_text = {str(threshold): keys for threshold, keys in values["phases"].items()}
-            values |= dict(phases.flat([("phases", by_text)], {}))
+            flat = phases.flat([("phases", by_text)], {})
+            values |= {n: base.cast_value(base.show_key(n, x), x, n) for n, x in flat}
         if all(values.get(name) in (None, "", -1) for name in _SIZES):
             sizes = ", ".join(_SIZES)
             raise ConfigError(

@@ -160,6 +160,7 @@ def test_no_file_of_somebody_else_is_touched(tmp_path, capfd):
             line = capfd.readouterr().err
             assert line.startswith(f"error: --output {output} holds a.tmp, which"), line
             assert line.count("\n") == 1
+    assert prepare_lib.main([str(tmp_path / "elsewhere.jsonl"), "--output", "~nosuch/set"]) == 2
     assert contents == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 

@@ -60,12 +60,14 @@ def test_branches_hold_up_to_the_next(results, expected):
 
 def test_limits_that_branches_set(tmp_path, capsys):
     """A ramp that grows with what was measured has none but the largest size that was tried."""
+    (tmp_path / "config.yml").write_text("packing: false\ndataset_type: grain\n")  # padded rows
     for name, largest, expected in (
         ("grows", (8, 64), "no batch above 8.19k tokens was tried"),
         ("falls", (64, 8), "cost nothing early in the run, but more than 1.02k cost something"),
         ("stays", (16, 16), ""),
     ):
-        results = [result(n, size, size) for n, size in zip((1000, 6000), largest, strict=True)]
+        at = zip((1000, 6000), largest, strict=True)
+        results = [result(n, size, size, run=str(tmp_path)) for n, size in at]
         run = write_branches(tmp_path / name, *results)
         limits = " ".join(suggested(capsys, "--branch", run)[0]["limits"])
         assert expected in limits

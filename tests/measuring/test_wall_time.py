@@ -214,9 +214,10 @@ def test_the_command_prints_draws_and_refuses(killed, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("goodput", "waiting", "lost", "cost", "stage", "from"))
     assert "last record" not in printed
-    assert report.main([str(killed), "--json", "price_per_device_hour=6"]) == 0
-    dear = json.loads(capsys.readouterr().out)["runs"][0]
-    assert dear["cost"] == pytest.approx(6 * dear["device_hours"])
+    for number, price in (("6", 6), ("-1", 3)):  # -1: the config's
+        assert report.main([str(killed), "--json", f"price_per_device_hour={number}"]) == 0
+        dear = json.loads(capsys.readouterr().out)["runs"][0]
+        assert dear["cost"] == pytest.approx(price * dear["device_hours"])
     for line, error in (
         (["8", "16", "32"], "error: 8 holds no jobs.jsonl"),
         ([str(killed), "steps=3"], "steps=3: a report reads price_per_device_hour alone"),

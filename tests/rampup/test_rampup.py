@@ -64,6 +64,8 @@ def test_a_mapping_is_as_good_as_an_object():
     assert sizes == [16, 32, 48]
     dotted = {"model.rampup_batch_size": [16, 16, 96], "model.global_batch_size": 48}
     assert RampupBatchManager(dotted, 8).stages == RampupBatchManager(nemo, 8).stages
+    first = {"per_device_batch_size": 1, "phases": {0: {"global_batch_size": "1K"}}}
+    assert RampupBatchManager(first, 8).stages[0].global_batch_size == 1000
     with open(BASE) as file:  # the file of a run, say
         assert len(RampupBatchManager(yaml.safe_load(file), 1).stages) == 4
 
