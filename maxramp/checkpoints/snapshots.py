@@ -43,7 +43,7 @@ from maxramp.checkpoints.pieces import (
 from maxramp.checkpoints.saving import Poll
 from maxramp.checkpoints.starts import Starts
 from maxramp.errors import ConfigError
-from maxramp.files.place import Place, is_unfinished
+from maxramp.files.place import Place, is_unfinished, place
 from maxramp.keys.base import expand_path
 from maxramp.model.pipeline import order_by_layer
 from maxramp.processes import agreement
@@ -294,7 +294,7 @@ def local_folder(directory: str, run: Place) -> pathlib.Path:
     run = run.resolve()
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
     directory = expand_path("local_checkpoint_directory", directory) or _MEMORY
-    root = pathlib.Path(directory).expanduser().absolute()
+    root = pathlib.Path(place(directory)).absolute()
     return root / f"maxramp-{run.name}-{digest}"
 
 

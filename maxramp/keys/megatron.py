@@ -168,7 +168,7 @@ def _translate_experts(
 def _translate_latents(flags: Mapping[str, list[str]], keys: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys of latent attention, with Megatron's defaults, in place of `keys` of heads
     and their norms. Its positions are yarn's, which a factor of 1 leaves as they are. A ConfigError
-    for a value that is no number."""
+    for a value that is no number, and a factor that is not above 0."""
     widths = {"kv_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     heads = keys.get("base_num_query_heads", base()["base_num_query_heads"])
     keys = widths | {"v_head_dim": 128} | keys
@@ -177,6 +177,8 @@ def _translate_latents(flags: Mapping[str, list[str]], keys: dict[str, Any]) -> 
         _first_value(flag, flags.get(flag, [default]), "mscale")
         for flag, default in zip(_YARN[1:], ("1", "1", "0"), strict=True)
     )
+    if factor <= 0:
+        raise ConfigError(f"--{_YARN[1]} {factor:g} must be above 0")
     if factor != 1 and flags.get("rope-type") != ["rope"]:
         rotated, scores_factor = (0.1 * x * math.log(factor) + 1 for x in (rotated, scores))
         keys |= {"rope_type": "yarn", "rope_factor": factor, "mscale": scores}

@@ -50,6 +50,8 @@ def _translate_megatron(path: Place) -> tuple[dict[str, Any], list[str]]:
         values, left_out = translate_flags(split_command(text))
     except OSError as error:
         raise ConfigError(f"--trainer megatron: {reason_of(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{path}: cannot be read as a command line: {error}") from None
     if not values:

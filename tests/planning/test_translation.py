@@ -166,6 +166,11 @@ def test_megatrons_scripts_keep_flags_in_variables(planned, form):
         ("megatron", "--num-experts 8 --moe-shared-expert-intermediate-size\n", "has no value"),
         ("nemo", "rampup_batch_size: [1, 1, 2]\nglobal_batch_size: ${N}\n", "must be an integer"),
         ("megatron", "echo 'unclosed", "cannot be read as a command line"),
+        (
+            "megatron",
+            "--num-experts 8 --qk-layernorm --multi-latent-attention --rotary-scaling-factor 0",
+            "file: --rotary-scaling-factor 0 must be above 0",
+        ),
         ("nemo", "train: {global_batch_size: 4}\ndata: {global_batch_size: 8}\n", "keep one"),
         ("others", "", "must be one of maxtext, megatron, nemo"),
         ("maxtext", "steps: 9\n", "nothing in it is MaxText's alone"),
