@@ -1,7 +1,10 @@
 """Programs of GRPO, DPO, scores, moves and optax, and steps whose rows lie in parts on several
 devices, by the compilers of TPUs and GPUs."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import pytest
 from compilers import prepare_compile, skip_without
 from conftest import BASE, make_config
@@ -10,6 +13,7 @@ from maxramp.config.load import load
 from maxramp.data import tokenizers
 from maxramp.evaluation.scorer import Scorer
 from maxramp.handover.opening import PromptTokenizer
+from maxramp.model.parts import grouped
 from maxramp.objectives.rewards import REWARDS
 from maxramp.parallel.mesh import abstract_mesh, bytes_per_device
 from maxramp.planning.compile_target import CompileTarget
@@ -178,3 +182,17 @@ def test_compilers_take_parts_of_rows(machine, name):
         assert moved == pytest.approx(expected)
     scores = B * H * T / C * T * 4  # of one layer on a device, in float32
     assert stage["fits"] and stage["memory_gib"]["temporaries"] * 2**30 < scores
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_largest_tiles_of_grouped_products_fit_a_tpu(dtype):
+    """Mixtral's, two experts on a device."""
+    _, mesh, _, check_compile = prepare_compile("v5p:2x2x1")
+    device = jax.sharding.SingleDeviceSharding(mesh.devices.flat[0])
+    forms = (65536, 4096), (65536, 28672), (2, 4096, 28672)
+    x, dy, w = (jax.ShapeDtypeStruct(form, dtype, sharding=device) for form in forms)
+    sizes = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=device)
+    product, gradient = grouped.load_kernel("megablox")
+    transposed = functools.partial(product, is_transposed=True)
+    for kernel, *arrays in ((product, x, w), (transposed, dy, w), (gradient, x, dy)):
+        check_compile(jax.jit(kernel).lower(*arrays, sizes))
