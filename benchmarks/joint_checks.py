@@ -127,7 +127,8 @@ def same(
         for name in sorted(names):
             if not exact and _OF_SHAPE.search(name):
                 continue
-            tolerance = max(near, _LOAD_NEAR) if name == "expert_load" else near
+            is_routed = "expert_load" in a and name in ("expert_load", "grad_norm")
+            tolerance = max(near, _LOAD_NEAR) if is_routed else near
             tolerance = 0 if exact else max(tolerance, 10 * largest[name])
             distance = _distance(a.get(name), b.get(name))
             largest[name] = max(largest[name], distance)
