@@ -127,7 +127,7 @@ def _keys_of_shapes(config):
     other |= {"first_num_dense_layers": 2, "shared_experts": 2}
     other |= {"load_balance_loss_scope": "step", "capacity_factor": 2.0, "base_moe_mlp_dim": 30}
     other |= {"q_lora_rank": 8}
-    other |= {"mtp_num_layers": 1}
+    other |= {"mtp_num_layers": 1, "quantization": "fp8_full"}
     other |= {"n_routing_groups": 2, "topk_routing_group": 1, "routed_bias_update_rate": 0.1}
     other |= {"load_balance_loss_weight": 0.1, "router_z_loss_weight": 0.1}
     before, keys = shapes(), {"decoder_block"}
