@@ -149,6 +149,7 @@ class Experiment:
             return None
         return {
             "loss": ends[-1]["eval_loss"],
+            "acceptance": ends[-1].get("eval_mtp_acceptance_rate"),
             "steps": ends[-1]["step"] + 1,
             "run": folder.name,
             "seconds": sum(r.get("step_seconds", 0.0) for r in records),
