@@ -23,7 +23,7 @@ Claims, made before the runs, each by the 90% t-interval of the mean paired diff
 Expected: no draft below N at the demo's size (nanochat's d12 was worse, too); at 4M H equal to N
 within 0.01 and above N+; F between H and N.
 
-python benchmarks/drafts_pay.py [--tokens 640K,384K] [--seeds 5] [--folder DIR] [--json FILE]
+python benchmarks/drafts_pay.py [--tokens 384K,256K] [--seeds 5] [--folder DIR] [--json FILE]
 """
 
 import pathlib
@@ -117,7 +117,7 @@ def compare(experiment: Experiment, sizes: dict[str, Any], seeds: int) -> dict[s
 
 def main() -> None:
     options = parser("drafts_pay", __doc__)
-    options.add_argument("--tokens", default="640K,384K", help="of a run of each model")
+    options.add_argument("--tokens", default="384K,256K", help="of a run of each model")
     options.add_argument("--seeds", type=int, default=5, help="of every arm (5)")
     options.add_argument("--folder", type=pathlib.Path, default=ROOT / "output" / "drafts_pay")
     arguments = options.parse_args()
