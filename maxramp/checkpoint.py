@@ -131,7 +131,7 @@ def _count_values(checkpoint: Place) -> tuple[int, int, int]:
 
 
 def _checkpoints(path: Place) -> list[Place]:
-    """Returns a checkpoint, or all of a folder by step; a ConfigError if there is none."""
+    """Returns a checkpoint, or all of a folder by step; a ConfigError if it has none."""
     checkpoint = folder_lib.find(path)
     if checkpoint == path.absolute():
         return [checkpoint]

@@ -234,8 +234,8 @@ def _check_lengths(name: str, files: Sequence[MegatronFile], length: int) -> Non
 
 
 def _check_ids(keys: DataKeys, name: str, largest: int, files: Sequence[MegatronFile]) -> None:
-    """Refuses tokens of which `largest`, the largest id of all files, is no id of the model; only
-    then reads them again to name the record."""
+    """Refuses files whose `largest` id is outside the vocabulary, by the name of the record, for
+    which it reads them again."""
     if largest < keys.vocab_size:
         return
     documents = Chain(files)

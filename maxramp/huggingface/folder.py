@@ -203,7 +203,7 @@ def find(key: str, path: str, may_adapt: bool = True) -> ModelFolder | None:
 
 def find_or_copy(key: str, path: str, copy: str) -> ModelFolder | None:
     """Returns the folder of `find`, or if the model is gone a run's `copy` of it (`RUN_COPY`);
-    raises as `find` if there is no copy."""
+    raises as `find` without a copy."""
     try:
         return find(key, path) or find(key, copy)
     except ConfigError:

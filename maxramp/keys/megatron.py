@@ -168,7 +168,7 @@ def _translate_experts(
 def _translate_latents(flags: Mapping[str, list[str]], keys: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys of latent attention, with Megatron's defaults, in place of `keys` of heads
     and their norms. Its positions are yarn's, which a factor of 1 leaves as they are. A ConfigError
-    for a value that is no number, and a factor that is not above 0."""
+    for text in place of a number, and for a factor of 0 or less."""
     widths = {"kv_lora_rank": 32, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     heads = keys.get("base_num_query_heads", base()["base_num_query_heads"])
     keys = widths | {"v_head_dim": 128} | keys

@@ -411,7 +411,7 @@ def window(sizes: Sequence[int], wanted: int, row_tokens: int) -> int:
 
 
 def _checkpoint(run: Place, at: int) -> folder_lib.Checkpoint:
-    """Reads a checkpoint; a ConfigError, which names the nearest, if there is none at the step."""
+    """Reads the checkpoint of a step; a ConfigError names the nearest if the step has none."""
     path, steps = run / "checkpoints" / str(at), folder_lib.steps_in(run / "checkpoints")
     if at not in steps:
         remedy = "train again with checkpoint_keep_period=N to keep one every N steps"

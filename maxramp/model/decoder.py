@@ -134,8 +134,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Reads T more tokens of every row, from position first_B on, after those in the layers'
         states. Returns their vectors [B, T, D], and the next states; `states` stay as they are. T
-        is all slots from position 0 on, or one, or a few: then keep as many of them as stay with
-        each state's `keep`. For `valid_BT` see `Pass`. The model is from `one_by_one`; a draft's
+        is all slots from position 0 on, or one, or a few, of which each state's `keep` then keeps
+        the accepted ones. For `valid_BT` see `Pass`. The model is from `one_by_one`; a draft's
         state, the last, stays."""
         shared = self._pass(tokens_BT, first_B, execution, valid_BT)
         states = jax.tree.map(lambda x: x, tuple(states))  # a copy, which this pass changes

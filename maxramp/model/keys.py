@@ -219,7 +219,7 @@ class ModelKeys(Execution):
         return self.base_mlp_dim if self.base_moe_mlp_dim == -1 else self.base_moe_mlp_dim
 
     def context_strategy(self, tensor: int, devices: int) -> str:
-        """Returns the strategy on so many devices along `context`; `tensor` divides both numbers of
-        heads."""
+        """Returns the strategy on this number of devices along `context`; `tensor` must divide both
+        numbers of heads."""
         heads = self.base_num_query_heads // tensor, self.base_num_kv_heads // tensor
         return select_strategy(self.context_parallel_strategy, *heads, devices)

@@ -172,7 +172,7 @@ def test_stages_behind_the_end_are_not_counted(length, tmp_path, capsys):
 
 
 def test_a_folder_of_runs_with_numbers_for_names(tmp_path, capsys):
-    """It is no folder of checkpoints; each run's is."""
+    """A folder of runs has no checkpoints of its own; each run has."""
     for name in ("2024", "2025"):
         commit_at(tmp_path / name / "checkpoints" / "100", 100, "steps=200")
         assert command.main(["ls", str(tmp_path / name)]) == 0

@@ -313,10 +313,10 @@ def test_a_run_goes_on_as_it_began(tmp_path):
 
 def test_files_of_megatron_core(tmp_path):
     """A set of its builder is read here with its borders, and ours by its reader."""
-    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     texts = make_documents(60)
     for name, dtype in (("small", np.uint16), ("large", np.int32)):
-        builder = theirs.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=dtype)
+        builder = megatron.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=dtype)
         for document in texts:
             builder.add_document(sum(document, []), [len(sequence) for sequence in document])
         builder.finalize(str(tmp_path / f"{name}.idx"))
@@ -330,7 +330,7 @@ def test_files_of_megatron_core(tmp_path):
     with MegatronWriter(str(tmp_path / "ours"), np.dtype("uint16")) as writer:
         writer.add(documents)
         writer.finish()
-    read = theirs.IndexedDataset(str(tmp_path / "ours"))
+    read = megatron.IndexedDataset(str(tmp_path / "ours"))
     assert len(read) == len(documents) == len(read.document_indices) - 1
     for ours, its in zip(documents, (read[i] for i in range(len(read))), strict=True):
         assert ours.tolist() == its.tolist()

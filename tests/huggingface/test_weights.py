@@ -159,7 +159,7 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path):
     keys = config_of(write_folder(tmp_path, "moonlight", model_type="kimi_k2")).model
     assert keys == config_of(write_folder(tmp_path, "moonlight")).model
     assert config_json.make_config(keys, kimi, "float32") == CONFIGS["moonlight"]
-    # Without shared experts transformers writes tensors of theirs that have no numbers.
+    # Without shared experts transformers still writes their tensors, empty.
     bare = {"n_shared_experts": 0}
     folder = write_folder(tmp_path, "moonlight", **bare)
     write_file(folder / "model.safetensors", tensors(CONFIGS["moonlight"] | bare))

@@ -235,7 +235,7 @@ def plain(q_BTHh, k_BTKh, v_BTKh, first_BT, at_BT, scale, cap):
 
 
 def packed_inputs(T, h, v, H, K, dtype, document):
-    """Two rows: documents of about so many tokens, and one that fills the row."""
+    """Makes two rows: documents of about this length, and one that fills the row."""
     random = np.random.default_rng(0)
     sizes = ((H, h), (K, h), (K, v), (H, v))
     arrays = (jnp.asarray(random.normal(size=(2, T, *size)), dtype) for size in sizes)

@@ -92,7 +92,7 @@ def test_shards_of_no_whole_tiles_are_exchanged_for_whole_experts(monkeypatch, e
     w_EKN = np.random.default_rng(0).normal(size=(experts, 5 * devices, 6)).astype(np.float32)
     shards = P(None, grouped.SHARDS_OF_EXPERT, None)
 
-    def both(w_EKN):
+    def gather_and_scatter(w_EKN):
         whole_EKN = grouped._gather((w_EKN,), shards)
         number = 1 + jax.lax.axis_index("fsdp")
         return whole_EKN[None], grouped._scatter(whole_EKN * number)
@@ -100,7 +100,7 @@ def test_shards_of_no_whole_tiles_are_exchanged_for_whole_experts(monkeypatch, e
     def run():
         with jax.set_mesh(mesh):
             spread = jax.device_put(w_EKN, NamedSharding(mesh, shards))
-            return jax.jit(map_shards(both, shards, (P("fsdp"), shards)))(spread)
+            return jax.jit(map_shards(gather_and_scatter, shards, (P("fsdp"), shards)))(spread)
 
     gathered, parts = run()
     monkeypatch.setattr(grouped, "_TILE_ROWS", 1)

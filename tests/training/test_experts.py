@@ -342,13 +342,13 @@ def emulate_ragged_all_to_all(x, out, begins, sizes, lands, received, *, axis_na
     devices = jax.lax.axis_size(axis_name)
     pieces, number = len(begins) // devices, jax.lax.axis_index(axis_name)
     arguments = x, jnp.stack([begins, sizes, lands])
-    every, theirs = (jax.lax.all_gather(a, axis_name) for a in arguments)
+    every_x, every_piece = (jax.lax.all_gather(a, axis_name) for a in arguments)
     for device, piece in itertools.product(range(devices), range(pieces)):
-        begin, size, land = theirs[device, :, number * pieces + piece]
+        begin, size, land = every_piece[device, :, number * pieces + piece]
         assert received.shape == sizes.shape
         at = jnp.arange(len(x))
         to = jnp.where((at >= begin) & (at < begin + size), at - begin + land, len(out))
-        out = out.at[to].set(every[device], mode="drop")
+        out = out.at[to].set(every_x[device], mode="drop")
     return out
 
 

@@ -81,7 +81,7 @@ class RecordFile:
         return type(self), (self.path, self.column, self.tokens)
 
     def _validate(self, value: Any) -> Record:
-        """Returns a value as a record (module docstring); a BadRecord if it is none."""
+        """Returns a value as a record (module docstring); a BadRecord otherwise."""
         if self.column == WHOLE:
             if not isinstance(value, dict):
                 raise BadRecord(f"is not a record of several columns but {describe(value)}")

@@ -88,9 +88,9 @@ def _scatter(dw_EKN: jax.Array) -> jax.Array:
 
 
 def _is_exchanged(form: tuple[int, ...]) -> bool:
-    """Tells whether devices exchange shards of this form before they gather them, [E, R, N] of some
-    rows of every expert, for whole experts or large parts: where R rows are no whole tiles, XLA for
-    TPUs would lay out anew what it gathers and scatters, as many times as much as a shard."""
+    """Tells whether devices exchange shards [E, R, N], R rows of every expert, for whole experts or
+    large parts of them before they gather. They do where R is no multiple of a tile: XLA for TPUs
+    would lay out the whole gathered weight anew."""
     devices, experts = jax.lax.axis_size(SHARDS_OF_EXPERT), form[0]
     is_possible = max(devices, experts) % min(devices, experts) == 0
     return devices > 1 and form[1] % _TILE_ROWS > 0 and is_possible
