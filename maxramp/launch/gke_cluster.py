@@ -152,7 +152,7 @@ class GkeCluster:
 
     def _publish(self) -> int:
         """Tells the trainer, unless kubectl fails, how many nodes it could have; returns how many
-        are ready, once the cluster answers. A stopped launch gets 0 without asking on."""
+        are ready, once the cluster answers. 0 if the launch was stopped meanwhile."""
         ready = self.available()
         if self.is_stopped:
             return 0

@@ -112,8 +112,8 @@ def _write_and_attend(q_BTHh, k_BTKh, v_BTKh, keys_BKSh, values_BKSh, first_B, m
 
 
 def write_slots(slots_BKSh: jax.Array, new_BTKh: jax.Array, first_B: jax.Array) -> jax.Array:
-    """Returns slots with T more tokens of every row from position `first_B` on, on one device. They
-    must not reach over the last slot: JAX would shift them back."""
+    """Returns slots with T more tokens of every row from position `first_B` on, on one device; the
+    first slot follows the last."""
 
     def write(slots_KSh, new_TKh, position):
         for t, new_Kh in enumerate(new_TKh):
